@@ -215,8 +215,10 @@ def _explain(problem: dict[str, Any]) -> Iterator[str]:
     key, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
     if problem["type"] == "extra_forbidden":
         for name, given, answer in aliases.answers(key, value):
-            unknown = f" (value {given!r}){suggestion(name)}" if answer is None else f"; {answer}"
-            yield f"{name}: unknown key{unknown}"
+            if answer is not None:
+                yield f"{name}: unknown key; {answer}"
+            else:
+                yield f"{name}: unknown key (value {given!r}){suggestion(name)}"
     elif problem["type"] == "missing":
         yield f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
     else:

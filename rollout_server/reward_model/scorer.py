@@ -81,8 +81,8 @@ class Scorer:
         """Token ids of a conversation, as the reward model's own tokenizer makes them.
 
         Text is tokenised as it is, with the special tokens that the tokenizer adds by default. Messages go through the
-        chat template, the answer as the assistant's. Raises NotScored: no template, a template that refuses, too long, or
-        a token that the model does not have.
+        chat template, the answer as the assistant's. Raises NotScored: no template, one that refuses, too long, or a
+        token that the model does not have.
         """
         token_ids = self._text(prompt + completion) if isinstance(prompt, str) else self._chat(prompt, completion)
         if not token_ids:

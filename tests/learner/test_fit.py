@@ -107,8 +107,13 @@ def test_context_ranks_hold_parts_of_a_trajectory(tmp_path: Path, monkeypatch: p
     learner = {"mesh": {"context": 2}, "max_tokens_per_microbatch": 16}
     config = make_config(tmp_path / "model", learner=learner, placement={"split": "1:2"})
     assert config.longest_part == 16
-    rows, full_row = [], fit.full_row
-    monkeypatch.setattr(fit, "full_row", lambda tokens, *given: rows.append(tokens) or full_row(tokens, *given))
+    rows, full_row = list[int](), fit.full_row
+
+    def noted(tokens: int, *given: int) -> Any:
+        rows.append(tokens)
+        return full_row(tokens, *given)
+
+    monkeypatch.setattr(fit, "full_row", noted)
     fit.make_steps(config, json.loads((tmp_path / "model" / "config.json").read_text()), "none", 16, CPU)
     assert set(rows) == {32}
 
