@@ -77,6 +77,14 @@ LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "policy_gradient")
 Clip = tuple[float, float]
 CLIPS: dict[str, Clip] = {"ppo_clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
 """(clip_low, clip_high) of a loss, where the configuration gives none: of DAPO, the GSPO paper, and TRL and ScaleRL."""
+CORRECTIONS: dict[str, Clip] = {
+    "token_tis": (0.0, 2.0),
+    "icepop": (0.5, 2.0),
+    "sequence_tis": (0.0, 5.0),
+    "sequence_mis": (0.0, 3.0),
+    "geometric_mis": (0.99, 1.01),
+}
+"""(correction_low, correction_high), where the configuration gives none: see learner/objective/corrections.py."""
 
 
 class Algorithm(Section):
@@ -176,6 +184,53 @@ class Algorithm(Section):
         return self
 
     @model_validator(mode="after")
+    def _bounds_leave_something(self) -> "Algorithm":
+        """A token of the policy itself has the ratio 1: bounds that take it out leave nothing to learn from."""
+        if 0 < self.clip_dual <= 1:
+            raise ValueError(
+                f"clip_dual: {self.clip_dual:g} bounds the ratio of every answer of negative advantage where it starts,"
+                " at 1, so none has a gradient; take more than 1 + clip_high, such as 3, or 0 for no such bound"
+            )
+        if 0 < self.veto_high <= 1:
+            raise ValueError(
+                f"veto_high: {self.veto_high:g} leaves out every answer, whose ratios are about 1; take more than 1,"
+                " such as 100, or 0 for no such bound"
+            )
+        low, high = self.correction_bounds
+        if self.correction != "none" and not low <= 1 <= high:
+            raise ValueError(
+                f"correction_{'low' if low > 1 else 'high'}: {self.correction!r} with bounds {low:g} and {high:g}, and"
+                " a token of the policy itself has the weight 1; take bounds on both sides of 1, or leave them out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_are_used(self) -> "Algorithm":
+        """What a user sets and nothing reads would look as if it had counted."""
+        reads_low, reads_high = self.loss in ("ppo_clip", "gspo"), self.loss in ("ppo_clip", "gspo", "cispo")
+        masks = self.correction in ("icepop", "sequence_mis", "geometric_mis")
+        unused = {
+            "clip_low": self.loss in LOSSES and not reads_low and self.clip_low is not None,
+            "clip_high": self.loss in LOSSES and not reads_high and self.clip_high is not None,
+            "clip_dual": self.loss in LOSSES and self.loss != "ppo_clip" and self.clip_dual > 0,
+        }
+        if key := next((key for key, is_unused in unused.items() if is_unused), None):
+            raise ValueError(
+                f"{key}: {getattr(self, key):g} with loss {self.loss!r}, which has no such bound; leave it out"
+                f" ({key}={'0' if key == 'clip_dual' else 'null'}), or take loss 'ppo_clip'"
+            )
+        unused = {
+            "correction_low": not masks and self.correction_low is not None,
+            "correction_high": self.correction == "none" and self.correction_high is not None,
+        }
+        if key := next((key for key, is_unused in unused.items() if is_unused), None):
+            raise ValueError(
+                f"{key}: {getattr(self, key):g} with correction {self.correction!r}, which has no such bound; leave it"
+                f" out ({key}=null), or take a correction that has it, such as 'icepop'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rewards_suit_the_advantage(self) -> "Algorithm":
         if self.dynamic_sampling and self.advantages_need_tokens:
             what = "advantage: 'gae'" if self.advantage == "gae" else "kl_in: 'reward'"
@@ -196,6 +251,13 @@ class Algorithm(Section):
         """(low, high) of the loss."""
         low, high = CLIPS.get(self.loss, CLIPS["ppo_clip"])
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
+
+    @property
+    def correction_bounds(self) -> Clip:
+        """(low, high) of the correction; without one, those of none."""
+        low, high = CORRECTIONS.get(self.correction, (0.0, 1.0))
+        low = low if self.correction_low is None else self.correction_low
+        return low, high if self.correction_high is None else self.correction_high
 
     @property
     def flat_groups_are_left_out(self) -> bool:

@@ -40,6 +40,8 @@ learner.lora.rank                 | lora_rank | - | - | lora_rank | lora_r
 learner.lora.alpha                | lora_alpha | - | - | lora_alpha | lora_alpha
 learner.lora.targets              | target_modules | - | - | target_modules | lora_target_modules
 learner.lr                        | optim.lr | - | - | - | learning_rate
+learner.warmup_steps              | optim.lr_warmup_steps | --lr-warmup-iters | - | - | warmup_steps
+learner.schedule                  | - | - | - | - | lr_scheduler_type
 algorithm.advantage               | algorithm.adv_estimator | - | - | - | -
 algorithm.dynamic_sampling        | algorithm.filter_groups.enable | - | - | - | -
 algorithm.loss                    | policy_loss.loss_mode | - | trainer.loss.type | - | loss_type
@@ -84,7 +86,7 @@ learner.total_steps               | trainer.total_training_steps | --num-rollout
 run.name                          | trainer.experiment_name | - | - | - | run_name
 tracking.wandb_project            | trainer.project_name | - | - | - | -
 placement.split                   | trainer.n_gpus_per_node | - | - | - | -
-rollout.temperature               | - | --rollout-temperature | - | - | -
+rollout.temperature               | actor_rollout_ref.rollout.temperature | --rollout-temperature | - | - | temperature
 weight_bus.transport              | - | --update-weight-transport | weight_broadcast.type | - | -
 run.dir                           | - | - | - | - | output_dir
 """
@@ -92,6 +94,7 @@ run.dir                           | - | - | - | - | output_dir
 ROWS = [[cell.strip() for cell in line.split("|")] for line in TABLE.strip().splitlines()]
 
 ONE_UPDATE = "a step is one update and one broadcast here, on rollout.groups_per_step groups; there is nothing to set"
+MICRO = "learner.max_tokens_per_microbatch decides how many microbatches a step has"
 WHOLE = "answers are sampled from the whole distribution; evaluation.temperature is what there is"
 KL = "algorithm.kl, algorithm.kl_in and algorithm.kl_coef decide about the KL term"
 NOT_HERE = {
@@ -101,8 +104,24 @@ NOT_HERE = {
     "trigger_parameter_sync_step": ONE_UPDATE,
     "update_weights_interval": ONE_UPDATE,
     "weight_sync_steps": ONE_UPDATE,
-    "gradient_accumulation_steps": "learner.max_tokens_per_microbatch decides how many microbatches a step has",
-    "per_device_train_batch_size": "learner.max_tokens_per_microbatch decides how many microbatches a step has",
+    "num_iterations": ONE_UPDATE,
+    "steps_per_generation": ONE_UPDATE,
+    "gradient_accumulation_steps": MICRO,
+    "per_device_train_batch_size": MICRO,
+    "ppo_micro_batch_size": MICRO,
+    "ppo_micro_batch_size_per_gpu": MICRO,
+    "log_prob_micro_batch_size_per_gpu": MICRO,
+    "use_dynamic_bsz": MICRO,
+    "clip_ratio": "algorithm.clip_low and algorithm.clip_high are the two sides",
+    "scale_rewards": "algorithm.advantage decides: 'grpo' divides by the deviation, 'dr_grpo' does not",
+    "importance_sampling_level": "algorithm.loss=gspo has the ratio of the whole answer, the others that of a token",
+    "bf16": "learner.compute_dtype and rollout.dtype decide; 'auto' is bfloat16 on GPUs",
+    "use_remove_padding": "rows are never padded; there is nothing to set",
+    "trainer.logger": "tracking.tensorboard and tracking.wandb decide; metrics.jsonl is always written",
+    "report_to": "tracking.tensorboard and tracking.wandb decide; metrics.jsonl is always written",
+    "trainer.nnodes": "placement.rollout and placement.learner name the devices of each node",
+    "trainer.resume_mode": "python -m learner.main --resume RUN_DIR goes on with a run",
+    "rollout.enforce_eager": "rollout.sglang={disable_cuda_graph: true}, as all options of SGLang",
     "total_epochs": "give the length of a run as learner.total_steps",
     "num_train_epochs": "give the length of a run as learner.total_steps",
     "norm_adv_by_std_in_grpo": "algorithm.advantage decides: 'grpo' divides by the deviation, 'dr_grpo' does not",
@@ -114,6 +133,8 @@ NOT_HERE = {
     "val_kwargs.top_p": WHOLE,
     "val_kwargs.top_k": WHOLE,
     "eval_top_p": WHOLE,
+    "actor_rollout_ref.rollout.top_p": WHOLE,
+    "actor_rollout_ref.rollout.top_k": WHOLE,
     "val_before_train": "version 0 is evaluated always, unless evaluation.every_steps is 0",
     "val_only": "learner.total_steps=0 evaluates the model and trains nothing",
 }
@@ -143,13 +164,13 @@ def answer(name: str) -> str | None:
     return None
 
 
-def answers(name: str, value: Any) -> Iterator[tuple[str, str | None]]:
-    """(dotted name, answer) of an unknown key, or of each leaf below it."""
+def answers(name: str, value: Any) -> Iterator[tuple[str, Any, str | None]]:
+    """(dotted name, value, answer) of an unknown key, or of each leaf below it."""
     if isinstance(value, Mapping) and value and answer(name) is None:
         for key, item in value.items():
             yield from answers(f"{name}.{key}", item)
     else:
-        yield name, answer(name)
+        yield name, value, answer(name)
 
 
 def _ends(name: str) -> Iterator[str]:

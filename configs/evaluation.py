@@ -69,6 +69,15 @@ class PromptSet:
     solved_at: float
 
     @property
+    def scores(self) -> list[str]:
+        """Names of its mean rewards and pass rates in metrics.jsonl, where it has a name (learner/report)."""
+        if self.samples <= 1:
+            kinds = ["sampled"] * self.samples
+        else:
+            kinds = [f"reward/{what}" for what in (f"mean@{self.samples}", "pass@1", f"pass@{self.samples}")]
+        return [f"val-core/{self.name}/{kind}" for kind in (["greedy"] * self.greedy + kinds)]
+
+    @property
     def key(self) -> str:
         """What the user calls it."""
         return f"data.eval.{self.name}" if self.name else "data.eval"
@@ -116,6 +125,19 @@ def prompt_sets(
     return tuple(found)
 
 
+def check_metric(sets: tuple[PromptSet, ...], metric: str) -> None:
+    """Raises ValueError where the numbers of named sets are known, and `metric` is none of them."""
+    kind, _, rest = metric.partition("/")
+    possible = [name for one in sets for name in one.scores]
+    if kind == "val-aux" and any(rest.startswith(f"{one.name}/") for one in sets):
+        return
+    if sets and all(one.name for one in sets) and metric not in possible:
+        raise ValueError(
+            f"checkpoint.best_metric: {metric!r} is not among what the sets of data.eval measure; take"
+            f" {' or '.join(possible)}"
+        )
+
+
 def check(sets: tuple[PromptSet, ...], evaluation: Evaluation) -> None:
     """Raises ValueError where several answers are wanted and none is sampled, or those to a prompt fit no message."""
     if sets and evaluation.samples > 1 and not any(one.samples for one in sets):
@@ -124,6 +146,11 @@ def check(sets: tuple[PromptSet, ...], evaluation: Evaluation) -> None:
             " evaluation.sampled=true, or samples to 1"
         )
     for one in sets:
+        if one.name and not one.greedy and not one.samples:
+            raise ValueError(
+                f"{one.key}: neither greedy nor sampled, so nothing of it is measured; set one of them, or leave the"
+                " set out"
+            )
         most = MAX_TEXT_BYTES // (one.max_new_tokens * TEXT_BYTES_PER_TOKEN)
         if one.samples > max(1, most):
             raise ValueError(

@@ -87,7 +87,8 @@ class Placement(Section):
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices per engine."""
     share_gpus: bool = False
-    """A GPU may be given to both sides (one GPU for everything); needs weight_bus.backend gloo."""
+    """A GPU may be given twice: to both sides (one GPU for everything), which needs weight_bus.backend gloo, or to a
+    reward server as well."""
     gpu_gib: float | None = Field(default=None, gt=0)
     """Memory of a learner GPU in GiB, which the dry run holds the learner's budget against; unset: what this machine's
     GPUs have."""

@@ -183,7 +183,10 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     for part in parts[:-1]:
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"--set {override!r}: {part!r} is a value, not a section")
+            raise ConfigError(
+                f"--set {override!r}: {part!r} is a value, not a section; give what is to stand there as a whole,"
+                f" such as --set '{key.partition(f'.{parts[-1]}')[0]}={{{parts[-1]}: ...}}'"
+            )
         node = child
     node[parts[-1]] = value
 
@@ -211,10 +214,11 @@ def _explain(problem: dict[str, Any]) -> Iterator[str]:
     """What is wrong in one problem: one text, or one for each foreign name below an unknown key."""
     key, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
     if problem["type"] == "extra_forbidden":
-        foreign = dict(aliases.answers(key, value))
-        yield from (f"{name}: unknown key; {answer}" for name, answer in foreign.items() if answer is not None)
-        if None in foreign.values():
-            yield f"{key}: unknown key (value {value!r}){suggestion(key)}"
+        for name, given, answer in aliases.answers(key, value):
+            if answer is not None:
+                yield f"{name}: unknown key; {answer}"
+            else:
+                yield f"{name}: unknown key (value {given!r}){suggestion(name)}"
     elif problem["type"] == "missing":
         yield f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
     else:

@@ -58,7 +58,7 @@ class Share:
         return _blocks(self.reward, devices)
 
 
-def node_devices(spec: str) -> Iterator[tuple[str, int]]:
+def node_devices(spec: str, key: str = "placement") -> Iterator[tuple[str, int]]:
     """Yield (node, device) of a placement such as `node0:6-7; node1:0,2`.
 
     Raises:
@@ -67,11 +67,11 @@ def node_devices(spec: str) -> Iterator[tuple[str, int]]:
     for part in filter(None, (p.strip() for p in spec.split(";"))):
         match = re.fullmatch(r"([A-Za-z0-9._-]+):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)", part)
         if match is None:
-            raise ConfigError(f"placement: {part!r} is not of the form 'node0:0-5' or 'node0:0,2'")
+            raise ConfigError(f"{key}: {part!r} is not of the form 'node0:0-5' or 'node0:0,2'")
         for piece in match[2].split(","):
             first, _, last = piece.partition("-")
             if last and int(last) < int(first):
-                raise ConfigError(f"placement: {piece!r} in {part!r} counts backwards")
+                raise ConfigError(f"{key}: {piece!r} in {part!r} counts backwards; give the first device first")
             yield from ((match[1], device) for device in range(int(first), int(last or first) + 1))
 
 
@@ -214,7 +214,7 @@ def _split(placement: Placement, reward: dict[str, list[int]]) -> Share:
 
 def _by_node(key: str, spec: str) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
-    for node, device in node_devices(spec):
+    for node, device in node_devices(spec, key):
         devices = found.setdefault(node, [])
         if device in devices:
             raise ConfigError(f"{key}: {node}:{device} is given twice")

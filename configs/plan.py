@@ -267,7 +267,8 @@ def _fits(config: Config, share: Share, machine: Machine) -> None:
         there, source = len(machine.visible), f"CUDA_VISIBLE_DEVICES={','.join(machine.visible)} shows"
     wanted, split = most_devices(share), config.placement.split
     if there is not None and wanted > there:
-        named = config.placement.rollout is not None or wanted - 1 in share.reward
+        beside = (*share.reward, *share.reference, *share.critic)
+        named = config.placement.rollout is not None or wanted - 1 in beside
         key = f"placement: {share.node}:{wanted - 1}" if named else f"placement.split: {split!r}"
         raise ConfigError(
             f"{key} needs {wanted} GPU{'s' if wanted > 1 else ''}, {source} {there}; take fewer, or set"

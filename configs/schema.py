@@ -9,6 +9,7 @@ import ipaddress
 from pydantic import model_validator
 
 from configs.evaluation import check as check_sets
+from configs.evaluation import check_metric
 from configs.learner import Mesh
 from configs.placement import check
 from configs.tree import Tree
@@ -34,7 +35,7 @@ class Config(Tree):
     @model_validator(mode="after")
     def _placement_is_possible(self) -> "Config":
         check(self.placement)
-        if self.placement.share_gpus and self.weight_bus.backend == "nccl":
+        if self.engines_share_gpus and self.weight_bus.backend == "nccl":
             raise ValueError(
                 "placement.share_gpus: true with weight_bus.backend 'nccl', which refuses two processes of a group on"
                 " one GPU; take weight_bus.backend=gloo"
@@ -82,6 +83,13 @@ class Config(Tree):
             raise ValueError(
                 f"reward.model.path: {model.path!r} with reward.function {function!r}, which does not look at it;"
                 " take reward.function=model for its score alone, or give reward.model.weight (0: as a metric alone)"
+            )
+        on_gpus = {"devices": model.devices > 1, "max_memory": any(name != "cpu" for name in model.max_memory or {})}
+        key = next((key for key, is_given in on_gpus.items() if is_given), None)
+        if key is not None and self.placement.reward is None and self.placement.local_rollouts:
+            raise ValueError(
+                f"reward.model.{key}: {getattr(model, key)} without placement.reward, so reward servers run on CPUs;"
+                f" give them GPUs, such as placement.reward=node0:7, or leave it out"
             )
         idle = next((share.node for share in self.shares if share.reward and not share.rollout), None)
         if idle is not None and not self.rewards_elsewhere:
@@ -150,6 +158,11 @@ class Config(Tree):
                 " answers of a group: each would have advantage 0 and no step would change the weights; take 2 or more,"
                 " such as 8, or algorithm.advantage 'gae'"
             )
+        if self.rollout.group_size == 1 and self.algorithm.dynamic_sampling:
+            raise ValueError(
+                "rollout.group_size: 1 with algorithm.dynamic_sampling, which drops groups whose rewards are all equal:"
+                " those of one answer always are; take algorithm.dynamic_sampling=false, or 2 answers or more"
+            )
         longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
         if longest > self.max_tokens_per_row:
             context = self.learner.mesh.context
@@ -157,7 +170,7 @@ class Config(Tree):
             raise ValueError(
                 f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch}{of} is less than one"
                 f" trajectory of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens;"
-                f" raise it to {-(-longest // context)} or more"
+                f" raise it to {self.longest_part} or more"
             )
         return self
 
@@ -232,6 +245,7 @@ class Config(Tree):
                 f"checkpoint.keep_best: {checkpoint.keep_best} without checkpoint.best_metric; name what evaluations"
                 " measure, such as val-core/gsm8k/greedy, or take keep_best=0"
             )
+        check_metric(self.evaluation_sets, checkpoint.best_metric)
         if not self.is_evaluated(self.learner.total_steps) or checkpoint.every_steps % every:
             raise ValueError(
                 f"checkpoint.keep_best: {checkpoint.keep_best} keeps what was evaluated, and of the checkpoints every"

@@ -80,6 +80,16 @@ class Tree(Section):
         return self.learner.max_tokens_per_microbatch * self.learner.mesh.context
 
     @property
+    def longest_part(self) -> int:
+        """Tokens that a rank holds of the longest trajectory: the least that a microbatch may have."""
+        return -(-(self.data.max_prompt_tokens + self.rollout.max_new_tokens) // self.learner.mesh.context)
+
+    @property
+    def engines_share_gpus(self) -> bool:
+        """Whether a GPU has an engine and a learner rank; a reward server may be on either's."""
+        return any(set(share.rollout) & set(share.training) for share in self.shares)
+
+    @property
     def training_ranks(self) -> list[tuple[str, int]]:
         """Role of each rank of the torchrun world (`learner`, `reference` or `critic`), and its number in that role."""
         return training_ranks(self.shares)

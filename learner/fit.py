@@ -22,7 +22,7 @@ from configs.base import ConfigError
 from configs.loading import Parser, add_arguments, from_arguments
 from configs.machine import has_usable_gpu
 from configs.schema import Config
-from learner.policy.memory import GIB, Budget, Recompute, Setup, available_bytes, choose, largest_microbatch
+from learner.policy.memory import GIB, Budget, Recompute, Setup, available_bytes, choose, largest_microbatch, usable
 from replay.fingerprint import FingerprintError, read_json
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from learner.rows import Row
 
 LEVELS: tuple[Recompute, ...] = ("none", "selective", "full")
+BESIDE = ("reference weights", "critic weights and AdamW state", "packed versions (rank 0)")
+"""Items of the budget that measured steps do not make: memory of their size is held meanwhile."""
 MICROBATCHES = 2
 """Of a measured step: the second one finds what the first leaves behind."""
 
@@ -57,7 +59,7 @@ def main() -> int:
         config = from_arguments(args)
         model = read_json(Path(config.model.path) / "config.json")
         available = available_bytes(config)
-        fits = [estimate(config, model, level, available) for level in LEVELS]
+        fits = [estimate(config, model, level, available) for level in levels_of(config)]
         if not args.estimate and config.placement.device != "cpu" and has_usable_gpu(os.environ):
             fits = [Fit(fit.recompute, fit.budget, fit.estimated, measure(config, model, fit)) for fit in fits]
     except (ConfigError, FingerprintError) as error:
@@ -65,6 +67,11 @@ def main() -> int:
         return 2
     sys.stdout.write(report(config, fits, available))
     return 0 if verdict(config, fits)["fits"] else 1
+
+
+def levels_of(config: Config) -> tuple[Recompute, ...]:
+    """The ways to recompute that this configuration can go."""
+    return ("full",) if config.learner.offload_activations else LEVELS
 
 
 def with_recompute(config: Config, level: Recompute) -> Config:
@@ -116,7 +123,7 @@ def measure(config: Config, model: dict[str, Any], fit: Fit) -> int:
     import torch
     from accelerate.utils import find_executable_batch_size
 
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_part
     tokens = max(2 * (fit.estimated or 0), longest)
 
     def fewer() -> int:
@@ -150,13 +157,12 @@ def make_steps(config: Config, model: dict[str, Any], level: Recompute, tokens: 
     budget = choose(setup, available_bytes(config))
     objective, longest = Objective(config.algorithm), config.data.max_prompt_tokens + config.rollout.max_new_tokens
     with one_of(config, device) as mesh:
-        packed = budget.items.get("packed versions (rank 0)", 0) if budget.packs_on_device else 0
-        held = torch.empty(packed, dtype=torch.uint8, device=device)
+        held = torch.empty(taken_by_others(config, budget, device), dtype=torch.uint8, device=device)
         policy = random_policy(config, mesh, device, budget)
         optimizer = Optimizer(config.learner, policy)
         for _ in range(2):
             for number in range(1, MICROBATCHES + 1):
-                row = full_row(tokens, longest, policy.vocab_size).to(device)
+                row = full_row(tokens * config.learner.mesh.context, longest, policy.vocab_size).to(device)
                 policy.prepare_row(last=number == MICROBATCHES)
                 loss, _ = objective(row, *policy.forward(row, config.rollout.temperature))
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -165,6 +171,20 @@ def make_steps(config: Config, model: dict[str, Any], level: Recompute, tokens: 
         peak = take_peak_bytes(device)
         del held
     return peak
+
+
+def taken_by_others(config: Config, budget: Budget, device: Any) -> int:
+    """Bytes of the device that a run has no room in: models beside the policy, packed versions, an engine."""
+    import torch
+
+    models = {name: budget.items.get(name, 0) for name in BESIDE}
+    if not budget.packs_on_device:
+        del models["packed versions (rank 0)"]
+    available = available_bytes(config)
+    if device.type != "cuda" or available is None:
+        return sum(models.values())
+    whole = torch.cuda.get_device_properties(device).total_memory
+    return sum(models.values()) + max(0, usable(whole) - available)
 
 
 def random_policy(config: Config, mesh: Any, device: Any, budget: Budget) -> "Policy":

@@ -27,7 +27,7 @@ from learner.launch.preflight import (
 from learner.launch.reward_folder import memory as reward_memory
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
-from learner.policy.memory import Setup, available_bytes, choose, refusal
+from learner.policy.memory import GIB, Setup, available_bytes, choose, refusal
 from learner.report.live_view import LiveView
 from replay.channel import ChannelError
 from replay.fingerprint import FingerprintError, read_json
@@ -93,7 +93,14 @@ def memory_budget(config: Config) -> str:
     if critics := sum(role == "critic" for role, _ in config.training_ranks):
         own = model if config.critic.path is None else read_json(Path(config.critic.path) / "config.json")
         setup = Setup.of(config, own).alone(critics)
-        said += f"memory of a critic GPU, at most:\n{choose(setup, available).describe(available)}\n"
+        budget = choose(setup, available)
+        if available is not None and budget.total > available:
+            raise ConfigError(
+                f"placement.critic: {config.placement.critic!r}: each of its {critics} GPUs would need"
+                f" {budget.total / GIB:.1f} GiB, and {available / GIB:.1f} GiB are there to use; give the critic more"
+                " devices, or lower learner.max_tokens_per_microbatch"
+            )
+        said += f"memory of a critic GPU, at most:\n{budget.describe(available)}\n"
     return said
 
 

@@ -66,6 +66,8 @@ def check_files(config: Config, *, has_input: bool = True) -> None:
         check_reward_model(config, has_data=has_input)
     if (problem := problem_with_loss(config.algorithm.loss)) is not None:
         raise ConfigError(f"algorithm.loss: {config.algorithm.loss!r}: {problem}")
+    if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
+        raise ConfigError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
     check_trackers(config)
     check_keys(config)
     check_run_dir(config)
@@ -145,8 +147,6 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
     """
     if config.weight_bus.transport == "collective" and config.weight_bus.backend == "ucc":
         _check_ucc(config)
-    if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
-        raise ConfigError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
     if runs_servers and config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
         raise ConfigError(
             "rollout.engine: 'sglang' is not installed here; install the extra: pip install 'slipstream-rl[sglang]', or"

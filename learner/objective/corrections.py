@@ -69,21 +69,12 @@ def within(values: torch.Tensor, low: float, high: float) -> torch.Tensor:
     return (values >= low) & (values <= high)
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """One correction with its bounds, where the configuration gives none."""
-
-    weights: Callable[[Rho, float, float], torch.Tensor]
-    low: float
-    high: float
-
-
 CORRECTIONS = {
-    "token_tis": Kind(token_tis, 0.0, 2.0),
-    "icepop": Kind(icepop, 0.5, 2.0),
-    "sequence_tis": Kind(sequence_tis, 0.0, 5.0),
-    "sequence_mis": Kind(sequence_mis, 0.0, 3.0),
-    "geometric_mis": Kind(geometric_mis, 0.99, 1.01),
+    "token_tis": token_tis,
+    "icepop": icepop,
+    "sequence_tis": sequence_tis,
+    "sequence_mis": sequence_mis,
+    "geometric_mis": geometric_mis,
 }
 
 Correction = Callable[[Rho], torch.Tensor]
@@ -103,9 +94,7 @@ def build_correction(algorithm: Algorithm) -> Correction:
     def weights(rho: Rho) -> torch.Tensor:
         weight = torch.ones_like(rho.log)
         if kind is not None:
-            low = kind.low if algorithm.correction_low is None else algorithm.correction_low
-            high = kind.high if algorithm.correction_high is None else algorithm.correction_high
-            weight = kind.weights(rho, low, high)
+            weight = kind(rho, *algorithm.correction_bounds)
             if mask_only:
                 weight = (weight > 0).to(weight.dtype)
         if algorithm.veto_low > 0 or algorithm.veto_high > 0:

@@ -17,6 +17,7 @@ The counts were checked against the peaks of two shapes on an H200 (docs/benchma
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from configs.base import ConfigError
@@ -24,6 +25,7 @@ from configs.learner import LearnerSettings, Lora
 from configs.machine import gpu_bytes
 from configs.schema import Config
 from replay.desks.sharing import COPIES_PER_TOKEN
+from replay.fingerprint import read_json
 
 Recompute = Literal["none", "selective", "full"]
 GIB = 1024**3
@@ -152,14 +154,23 @@ def available_bytes(config: Config) -> int | None:
     given = config.placement.gpu_gib
     device = int(given * GIB) if given is not None else gpu_bytes()
     engine = 0.0
-    if config.placement.share_gpus and config.rollout.engine == "sglang":
+    if config.engines_share_gpus and config.rollout.engine == "sglang":
         if "mem_fraction_static" not in config.rollout.sglang:
             raise ConfigError(
                 "placement.share_gpus: SGLang fills the GPU that it shares with the learner; leave room by"
                 " rollout.sglang={mem_fraction_static: 0.35}, say"
             )
-        engine = float(config.rollout.sglang["mem_fraction_static"])
+        engine = _fraction(config.rollout.sglang["mem_fraction_static"])
     return None if device is None else usable(device) - int(device * engine)
+
+
+def _fraction(given: object) -> float:
+    if not isinstance(given, float) or not 0 < given < 1:
+        raise ConfigError(
+            f"rollout.sglang: mem_fraction_static {given!r} is no share of a GPU; give a number between 0 and 1, such"
+            " as 0.35"
+        )
+    return given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +189,17 @@ class Setup:
     """Of an element of the two packed versions that rank 0 holds on its GPU; 0 where it holds none there."""
     staged_bytes: int = 0
     """Of the buffers through which versions in host memory are sent; 0 where they cannot lie there."""
-    has_reference: bool = False
-    """A reference model lies on the same ranks."""
-    has_critic: bool = False
-    """A critic does."""
+    reference: Sizes | None = None
+    """Of a reference model on the same ranks."""
+    critic: Sizes | None = None
+    """Of a critic on them."""
 
     @classmethod
     def of(cls, config: Config, model: Mapping[str, Any]) -> "Setup":
-        """Of a configuration with every `auto` resolved, and config.json."""
+        """Of a configuration with every `auto` resolved, and config.json.
+
+        Raises FingerprintError: that of a reference model or critic of their own is missing or broken.
+        """
         bytes_of, bus = {"float32": 4, "bfloat16": 2, "float16": 2}, config.weight_bus
         over_nccl = bus.backend == "nccl" and bus.transport == "collective"
         # changes are made where the versions lie, which takes a GPU; direct updates are read from there
@@ -197,19 +211,32 @@ class Setup:
             compute_bytes=bytes_of[config.learner.compute_dtype],
             wire_bytes=bytes_of[config.rollout.dtype] if over_nccl else 0,
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
-            has_reference=config.algorithm.kl != "none" and config.placement.reference == "learner",
-            has_critic=config.algorithm.advantage == "gae" and config.placement.critic == "learner",
+            reference=(
+                _sizes_of(config.algorithm.reference_path, model)
+                if config.algorithm.kl != "none" and config.placement.reference == "learner"
+                else None
+            ),
+            critic=(
+                _sizes_of(config.critic.path, model)
+                if config.algorithm.advantage == "gae" and config.placement.critic == "learner"
+                else None
+            ),
         )
 
     def alone(self, num_ranks: int) -> "Setup":
         """The same for ranks that hold one model that learns, and publish nothing: a critic's own."""
         changes: dict[str, Any] = {"num_ranks": num_ranks, "wire_bytes": 0, "staged_bytes": 0}
-        return replace(self, has_reference=False, has_critic=False, **changes)
+        return replace(self, reference=None, critic=None, **changes)
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with other microbatches."""
         changed = self.learner.model_copy(update={"max_tokens_per_microbatch": tokens})
         return replace(self, learner=changed)
+
+
+def _sizes_of(path: str | None, model: Mapping[str, Any]) -> Sizes:
+    """Of a model in a folder of its own, else of the policy's."""
+    return Sizes.of(model if path is None else read_json(Path(path) / "config.json"))
 
 
 def choose(setup: Setup, available: int | None) -> Budget:
@@ -248,10 +275,7 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
     budget = choose(setup, available)
     if budget.total <= available:
         return ""
-    tokens, longest = (
-        largest_microbatch(setup, available),
-        config.data.max_prompt_tokens + config.rollout.max_new_tokens,
-    )
+    tokens, longest = largest_microbatch(setup, available), config.longest_part
     fits = f"{tokens} tokens fit" if tokens >= longest else f"{tokens} fit, and one trajectory may have {longest}"
     given = config.learner.max_tokens_per_microbatch
     return (
@@ -264,7 +288,7 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
 def when_exhausted(config: Config, model: Mapping[str, Any], budget: Budget, said: str, device_bytes: int) -> str:
     """What to change after memory ran out, whatever the budget had promised. `said` is the allocator's message."""
     setup, given = Setup.of(config, model), config.learner.max_tokens_per_microbatch
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    longest = config.longest_part
     tokens = min(largest_microbatch(setup, usable(device_bytes)), given * 3 // 4) // 1024 * 1024
     knobs = [f"learner.max_tokens_per_microbatch={max(tokens, longest)}"] if longest < given else []
     knobs += ["learner.recompute=full"] if budget.recompute != "full" else []
@@ -316,11 +340,11 @@ def _items(setup: Setup, way: Budget) -> dict[str, int]:
     }
     if adapters:
         items["frozen weights"] = -(-compute_bytes * sizes.parameters // setup.num_ranks)
-    if setup.has_reference:
-        items["reference weights"] = compute_bytes * mine
-    if setup.has_critic:
+    if setup.reference is not None:
+        items["reference weights"] = -(-compute_bytes * setup.reference.parameters // setup.num_ranks)
+    if (critic := setup.critic) is not None:
         # its step comes before the policy's, in the same memory for gradients and activations
-        body = -(-(sizes.layers * sizes.layer_parameters + sizes.embedding_parameters) // setup.num_ranks)
+        body = -(-(critic.layers * critic.layer_parameters + critic.embedding_parameters) // setup.num_ranks)
         items["critic weights and AdamW state"] = 12 * body
     if setup.wire_bytes:
         packed = 2 * setup.wire_bytes * (adapters or setup.sizes.parameters)

@@ -27,6 +27,10 @@ Judged = tuple[float, str]
 """(score, "") or (NaN, error)."""
 
 
+REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+"""What a chat template raises: its expressions are Python's, such as `content + 1`."""
+
+
 class NotScored(ValueError):
     """One conversation has no score; the message says why."""
 
@@ -57,6 +61,7 @@ class Scorer:
         self._pads = isinstance(padding, int) and 0 <= padding < self._config.vocab_size
         limit = getattr(self._config, "max_position_embeddings", None)
         self._longest = limit if isinstance(limit, int) and limit > 0 else None
+        self._known = int(self._model.get_input_embeddings().num_embeddings)
 
     def score(self, samples: Sequence[tuple[Prompt, str]]) -> list[Judged]:
         """Scores of (prompt, answer) pairs, in their order."""
@@ -76,7 +81,8 @@ class Scorer:
         """Token ids of a conversation, as the reward model's own tokenizer makes them.
 
         Text is tokenised as it is, with the special tokens that the tokenizer adds by default. Messages go through the
-        chat template, the answer as the assistant's. Raises NotScored: no template, a template that refuses, too long.
+        chat template, the answer as the assistant's. Raises NotScored: no template, one that refuses, too long, or a
+        token that the model does not have.
         """
         token_ids = self._text(prompt + completion) if isinstance(prompt, str) else self._chat(prompt, completion)
         if not token_ids:
@@ -85,6 +91,11 @@ class Scorer:
             raise NotScored(
                 f"the conversation has {len(token_ids)} tokens of the reward model, which takes {self._longest}"
                 " (max_position_embeddings); lower data.max_prompt_tokens or rollout.max_new_tokens"
+            )
+        if max(token_ids) >= self._known:  # on a GPU its look-up would end the process
+            raise NotScored(
+                f"the tokenizer makes token {max(token_ids)}, and the reward model has {self._known} tokens: it is not"
+                " this model's; save the reward model's own tokenizer into reward.model.path"
             )
         return token_ids
 
@@ -102,7 +113,7 @@ class Scorer:
             token_ids = self._tokenizer.apply_chat_template(
                 messages, chat_template=self._template, tokenize=True, return_dict=False
             )
-        except jinja2.TemplateError as error:
+        except REFUSALS as error:
             roles = ", ".join(message["role"] for message in messages)
             raise NotScored(f"reward.model.chat_template: fails on messages of the roles {roles}: {error}") from error
         return list(token_ids)

@@ -7,6 +7,8 @@ from configs import Config, ConfigError, load
 KL = ["algorithm.kl=k3"]
 KL_REWARD = [*KL, "algorithm.kl_in=reward"]
 GAE = ["algorithm.advantage=gae"]
+MODEL = ["reward.function=model", "reward.model.path=/x"]
+NCCL = ["placement.device=cuda", "weight_bus.backend=nccl", "placement.rollout=node0:0-1", "placement.learner=node0:2"]
 
 
 @pytest.mark.parametrize(
@@ -28,7 +30,31 @@ GAE = ["algorithm.advantage=gae"]
         (["placement.critic=node0:7"], ["placement.critic", "'node0:7'", "nothing", "algorithm.advantage"]),
         ([*KL, "placement.reference=node0:2"], ["placement", "node0:2 is given to both", "learner", "reference"]),
         ([*KL, "placement.reference=node1:0"], ["placement.reference", "node1", "no learner rank"]),
-        ([*KL, "placement.reference=gpu"], ["placement", "'gpu'", "not of the form"]),
+        ([*KL, "placement.reference=gpu"], ["placement.reference", "'gpu'", "not of the form"]),
+        (["algorithm.clip_dual=0.5"], ["clip_dual", "0.5", "negative advantage", "such as 3"]),
+        (["algorithm.veto_high=1"], ["veto_high: 1", "every answer", "such as 100"]),
+        (
+            ["algorithm.correction=icepop", "algorithm.correction_low=5"],
+            ["correction_low", "5 and 2", "both sides of 1"],
+        ),
+        (
+            ["algorithm.correction=geometric_mis", "algorithm.correction_high=0.999"],
+            ["correction_high", "0.99 and 0.999"],
+        ),
+        (["algorithm.correction_high=2"], ["correction_high: 2", "correction 'none'", "correction_high=null"]),
+        (
+            ["algorithm.loss=policy_gradient", "algorithm.correction=token_tis", "algorithm.correction_low=0.5"],
+            ["correction_low: 0.5", "'token_tis'", "'icepop'"],
+        ),
+        (["algorithm.loss=sapo", "algorithm.clip_low=0.1"], ["clip_low: 0.1", "'sapo'", "clip_low=null"]),
+        (["algorithm.loss=cispo", "algorithm.clip_low=0.1"], ["clip_low: 0.1", "'cispo'"]),
+        (["algorithm.loss=gspo", "algorithm.clip_dual=3"], ["clip_dual: 3", "'gspo'", "clip_dual=0"]),
+        (
+            ["algorithm.advantage=reinforce++", "rollout.group_size=1", "algorithm.dynamic_sampling=true"],
+            ["rollout.group_size: 1", "dynamic_sampling=false"],
+        ),
+        ([*MODEL, "reward.model.devices=2"], ["reward.model.devices: 2", "placement.reward", "node0:7"]),
+        ([*MODEL, "reward.model.max_memory={0: 1GiB}"], ["reward.model.max_memory", "1GiB", "placement.reward"]),
     ],
 )
 def test_what_cannot_be_right_is_refused_with_key_value_and_way_out(overrides: list[str], words: list[str]) -> None:
@@ -42,7 +68,19 @@ def test_what_cannot_be_right_is_refused_with_key_value_and_way_out(overrides: l
     [
         [*GAE, "rollout.group_size=1"],
         [*GAE, *KL_REWARD, "placement.critic=node0:3-4", "placement.reference=node0:5"],
+        ["algorithm.loss=my.py:loss", "algorithm.clip_low=0.1", "algorithm.clip_dual=3"],
+        ["algorithm.loss=cispo", "algorithm.clip_high=4"],
+        ["algorithm.correction=icepop", "algorithm.correction_low=0.2", "algorithm.correction_high=5"],
+        [*MODEL, "reward.model.max_memory={cpu: 1GiB}"],
+        [*MODEL, "reward.model.devices=2", "placement.local_rollouts=false"],
+        [*MODEL, "placement.split=2:1", "placement.reward=node0:1", "placement.share_gpus=true", *NCCL],
     ],
 )
 def test_what_can_work_is_accepted(overrides: list[str]) -> None:
     assert isinstance(load("quickstart", overrides), Config)
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "gsm8k-qwen3-0.6b-2gpu"])
+@pytest.mark.parametrize(("loss", "clip"), [("gspo", (3e-4, 4e-4)), ("cispo", (1.0, 4.0)), ("ppo_clip", (0.2, 0.28))])
+def test_another_loss_has_its_own_clip_in_every_preset(preset: str, loss: str, clip: tuple[float, float]) -> None:
+    assert load(preset, [f"algorithm.loss={loss}"]).algorithm.clip == clip

@@ -55,6 +55,7 @@ def test_several_answers_of_which_none_is_sampled_are_refused():
         ("data.eval={a: {path: x, temperature: 0}}", "data.eval.a.temperature: Input should be greater than 0"),
         ("data.eval={a: {path: x, sample: 4}}", "data.eval.a.sample: unknown key"),
         ("data.eval={a: {samples: 4}}", "data.eval.a.path: missing"),
+        ("data.eval={a: {path: x, greedy: false, sampled: false}, b: y}", "data.eval.a: neither greedy nor sampled"),
         ("evaluation.samples=0", "evaluation.samples: Input should be greater than or equal to 1"),
         (
             "data.eval={a: {path: x, samples: 1000, max_new_tokens: 32768}}",
@@ -65,6 +66,20 @@ def test_several_answers_of_which_none_is_sampled_are_refused():
 def test_sets_that_cannot_work_are_refused_with_key_and_remedy(given, said):
     with pytest.raises(ConfigError, match=r"(?s)" + said):
         load("quickstart", [given])
+
+
+@pytest.mark.parametrize("name", ["aime/greedy", "aime/sampled", "gsm8k/reward/mean@4", "gsm8k/reward/pass@1"])
+def test_the_best_may_be_what_a_set_measures(name):
+    best = [SETS, "checkpoint.keep_best=1", f"checkpoint.best_metric=val-core/{name}"]
+    assert load("quickstart", best).checkpoint.keep_best == 1
+
+
+@pytest.mark.parametrize("name", ["aim/greedy", "gsm8k/greedy", "gsm8k/sampled", "aime/reward/mean@4", "greedy"])
+def test_the_best_of_what_no_set_measures_is_refused_before_a_run(name):
+    best = [SETS, "checkpoint.keep_best=1", f"checkpoint.best_metric=val-core/{name}"]
+    said = r"checkpoint\.best_metric: 'val-core/.* or val-core/gsm8k/reward/mean@4 or val-core/gsm8k/reward/pass@1"
+    with pytest.raises(ConfigError, match=said):
+        load("quickstart", best)
 
 
 def test_a_key_that_stands_twice_in_a_file_is_refused_with_its_line():

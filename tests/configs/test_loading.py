@@ -57,10 +57,10 @@ def test_the_arithmetic_of_a_run():
     ("override", "key", "suggested"),
     [
         ("replay.asinc_lag=1", "replay.asinc_lag", "replay.async_lag"),
-        ("rolout.group_size=8", "rolout", "did you mean 'rollout"),
+        ("rolout.group_size=8", "rolout.group_size", "did you mean 'rollout"),
         ("learner.learning_rate=1", "learner.learning_rate", "learner."),
         ("async_lag=1", "async_lag", "replay.async_lag"),
-        ("zzz.qqq=9", "zzz", "docs/configuration.md"),
+        ("zzz.qqq=9", "zzz.qqq", "docs/configuration.md"),
     ],
 )
 def test_an_unknown_key_is_named_with_a_suggestion(override, key, suggested):

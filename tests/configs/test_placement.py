@@ -165,10 +165,17 @@ def test_a_reward_model_that_cannot_be_placed_or_counts_for_nothing_is_refused(s
     assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
 
 
+def test_too_few_gpus_are_named_by_the_key_that_wants_them():
+    config = config_of("placement.split=1:1", "placement.critic=node0:2", "algorithm.advantage=gae")
+    with pytest.raises(ConfigError, match=r"^placement: node0:2 needs 3 GPUs, node0 has 2"):
+        plan_of(config, {"node0": Machine("10.0.0.1", gpus=2)})
+
+
 def test_a_reward_model_is_combined_with_a_function():
     path = "reward.model.path=models/reward"
     assert config_of(path, "reward.model.weight=0.5").reward.model.weight == 0.5
-    own = config_of(path, "reward.function=mine.py:reward", "reward.model.max_memory={0: 20GiB, cpu: 1.5GB}")
+    memory = ["reward.model.max_memory={0: 20GiB, cpu: 1.5GB}", "placement.reward=node0:7"]
+    own = config_of(path, "reward.function=mine.py:reward", *memory)
     assert own.reward.model.max_memory == {"0": "20GiB", "cpu": "1.5GB"} and own.reward.model.dtype == "auto"
     assert parse(dump(own), "again") == own
 

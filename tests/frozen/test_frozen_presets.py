@@ -20,6 +20,8 @@ CHANGED: dict[str, dict[str, Any]] = {
         "algorithm.normalize_by_std": "gone",
         "algorithm.max_prox_weight": "gone",
         "learner.recompute": "auto",
+        "algorithm.clip_low": None,
+        "algorithm.clip_high": None,
     },
     "quickstart": {"replay.journal_keep": "all"},
 }

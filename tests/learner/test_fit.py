@@ -64,6 +64,60 @@ def test_a_gpu_that_sglang_shares_has_less(tmp_path: Path) -> None:
     assert alone is not None and less == alone - int(80 * 1024**3 * 0.35)
 
 
+@pytest.mark.parametrize("share", ["0.35", 1, 1.5])
+def test_a_share_that_is_none_is_refused(tmp_path: Path, share: object) -> None:
+    config = config_of(tmp_path, "0.6B", gpu_gib=80, share_gpus=True)
+    rollout = config.rollout.model_copy(update={"sglang": {"mem_fraction_static": share}})
+    with pytest.raises(fit.ConfigError, match=r"rollout\.sglang: mem_fraction_static .* between 0 and 1"):
+        fit.available_bytes(config.model_copy(update={"rollout": rollout}))
+
+
+def test_a_learner_whose_gpus_only_reward_servers_share_has_them_whole(tmp_path: Path) -> None:
+    apart = {"split": None, "rollout": "node0:0", "learner": "node0:1", "share_gpus": True}
+    alone = fit.available_bytes(config_of(tmp_path, "0.6B", gpu_gib=80))
+    assert fit.available_bytes(config_of(tmp_path, "0.6B", gpu_gib=80, **apart)) == alone
+
+
+def test_activations_that_travel_leave_one_way(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "0.6B", gpu_gib=78)
+    changed = {"offload_activations": True, "compile": False}
+    config = config.model_copy(update={"learner": config.learner.model_copy(update=changed)})
+    assert fit.levels_of(config) == ("full",)
+    found = [fit.estimate(config, SHAPES["0.6B"], level, 70 * 1024**3) for level in fit.levels_of(config)]
+    assert fit.verdict(config, found)["fits"] and set(fit.verdict(config, found)["estimated"]) == {"full"}
+
+
+def test_what_measured_steps_do_not_make_is_held(tmp_path: Path) -> None:
+    """A reference model and a critic, each of its own size, and the packed versions."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps(SHAPES["1.7B"]), encoding="utf-8")
+    config = config_of(tmp_path, "0.6B", gpu_gib=200)
+    algorithm = {"kl": "k3", "reference_path": str(other), "advantage": "gae"}
+    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=algorithm)})
+    budget = fit.choose(fit.Setup.of(config, SHAPES["0.6B"]), None)
+    reference, critic, packed = (budget.items[name] for name in fit.BESIDE)
+    assert reference == pytest.approx(2 * 1.72e9, rel=0.01) and critic == pytest.approx(12 * 0.596e9, rel=0.01)
+    assert fit.taken_by_others(config, budget, CPU) == reference + critic + packed
+
+
+def test_context_ranks_hold_parts_of_a_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So less than a whole one fits, and a measured row has the tokens of all of them."""
+    save_model(tmp_path / "model")
+    learner = {"mesh": {"context": 2}, "max_tokens_per_microbatch": 16}
+    config = make_config(tmp_path / "model", learner=learner, placement={"split": "1:2"})
+    assert config.longest_part == 16
+    rows, full_row = list[int](), fit.full_row
+
+    def noted(tokens: int, *given: int) -> Any:
+        rows.append(tokens)
+        return full_row(tokens, *given)
+
+    monkeypatch.setattr(fit, "full_row", noted)
+    fit.make_steps(config, json.loads((tmp_path / "model" / "config.json").read_text()), "none", 16, CPU)
+    assert set(rows) == {32}
+
+
 def test_a_rank_among_three_makes_its_steps_alone(tmp_path: Path) -> None:
     """The shards and gathers of three ranks, with collectives that move nothing."""
     model = json.loads((save_model(tmp_path / "model") / "config.json").read_text(encoding="utf-8"))

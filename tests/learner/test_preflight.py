@@ -211,3 +211,8 @@ def test_the_terminal_says_which_checkpoint_is_passed_over(resume, tmp_path, old
     said = terminal.getvalue().splitlines()
     assert len(said) == (1 if older_is_whole else 2)
     assert said[0] == f"checkpoint step_4 is passed over: weights has 2 bytes, COMPLETE says 3; {words}"
+
+
+def test_a_dry_run_refuses_nccl_on_cpus():
+    with pytest.raises(ConfigError, match=r"weight_bus\.backend: 'nccl' needs GPUs, placement\.device is 'cpu'"):
+        preflight.check_files(load("quickstart", ["weight_bus.backend=nccl"]), has_input=False)

@@ -71,6 +71,16 @@ def test_what_cannot_be_scored_is_an_error_of_its_own(folder: Path, tmp_path: Pa
     assert [word for word, (_, error) in zip(words, judged[1:4], strict=True) if word not in error] == []
     refusing = scorer_of(folder, chat_template="{{ raise_exception('no system turns') }}")
     assert "fails on messages of the roles user, assistant" in refusing.score([(chat, "2")])[0][1]
+    broken = scorer_of(folder, chat_template="{{ messages[0].content + 1 }}")
+    assert "fails on messages of the roles user, assistant" in broken.score([(chat, "2")])[0][1]
+
+
+def test_a_token_that_the_model_does_not_have_costs_its_answer_and_not_the_server(tmp_path: Path) -> None:
+    """A tokenizer of another model, or one that grew after training."""
+    model = scorer_of(save_reward_model(tmp_path / "model", vocab_size=8))
+    (_, error), (score, none) = model.score([("312=", "x"), ("1", "2")])
+    assert "has 8 tokens" in error and "reward.model.path" in error
+    assert not none and score == score
 
 
 def test_memory_that_runs_out_costs_halves_and_not_the_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
