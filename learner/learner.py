@@ -209,7 +209,11 @@ class Learner:
             self._roll_back(step, rolls_back)
 
     def _roll_back(self, step: int, alarm: Alarm) -> NoReturn:
-        """Have the next incarnation begin before the first bad step (a collective); or stop, where it cannot."""
+        """Have the next incarnation begin before the first bad step (a collective); or stop, where it cannot.
+
+        A checkpoint on its way to the disk comes first: completing it may delete the one that the choice falls on.
+        """
+        self._settle(wait=True)
         noted, most = self.roll_backs, self.config.limits.roll_backs
         target, count = (noted.target(alarm.first_step), noted.count) if self.ranks.is_first else (0, 0)
         if self.ranks.is_first and target >= 0 and count < most:  # before another rank can end
