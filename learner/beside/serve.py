@@ -2,7 +2,8 @@
 
 consumes     rows of the policy's ranks (learner/beside/line.py)
 produces     logprobs, values, updates of the critic
-waits for    the next order, for at most three times learner.batch_deadline_s and evaluation.deadline_s
+waits for    the next order, for at most three times learner.batch_deadline_s, twice checkpoint.deadline_s, and
+             evaluation.deadline_s
 unblocked by learner/trainer.py (a step), learner/learner.py (digests, checkpoints, the end)
 """
 
