@@ -157,6 +157,18 @@ def test_the_critic_learns_and_in_its_warm_up_alone(qwen3: Path, mesh: DeviceMes
     assert "flat_reward_steps/0" in guards.broken, "equal rewards teach a critic's policy nothing either"
 
 
+def test_what_a_guard_skips_teaches_the_critic_nothing_either(qwen3: Path, mesh: DeviceMesh) -> None:
+    limits = {"same_length": "skip above 0"}
+    config = configured(qwen3, algorithm={"advantage": "gae"}, critic=CRITIC, limits=limits)
+    policy, optimizer = built(config, mesh)
+    beside = build_beside(config, policy, {})
+    before = beside.digests()
+    trainer = Trainer(config, policy, optimizer, beside=beside, guards=Guards(config))
+    update = trainer.train_step(batch_of(STEP, 3))
+    assert update.reason == "guard_same_length" and beside.digests() == before
+    assert "critic/vf_loss" not in update.values and "critic/values/mean" in update.values
+
+
 def test_a_reference_starts_as_the_policy_and_is_refreshed(qwen3: Path, mesh: DeviceMesh) -> None:
     config = configured(qwen3, algorithm={"kl": "k3", "reference_refresh_steps": 3})
     policy, optimizer = built(config, mesh)
