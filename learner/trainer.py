@@ -119,7 +119,7 @@ class Trainer:
             update = Update(StepSums(Counter(), 0), judged.advantages, 0.0, CRITIC_WARMUP)
         else:
             update = self._train_policy(batch, judged, work.global_tokens, lr_at(batch.step, learner))
-        learnt: Mapping[str, float] = {}
+        learnt: dict[str, float] = {}
         if not update.verdict.refusal:  # what a guard keeps from the policy is nothing for the critic either
             with self._span("critic"):
                 learnt = beside.train_critic(judged.rows, step=batch.step, global_tokens=work.global_tokens)
