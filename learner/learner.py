@@ -76,13 +76,15 @@ class Learner:
             )
         version = int(state["version"]) if state else 0
         cursor = state["replay"] if state and self.ranks.is_first else None
+        waiting: list[int] = []
         if self.ranks.is_first:
             resume_version = version if resume else None
             given = self.config.model_dump(mode="json")
             self.metrics = Metrics(run_dir, self.config.tracking, given, resume_step=resume_version)
             self.ledger = Ledger(run_dir, resume_version=resume_version)
-            if resume:
-                self.checkpoints.best.read(run_dir)
+            waiting = self.checkpoints.best.read(run_dir, version) if resume else []
+            if rolls_back and self.config.checkpoint.keep_best:
+                self.checkpoints.tidy()  # the best of all may be among what was set aside
         run_id, last = self.batches.connect()
         if cursor is not None:
             last = max(last, int(cursor["incarnation"]))
@@ -94,6 +96,8 @@ class Learner:
         )
         if rolls_back:
             self.roll_backs.done()
+        for earlier in waiting:
+            self.batches.announce(m.Evaluate(version=earlier))
         self.batches.incarnation, repeats = self.ranks.agree(welcome.incarnation, welcome.resumes_until)
         self._withheld = repeats > version
         log.info(
@@ -209,7 +213,11 @@ class Learner:
             self._roll_back(step, rolls_back)
 
     def _roll_back(self, step: int, alarm: Alarm) -> NoReturn:
-        """Have the next incarnation begin before the first bad step (a collective); or stop, where it cannot."""
+        """Have the next incarnation begin before the first bad step (a collective); or stop, where it cannot.
+
+        A checkpoint on its way to the disk comes first: completing it may delete the one that the choice falls on.
+        """
+        self._settle(wait=True)
         noted, most = self.roll_backs, self.config.limits.roll_backs
         target, count = (noted.target(alarm.first_step), noted.count) if self.ranks.is_first else (0, 0)
         if self.ranks.is_first and target >= 0 and count < most:  # before another rank can end
@@ -228,8 +236,10 @@ class Learner:
         """
         step, every, is_writing = batch.step, self.config.checkpoint.every_steps, self.checkpoints.is_writing
         is_last = step == self.config.learner.total_steps
-        # replay goes on asking until the one that is being written has freed its journal
-        is_due = is_last or (every > 0 and step % every == 0) or (batch.checkpoint and not is_writing)
+        # replay goes on asking until the one that is being written has freed its journal; its wish may differ between
+        # ranks, if it was restarted after some of them had their parts
+        (is_asked,) = self.ranks.agree(int(batch.checkpoint))
+        is_due = is_last or (every > 0 and step % every == 0) or (bool(is_asked) and not is_writing)
         if not is_due and not is_writing:
             return
         with self.span("checkpoint"):

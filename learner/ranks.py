@@ -105,8 +105,9 @@ def split_roles(config: Config, device: torch.device) -> tuple[DeviceMesh, dict[
         ranks.setdefault(role, []).append(rank)
     deadline = timedelta(seconds=config.learner.batch_deadline_s)
     groups = {role: dist.new_group(members, timeout=deadline) for role, members in ranks.items()}
-    # the policy may wait for its batch, the bus and an evaluation, and writes checkpoints, before it orders anything
-    patience = 3 * deadline + timedelta(seconds=config.evaluation.deadline_s)
+    # the policy may wait for its batch, the bus, an evaluation and, at the end, two checkpoints before the next order
+    others = config.evaluation.deadline_s + 2 * config.checkpoint.deadline_s
+    patience = 3 * deadline + timedelta(seconds=others)
     lines = {}
     for role, members in ranks.items():
         if role != "learner":

@@ -89,8 +89,8 @@ def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
 class Trainer:
     """A rank's policy and optimizer, and how a batch becomes an update of them.
 
-    `span` is entered with each phase by name: `lay_out`, `judge`, `critic`, `gradients`, `apply`. Guards may refuse an
-    update.
+    `span` is entered with each phase by name: `lay_out`, `judge`, `gradients`, `apply`, `critic`. Guards may refuse an
+    update, the critic's with it.
     """
 
     def __init__(
@@ -115,12 +115,14 @@ class Trainer:
             work = prepare(batch, self.advantage, self.config)
         with self._span("judge"):
             judged = beside.judge(batch, work.rows, work.advantages, global_tokens=work.global_tokens)
-        with self._span("critic"):
-            learnt = beside.train_critic(judged.rows, step=batch.step, global_tokens=work.global_tokens)
         if beside.only_critic_learns(batch.step):
             update = Update(StepSums(Counter(), 0), judged.advantages, 0.0, CRITIC_WARMUP)
         else:
             update = self._train_policy(batch, judged, work.global_tokens, lr_at(batch.step, learner))
+        learnt: dict[str, float] = {}
+        if not update.verdict.refusal:  # what a guard keeps from the policy is nothing for the critic either
+            with self._span("critic"):
+                learnt = beside.train_critic(judged.rows, step=batch.step, global_tokens=work.global_tokens)
         beside.follow(self.policy, step=batch.step)
         return replace(update, beside=judged.values | learnt)
 

@@ -2,7 +2,8 @@
 
 consumes     rows of the policy's ranks (learner/beside/line.py)
 produces     logprobs, values, updates of the critic
-waits for    the next order, for at most three times learner.batch_deadline_s and evaluation.deadline_s
+waits for    the next order, for at most three times learner.batch_deadline_s, twice checkpoint.deadline_s, and
+             evaluation.deadline_s
 unblocked by learner/trainer.py (a step), learner/learner.py (digests, checkpoints, the end)
 """
 
@@ -18,6 +19,7 @@ from learner.beside.folders import check_folders
 from learner.beside.line import Kind, Line, Order
 from learner.beside.packets import empty_row, unpack
 from learner.beside.reference import Reference
+from learner.policy.memory import OutOfMemory
 from learner.ranks import Ranks, join_ranks
 from learner.rows import Row
 
@@ -25,13 +27,18 @@ log = logging.getLogger(__name__)
 
 
 def serve(config: Config) -> None:
-    """Serve as one rank of the role that the placement gives this process."""
+    """Serve as one rank of the role that the placement gives this process. Raises OutOfMemory."""
     check_folders(config)
     with join_ranks(config) as ranks:
         server = server_of(config, ranks)
         num = len(server.line.policy)
         log.info("%s rank %d of %d serves %d learner ranks", ranks.role, ranks.rank, ranks.world_size, num)
-        server.run()
+        try:
+            server.run()
+        except RuntimeError as error:
+            if said := server.model.model.when_exhausted(error, config):
+                raise OutOfMemory(said) from error
+            raise
 
 
 def server_of(config: Config, ranks: Ranks) -> "ReferenceServer | CriticServer":

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs import Config
+from learner.beside.folders import problem_with_parts
 from learner.beside.saving import Part as PartBeside
 from learner.checkpoints import damage
 from learner.checkpoints.adapter import describe_base, problem_with_base, write_adapter_folder
@@ -296,7 +297,7 @@ class Checkpointer:
             if state.get("format") != FORMAT:
                 found = state.get("format")
                 raise CheckpointError(f"checkpoint {folder} has format {found}, this version reads {FORMAT}")
-            if problem := problem_with_base(state, self._policy):
+            if problem := problem_with_base(state, self._policy) or problem_with_parts(folder, self._config):
                 raise CheckpointError(f"checkpoint {folder} {problem}")
             check_layout(folder, state["layout"], self._policy)
         tensors = tensors_of(self._part)

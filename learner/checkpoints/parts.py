@@ -61,7 +61,7 @@ class HostMemory:
             {kind: [self._copy(kind, shard) for shard in shards] for kind, shards in part.moments.items()},
             part.num_steps,
         )
-        if torch.cuda.is_available() and any(shard.local.is_pinned() for shard in copied.weights[:1]):
+        if any(shard.local.is_cuda for shard in part.weights):  # asked of the sources: of no rows, no copy is pinned
             torch.cuda.synchronize()
         return copied
 

@@ -21,7 +21,7 @@ from learner.checkpoints.folders import (
     weights_only,
     write_json,
 )
-from learner.report.metrics import FILE, read_rows
+from learner.report.metrics import FILE, GIVEN_UP, read_rows
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +38,28 @@ class Best:
         self._awaited: set[int] = set()
         self._names: dict[int, set[str]] = {}
 
-    def read(self, run_dir: Path) -> None:
-        """Take over the scores of a run that goes on. Raises MetricsError."""
-        if self.settings.keep_best and (run_dir / FILE).is_file():
-            for row in read_rows(run_dir / FILE):
-                if "version" in row and isinstance(score := row.get(self.settings.best_metric or ""), float | int):
-                    self.scores[row["version"]] = score
+    def read(self, run_dir: Path, version: int) -> list[int]:
+        """Take over the scores of a run that goes on from a version.
+
+        Returns:
+            Earlier versions that have a checkpoint and wait for their evaluation as before; it may have come while no
+            learner was there, so replay is to be asked again.
+
+        Raises:
+            MetricsError: metrics.jsonl has a line that is none.
+        """
+        if not self.settings.keep_best:
+            return []
+        answered: set[int] = set()
+        for row in read_rows(run_dir / FILE) if (run_dir / FILE).is_file() else []:
+            if "version" in row and isinstance(score := row.get(self.settings.best_metric or ""), float | int):
+                self.scores[row["version"]] = score
+            if "version" in row and any(GIVEN_UP.fullmatch(name) for name in row):
+                answered.add(row["version"])
+        found = {step_of(folder) for folder in numbered(run_dir / "checkpoints") if not incomplete(folder)}
+        waiting = sorted(step for step in found - answered - self.scores.keys() if step < version)
+        self._awaited.update(waiting)
+        return waiting
 
     def expect(self, version: int) -> None:
         """The version is being evaluated."""
@@ -161,7 +177,9 @@ def _list_best(parent: Path, best: Best, steps: Collection[int]) -> None:
     (parent / f"{BEST}.new").replace(parent / BEST)
     if (parent / LINK).exists() and not (parent / LINK).is_symlink():
         log.warning("%s is no link, and stays as it is: was the run folder copied?", parent / LINK)
-    elif ranking:
+    elif not ranking:
+        (parent / LINK).unlink(missing_ok=True)  # what it led to was rolled back
+    else:
         new = parent / f"{LINK}.new"
         new.unlink(missing_ok=True)
         new.symlink_to(f"step_{ranking[0]}", target_is_directory=True)

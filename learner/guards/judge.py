@@ -91,7 +91,8 @@ class Guards:
         self.rules |= {"max_logprob_diff": (Rule("stop", True, self.memory.max_diff),)}
         self.rules |= {name: rules for name in GUARDS if (rules := limits.rules(name))}
         self.broken: dict[str, tuple[int, int]] = {}
-        """By guard and number of the rule: steps in a row, and the first of them."""
+        """By guard, number and bound of the rule: steps in a row, and the first of them. A run may be resumed with
+        another bound, which these steps did not break."""
         self.fired: Counter[str] = Counter()
         self.skipped = 0
         """Updates in a row."""
@@ -121,7 +122,7 @@ class Guards:
         if value is None:
             return alarms
         for number, rule in enumerate(self.rules[guard]):
-            place = f"{guard}/{number}"
+            place = f"{guard}/{number} {'above' if rule.is_above else 'below'} {rule.bound:g}"
             before, first = self.broken.pop(place, (0, step))
             if not rule.is_broken_by(value):
                 continue

@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from learner.checkpoints.folders import incomplete, numbered, step_of, sync_file, write_json
+from learner.checkpoints.folders import MARK, numbered, resumable, step_of, sync_file, write_json
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +41,10 @@ class RollBacks:
         return int(self._read()["first_bad"])
 
     def target(self, first_bad: int) -> int:
-        """Version of the newest complete checkpoint before a step, 0 for the initial model where there is no
-        checkpoint at all, -1 for none: the journal begins at the oldest checkpoint."""
-        complete = [step_of(folder) for folder in numbered(self._checkpoints) if not incomplete(folder)]
-        return max((step for step in complete if step < first_bad), default=-1 if complete else 0)
+        """Version of the newest whole checkpoint before a step, 0 for the initial model where there is no checkpoint
+        at all, -1 for none: the journal begins at the oldest whole one, and those of weights alone are older."""
+        whole = [step_of(folder) for folder in numbered(self._checkpoints) if resumable(folder)]
+        return max((step for step in whole if step < first_bad), default=-1 if whole else 0)
 
     def note(self, first_bad: int, *, step: int, reason: str) -> None:
         """Have the next start roll back."""
@@ -52,9 +52,12 @@ class RollBacks:
         self._write({"count": self.count + 1, "first_bad": first_bad, "step": step, "reason": reason})
 
     def set_aside(self) -> None:
-        """Rename the checkpoints from the first bad step on, so that none of them is loaded."""
+        """Rename the checkpoints from the first bad step on, so that none of them is loaded.
+
+        What a kill has left half written stays, and is deleted by the resume that follows.
+        """
         for folder in numbered(self._checkpoints):
-            if step_of(folder) >= self.pending:
+            if step_of(folder) >= self.pending and (folder / MARK).exists():
                 aside = folder.with_name(f"{folder.name}.{ASIDE}_{self.count}")
                 folder.rename(aside)
                 log.warning("checkpoint %s is of a policy that is rolled back: now %s", folder.name, aside.name)

@@ -283,7 +283,7 @@ class Launcher:
 
     def _learner_root_cause(self) -> str:
         """The rank that was killed, or else the first that stopped; others fail in consequence."""
-        killed = children.killed_rank(self.learner.log_path, self.learner.offset)
+        killed = children.killed_rank(self.learner.log_path, self.learner.offset, self.config.training_ranks)
         stops = self._stop_lines() or self._stop_lines("breaks off")
         if killed or stops:
             return f"the learner stopped: {killed or children.without_time(min(stops))}"

@@ -21,11 +21,13 @@ from reference import Recorded
 from tiny_models import built, make_config, save_model
 
 from configs import Config
+from learner.checkpoints.parts import HostMemory, Tensors
 from learner.objective import Objective
 from learner.policy import attention
 from learner.policy.logprobs import CHUNK_BYTES, head_logprobs
 from learner.policy.model import Policy, build_policy
 from learner.policy.prefixes import lay_side_by_side
+from learner.policy.sharding import Shard
 from learner.step import accumulate_gradients, take_peak_bytes
 from tests.support.ranks import two_ranks
 from tests.support.runs import free_port
@@ -223,6 +225,18 @@ def test_loading_takes_the_memory_of_the_weights_and_no_more(tmp_path: Path, mes
     assert whole <= grown <= 1.05 * whole + 64 * 1024**2
     digest, on_cpu = policy.parameter_digest(), init_device_mesh("cpu", (1,))
     assert digest == build_policy(configured(tmp_path, "sdpa", "float32"), on_cpu, CPU).parameter_digest()
+
+
+def test_a_copy_for_a_checkpoint_is_whole_where_a_rank_has_no_rows_of_the_first_tensor() -> None:
+    """As of an adapter with fewer rows than there are ranks."""
+    none, large = torch.empty((0, 4), device=GPU), torch.zeros((8192, 8192), device=GPU)
+    shards = [Shard("a", (2, 4), none, 2), Shard("b", (8192, 8192), large, 0)]
+    memory, product = HostMemory(), torch.ones_like(large)
+    memory.copy(Tensors(shards, {}, 0))
+    for _ in range(20):
+        product = product @ product / 8192
+    large.copy_(product)  # behind the products
+    assert bool((memory.copy(Tensors(shards, {}, 0)).weights[1].local == 1).all())
 
 
 def test_the_memory_of_the_output_head_is_that_of_a_chunk() -> None:

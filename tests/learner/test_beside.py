@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import algorithm_reference as oracle
 import beside_ranks
@@ -18,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from configs import Config, ConfigError
+from learner.beside import serve
 from learner.beside.advantages import judge
 from learner.beside.build import build_beside
 from learner.beside.critic import Critic
@@ -26,7 +29,7 @@ from learner.beside.packets import empty_row, pack, unpack
 from learner.beside.value_loss import ValueLoss
 from learner.beside.value_model import HEAD
 from learner.guards import Guards
-from learner.policy.memory import GIB, Setup, Sizes, choose
+from learner.policy.memory import GIB, OutOfMemory, Setup, Sizes, choose
 from learner.rows import Row
 from learner.trainer import CRITIC_WARMUP, Trainer
 from tests.support import ranks
@@ -152,9 +155,21 @@ def test_the_critic_learns_and_in_its_warm_up_alone(qwen3: Path, mesh: DeviceMes
     assert explained[0] < 0.05 < 0.3 < explained[2], explained
     assert seen[2].values["critic/vf_loss"] < seen[0].values["critic/vf_loss"]
     assert policy.parameter_digest() != before and optimizer.num_steps == 1, "at step 5 alone"
-    assert "flat_reward_steps/0" not in guards.broken
+    assert "flat_reward_steps/0 above 0.5" not in guards.broken
     trainer.train_step(batch_of([dataclasses.replace(t, reward=1.0) for t in STEP], 6))
-    assert "flat_reward_steps/0" in guards.broken, "equal rewards teach a critic's policy nothing either"
+    assert "flat_reward_steps/0 above 0.5" in guards.broken, "equal rewards teach a critic's policy nothing either"
+
+
+def test_what_a_guard_skips_teaches_the_critic_nothing_either(qwen3: Path, mesh: DeviceMesh) -> None:
+    limits = {"same_length": "skip above 0"}
+    config = configured(qwen3, algorithm={"advantage": "gae"}, critic=CRITIC, limits=limits)
+    policy, optimizer = built(config, mesh)
+    beside = build_beside(config, policy, {})
+    before = beside.digests()
+    trainer = Trainer(config, policy, optimizer, beside=beside, guards=Guards(config))
+    update = trainer.train_step(batch_of(STEP, 3))
+    assert update.reason == "guard_same_length" and beside.digests() == before
+    assert "critic/vf_loss" not in update.values and "critic/values/mean" in update.values
 
 
 def test_a_reference_starts_as_the_policy_and_is_refreshed(qwen3: Path, mesh: DeviceMesh) -> None:
@@ -218,6 +233,17 @@ def test_a_row_travels_whole(qwen3: Path) -> None:
     with pytest.raises(TypeError, match=r"Row\.longest is a str, which cannot travel"):
         object.__setattr__(rows[0], "longest", "x")
         pack(rows)
+
+
+def test_memory_that_runs_out_on_ranks_beside_the_policy_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restart would meet the same batch."""
+    config = configured(Path("unused"))
+    server = Mock(**{"run.side_effect": torch.OutOfMemoryError("CUDA out of memory."), "line.policy": [0]})
+    server.model.model.when_exhausted.side_effect = lambda error, _: f"{error} Take fewer tokens"
+    monkeypatch.setattr(serve, "join_ranks", lambda _: nullcontext(Mock(rank=0, world_size=1)))
+    monkeypatch.setattr(serve, "server_of", lambda *_: server)
+    with pytest.raises(OutOfMemory, match=r"CUDA out of memory\. Take fewer tokens"):
+        serve.serve(config)
 
 
 def test_judging_needs_no_token_of_this_rank(qwen3: Path, mesh: DeviceMesh) -> None:

@@ -148,6 +148,16 @@ def test_a_half_written_folder_is_cleared(config, keeper, caplog):
     assert list(whole.parent.iterdir()) == [whole]
 
 
+def test_a_reference_that_was_refreshed_is_not_forgotten_in_silence(config, keeper):
+    """Without its refreshes a run does not look for reference/, and the model that it began with would come back."""
+    folder = saved(keeper, 1)
+    (folder / "reference").mkdir()
+    assert keeper.load(folder), "no KL term, no reference model"
+    keeper._config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl": "k3"})})
+    with pytest.raises(CheckpointError, match=r"step_1 has reference/, .* algorithm.reference_refresh_steps 0 would"):
+        keeper.load(folder)
+
+
 def test_a_copy_of_other_weights_than_were_committed_is_refused(keeper):
     with pytest.raises(CheckpointError, match=r"step_1: the copy has parameter_digest .* was committed with 00"):
         saved(keeper, 1, digest="00")

@@ -3,10 +3,13 @@
 import dataclasses
 import json
 import random
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -18,13 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
 from configs.limits import Limits, rules_of
-from learner.guards import Guards, Verdict
+from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
 from learner.guards.moving import WARM_UP
-from learner.guards.roll_back import RollBacks
+from learner.guards.roll_back import RollBack, RollBacks
 from learner.guards.signals import MIN_TOKENS
+from learner.learner import Learner
 from learner.policy.model import Policy
 from learner.step import StepSums
 from learner.trainer import Trainer, Update
+from replay.messages import Checkpointed
 
 OFF = dict.fromkeys(("ess", "kl", "entropy", "reward", "same_length", "mismatch"), "") | {"max_logprob_diff": 1e3}
 Make = Callable[..., Trainer]
@@ -268,6 +273,19 @@ def test_guards_go_on_from_a_checkpoint_as_if_nothing_had_been(values: list[floa
 
 
 @pytest.mark.parametrize(
+    ("rule", "fires"),
+    [("stop below 0.5 for 3", False), ("stop below 0.9 for 3", True), ("warn below 0.9 for 9", False)],
+)
+def test_a_streak_goes_on_in_a_resumed_run_only_under_the_bound_that_it_broke(rule: str, fires: bool):
+    before, after = guards(ess="warn below 0.9 for 5"), guards(ess=rule)
+    for step in range(4, 8):
+        before.judge(*of_ess(step, 0.8))
+    after.restore(json.loads(json.dumps(before.state())))
+    stopped = after.judge(*of_ess(8, 0.3)).first("stop")
+    assert (stopped is not None) == fires and (stopped is None or stopped.first_step == 4)
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("skip under 0.3", "'skip under 0.3' is no rule"),
@@ -292,10 +310,11 @@ def test_rules_are_read_and_need_what_they_act_on():
         make_config(Path("unused"), checkpoint={"every_steps": 0}, limits={"kl": "roll_back above 1"})
 
 
-def checkpoint(folder: Path, step: int) -> None:
+def checkpoint(folder: Path, step: int, **mark: Any) -> Path:
     made = folder / "checkpoints" / f"step_{step}"
     made.mkdir(parents=True)
-    (made / "COMPLETE").write_text(json.dumps({"files": {}}))
+    (made / "COMPLETE").write_text(json.dumps({"files": {}, **mark}))
+    return made
 
 
 def test_a_roll_back_goes_to_the_newest_checkpoint_that_was_good(tmp_path: Path):
@@ -314,6 +333,40 @@ def test_a_roll_back_goes_to_the_newest_checkpoint_that_was_good(tmp_path: Path)
     assert names == ["roll_back.json", "step_12.rolled_back_1", "step_4", "step_8"]
     again.done()
     assert (noted.count, noted.pending) == (1, 0)
+
+
+def test_a_roll_back_passes_over_weights_alone_and_what_is_half_written(tmp_path: Path):
+    noted = RollBacks(tmp_path)
+    checkpoint(tmp_path, 4, weights_only=True)
+    checkpoint(tmp_path, 8)
+    (checkpoint(tmp_path, 12) / "COMPLETE").unlink()
+    assert [noted.target(step) for step in (9, 8, 5)] == [8, -1, -1], "the journal begins after step 8"
+    noted.note(10, step=13, reason="broken")
+    noted.set_aside()
+    assert (tmp_path / "checkpoints" / "step_12").exists(), "the resume deletes it"
+
+
+def test_a_checkpoint_on_its_way_to_the_disk_comes_before_the_choice_of_where_to_roll_back(tmp_path: Path):
+    """With checkpoint.keep 1, completing it deletes the one before, which the journal needs no more."""
+    old = checkpoint(tmp_path, 8)
+
+    def settle(*, wait: bool) -> Any:
+        assert wait
+        checkpoint(tmp_path, 10)
+        shutil.rmtree(old)
+        return SimpleNamespace(step=10, kept=[10], metrics={})
+
+    learner = Mock(config=make_config(Path("unused")), roll_backs=RollBacks(tmp_path), _saved={})
+    learner.ranks.agree = lambda *values: list(values)
+    learner.checkpoints.settle = settle
+    learner._settle = lambda *, wait: Learner._settle(learner, wait=wait)
+    with pytest.raises(SilentlyWrong, match=r"it broke, but no checkpoint is older"):
+        Learner._roll_back(learner, 11, Alarm("ess", "roll_back", 9, "it broke"))
+    assert RollBacks(tmp_path).count == 0
+    learner.batches.announce.assert_called_once_with(Checkpointed(step=10, kept=[10]))
+    with pytest.raises(RollBack, match=r"it broke .to version 10, 1 of 2."):
+        learner.checkpoints.settle = lambda *, wait: None
+        Learner._roll_back(learner, 12, Alarm("ess", "roll_back", 11, "it broke"))
 
 
 def test_on_gpus_float32_is_warned_of():

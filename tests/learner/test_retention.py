@@ -128,8 +128,37 @@ def test_scores_of_a_resumed_run_come_from_its_metrics(tmp_path):
     rows = [{"step": 1, SCORE: 7.0}, {"version": 10, SCORE: 0.5}, {"version": 10, "x": 1}, {"version": 20, SCORE: None}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     best = Best(settings())
-    best.read(tmp_path)
-    assert best.scores == {10: 0.5}
+    assert best.read(tmp_path, 20) == [] and best.scores == {10: 0.5}
+
+
+def test_a_resumed_run_waits_on_for_the_evaluations_of_earlier_checkpoints(tmp_path):
+    """An evaluation may take longer than steps to the next checkpoint, and the learner be killed after that."""
+    parent, best = tmp_path / "checkpoints", Best(settings())
+    for step in (10, 20, 30, 40):
+        written(parent, step)
+    rows = [{"version": 10, SCORE: 0.5}, {"version": 20, "val-aux/sort6/greedy/given_up": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert best.read(tmp_path, 40) == [30], "of version 40 the learner speaks anyway"
+    best.expect(40)
+    assert prune(parent, best) == [40] and names(parent) == ["step_10", "step_30", "step_40"]
+    best.record(30, {SCORE: 0.9})
+    assert prune(parent, best) == [40] and names(parent) == ["step_30", "step_40"]
+    assert Best(settings(keep_best=0)).read(tmp_path, 40) == []
+
+
+def test_the_link_to_the_best_goes_with_it(tmp_path):
+    best = Best(settings())
+    best.record(20, {SCORE: 0.9})
+    for step in (10, 20):
+        written(tmp_path, step)
+    prune(tmp_path, Best(settings(keep=2)))
+    prune(tmp_path, best)
+    assert (tmp_path / "best").resolve().name == "step_20"
+    (tmp_path / "step_20").rename(tmp_path / "step_20.rolled_back_1")
+    written(tmp_path, 10)
+    prune(tmp_path, Best(settings()))
+    assert not (tmp_path / "best").is_symlink()
+    assert json.loads((tmp_path / "best.json").read_text())["checkpoints"] == []
 
 
 def test_a_metric_that_evaluations_do_not_have_is_refused():
@@ -155,8 +184,9 @@ def learner(*, writing: bool, every: int = 10, asynchronous: bool = True) -> Cas
     config = SimpleNamespace(
         checkpoint=Checkpoint(every_steps=every, asynchronous=asynchronous), learner=SimpleNamespace(total_steps=100)
     )
+    ranks = SimpleNamespace(is_first=True, agree=lambda *values: list(values))
     return Case(
-        config=config, checkpoints=checkpoints, ranks=SimpleNamespace(is_first=True), batches=MagicMock(),
+        config=config, checkpoints=checkpoints, ranks=ranks, batches=MagicMock(),
         span=MagicMock(), guards=MagicMock(), _masters="d", _saved={},
     )  # fmt: skip
 
@@ -180,6 +210,13 @@ def test_a_step_waits_only_for_an_earlier_checkpoint_and_at_the_end(step, is_ask
     assert case.checkpoints.start.called == starts and not case.batches.announce.called
     waited = call("checkpoint_wait") in case.span.mock_calls
     assert waited == (starts and case.checkpoints.is_writing)
+
+
+def test_a_rank_of_which_a_restarted_replay_asks_nothing_starts_one_with_the_others():
+    case = learner(writing=False)
+    case.ranks.agree = lambda _: [1]  # rank 0 had its part from the replay that died
+    Learner.checkpoint_if_due(case, SimpleNamespace(step=11, checkpoint=False))
+    assert case.checkpoints.start.called
 
 
 def test_the_journal_is_freed_only_by_a_complete_checkpoint():
