@@ -1,4 +1,4 @@
-"""The reference model of a KL term: frozen weights in the compute dtype, without an optimizer."""
+"""The reference model of a KL term: frozen weights, no optimizer."""
 
 from collections.abc import Sequence
 from pathlib import Path

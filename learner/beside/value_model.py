@@ -1,4 +1,4 @@
-"""The value model: a language model with a scalar head in place of the output head."""
+"""The value model: a language model with a scalar head."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Prompts that stand in a row once for several answers: where tokens are laid, and what attention is given.
+"""Prompts that answers share in a row: token layout and inputs of attention.
 
 A row begins with whole trajectories and with the prompts that are shared; the answers to these follow. What stands in
 the first part attends within itself. An answer attends to a copy of its prompt's keys and values, with its own after

@@ -1,4 +1,4 @@
-"""When a prompt is computed once for several answers, and how their groups are kept together. Pure, no torch.
+"""Shared prompts: when they pay, and placement of their groups. Pure, no torch.
 
 Replay, which assigns trajectories to microbatches, and the learner, which lays them out, both ask here.
 
