@@ -171,7 +171,7 @@ def attend(
     first, ends = prefixes.first, (prefixes.starts, prefixes.copy_starts, prefixes.longest, prefixes.longest_copy)
     q, k, v = (tensor.narrow(dim, 0, first) for tensor in (query, key, value))
     answers = query.narrow(dim, first, query.shape[dim] - first)
-    # Gradients of copies of 16 bit are added up in float32. A GPU does so in any order, unless it is told to be
+    # Gradients of copies of 16 bit are added up in float32. A GPU does so in any order, unless it has to be
     # deterministic: then torch sorts first.
     keys, values = (t.float().index_select(dim, prefixes.copied).to(t.dtype) for t in (key, value))
     return torch.cat([kernel(q, k, v, starts, None, longest, longest), kernel(answers, keys, values, *ends)])
