@@ -20,7 +20,7 @@ from learner.policy.sharding import Shard, digests
 from weight_bus.digest import combined
 
 
-class SavedModel(Protocol):
+class Part(Protocol):
     """A model that a checkpoint holds beside the policy.
 
     Both methods are collectives of the policy's ranks.

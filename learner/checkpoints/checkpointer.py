@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs import Config
-from learner.beside.saving import SavedModel
+from learner.beside.saving import Part as PartBeside
 from learner.checkpoints import damage
 from learner.checkpoints.adapter import describe_base, problem_with_base, write_adapter_folder
 from learner.checkpoints.agreement import exchange, together
@@ -114,7 +114,7 @@ class _Writing:
 class Checkpointer:
     """The checkpoints of one run: runs/<name>/checkpoints/step_N. Its methods are collectives."""
 
-    def __init__(self, config: Config, policy: Policy, optimizer: Optimizer, beside: Sequence[SavedModel] = ()) -> None:
+    def __init__(self, config: Config, policy: Policy, optimizer: Optimizer, beside: Sequence[PartBeside] = ()) -> None:
         """`beside` is what else the run trains or refreshes, such as a critic."""
         self._config, self._policy, self._settings = config, policy, config.checkpoint
         self._part, self._scale, self._beside = Part(policy, optimizer), optimizer.scale, beside
