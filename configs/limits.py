@@ -1,4 +1,4 @@
-"""Limits: health checks of a run that looks fine and is not, and guards with rules of what to do about it."""
+"""Limits: health checks that stop a run, and guards with rules and actions."""
 
 import re
 from dataclasses import dataclass

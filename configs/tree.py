@@ -71,7 +71,7 @@ class Tree(Section):
 
     @property
     def num_data_ranks(self) -> int:
-        """Parts of a batch: learner ranks, those that compute the same rows together (learner.mesh) counted once."""
+        """Parts of a batch: ranks that compute the same rows (learner.mesh) count once."""
         return self.num_learner_ranks // self.learner.mesh.model_ranks
 
     @property

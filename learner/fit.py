@@ -1,4 +1,4 @@
-"""`python -m learner.fit --config NAME`: how many tokens a microbatch may have on a learner GPU, before any run.
+"""`python -m learner.fit --config NAME`: the largest microbatch of a learner GPU, before any run.
 
 Estimates are those of the memory budget (learner/policy/memory.py), for each way to recompute. On a machine with a GPU
 the largest microbatch is measured as well: this process takes the place of one learner rank among as many as the
@@ -50,7 +50,7 @@ class Fit:
 
 
 def main() -> int:
-    """Entry point; exit code 0 where the configured microbatch fits, 1 where it does not, 2 for a bad configuration."""
+    """Entry point; exit code 0: it fits, 1: it does not, 2: bad configuration."""
     parser = Parser(prog="python -m learner.fit", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add_arguments(parser)
     parser.add_argument("--estimate", action="store_true", help="do not measure, also where there is a GPU")
@@ -119,7 +119,7 @@ def report(config: Config, fits: list[Fit], available: int | None) -> str:
 
 
 def measure(config: Config, model: dict[str, Any], fit: Fit) -> int:
-    """Most tokens with which steps go through, in steps of an eighth below twice the estimate; 0 for none."""
+    """Most tokens that steps survive, by eighths below twice the estimate; 0 for none."""
     import torch
     from accelerate.utils import find_executable_batch_size
 
@@ -204,7 +204,7 @@ def random_policy(config: Config, mesh: Any, device: Any, budget: Budget) -> "Po
 
 @contextmanager
 def one_of(config: Config, device: Any) -> Iterator[Any]:
-    """The mesh of the learner's ranks, of which only this one exists; collectives return at once."""
+    """The learner's mesh with this rank alone; collectives return at once."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -218,7 +218,7 @@ def one_of(config: Config, device: Any) -> Iterator[Any]:
 
 
 def full_row(tokens: int, longest: int, vocab_size: int) -> "Row":
-    """A row of `tokens` tokens, in trajectories of the longest length, of which all but the first are in the loss."""
+    """A row of trajectories of the longest length, all but their first tokens trained."""
     import torch
 
     from learner.rows import Row

@@ -1,4 +1,4 @@
-"""From a rank's part of a batch to its rows: one unpadded row of tokens a microbatch.
+"""From a rank's part of a batch to unpadded rows, one a microbatch.
 
 Pure. The number of microbatches and who is in which was fixed by replay for all ranks at once. Trajectories lie one
 after the other, with positions 0, 1, 2, ... in each, as in the engine that sampled; attention is given where each
@@ -155,7 +155,7 @@ def lags_of(batch: Batch) -> NDArray[np.int32]:
 
 
 def check(batch: Batch, *, async_lag: int, vocab_size: int) -> None:
-    """Refuse a batch that contradicts itself, the lag bound (invariant 1, the learner's own look) or the model.
+    """Refuse a batch that contradicts itself, the lag bound (invariant 1) or the model.
 
     Raises:
         BatchError: arrays disagree in length, an index or a token id is out of range, a trajectory has no prompt, a

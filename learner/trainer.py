@@ -72,7 +72,7 @@ class Update:
 
 
 def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
-    """Advantages and token weights of the whole batch, the same on every rank, and this rank's rows.
+    """Advantages and token weights of the whole batch, and this rank's rows.
 
     Where advantages need forwards over the tokens, all trajectories are laid out, and advantages wait for those.
     """

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.loading import add_arguments, from_arguments, leaf_keys
+from configs.base import ConfigError
+from configs.loading import add_arguments, from_arguments, leaf_keys, load
 from configs.schema import Config
 from learner import main as launcher
 from replay import messages as replay_messages
@@ -137,6 +138,20 @@ def test_files_and_tests_that_are_named_exist():
     assert missing == []
 
 
+def test_what_does_not_go_together_is_refused():
+    page = (ROOT / "docs" / "howto" / "parallelism.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| (`[^|]*) \| ([^|]*) \|$", page.partition("\n## What does not go together\n")[2], re.MULTILINE
+    )
+    pairs = [(this[1:-1], other) for this, others in rows for other in re.findall(r"`([^`]+)`", others)]
+    assert len(pairs) > 15
+    for setting in {*sum(pairs, ())}:
+        load("quickstart", [setting])  # by itself it can be
+    for pair in pairs:
+        with pytest.raises(ConfigError):
+            load("quickstart", pair)
+
+
 def test_keys_that_are_named_exist():
     sections, unknown = "|".join(Config.model_fields), []
     modules = [path.relative_to(ROOT).with_suffix("") for package in PACKAGES for path in (ROOT / package).rglob("*")]
@@ -205,7 +220,7 @@ def test_docs_and_code_have_the_same_metric_names():
     documented = [re.sub(r"<[^>]*>", "…", name) for name in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)]
     assert len(documented) == len(set(documented)), "a name stands twice in docs/metrics.md"
     sources = [path.read_text(encoding="utf-8") for name in MEASURED for path in (ROOT / name).rglob("*.py")]
-    spans = {f"timing_s/{name}" for source in sources for name in re.findall(r"\bspan\(\"(\w+)\"", source)}
+    spans = {f"timing_s/{name}" for source in sources for name in re.findall(r"\b_?span\(\"(\w+)\"", source)}
     in_code = spans | {name for name in texts_in_the_code(MEASURED) if NAME.fullmatch(name)} - {"timing_s/…"}
     assert in_code - set(documented) == set(), "add these to docs/metrics.md"
     assert set(documented) - in_code == set(), "no module writes these; remove them from docs/metrics.md"

@@ -1,4 +1,6 @@
-"""Advantages: how much better an answer was than expected. One a file, chosen once by algorithm.advantage."""
+"""Advantages: how much better an answer was than expected.
+
+One a file, chosen once by algorithm.advantage."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -1,4 +1,4 @@
-"""What an advantage is computed from, and the sums over groups that several of them need. Pure, on the host.
+"""Inputs of advantages, and the sums over groups that they need. Pure, on the host.
 
 Every rank computes all N values from the same arrays, in float64 and in index order, so no rank can disagree with
 another about which trajectory has an advantage of zero.

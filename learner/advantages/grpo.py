@@ -21,8 +21,9 @@ def grpo(_: Algorithm) -> Advantage:
 
 
 def dr_grpo(_: Algorithm) -> Advantage:
-    """Reward - group mean. Liu et al. 2025 (Dr. GRPO): dividing would favour questions that are too easy or too hard.
+    """Reward - group mean (Dr. GRPO, Liu et al. 2025).
 
+    Dividing would favour questions that are too easy or too hard.
     The paper's other half is `algorithm.aggregation: constant`.
     """
 

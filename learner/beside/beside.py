@@ -1,4 +1,4 @@
-"""Reference and critic of a run: what they say of a batch, and how they follow it."""
+"""The reference model and the critic of a run, through one step."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -13,7 +13,7 @@ from learner.policy.model import Policy
 
 
 def build_beside(config: Config, policy: Policy, lines: Mapping[str, Line]) -> Beside:
-    """Load what lies on the policy's ranks, and take lines to what does not. A collective.
+    """Load local models, and connect to those on other ranks. A collective.
 
     Raises:
         ConfigError: a folder does not suit the policy.

@@ -102,7 +102,7 @@ class Line:
 
     @contextmanager
     def reported(self, done: str) -> Iterator[None]:
-        """On the others: what fails inside is raised on the policy's ranks; this one goes on."""
+        """Errors inside are raised on the policy's ranks; this rank goes on."""
         problem = b""
         try:
             yield

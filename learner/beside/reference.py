@@ -1,4 +1,4 @@
-"""The reference model of a KL term: frozen weights in the compute dtype, without an optimizer."""
+"""The reference model of a KL term: frozen weights, no optimizer."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner.beside.building import build_model, named
+from learner.beside.model import build_model, named
 from learner.beside.saving import load_part, save_part
 from learner.policy.memory import Budget
 from learner.policy.meshes import Meshes

@@ -1,4 +1,4 @@
-"""A reference model or a critic on ranks of its own, seen by the policy's ranks."""
+"""Proxies of a reference model or a critic that has ranks of its own."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A model beside the policy in a checkpoint: a folder of its own, with digests that loading must find again.
+"""Reference model and critic in a checkpoint, with digests that loading compares.
 
 checkpoints/step_N/critic/dcp/         float32 weights and AdamW moments (torch.distributed.checkpoint)
 checkpoints/step_N/critic/part.json    their digests, and the number of updates
@@ -21,7 +21,10 @@ from weight_bus.digest import combined
 
 
 class Part(Protocol):
-    """Something that a checkpoint holds beside the policy. Both methods are collectives of the policy's ranks."""
+    """A model that a checkpoint holds beside the policy.
+
+    Both methods are collectives of the policy's ranks.
+    """
 
     def save(self, folder: Path) -> None:
         """Write it below the checkpoint's folder. Raises OSError, ValueError and CheckpointException."""
@@ -33,7 +36,7 @@ class Part(Protocol):
 
 
 def save_part(folder: Path, model: Policy, optimizer: Optimizer | None) -> None:
-    """Write a model, and its optimizer where it has one. A collective of the model's ranks.
+    """Write a model and its optimizer, if any. A collective of its ranks.
 
     Raises:
         OSError: a file could not be written.

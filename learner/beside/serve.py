@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from configs.schema import Config
-from learner.beside.building import own_budget
 from learner.beside.critic import Critic
 from learner.beside.folders import check_folders
 from learner.beside.line import Kind, Line, Order
+from learner.beside.model import own_budget
 from learner.beside.packets import empty_row, unpack
 from learner.beside.reference import Reference
 from learner.policy.memory import OutOfMemory

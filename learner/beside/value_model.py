@@ -1,4 +1,4 @@
-"""The value model: a language model with a scalar head in place of the output head."""
+"""The value model: a language model with a scalar head."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner.beside.building import build_model, named
+from learner.beside.model import build_model, named
 from learner.policy.memory import Budget
 from learner.policy.meshes import Meshes
 from learner.policy.model import Policy, TokenModel

@@ -1,4 +1,4 @@
-"""LoRA in a checkpoint: the adapters as peft reads them, and the frozen weights that they belong to."""
+"""LoRA in a checkpoint: adapters in peft's format, and which weights they belong to."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Ranks agree on how a piece of work went: a failure of one is raised on all, with its cause."""
+"""Agreement of ranks: a failure of one is raised on all."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ def exchange(text: str, group: dist.ProcessGroup, device: torch.device) -> list[
 
 @contextmanager
 def together(group: dist.ProcessGroup, folder: Path, done: str) -> Iterator[None]:
-    """Raise a failure of one rank on all ranks, instead of leaving the others waiting. A collective at its end.
+    """Raise a failure of one rank on all ranks. A collective at its end.
 
     Args:
         group: of host memory.

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint that cannot be read, file by file, and how to go on without it."""
+"""Diagnosis of a checkpoint that cannot be read, file by file."""
 
 import io
 import json

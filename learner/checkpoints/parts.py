@@ -1,4 +1,4 @@
-"""What a checkpoint holds: parts, each the weights of a model and the moments of the optimizer that trains it."""
+"""Parts of a checkpoint: weights of a model and moments of its optimizer."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, whole, and those of the best evaluations, their weights. Imports no torch.
+"""Retention: the newest checkpoints stay whole, the best as weights. Imports no torch.
 
 An evaluation comes after the checkpoint of its version. Until it has come, the checkpoint stays as if it were the best.
 """
@@ -89,7 +89,7 @@ class Best:
                 )
 
     def ranking(self, steps: Iterable[int]) -> list[int]:
-        """Those of the steps that have a score, the best first, the newer of two that are equal."""
+        """Steps that have a score, best first; of equal ones the newer first."""
         sign = 1 if self.settings.best_is == "max" else -1
         scored = [step for step in steps if step in self.scores]
         return sorted(scored, key=lambda step: (sign * self.scores[step], step), reverse=True)
@@ -113,7 +113,7 @@ def choose(found: Mapping[int, str], keep: int, wanted: Collection[int]) -> tupl
 
 
 def prune(parent: Path, best: Best) -> list[int]:
-    """Delete what need not stay, and list the best; the steps that stay whole, the newest first.
+    """Delete what need not stay, list the best; returns the whole ones, newest first.
 
     A broken folder above the newest whole one stays: the user may put a file of it back.
 
@@ -135,7 +135,7 @@ def prune(parent: Path, best: Best) -> list[int]:
 
 
 def clear(parent: Path) -> None:
-    """Delete what a kill has left: folders without a mark, and optimizers of checkpoints that are weights alone."""
+    """Delete leftovers of a kill: unmarked folders, and optimizers of weights-only checkpoints."""
     for folder in numbered(parent):
         if not (folder / MARK).exists():
             log.warning("checkpoint %s was half written: deleted", folder.name)
@@ -145,7 +145,7 @@ def clear(parent: Path) -> None:
 
 
 def delete(folder: Path) -> None:
-    """First the mark: a crash in the middle must not leave a folder that looks complete."""
+    """Delete a checkpoint, its mark first: a crash leaves no folder that looks complete."""
     (folder / MARK).unlink(missing_ok=True)
     shutil.rmtree(folder)
 

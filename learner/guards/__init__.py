@@ -1,4 +1,4 @@
-"""Guards: what is looked at before an update is applied, and what follows from it (invariant 8).
+"""Guards: signals checked before an update is applied, and actions (invariant 8).
 
     signals     one number for each guard and step
     judge       rules of configs/limits.py on those numbers: alarms, and whether the update is applied

@@ -1,4 +1,4 @@
-"""Rolling back: rank 0 notes that it shall happen, the ranks end, and the next incarnation carries it out.
+"""Roll-backs: rank 0 records one, the ranks end, the next incarnation performs it.
 
     runs/<name>/checkpoints/roll_back.json     {"count": 1, "first_bad": 9, "step": 12, "reason": "..."}
 

@@ -1,4 +1,4 @@
-"""What guards look at: one number for each guard and step, from the measurements of the step and its batch.
+"""Signals of guards: one number a guard and step, from measurements and batch.
 
 All of it is known before the update is applied and equal on all ranks: measurements are gathered and reduced in rank
 order, and every rank has the rewards and lengths of the whole batch.

@@ -1,4 +1,4 @@
-"""Whether reward.model.path is the folder of a scalar reward model, and what it takes of a GPU. Imports no torch."""
+"""Checks of reward.model.path, and the model's GPU memory. Imports no torch."""
 
 import itertools
 import json
@@ -21,7 +21,7 @@ GIB = 1024**3
 
 
 def check_reward_model(config: Config, *, has_data: bool = True) -> None:
-    """The folder, as far as its files tell without loading them; and whether it takes the prompts, where they are.
+    """Check the folder by its files' headers, and against the prompts where they are.
 
     Raises:
         ConfigError: no folder, no model with one label, weights or tokenizer missing, or no chat template for a prompt
@@ -71,7 +71,7 @@ def _check_config(folder: Path) -> None:
 
 
 def _check_template(config: Config, *, has_data: bool) -> None:
-    """Messages need a chat template. Broken rows are named by those who read the whole file."""
+    """Messages need a chat template. Broken rows are named when the file is read."""
     path = str(config.reward.model.path)
     try:
         template = resolve_chat_template(path, config.reward.model.chat_template, "reward.model.chat_template")
@@ -88,7 +88,7 @@ def _check_template(config: Config, *, has_data: bool) -> None:
 
 
 def memory(config: Config, plan: Plan) -> str:
-    """A line for each reward server on GPUs: its weights there, and whose GPUs they are; empty without any."""
+    """A line for each reward server on GPUs: its weights and devices; else empty."""
     model = config.reward.model
     if model.path is None or not Path(model.path).is_dir():
         return ""

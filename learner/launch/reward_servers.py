@@ -1,4 +1,4 @@
-"""Reward servers of one machine: started before its rollout servers, which get their addresses, and kept alive."""
+"""Reward servers of one machine: started before its rollout servers, and kept alive."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a row contributes to the loss of a batch: loss, correction, entropy bonus and KL term, with measurements."""
+"""The objective of a row: loss, correction, entropy bonus, KL term, with measurements."""
 
 import torch
 

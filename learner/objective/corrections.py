@@ -1,4 +1,4 @@
-"""Corrections: weights for the distance between the policy that sampled a token and the one that trains on it.
+"""Corrections: weights of tokens by the ratio of trained to behaviour policy.
 
 rho = numerator / behaviour policy, per token, where the numerator is the proximal policy, or the policy in training
 with `algorithm.proximal: behaviour` (then the loss itself has the ratio, or none). A weight has no gradient; 0 takes a

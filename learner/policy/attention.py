@@ -96,7 +96,7 @@ def reason_against_varlen(device: torch.device, compute_dtype: str, head_dim: in
 
 
 def arguments(row: Row) -> dict[str, Any]:
-    """What the forward of a transformers model must be given for a row, beside its tokens and their positions."""
+    """Keyword arguments of a transformers model for a row, beside tokens and positions."""
     starts, longest = row.starts, row.longest
     given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
     return given | {"prefixes": row.prefixes}
@@ -140,7 +140,7 @@ def make_varlen() -> Callable[..., tuple[Tensor, None]]:
     def segments(
         q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor | None, longest: int, longest_key: int
     ) -> Tensor:
-        """[tokens, heads, D], in and out. The kernel aligns a causal mask to the last query and key, as asked."""
+        """[tokens, heads, D], in and out; the kernel aligns its mask to the last key."""
         kernel: Any = varlen_attn
         out: Tensor = kernel(
             q, k, v, starts, starts if key_starts is None else key_starts, longest, longest_key, **keywords

@@ -1,4 +1,4 @@
-"""Context parallelism: ranks divide the tokens of a row, and exchange them for heads around attention.
+"""Context parallelism: ranks divide a row's tokens, and exchange them for heads.
 
 Each rank computes a stretch of the row, the same number of tokens on all. In every layer one all-to-all gives each rank
 all tokens of as many heads, the attention of the run goes over the whole row as ever, and a second one gives the
@@ -47,7 +47,7 @@ class Context:
         return padded[:, self.rank * each : (self.rank + 1) * each]
 
     def own(self, positions: Tensor, total: int) -> Tensor:
-        """Indices of those `positions` [n] in a row of `total` tokens that lie in this rank's part. Synchronises."""
+        """Indices of the `positions` [n] in this rank's part of a row. Synchronises."""
         return torch.nonzero(positions // self.stretch(total) == self.rank)[:, 0]
 
     def join(self, values: Tensor, own: Tensor, number: int) -> Tensor:
@@ -57,7 +57,7 @@ class Context:
 
 
 class _Join(torch.autograd.Function):
-    """Every rank goes on with the same values alike, so a gradient is that of any of them and is not summed."""
+    """Values that all ranks share: a gradient is that of any rank, not summed."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, own: Tensor, number: int, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Kernels that give the same bits for the same batch (learner.deterministic), and what the process needs for them.
+"""Deterministic kernels (learner.deterministic), and what the process needs for them.
 
 Of the learner's own code, the Triton kernels and chunked products add nothing up across programs; sums over
 trajectories are segment reductions. torch's flag decides about the rest: the backward of flash and memory-efficient

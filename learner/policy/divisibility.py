@@ -1,4 +1,4 @@
-"""Whether a model can be divided as `learner.mesh` says. Pure, no torch: the dry run asks as well."""
+"""Divisibility of a model by learner.mesh. Pure, no torch, for the dry run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from configs.learner import Mesh
 
 
 def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
-    """What the mesh does not divide, with the key, its value and one that works; empty where all is well.
+    """What the mesh does not divide, and a value that works; else empty.
 
     Args:
         mesh: learner.mesh.

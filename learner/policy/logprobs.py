@@ -1,4 +1,4 @@
-"""Logprob and entropy of given tokens in float32, without ever holding the logits of a row whole.
+"""Logprob and entropy of tokens in float32, without a row's whole logits.
 
 The logits are the largest tensor of a step: tokens × vocabulary. Forward and backward walk over chunks of tokens, so
 the memory of the output head does not depend on tokens times vocabulary. A product of 16-bit matrices is accumulated

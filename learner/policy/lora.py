@@ -1,4 +1,4 @@
-"""LoRA: frozen weights in the compute dtype, and float32 adapters in training (Hu et al. 2021, 2106.09685).
+"""LoRA (Hu et al. 2021, 2106.09685): frozen weights, float32 adapters in training.
 
 A projection becomes y = W x + b + alpha / rank · B A x. A begins uniform in ± 1/sqrt(inputs) and B at zero, as in peft,
 so version 0 is the model itself. What has no gradient needs neither a float32 master nor moments nor a place on the
@@ -40,7 +40,7 @@ class AdaptedLinear(torch.nn.Module):
 
 
 def adapt(transformer: Any, lora: Lora, compute_dtype: torch.dtype) -> None:
-    """Freeze a model of transformers on the meta device, in this dtype, and put adapters beside its projections."""
+    """Freeze a transformers model on the meta device, and add adapters to its projections."""
     transformer.to(compute_dtype).requires_grad_(False)
     for layer in transformer.model.layers:
         for part in (layer.self_attn, layer.mlp):

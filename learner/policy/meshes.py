@@ -1,4 +1,4 @@
-"""How the learner's ranks share one model: replicate x shard x context x tensor, the last of which counts fastest.
+"""Meshes of learner ranks: replicate x shard x context x tensor, the last fastest.
 
     tensor     ranks of a node that divide every layer: heads, columns of the MLP, the vocabulary
     context    ranks that divide the tokens of each row
@@ -23,7 +23,7 @@ DIMS = ("replicate", "shard", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The groups of ranks that this rank is in; as a whole it answers what a mesh of one dimension does."""
+    """The groups of this rank; as a whole it stands for a one-dimensional mesh."""
 
     group: dist.ProcessGroup
     """All ranks that train the model."""
@@ -74,7 +74,7 @@ class Meshes:
 
 
 def make_meshes(sizes: Mesh, device: torch.device, timeout: timedelta) -> Meshes | DeviceMesh:
-    """The groups of all ranks of the default process group; a plain mesh where ranks only shard. A collective.
+    """The groups of all ranks; a plain mesh where ranks only shard. A collective.
 
     `timeout` is that of the collectives of each group, which a new group does not take over from the default one.
     """

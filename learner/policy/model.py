@@ -36,7 +36,7 @@ from weight_bus.digest import Digester, combined
 
 
 class Head(torch.nn.Module):
-    """The output head: it sees the positions in the loss and no other, and its logits are never whole."""
+    """The output head, over positions in the loss alone; its logits are never whole."""
 
     def __init__(self, weight: torch.nn.Parameter) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Head(torch.nn.Module):
 
 
 class TokenModel(torch.nn.Module):
-    """The root module: from a row to logprobs and entropies of its tokens in the loss."""
+    """The root module: from a row to logprobs and entropies of its tokens."""
 
     PREFIX = "transformer."
 
@@ -247,7 +247,7 @@ class Policy:
         return digests(shards, DTYPES[dtype], self.group, known[1]) | self.frozen_digests
 
     def parameter_digest(self) -> str:
-        """One digest of the float32 master weights and of what is frozen, equal at every world size. A collective."""
+        """Digest of master and frozen weights, equal at every world size. A collective."""
         return combined(self.shard_digests("float32"))
 
 

@@ -1,4 +1,4 @@
-"""Prompts that stand in a row once for several answers: where tokens are laid, and what attention is given.
+"""Prompts that answers share in a row: token layout and inputs of attention.
 
 A row begins with whole trajectories and with the prompts that are shared; the answers to these follow. What stands in
 the first part attends within itself. An answer attends to a copy of its prompt's keys and values, with its own after
@@ -171,7 +171,7 @@ def attend(
     first, ends = prefixes.first, (prefixes.starts, prefixes.copy_starts, prefixes.longest, prefixes.longest_copy)
     q, k, v = (tensor.narrow(dim, 0, first) for tensor in (query, key, value))
     answers = query.narrow(dim, first, query.shape[dim] - first)
-    # Gradients of copies of 16 bit are added up in float32. A GPU does so in any order, unless it is told to be
+    # Gradients of copies of 16 bit are added up in float32. A GPU does so in any order, unless it has to be
     # deterministic: then torch sorts first.
     keys, values = (t.float().index_select(dim, prefixes.copied).to(t.dtype) for t in (key, value))
     return torch.cat([kernel(q, k, v, starts, None, longest, longest), kernel(answers, keys, values, *ends)])

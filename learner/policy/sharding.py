@@ -123,7 +123,7 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather(shards: Iterable[Shard], dtype: torch.dtype, group: dist.ProcessGroup) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors in `dtype`, in order, real on every rank; the caller may keep them. A collective: exhaust it."""
+    """Whole tensors in `dtype`, real on every rank, to keep. A collective: exhaust it."""
     for name, pieces in gather_pieces(shards, dtype, group):
         yield name, pieces.whole()
 
@@ -131,7 +131,7 @@ def gather(shards: Iterable[Shard], dtype: torch.dtype, group: dist.ProcessGroup
 def gather_pieces(
     shards: Iterable[Shard], dtype: torch.dtype, group: dist.ProcessGroup, *, only: int | None = None
 ) -> Iterator[tuple[str, Pieces]]:
-    """Whole tensors as the parts that each rank holds, in order, real on every rank. A collective: exhaust it.
+    """Whole tensors as the parts of each rank, in order. A collective: exhaust it.
 
     Nothing is put together but what tensor ranks have divided by columns: a rank that needs the tensor copies the
     parts. Nothing else is written to their memory. `group` holds one copy of the model. With `only`, parts go through

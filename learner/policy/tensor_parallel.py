@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of a group divide heads, the MLP and the vocabulary among them.
+"""Tensor parallelism: ranks of a group divide heads, MLP and vocabulary.
 
 The division is Megatron's (Shoeybi et al. 2019, arXiv 1909.08053), in the styles of torch.distributed.tensor.parallel:
 what comes out of q, k, v, gate and up is divided by columns, what goes into o and down by rows, so that a layer sums
@@ -28,7 +28,7 @@ PER_HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def parallelize(transformer: Any, mesh: DeviceMesh) -> None:
-    """Divide a transformers model on the meta device, with its Head, over the one dimension of `mesh`, in place."""
+    """Divide a transformers model on the meta device over `mesh`, in place."""
     for layer in transformer.model.layers:
         parallelize_module(layer, mesh, _plan(layer), src_data_rank=None)
     embedding = transformer.model.embed_tokens = VocabularyEmbedding(transformer.model.embed_tokens, mesh)
@@ -57,7 +57,7 @@ def _rows_of(weight: Tensor, mesh: DeviceMesh) -> torch.nn.Parameter:
 
 
 class VocabularyEmbedding(torch.nn.Module):
-    """An embedding of which each rank of a group holds as many rows; all get the same whole hidden states."""
+    """An embedding whose rows are divided over a group; hidden states are whole."""
 
     def __init__(self, whole: torch.nn.Embedding, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def local_weight(weight: Tensor) -> Tensor:
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over a group, which every rank goes on with alike: the gradient is that of each term."""
+    """The sum over a group; its gradient is that of each term."""
 
     @staticmethod
     def forward(ctx: Any, term: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""Triton kernels over rows of float32 logits: one pass for logprob, entropy and log-sum-exp, one for the gradient.
+"""Triton kernels over float32 logits: one for logprob and entropy, one for gradients.
 
 The reference in plain torch stands in learner/policy/logprobs.py. Each program owns a row, so results do not depend on
 how rows are cut into chunks, and nothing is added up across programs. Logits are scaled by 1/temperature as they are

@@ -1,4 +1,4 @@
-"""One picture of a sweep: a panel for each value of what was varied first, a curve for each setting in it."""
+"""Plot of a sweep: a panel for each first value, a curve a setting."""
 
 from collections.abc import Mapping
 from pathlib import Path

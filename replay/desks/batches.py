@@ -101,11 +101,6 @@ def build(
     return batches
 
 
-def total_lengths(groups: list[Group]) -> NDArray[np.int64]:
-    """[N] prompt + answer tokens of each trajectory."""
-    return np.concatenate([g.lengths.astype(np.int64) + g.prompt_ids.size for g in groups])
-
-
 def trained(groups: list[Group], *, flat: bool) -> NDArray[np.bool_]:
     """[N] trajectories that the learner computes anything for: with a token in the loss, and of groups of equal rewards
     only with `flat`."""

@@ -1,4 +1,4 @@
-"""What an evaluation consists of: some prompts of one set in one mode, as many as one result can carry."""
+"""Parts of an evaluation: prompts of one set and mode that fit one result."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

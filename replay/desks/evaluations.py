@@ -17,7 +17,7 @@ MAX_CLOSED = 64
 
 @dataclass(slots=True)
 class Evaluation:
-    """One version's evaluation: the parts still open, and who runs it."""
+    """One version's evaluation: the parts still open, and the server that runs it."""
 
     version: int
     open_parts: list[Part]

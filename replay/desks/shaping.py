@@ -1,4 +1,4 @@
-"""Overlong answers (DAPO, 2503.14476): a growing punishment near the limit, and answers cut at it out of the loss.
+"""Overlong answers (DAPO, 2503.14476): punished near the limit, or out of the loss.
 
 Applied when a batch is formed, to the groups as the journal has them: what is trained follows from journal and
 configuration alone, and which trajectories are trained, and where, from the shaped rewards. Dynamic sampling looks at

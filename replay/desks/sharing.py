@@ -1,4 +1,4 @@
-"""When a prompt is computed once for several answers, and how their groups are kept together. Pure, no torch.
+"""Shared prompts: when they pay, and placement of their groups. Pure, no torch.
 
 Replay, which assigns trajectories to microbatches, and the learner, which lays them out, both ask here.
 
@@ -95,7 +95,7 @@ def assign(members: Members, wanted: Wanted, num_ranks: int, max_tokens: int) ->
     ways = [_dealt(units, len(lengths), share, num_ranks, max_tokens) for share in WHOLE]
     times = [float(loads.max(1).sum()) for _, loads in ways]
     best = int(np.argmin(times))
-    if wanted == "auto":  # with True those who happen to meet share as well, and cost more than is counted here
+    if wanted == "auto":  # with True answers that happen to meet share as well, and cost more than is counted here
         places = (apart.microbatch[trained], apart.rank[trained])
         loads = np.zeros((apart.num_microbatches, num_ranks))
         np.add.at(loads, places, lengths[trained])
@@ -139,7 +139,7 @@ def _units(members: Members, wanted: Wanted) -> list[_Unit]:
         if not group.size:
             continue
         prompt, answers = int(members.prompts[group[0]]), members.answers[group]
-        # who does not share when the whole group is in one microbatch does not in a part of it
+        # an answer that does not share with the whole group in its microbatch does not with a part of it
         joins, gains = sharers(wanted, prompt, answers), _gain(np.int64(prompt), answers)
         if joins.any():
             chosen = (group[joins].tolist(), answers[joins].tolist(), gains[joins].tolist())

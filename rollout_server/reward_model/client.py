@@ -1,4 +1,4 @@
-"""The rollout server's side of reward servers: asks again after a restart, and gives up at a deadline.
+"""Client of reward servers: asks again after a restart, gives up at a deadline.
 
 A request stays with one reward server, and is repeated there, until that one was silent for too long. The first answer
 counts; the answer to a request is whole, so an answer of the policy never has the scores of two processes.
@@ -190,7 +190,7 @@ class RewardClient:
             asked.answer.set_result(scores)
 
     async def _repeat(self) -> None:
-        """Say Hello, and send requests again that the reward server may have lost with its last life."""
+        """Send Hello, and requests that the reward server's last death may have lost."""
         while True:
             await asyncio.sleep(TURN_S)
             for line in self._lines:
@@ -218,7 +218,7 @@ class RewardClient:
             await line.dealer.send(hello)
 
     def _best(self, now: float) -> Line:
-        """The reward server to ask: one that was heard, is ready and has the fewest requests of this end."""
+        """The reward server to ask: alive, ready, with the fewest requests of this client."""
         waiting = [asked.line for asked in self._asked.values()]
         return min(
             self._lines,

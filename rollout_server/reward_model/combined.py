@@ -1,4 +1,4 @@
-"""What judges the answers of a run: a reward function in its pool, a reward model, or both."""
+"""Rewards of a run: a function in its pool, a reward model, or both."""
 
 import math
 import time

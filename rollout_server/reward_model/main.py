@@ -1,4 +1,4 @@
-"""`python -m rollout_server.reward_model.main`: a reward server, for the rollout servers of its node or of others.
+"""`python -m rollout_server.reward_model.main`: a reward server for rollout servers.
 
 It prints one line `reward server listens at tcp://host:port` on standard output, then loads the model; rollout servers
 get the address as `--reward`. Started again at the same `--port`, it is asked again for what it left unanswered.

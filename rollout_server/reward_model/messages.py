@@ -1,4 +1,6 @@
-"""What travels between rollout servers (DEALER) and a reward server (ROUTER), besides Hello, Heartbeat and Refused.
+"""Messages between rollout servers (DEALER) and a reward server (ROUTER).
+
+Hello, Heartbeat and Refused are replay's.
 
 A rollout server says Hello again and again; each is answered with a Heartbeat, or with Refused. A request has a number
 that its sender gives once. It may be sent any number of times: the reward server scores it once and answers it from
@@ -46,5 +48,5 @@ FROM_REWARD = registry(Heartbeat, Refused, Scores)
 
 
 def fingerprint(path: str | None) -> dict[str, str]:
-    """What Hello carries, so that no run takes the reward server of another one for its own."""
+    """Fingerprint in Hello, by which another run's reward server is recognised."""
     return {"reward.model.path": str(path)}

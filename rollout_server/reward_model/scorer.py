@@ -207,7 +207,7 @@ def load_model(settings: RewardModel, *, on_gpu: bool) -> Any:
 
 
 def batches(lengths: dict[int, int], budget: int) -> list[list[int]]:
-    """Keys in batches of at most `budget` tokens, padding included, by length; what is longer is a batch alone."""
+    """Keys in batches of at most `budget` tokens with padding; longer ones alone."""
     made: list[list[int]] = []
     for key in sorted(lengths, key=lambda key: lengths[key]):
         if made and (len(made[-1]) + 1) * lengths[key] <= budget:  # the longest of a batch comes last

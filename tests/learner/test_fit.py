@@ -9,6 +9,7 @@ import torch
 from tiny_models import make_config, save_model
 
 from configs import Config
+from configs.loading import load
 from learner import fit
 from learner.examples.random_qwen3 import SHAPES
 
@@ -44,6 +45,14 @@ def test_estimates_follow_from_config_json(
     assert [way for way, tokens in said["estimated"].items() if tokens >= said["configured"]] == ways
     tokens = list(said["estimated"].values())
     assert tokens == sorted(tokens), "recomputing makes room"
+
+
+def test_the_page_on_memory_shows_what_the_command_says() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "memory.md").read_text(encoding="utf-8")
+    config = load("qwen3-8b-2nodes", ["placement.gpu_gib=80"])
+    available = fit.available_bytes(config)
+    found = [fit.estimate(config, SHAPES["8B"], level, available) for level in fit.LEVELS]
+    assert "\n".join(fit.report(config, found, available).splitlines()[:-1]) in page
 
 
 def test_without_a_gpu_the_table_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

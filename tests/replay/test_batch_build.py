@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from simulated_run import config
 
 from replay import messages as m
-from replay.desks.batches import assign, build, total_lengths, trained
+from replay.desks.batches import assign, build, trained
 from replay.desks.leases import Slot
+from replay.desks.sharing import Members
 from replay.desks.validation import Bounds, problem_with
 from tests.replay.simulation.samples import make_group
 
@@ -34,7 +35,8 @@ def group(index: int, rng: np.random.Generator, *, all_in_loss: bool) -> m.Group
 
 
 def built(groups: list[m.Group], ranks: int = 1) -> list[m.Batch]:
-    placed = assign(total_lengths(groups), trained(groups, flat=False), ranks, 40)
+    members = Members.of(groups, trained(groups, flat=False))
+    placed = assign(members.prompts + members.answers, members.trained, ranks, 40)
     return build(STEP, groups, placed, num_ranks=ranks, stats={})
 
 

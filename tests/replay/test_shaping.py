@@ -5,8 +5,9 @@ import pytest
 
 from configs.algorithm import Algorithm
 from replay import messages as m
-from replay.desks.batches import assign, build, total_lengths, trained
+from replay.desks.batches import build, trained
 from replay.desks.shaping import shape
+from replay.desks.sharing import Members, assign
 from tests.replay.simulation.samples import make_group
 
 LIMIT = 20
@@ -41,7 +42,7 @@ def test_a_group_that_only_lengths_tell_apart_is_trained_and_cut_answers_cost_no
     shaped, measured = shape(groups, Algorithm(overlong_buffer=8, overlong_filter=True), LIMIT)
     assert not trained(groups, flat=False)[:4].any()
     assert trained(shaped, flat=False).tolist() == [False, True, True, True] * 2
-    placed = assign(total_lengths(shaped), trained(shaped, flat=False), 2, 64)
+    placed = assign(Members.of(shaped, trained(shaped, flat=False)), False, 2, 64)
     parts = build(1, shaped, placed, num_ranks=2, stats=measured)
     assert parts[0].stats["critic/score/mean"] == 0.625 > parts[0].stats["critic/rewards/mean"]
     assert parts[0].all_loss_tokens.tolist() == [0, 18, 12, 3] * 2

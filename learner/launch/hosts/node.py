@@ -74,7 +74,7 @@ def main() -> int:
 
 
 class RunEnd:
-    """The end of the run as replay says it, for a node of reward servers alone: no process there is told."""
+    """The end of the run, polled at replay by a node of reward servers alone."""
 
     def __init__(self, config: Config, address: str) -> None:
         self._config, self._address = config, address

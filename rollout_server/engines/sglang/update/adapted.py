@@ -1,4 +1,4 @@
-"""LoRA in a scheduler: an update is adapters, and the live weights become what the folder has plus what they add.
+"""LoRA in a scheduler: adapters are merged into the folder's weights at every update.
 
 SGLang's kernels read whole weights, so each projection is W + alpha / rank · B A, made anew for every version, slice by
 slice, from a copy of W in host memory: nothing is ever subtracted, so nothing drifts. What the forward reads is proven
@@ -26,7 +26,7 @@ Digested = list[tuple[str, tuple[int, ...], int, int]]
 
 
 class AdaptedWeights:
-    """What a model holds of its folder's tensors on this rank, and the adapters. Made before the first update.
+    """The folder's tensors and the adapters of this rank. Made before the first update.
 
     Args:
         lora: as `StagingFolder.adapt` describes it.
