@@ -176,6 +176,46 @@ class Algorithm(Section):
         return self
 
     @model_validator(mode="after")
+    def _bounds_hold_where_nothing_has_moved(self) -> "Algorithm":
+        """A bound below a ratio of 1, or above it, would leave out nearly all tokens."""
+        if 0 < self.clip_dual <= 1:
+            raise ValueError(
+                f"clip_dual: {self.clip_dual:g} takes the gradient of every token with a negative advantage whose ratio"
+                " is above it; take more than 1, such as 3, or 0 for none"
+            )
+        if self.clip_dual and self.loss in LOSSES and self.loss != "ppo_clip":
+            raise ValueError(
+                f"clip_dual: {self.clip_dual:g} is a bound of 'ppo_clip', and the loss is {self.loss!r}; leave it out,"
+                " or take loss=ppo_clip"
+            )
+        if 0 < self.veto_high <= 1:
+            raise ValueError(
+                f"veto_high: {self.veto_high:g} leaves out every answer with a token of that ratio or more; take more"
+                " than 1, such as 100, or 0 for none"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _bounds_are_of_the_correction(self) -> "Algorithm":
+        low, high = self.correction_low, self.correction_high
+        given = {"correction_low": low, "correction_high": high}
+        if named := next((f"{key}: {value:g}" for key, value in given.items() if value is not None), ""):
+            if self.correction == "none":
+                raise ValueError(f"{named} is a bound of no correction ('none'); set algorithm.correction, or leave it")
+            if low is not None and self.correction in ("token_tis", "sequence_tis"):
+                raise ValueError(
+                    f"{named}, and {self.correction!r} has no lower bound; leave it out, or take one that masks, such"
+                    " as icepop"
+                )
+            if (low or 0) > 1 or (high is not None and high < 1):
+                key, value = ("correction_low", low) if (low or 0) > 1 else ("correction_high", high)
+                raise ValueError(
+                    f"{key}: {value:g} refuses a ratio of 1, that of a token whose policy has not changed; take"
+                    " correction_low <= 1 <= correction_high"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _rewards_suit_the_advantage(self) -> "Algorithm":
         if self.dynamic_sampling and self.advantages_need_tokens:
             what = "advantage: 'gae'" if self.advantage == "gae" else "kl_in: 'reward'"
