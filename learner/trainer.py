@@ -135,8 +135,9 @@ class Trainer:
                 loss_scale=self.optimizer.scale.value,
             )
         with self._span("apply"):
-            # a float16 gradient that overflows cures itself, until the scale is 1
-            overflows = not math.isfinite(sums.grad_norm) and self.optimizer.scale.value > 1
+            # a float16 gradient that overflows cures itself, until the scale is 1; a loss is measured without it
+            is_scaled = math.isfinite(sums.loss) and self.optimizer.scale.value > 1
+            overflows = is_scaled and not math.isfinite(sums.grad_norm)
             verdict = Verdict() if self.guards is None or overflows else self.guards.judge(sums, batch)
             norm, refusal = self.config.learner.max_grad_norm, verdict.refusal
             reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=norm, lr=lr, refusal=refusal)
