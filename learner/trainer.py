@@ -18,7 +18,7 @@ from learner.objective import Objective
 from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
 from learner.policy.model import Policy
-from learner.rows import Row, lay_out
+from learner.rows import BatchError, Row, lay_out
 from learner.step import StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch
 
@@ -77,13 +77,17 @@ def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
     Where advantages need forwards over the tokens, all trajectories are laid out, and advantages wait for those.
     """
     algorithm = config.algorithm
-    inputs = AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
-    advantages = advantages_of(advantage, inputs)
+    advantages = advantages_of(advantage, inputs_of(batch))
     keeps_all = algorithm.advantages_need_tokens or not algorithm.drop_zero_advantage
     tokens = np.where((advantages != 0) | keeps_all, batch.all_loss_tokens, 0)
     weights = token_weights(algorithm.aggregation, tokens, constant=config.rollout.max_new_tokens)
     rows = lay_out(batch, advantages, weights, config.learner.share_prefixes)
     return Prepared(advantages, rows, int(tokens.sum()))
+
+
+def inputs_of(batch: Batch) -> AdvantageInputs:
+    """What advantages follow from, of the whole batch. Raises ValueError."""
+    return AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
 
 
 class Trainer:
@@ -107,6 +111,13 @@ class Trainer:
         self.advantage = build_advantage(config.algorithm)
         self.objective = Objective(config.algorithm)
         self.beside = beside or Beside(config, policy)
+
+    def check(self, batch: Batch) -> None:
+        """Raises BatchError: the advantage does not take rewards of the batch."""
+        try:
+            advantages_of(self.advantage, inputs_of(batch))
+        except ValueError as error:
+            raise BatchError(f"batch {batch.step}: {error}") from error
 
     def train_step(self, batch: Batch) -> Update:
         """Forward and backward over all rows, clip, AdamW. A collective; decides alike on all ranks."""
