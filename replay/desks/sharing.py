@@ -5,8 +5,8 @@ Replay, which assigns trajectories to microbatches, and the learner, which lays 
 It saves the prompt's tokens, in every layer, for each answer that shares it but one. It costs copies: attention is
 given the keys and values of prompt and answer one after the other, and their gradients are added up again. In dense
 decoders a copied position costs about 1/COPIES_PER_TOKEN of a token: in memory, keys and values over everything that
-a layer keeps (.05 to .12; .15 where every head has keys of its own); in time, bytes that are moved over products of a layer (by arithmetic about .1 at 0.6B
-parameters on an H100, .03 at 1.7B, less above).
+a layer keeps (.05 to .12; .15 where every head has keys of its own); in time, bytes that are moved over products of a
+layer (by arithmetic about .1 at 0.6B parameters on an H100, .03 at 1.7B, less above).
 
 So with 8 copies to a token, an answer of a tokens to a prompt of p gains 8p - (p + a) eighths of a token by sharing,
 and the p tokens that are computed after all must be earned first: answers of less than 7p tokens share, where together
