@@ -90,6 +90,14 @@ def inputs_of(batch: Batch) -> AdvantageInputs:
     return AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
 
 
+def check_rewards(batch: Batch, config: Config) -> None:
+    """Raises BatchError: algorithm.advantage does not take rewards of the batch."""
+    try:
+        advantages_of(build_advantage(config.algorithm), inputs_of(batch))
+    except ValueError as error:
+        raise BatchError(f"batch {batch.step}: {error}") from error
+
+
 class Trainer:
     """A rank's policy and optimizer, and how a batch becomes an update of them.
 
@@ -111,13 +119,6 @@ class Trainer:
         self.advantage = build_advantage(config.algorithm)
         self.objective = Objective(config.algorithm)
         self.beside = beside or Beside(config, policy)
-
-    def check(self, batch: Batch) -> None:
-        """Raises BatchError: the advantage does not take rewards of the batch."""
-        try:
-            advantages_of(self.advantage, inputs_of(batch))
-        except ValueError as error:
-            raise BatchError(f"batch {batch.step}: {error}") from error
 
     def train_step(self, batch: Batch) -> Update:
         """Forward and backward over all rows, clip, AdamW. A collective; decides alike on all ranks."""
