@@ -241,6 +241,7 @@ def full_row(tokens: int, longest: int, vocab_size: int) -> "Row":
         lags=0 * ones,
         lengths=torch.tensor(lengths) - 1,
         groups=torch.arange(len(lengths)),
+        fresh=torch.ones(len(lengths), dtype=torch.bool),
     )
 
 

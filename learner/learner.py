@@ -21,7 +21,7 @@ from learner.report.evaluation import Evaluations
 from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
 from learner.rows import check as check_batch
-from learner.trainer import CRITIC_WARMUP, Trainer, Update
+from learner.trainer import CRITIC_WARMUP, Trainer, Update, check_rewards
 from learner.weights import WeightPublisher
 from replay import messages as m
 from replay.messages import Batch
@@ -136,6 +136,7 @@ class Learner:
     def check(self, batch: Batch) -> None:
         """Raises BatchError for a bad part, before any rank starts on the batch."""
         check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.vocab_size)
+        check_rewards(batch, self.config)
 
     def update(self, batch: Batch) -> Update:
         """Train on it; what was trained goes to the rollout files. Raises OutOfMemory."""

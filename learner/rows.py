@@ -64,6 +64,9 @@ class Row:
     """[m] int64, tokens in the loss of each trajectory, at least one; none in a row without any trajectory."""
     groups: torch.Tensor
     """[m] int64, group of each trajectory."""
+    fresh: torch.Tensor
+    """[m] bool, whether the version being trained sampled the whole answer, tokens that are not in the loss as well:
+    behind a token of older weights keys and values are theirs, too."""
     trajectories: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """[m] int64, position of each trajectory in the batch."""
     reference_logprobs: torch.Tensor | None = None
@@ -99,7 +102,7 @@ def lay_out(
         share_prefixes: as in the configuration.
     """
     tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
-    lags = lags_of(batch)
+    lags, is_fresh = lags_of(batch), batch.versions == batch.step - 1
     contents: list[list[int]] = [[] for _ in range(batch.num_microbatches)]
     trained = (weights > 0) & (batch.all_loss_tokens > 0)
     for mine in np.flatnonzero(trained[batch.trajectory]):
@@ -138,6 +141,7 @@ def lay_out(
             lags=torch.from_numpy(lags[of_token].astype(np.float32)),
             lengths=torch.from_numpy(counts),
             groups=torch.from_numpy(batch.all_groups[whole].astype(np.int64)),
+            fresh=torch.tensor([is_fresh[answers[i] : answers[i + 1]].all() for i in members], dtype=torch.bool),
             trajectories=torch.from_numpy(whole.astype(np.int64)),
         )
 

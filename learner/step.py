@@ -30,6 +30,8 @@ _MEANS = {
     "actor/pg_clipfrac": "clipped",
     "actor/kl_loss": "kl",
     "actor/ratio_mean": "weight",
+    "rollout_corr/rollout_is_mean": "correction",
+    "rollout_corr/rollout_rs_masked_fraction": "refused",
     "training/rollout_probs_diff_mean": "prob_diff",
     "training/rollout_logprobs_diff_mean": "logprob_diff",
 }

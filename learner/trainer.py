@@ -18,7 +18,7 @@ from learner.objective import Objective
 from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
 from learner.policy.model import Policy
-from learner.rows import Row, lay_out
+from learner.rows import BatchError, Row, lay_out
 from learner.step import StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch
 
@@ -77,13 +77,25 @@ def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
     Where advantages need forwards over the tokens, all trajectories are laid out, and advantages wait for those.
     """
     algorithm = config.algorithm
-    inputs = AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
-    advantages = advantages_of(advantage, inputs)
+    advantages = advantages_of(advantage, inputs_of(batch))
     keeps_all = algorithm.advantages_need_tokens or not algorithm.drop_zero_advantage
     tokens = np.where((advantages != 0) | keeps_all, batch.all_loss_tokens, 0)
     weights = token_weights(algorithm.aggregation, tokens, constant=config.rollout.max_new_tokens)
     rows = lay_out(batch, advantages, weights, config.learner.share_prefixes)
     return Prepared(advantages, rows, int(tokens.sum()))
+
+
+def inputs_of(batch: Batch) -> AdvantageInputs:
+    """What advantages follow from, of the whole batch. Raises ValueError."""
+    return AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
+
+
+def check_rewards(batch: Batch, config: Config) -> None:
+    """Raises BatchError: algorithm.advantage does not take rewards of the batch."""
+    try:
+        advantages_of(build_advantage(config.algorithm), inputs_of(batch))
+    except ValueError as error:
+        raise BatchError(f"batch {batch.step}: {error}") from error
 
 
 class Trainer:
@@ -137,8 +149,9 @@ class Trainer:
                 loss_scale=self.optimizer.scale.value,
             )
         with self._span("apply"):
-            # a float16 gradient that overflows cures itself, until the scale is 1
-            overflows = not math.isfinite(sums.grad_norm) and self.optimizer.scale.value > 1
+            # a float16 gradient that overflows cures itself, until the scale is 1; a loss is measured without it
+            is_scaled = math.isfinite(sums.loss) and self.optimizer.scale.value > 1
+            overflows = is_scaled and not math.isfinite(sums.grad_norm)
             verdict = Verdict() if self.guards is None or overflows else self.guards.judge(sums, batch)
             norm, refusal = self.config.learner.max_grad_norm, verdict.refusal
             reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=norm, lr=lr, refusal=refusal)

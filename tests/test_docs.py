@@ -208,7 +208,7 @@ def without_values(text: str) -> str:
 # ---- metrics --------------------------------------------------------------------------------------------
 
 PREFIXES = "critic actor response_length prompt_length timing_s perf training val-core val-aux rollout trainer buffer"
-PREFIXES += " weight_sync reward metrics guards checkpoint"
+PREFIXES += " weight_sync reward metrics guards checkpoint rollout_corr"
 NAME = re.compile(rf"({'|'.join(PREFIXES.split())})(/[^/\s*]+)+")
 
 

@@ -64,6 +64,7 @@ def empty_row() -> Row:
         lags=real,
         lengths=whole,
         groups=whole,
+        fresh=whole.bool(),
         values=real,
         returns=real,
     )

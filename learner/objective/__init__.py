@@ -4,7 +4,7 @@ import torch
 
 from configs.algorithm import Algorithm
 from learner.losses import LossInputs, build_loss
-from learner.losses.base import log_ratio, sequence_sums
+from learner.losses.base import log_ratio
 from learner.objective.corrections import Rho, build_correction
 from learner.objective.kl import estimate
 from learner.rows import Row
@@ -82,9 +82,7 @@ class Objective:
         weight = delta.exp()
         logprob_diff = (now - row.behaviour_logprobs).abs()
         prob_diff = (now.exp() - row.behaviour_logprobs.exp()).abs()
-        # whole answers: behind a token of older weights, keys and values are theirs, too
-        stale = sequence_sums((row.lags > 0).to(now.dtype), row.lengths) > 0
-        fresh = ~stale.repeat_interleave(row.lengths, output_size=len(now))
+        fresh = row.fresh.repeat_interleave(row.lengths, output_size=len(now))
         nothing = now.new_zeros(1)  # a row without a token in the loss has no maximum of its own
         return {
             "weight": weight.sum(),

@@ -19,9 +19,9 @@ CHANGED: dict[str, dict[str, Any]] = {
         "algorithm.advantage_epsilon": "gone",
         "algorithm.normalize_by_std": "gone",
         "algorithm.max_prox_weight": "gone",
-        "learner.recompute": "auto",
-        "algorithm.clip_low": None,
+        "algorithm.clip_low": None,  # that of the loss: for ppo_clip 0.2 and 0.28, as they were
         "algorithm.clip_high": None,
+        "learner.recompute": "auto",
     },
     "quickstart": {"replay.journal_keep": "all"},
 }

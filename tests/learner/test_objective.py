@@ -105,7 +105,8 @@ def test_entropy_and_kl_are_averaged_like_the_loss() -> None:
 def test_a_row_without_a_token_in_the_loss_measures_zeros() -> None:
     empty = torch.zeros(0, requires_grad=True)
     row = row_of([[1, 1]])
-    for name in ("kept", "targets", "behaviour_logprobs", "advantages", "weights", "lags", "lengths", "groups"):
+    of_tokens = ("kept", "targets", "behaviour_logprobs", "advantages", "weights", "lags")
+    for name in (*of_tokens, "lengths", "groups", "fresh"):
         object.__setattr__(row, name, getattr(row, name)[:0])
     for algorithm in (Algorithm(), Algorithm(loss="gspo"), Algorithm(correction="sequence_mis")):
         loss, measured = Objective(algorithm)(row, empty, empty)

@@ -1,6 +1,8 @@
 """Rows: alignment to the predicted token, dummies, filled-up shapes, and contradictions that are refused."""
 
 import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import batch_of, random_step
 from reference import Recorded
+from tiny_models import make_config
 
+from learner.learner import Learner
 from learner.rows import BatchError, Row, check, lay_out
 from replay.messages import Batch
 
@@ -47,6 +51,7 @@ def test_every_element_speaks_of_a_token_in_the_loss() -> None:
     assert row.weights.tolist() == [0.25, 0.25, 0.5]
     assert row.lags.tolist() == [1, 0, 0]
     assert row.lengths.tolist() == [2, 1] and row.groups.tolist() == [0, 0]
+    assert row.fresh.tolist() == [False, True]
 
 
 def test_a_row_without_trajectories_has_two_tokens_and_none_in_the_loss() -> None:
@@ -97,4 +102,17 @@ def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> No
 
 def test_a_token_out_of_the_loss_may_be_over_age() -> None:
     batch = dataclasses.replace(batch_of(ONE, STEP), versions=np.array([3, 0, 4, 4], np.int32))
-    assert laid_out(batch, [1.0, -1.0])[0].lags.tolist() == [1, 0, 0]
+    (row,) = laid_out(batch, [1.0, -1.0])
+    assert row.lags.tolist() == [1, 0, 0]
+    behind = dataclasses.replace(batch, versions=np.array([4, 0, 4, 4], np.int32))
+    assert laid_out(behind, [1.0, -1.0])[0].fresh.tolist() == [False, True], "keys and values of version 0 are its own"
+
+
+def test_rewards_that_the_advantage_does_not_take_are_refused_before_the_step() -> None:
+    """Later every start of the learner would take the batch again, and break off again."""
+    config = make_config(Path("unused"), replay={"async_lag": 1}, algorithm={"advantage": "maxrl"})
+    learner: Any = SimpleNamespace(config=config, policy=SimpleNamespace(vocab_size=64))
+    Learner.check(learner, batch_of(ONE, STEP))
+    punished = [ONE[0], dataclasses.replace(ONE[1], reward=-1.0)]
+    with pytest.raises(BatchError, match=r"batch 5: reward of trajectory 1 is -1; .*'maxrl'.* takes rewards >= 0"):
+        Learner.check(learner, batch_of(punished, STEP))

@@ -97,11 +97,14 @@ def test_the_number_of_microbatches_does_not_matter(qwen3: Path, mesh: DeviceMes
 def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3: Path, mesh: DeviceMesh) -> None:
     config = configured(qwen3)
     policy, optimizer = built(config, mesh)
-    drawn = [dataclasses.replace(t, versions=[3] * len(t.versions)) if t.group == 2 else t for t in STEPS[3]]
+    fresh_group = [t for t in STEPS[3] if t.group == 2]  # some of its tokens were too old, and are not in the loss
+    ages = [[3 if kept else 0 for kept in t.loss_mask] for t in fresh_group]
+    drawn = [t for t in STEPS[3] if t.group != 2]
+    drawn += [dataclasses.replace(t, versions=versions) for t, versions in zip(fresh_group, ages, strict=True)]
     rows = [t for t in drawn if t.group != 0]
     current, behaviour, fresh_answer = [], [], []
     for t in rows:
-        is_fresh = all(version == 3 for version, kept in zip(t.versions, t.loss_mask, strict=True) if kept)
+        is_fresh = all(version == 3 for version in t.versions)
         (values,) = logprobs(policy, [t.prompt_ids + t.response_ids])
         for i in range(len(t.response_ids)):
             if t.loss_mask[i]:
@@ -127,6 +130,25 @@ def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3: Path, mesh: Device
         assert metrics[name] == pytest.approx(float(value), rel=1e-4), name
     assert 0 < metrics["actor/pg_clipfrac"] < 1
     assert 0 < metrics["actor/entropy"] < math.log(64)
+
+
+def test_what_a_correction_weighs_and_refuses_is_shown(qwen3: Path, mesh: DeviceMesh) -> None:
+    plain = configured(qwen3)
+    policy, optimizer = built(plain, mesh)
+    rows, _ = rows_of(batch_of(STEPS[3], 4), plain)
+    ratios = (policy.forward(rows[0], 1.0)[0].detach() - rows[0].behaviour_logprobs).exp()
+    truncated = {"loss": "policy_gradient", "correction": "token_tis", "correction_high": 1.1}
+    for algorithm, mean, refused in (
+        ({"correction": "icepop"}, ratios.ge(0.5) & ratios.le(2), ratios.lt(0.5) | ratios.gt(2)),
+        (truncated, ratios.clamp(max=1.1), torch.zeros(())),
+    ):
+        config = configured(qwen3, algorithm=algorithm, learner={"lr": 1e-9})
+        seen = train_on(batch_of(STEPS[3], 4, num_microbatches=2), policy, optimizer, config)[0].metrics()
+        assert seen["rollout_corr/rollout_is_mean"] == pytest.approx(float(mean.float().mean()), rel=1e-4)
+        assert seen["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(float(refused.float().mean()))
+    assert not any(
+        "rollout_corr" in name for name in train_on(batch_of(STEPS[3], 4), policy, optimizer, plain)[0].metrics()
+    )
 
 
 def test_a_batch_without_advantage_is_a_skip_that_says_so(qwen3: Path, mesh: DeviceMesh) -> None:

@@ -114,6 +114,7 @@ def row_of(sequences: Sequence[Sequence[int]]) -> Row:
         lags=nothing,
         lengths=torch.tensor(lengths) - 1,
         groups=torch.arange(len(lengths)),
+        fresh=torch.ones(len(lengths), dtype=torch.bool),
     )
 
 
