@@ -43,9 +43,10 @@ def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     settings = list(dict.fromkeys(setting for curves in found.values() for setting in curves))
+    shared = all(list(curves) == settings for curves in found.values())
     for axis, (panel, curves) in zip(axes, found.items(), strict=True):
         for setting, seeds in curves.items():
-            colour = COLOURS[settings.index(setting) % len(COLOURS)]
+            colour = COLOURS[(settings if shared else list(curves)).index(setting) % len(COLOURS)]
             versions, means, least, most = zip(*mean_and_range(seeds) or [(0, 0.0, 0.0, 0.0)], strict=True)
             axis.plot(versions, means, color=colour, linewidth=1.6, label=setting)
             axis.fill_between(versions, least, most, color=colour, alpha=0.15, linewidth=0)
@@ -53,5 +54,6 @@ def plot(runs: Mapping[str, Mapping[str, Any]], path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, linewidth=0.6)
     axes[0].set_ylabel("accuracy, sampled")
-    axes[-1].legend(loc="lower right", frameon=False, fontsize=8)
+    for axis in axes[-1:] if shared else axes:
+        axis.legend(loc="lower right", frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
