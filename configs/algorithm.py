@@ -46,9 +46,12 @@ class Replay(Section):
 
     async_lag: int = Field(default=1, ge=0)
     """Most policy versions between sampling a token and training on it; 0 is synchronous."""
-    on_stale: Literal["wait", "mask", "drop"] = "wait"
+    on_stale: Literal["wait", "mask", "drop", "substitute"] = "wait"
     """What happens to tokens above the bound: `wait` never admits any; `mask` leaves them out of the
-    loss; `drop` leases the prompt once more, then drops it as `too_slow`."""
+    loss; `drop` leases the prompt once more, then drops it as `too_slow`; `substitute` is `wait`, but a group that
+    holds its step up past replay.substitute_after_s is dropped as `substituted`."""
+    substitute_after_s: float = Field(default=60.0, gt=0)
+    """With on_stale `substitute`: from a group's first lease on; then the next finished group takes its place."""
     lease_s: float = Field(default=120.0, gt=0)
     """A lease that is not renewed for this long goes back to the queue."""
     max_attempts: int = Field(default=3, ge=1)

@@ -1,12 +1,9 @@
-"""The base of every configuration section, frozen and documented in place, and the error of what is given wrong."""
+"""The base of every configuration section, frozen and documented in place."""
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from configs.auto import BY_DEVICE, LEAVES
-
-
-class ConfigError(ValueError):
-    """What was given cannot be used; the message names the key, file or option, the value, and a way out."""
+from configs.errors import ConfigError as ConfigError
 
 
 class Section(BaseModel):

@@ -4,20 +4,39 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from configs.base import Section
-from configs.evaluation import EvaluationSet, checked_sets
+from configs.evaluation import EvaluationSet, checked_sets, named_sets
+from configs.rewards import Code, Mathematics, RewardPart, checked_function, parts_of
+
+Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+"""Services that accelerate.tracking knows, by its names, which are those of their packages."""
+TAKEN = {
+    *("messages", "conversation", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"),
+    *("continue_final_message", "return_assistant_tokens_mask", "tokenize", "padding", "truncation", "max_length"),
+    *("return_tensors", "return_dict", "tokenizer_kwargs"),
+}
+"""Arguments of rendering that are no options of a template."""
 
 
 class Model(Section):
     """The Hugging Face folder that training starts from."""
 
     path: str
-    """Folder with config.json, safetensors and a tokenizer (Qwen2, Qwen3 or Llama family), or a checkpoint of a run
-    (`runs/a/checkpoints/step_40` or `.../best`), of which its hf/ is taken."""
+    """Folder with config.json, safetensors and a tokenizer (Qwen2, Qwen3, Llama or Qwen2-VL family), or a checkpoint
+    of a run (`runs/a/checkpoints/step_40` or `.../best`), of which its hf/ is taken."""
     chat_template: str | None = None
     """Jinja chat template, or the path of a file with one; none takes the tokenizer's own."""
+    chat_template_options: dict[str, bool | int | float | str] = Field(default={})
+    """What the chat template is given besides the messages, for example {enable_thinking: false}."""
+
+    @field_validator("chat_template_options")
+    @classmethod
+    def _leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(TAKEN & value.keys()):
+            raise ValueError(f"{taken[0]!r} is set for every prompt; leave it out")
+        return value
 
     @field_validator("path")
     @classmethod
@@ -29,18 +48,46 @@ class Model(Section):
         return str(folder / "hf") if is_checkpoint else value
 
 
+class TrainSet(Section):
+    """One dataset of several, by name."""
+
+    path: str
+    """As data.train."""
+    weight: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+
 class Data(Section):
     """Prompts for training and evaluation. Column conventions of verl, slime and TRL are detected."""
 
-    train: str
-    """JSONL or parquet file with one prompt a row."""
+    train: str | dict[str, TrainSet]
+    """Prompts, one a row: a JSONL, JSONL.zst or parquet file, a folder or pattern of them, a folder of Hugging Face
+    datasets, `datasets:NAME` of a hub, `reasoning_gym:FAMILY?seed=1`, or `path/to/file.py:Class` of your own
+    (docs/howto/data.md). Several by name: {gsm8k: gsm8k.parquet, sums: {path: ..., weight: 2}}; without weights, by
+    their rows."""
     eval: str | dict[str, EvaluationSet] | None = None
-    """JSONL or parquet file for evaluation, or several by name: {aime: aime.jsonl, gsm8k: {path: ..., samples: 4}},
+    """The same for evaluation, of which the first rows are taken, or several by name:
+    {aime: aime.jsonl, gsm8k: {path: ..., samples: 4}},
     each with its own settings of `evaluation` where wanted; none switches evaluation off."""
+    curriculum: str = "none"
+    """`none`; the name of a column (or of a key of extra_info) with numbers: every pass from small to large; or
+    `pass_rate`: a later pass begins with prompts that were solved sometimes, and the level of reasoning_gym's rows
+    follows the answers."""
+    cache: str | None = None
+    """Folder for indexes of large files and for unpacked ones; null takes `~/.cache/slipstream/data`."""
     shuffle: bool = True
     """Shuffle the rows anew in each pass over the data (seeded by run.seed and the pass)."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """A prompt longer than this is refused when it is leased, and counted as `prompt_too_long`."""
+
+    @property
+    def train_sets(self) -> dict[str, TrainSet]:
+        """data.train by name; the name is empty where it is one dataset."""
+        return {"": TrainSet(path=self.train)} if isinstance(self.train, str) else self.train
+
+    @field_validator("train", mode="before")
+    @classmethod
+    def _train_sets_have_names(cls, value: object) -> object:
+        return value if isinstance(value, str) else named_sets(value, TrainSet)
 
     @field_validator("eval", mode="before")
     @classmethod
@@ -93,8 +140,9 @@ class RewardModel(Section):
 class Reward(Section):
     """How an answer is judged. Reward code runs in processes that are killed when they take too long."""
 
-    function: str = "exact"
-    """`exact`, `numeric`, `package.module:function`, `path/to/file.py:function`, or `model`: the reward model alone."""
+    function: str | dict[str, Any] = "exact"
+    """`exact`, `numeric`, `math` or another built-in reward, `package.module:function`, `path/to/file.py:function`, or
+    `model`: the reward model alone; or several with weights and options, as {numeric: 1, format: {weight: 0.2}}."""
     model: RewardModel = RewardModel()
     """The reward model, in place of a function or beside one."""
     workers: int = Field(default=1, ge=1, le=256)
@@ -110,19 +158,118 @@ class Reward(Section):
     max_error_rate: float = Field(default=0.2, ge=0, le=1)
     """Above this share of groups with a failed call among the last 32 the run stops and names the last error."""
 
+    @field_validator("function", mode="before")
+    @classmethod
+    def _names_functions(cls, value: object) -> object:
+        return checked_function(value)
+
+    @model_validator(mode="after")
+    def _parts_have_time(self) -> "Reward":
+        """What a built-in reward gives up by itself is a score, past timeout_s it would be an error."""
+        limits = {Code: "total_s", Mathematics: "seconds"}
+        found = [
+            (f"function.{part.label}.{key}", float(getattr(part.settings, key)))
+            for part in self.parts
+            for kind, key in limits.items()
+            if isinstance(part.settings, kind)
+        ]
+        needed = sum(seconds for _, seconds in found)
+        if needed >= self.timeout_s:
+            raise ValueError(
+                f"{' and '.join(name for name, _ in found)}: {needed:g} s of judging do not fit into reward.timeout_s"
+                f" {self.timeout_s:g}, after which it is an error; raise that above it"
+            )
+        return self
+
+    @property
+    def parts(self) -> tuple[RewardPart, ...]:
+        """The functions whose weighted scores are the reward; none where the reward model is all of it."""
+        return parts_of(self.function)
+
+    @property
+    def shown(self) -> str:
+        """For messages: `numeric + 0.2 format`."""
+        if isinstance(self.function, str):
+            return self.function
+        return " + ".join(p.label if p.weight == 1 else f"{p.weight:g} {p.label}" for p in self.parts)
+
 
 class Tracking(Section):
     """Where metrics go besides metrics.jsonl, and what the terminal shows."""
 
     live: Literal["auto", "rich", "plain", "off"] = "auto"
     """`rich` redraws a panel, `plain` prints a line per step, `auto` takes rich on a terminal."""
-    tensorboard: bool = False
-    """Write TensorBoard events into the run folder (extra `tensorboard`)."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases; `offline` needs no account (extra `wandb`)."""
-    wandb_project: str = "slipstream"
-    """Project name in Weights & Biases."""
+    trackers: list[Tracker] = Field(default=[])
+    """Services that get every row of metrics.jsonl as well, such as [tensorboard, wandb] (docs/metrics.md)."""
+    tracker_options: dict[Tracker, dict[str, Any]] = Field(default={})
+    """By tracker: arguments of its own start, such as `{wandb: {mode: offline, entity: my-team}}`."""
+    project: str = "slipstream"
+    """Project, or experiment, that a tracker files the run under."""
+    prometheus: str | None = None
+    """Loopback address at which each process serves its numbers to Prometheus, such as 127.0.0.1 (extra `prometheus`);
+    null serves none. An address that others reach needs network.insecure."""
     save_rollouts_every: int = Field(default=0, ge=0)
     """Write the trained trajectories of every so many steps to rollouts/step_N/; 0 writes none."""
     plot: bool = True
     """Write plots/summary.png at the end of the run."""
+    profile: str = ""
+    """Steps to trace, `3:6` for 3, 4 and 5: spans of every process and torch's profile of the learner ranks, merged
+    into one file for Perfetto in the run folder. `--profile 3:6` is short for it."""
+
+    @property
+    def profiled(self) -> range:
+        """Steps that are traced; empty without any."""
+        first, _, end = self.profile.partition(":")
+        return range(int(first), int(end)) if self.profile else range(0)
+
+    def versions(self, *, behind: int) -> range:
+        """Versions that a process has while it records: what lies in the window may begin and end so many steps off."""
+        steps = self.profiled
+        return range(steps.start - 1 - behind, steps.stop + behind) if steps else steps
+
+    @field_validator("profile", mode="before")
+    @classmethod
+    def _check_profile(cls, value: Any) -> Any:
+        ends = re.fullmatch(r"([1-9]\d{0,8}):([1-9]\d{0,8})", str(value))
+        if value != "" and (ends is None or int(ends[1]) >= int(ends[2])):
+            raise ValueError(f"{value!r}: give the first step, counted from 1, and the first one after them: 3:6")
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _had_keys_for_two_trackers(cls, value: object) -> object:
+        """Files of older runs, and the habit of them: tensorboard, wandb and wandb_project."""
+        return with_trackers(value) if isinstance(value, dict) else value
+
+    @field_validator("trackers")
+    @classmethod
+    def _are_named_once(cls, value: list[Tracker]) -> list[Tracker]:
+        if len(set(value)) < len(value):
+            raise ValueError("name each tracker once, such as [tensorboard, wandb]")
+        return value
+
+    @model_validator(mode="after")
+    def _options_have_a_tracker(self) -> "Tracking":
+        if unused := sorted(set(self.tracker_options) - set(self.trackers)):
+            raise ValueError(f"tracker_options.{unused[0]}: add {unused[0]} to tracking.trackers, or leave this out")
+        return self
+
+
+def with_trackers(tree: dict[str, Any]) -> dict[str, Any]:
+    """Keys of before as `trackers`, `tracker_options` and `project`. Raises ValueError for a value that was none."""
+    new = {key: value for key, value in tree.items() if key not in ("tensorboard", "wandb", "wandb_project")}
+    named, options = list(new.get("trackers") or []), dict(new.get("tracker_options") or {})
+    if tree.get("tensorboard", False) not in (True, False):
+        raise ValueError(f"tensorboard: {tree['tensorboard']!r}; write trackers: [tensorboard], or leave it out")
+    if tree.get("wandb", "off") not in ("off", "offline", "online"):
+        raise ValueError(
+            f"wandb: {tree['wandb']!r}; write trackers: [wandb], and tracker_options: {{wandb: {{mode: ...}}}}"
+        )
+    if tree.get("tensorboard") and "tensorboard" not in named:
+        named.append("tensorboard")
+    if (mode := tree.get("wandb", "off")) != "off":
+        named += [] if "wandb" in named else ["wandb"]
+        options["wandb"] = {"mode": mode, **options.get("wandb", {})}
+    if "wandb_project" in tree:
+        new.setdefault("project", tree["wandb_project"])
+    return {**new, **({"trackers": named} if named else {}), **({"tracker_options": options} if options else {})}

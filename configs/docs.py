@@ -1,22 +1,25 @@
-"""`python -m configs.docs [--check]`: docs/configuration.md from the schema, in a clone."""
+"""`python -m configs.docs [--check]`: docs/configuration.md and docs/reference/errors.md, in a clone."""
 
 import argparse
 import json
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from configs.aliases import FRAMEWORKS, ROWS
+from configs.aliases import FRAMEWORKS, NOT_HERE, ROWS
+from configs.errors import catalogue
 from configs.loading import FLAGS, PRESETS, QUICKSTART, leaf_keys
+from configs.rewards import SECTIONS
 from configs.schema import Config
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "configuration.md"
 HEAD = """# Configuration
 
 <!-- Written by configs/docs.py from the schema; do not edit. -->
@@ -32,9 +35,19 @@ Flags that are short for one key:
 {flags}
 There are {count} keys.
 """
+REWARDS = """## Options of built-in rewards
+
+Given in `reward.function`, as in {numeric: {weight: 1, tolerance: 0.01}}; all have `weight`, 1.0: what the score counts
+in the sum. What each is for: [rewards](howto/rewards.md).
+"""
 FOREIGN = """## Names of other frameworks
 
 They are answered with the key here, in a file, in `--set` and as an option. Of long names, this is the end.
+"""
+WITHOUT = """## Names without a key here
+
+They are answered with the reason.
+
 """
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", types.NoneType: "null"}
@@ -49,8 +62,17 @@ def page() -> str:
         section: Any = field.annotation
         parts += [f"## {name}\n\n{' '.join(section.__doc__.split())}\n"]
         parts += [table(("key", "type", "default", "meaning"), rows_of(section, f"{name}."))]
+    options = [
+        row for name, section in SECTIONS.items() for row in rows_of(section, f"{name}.") if "weight`" not in row[0]
+    ]
+    parts += [REWARDS, table(("option", "type", "default", "meaning"), options)]
     foreign = [(f"`{key}`", *("–" if name == "-" else f"`{name}`" for name in names)) for key, *names in ROWS]
-    return "\n".join([*parts, FOREIGN, table(("key", *FRAMEWORKS), foreign)])
+    parts += [FOREIGN, table(("key", *FRAMEWORKS), foreign)]
+    without = [
+        (why, ", ".join(f"`{name}`" for name, reason in NOT_HERE.items() if reason == why))
+        for why in dict.fromkeys(NOT_HERE.values())
+    ]
+    return "\n".join([*parts, WITHOUT + table(("here", "names elsewhere"), without)])
 
 
 def rows_of(section: Any, prefix: str) -> Iterator[Sequence[str]]:
@@ -96,17 +118,25 @@ def default_text(field: FieldInfo) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
+def keep(pages: Mapping[Path, str], program: str, described: str | None, argv: Sequence[str] | None) -> int:
+    """Command line of pages that `program` generates: write them, or with --check compare; returns the exit code."""
+    parser = argparse.ArgumentParser(program, description=described)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a page is out of date")
+    check, code = parser.parse_args(argv).check, 0
+    for path, wanted in pages.items():
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(wanted, encoding="utf-8")
+            sys.stdout.write(f"{path}\n")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != wanted:
+            sys.stderr.write(f"{path.name} is out of date: run {program}\n")
+            code = 1
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m configs.docs", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail when the page is out of date")
-    wanted = page()
-    if not parser.parse_args(argv).check:
-        PAGE.write_text(wanted, encoding="utf-8")
-        sys.stdout.write(f"{PAGE}\n")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != wanted:
-        sys.stderr.write(f"{PAGE.name} is out of date: run python -m configs.docs\n")
-        return 1
-    return 0
+    pages = {PAGE: page(), DOCS / "reference" / "errors.md": catalogue.page()}
+    return keep(pages, "python -m configs.docs", __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ class EvaluationSet(Section):
     `samples` is sampled, unless it says `sampled: false`."""
 
     path: str
-    """JSONL or parquet file with one prompt a row."""
+    """As data.train; the first rows are taken."""
     num_prompts: int | None = Field(default=None, ge=1)
     greedy: bool | None = None
     sampled: bool | None = None
@@ -90,22 +90,23 @@ def checked_sets(value: object) -> object:
         ValueError: neither a file nor sets, no set at all, or a name that cannot stand in metrics and file names.
         ValidationError: a setting of a set is refused; its place is below the set's name.
     """
-    if value is None or isinstance(value, str):
-        return value
+    return value if value is None or isinstance(value, str) else named_sets(value, EvaluationSet)
+
+
+def named_sets(value: object, kind: type[Section]) -> object:
+    """Sets by name, each checked under its own key; `name: path` is short for one of that path. Raises as above."""
     if not isinstance(value, Mapping):
         raise ValueError("give one file, or sets by name, such as {aime: data/aime.jsonl, gsm8k: data/gsm8k.parquet}")
     if not value:
-        raise ValueError("names no set; give at least one as `name: file`, or null to switch evaluation off")
+        raise ValueError("names no set; give at least one as `name: file` (data.eval: or null, for no evaluation)")
     for name in value:
         if not isinstance(name, str) or not SET_NAME.fullmatch(name):
             raise ValueError(
                 f"{name!r} cannot name a set: the name becomes a part of metric and file names; take letters, digits,"
                 " '.', '_' and '-', the first one no sign (in YAML, quote a name of digits alone)"
             )
-    return _SETS.validate_python({name: {"path": one} if isinstance(one, str) else one for name, one in value.items()})
-
-
-_SETS = TypeAdapter(dict[str, EvaluationSet])
+    given = {name: {"path": one} if isinstance(one, str) else one for name, one in value.items()}
+    return TypeAdapter(dict[str, kind]).validate_python(given)  # type: ignore[valid-type]
 
 
 def prompt_sets(

@@ -55,7 +55,7 @@ class Limits(Section):
     flat_reward_steps: int = Field(default=50, ge=0)
     """Every group's rewards equal (nothing to learn from)."""
     zero_gradient_steps: int = Field(default=5, ge=0)
-    """Gradient norm exactly zero although advantages are not."""
+    """Gradient norm exactly zero although advantages are not, or updates that change no weight."""
     nonfinite_steps: int = Field(default=3, ge=0)
     """Loss or gradient not finite; each such step is skipped and counted."""
     max_logprob_diff: float = Field(default=1e-3, gt=0)
@@ -80,6 +80,11 @@ class Limits(Section):
     """Updates that guards have skipped in a row; then the run stops."""
     roll_backs: int = Field(default=2, ge=0)
     """Most roll-backs of a run; one more stops it."""
+    growth_window_s: float = Field(default=1800.0, gt=0)
+    """Time over which growth of a process's memory, descriptors and threads is judged, from its second such window on;
+    what grows without end is named in the log and the terminal (docs/metrics.md)."""
+    growth_mib_per_h: float = Field(default=256.0, gt=0)
+    """Steady growth of memory above this is named a leak; of descriptors or threads it is 12 an hour."""
 
     @field_validator(*GUARDS)
     @classmethod

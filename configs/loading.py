@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from configs import aliases, retired
 from configs.base import ConfigError as ConfigError
+from configs.errors import BadFile, BadOption, BadValue, Contradiction, UnknownKey, coded
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ FLAGS = {
     "--data": "data.train",
     "--engine": "rollout.engine",
     "--split": "placement.split",
+    "--profile": "tracking.profile",
 }
 
 
@@ -97,7 +99,8 @@ class Parser(argparse.ArgumentParser):
                 settings.append(f"--set {key}={value or '...'}")
             elif answer is None and re.match(r"[a-z_]+(\.[a-z_]+)*=", word):
                 settings.append(f"--set {word}")
-        super().error("; ".join([message, *notes, *([f"write {' '.join(settings)}"] if settings else [])]))
+        said = "; ".join([message, *notes, *([f"write {' '.join(settings)}"] if settings else [])])
+        super().error(coded(said, BadOption.code))
 
 
 def read_yaml(text: str | bytes) -> Any:
@@ -142,9 +145,9 @@ def parse(text: str | bytes, source: str, overrides: Sequence[str] = ()) -> Conf
     try:
         tree = read_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}: not readable as YAML: {error}") from error
+        raise BadFile(f"{source}: not readable as YAML: {error}") from error
     if not isinstance(tree, dict):
-        raise ConfigError(f"{source}: expected a mapping of sections, found {type(tree).__name__}")
+        raise BadFile(f"{source}: expected a mapping of sections, found {type(tree).__name__}")
     for override in overrides:
         apply_override(tree, override)
     return validate(tree, source, overrides)
@@ -160,7 +163,7 @@ def find(source: str | os.PathLike[str]) -> Path:
         return preset
     names = sorted(p.stem for p in PRESETS.glob("*.yaml"))
     hint = did_you_mean(path.stem, names) or "give one that there is."
-    raise ConfigError(f"--config: no file or preset {str(source)!r}; {hint} Presets: {', '.join(names)}")
+    raise BadFile(f"--config: no file or preset {str(source)!r}; {hint} Presets: {', '.join(names)}")
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
@@ -174,16 +177,16 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, raw = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
-        raise ConfigError(f"--set {override!r}: expected section.key=value, such as --set replay.async_lag=1")
+        raise BadOption(f"--set {override!r}: expected section.key=value, such as --set replay.async_lag=1")
     try:
         value = read_yaml(raw) if raw else ""
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {override!r}: the value is not readable: {error}") from error
+        raise BadOption(f"--set {override!r}: the value is not readable: {error}") from error
     node = tree
     for part in parts[:-1]:
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
-            raise ConfigError(
+            raise BadOption(
                 f"--set {override!r}: {part!r} is a value, not a section; give what is to stand there as a whole,"
                 f" such as --set '{key.partition(f'.{parts[-1]}')[0]}={{{parts[-1]}: ...}}'"
             )
@@ -198,16 +201,28 @@ def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -
         ConfigError: with every problem, one a line, each with the file or the `--set` that it comes from.
     """
     kept, ignored, texts = retired.split(tree)
-    config = None
+    config, kinds = None, set[type[ConfigError]]({UnknownKey} if texts else ())
     try:
         config = Config.model_validate(kept)
     except ValidationError as error:
-        texts += [text for problem in error.errors() for text in _explain(dict(problem))]
+        for problem in error.errors():
+            texts += _explain(dict(problem))
+            kinds.add(_kind(dict(problem)))
     if texts or config is None:
-        raise ConfigError("\n".join(f"{_origin(text, overrides)}{source}: {text}" for text in texts))
+        kind = kinds.pop() if len(kinds) == 1 else ConfigError
+        raise kind("\n".join(f"{_origin(text, overrides)}{source}: {text}" for text in texts))
     if ignored:
         log.warning("%s: ignored, they always have this value now: %s", source, ", ".join(ignored))
     return config
+
+
+def _kind(problem: dict[str, Any]) -> type[ConfigError]:
+    """The error of one problem: keys that do not go together are found in a section or in the whole tree."""
+    if problem["type"] == "extra_forbidden":
+        return UnknownKey
+    if isinstance(found := problem.get("ctx", {}).get("error"), ConfigError):
+        return type(found)
+    return Contradiction if problem["type"] == "value_error" and len(problem["loc"]) < 2 else BadValue
 
 
 def _explain(problem: dict[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from configs.base import ConfigError
+from configs.errors import BadPlacement
 from configs.infrastructure import Placement
 
 ONLY_NODE = "node0"
@@ -67,11 +67,11 @@ def node_devices(spec: str, key: str = "placement") -> Iterator[tuple[str, int]]
     for part in filter(None, (p.strip() for p in spec.split(";"))):
         match = re.fullmatch(r"([A-Za-z0-9._-]+):(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)", part)
         if match is None:
-            raise ConfigError(f"{key}: {part!r} is not of the form 'node0:0-5' or 'node0:0,2'")
+            raise BadPlacement(f"{key}: {part!r} is not of the form 'node0:0-5' or 'node0:0,2'")
         for piece in match[2].split(","):
             first, _, last = piece.partition("-")
             if last and int(last) < int(first):
-                raise ConfigError(f"{key}: {piece!r} in {part!r} counts backwards; give the first device first")
+                raise BadPlacement(f"{key}: {piece!r} in {part!r} counts backwards; give the first device first")
             yield from ((match[1], device) for device in range(int(first), int(last or first) + 1))
 
 
@@ -85,7 +85,7 @@ def shares(placement: Placement) -> tuple[Share, ...]:
     """
     if (placement.rollout is None) != (placement.learner is None):
         missing = "rollout" if placement.rollout is None else "learner"
-        raise ConfigError(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
+        raise BadPlacement(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
     reward = _by_node("placement.reward", placement.reward) if placement.reward is not None else {}
     if placement.rollout is None or placement.learner is None:
         parts = [_split(placement, reward)]
@@ -113,7 +113,7 @@ def _beside(placement: Placement, role: str, nodes: list[str]) -> dict[str, list
     where: str = getattr(placement, role)
     found = {} if where == "learner" else _by_node(f"placement.{role}", where)
     if strange := [node for node in found if node not in nodes]:
-        raise ConfigError(
+        raise BadPlacement(
             f"placement.{role}: {where!r}: {strange[0]} has no learner rank; take devices of a node that has some"
         )
     return found
@@ -128,36 +128,36 @@ def check(placement: Placement) -> None:
     parts = shares(placement)
     rollout, ranks = sum(len(part.rollout) for part in parts), sum(len(part.learner) for part in parts)
     if ranks < 1 or (rollout < 1 and placement.local_rollouts):
-        raise ConfigError(
+        raise BadPlacement(
             f"placement.split: {placement.split!r} leaves a side without a device; give each side at least 1"
             " (rollout servers started by hand: placement.local_rollouts=false)"
         )
     for part in parts:
         for first, second in itertools.combinations(("learner", *BESIDE), 2):
             if both := set(getattr(part, first)) & set(getattr(part, second)):
-                raise ConfigError(
+                raise BadPlacement(
                     f"placement: {part.node}:{min(both)} is given to both placement.{first} and placement.{second}; a"
                     " rank has a device of its own"
                 )
         both = set(part.rollout) & set(part.training)
         if both and not placement.share_gpus:
-            raise ConfigError(
+            raise BadPlacement(
                 f"placement: {part.node}:{min(both)} is given to both sides; rollout and learner devices must be"
                 " disjoint, or set placement.share_gpus=true"
             )
         shared = set(part.reward) & {*part.rollout, *part.training}
         if shared and not placement.share_gpus:
-            raise ConfigError(
+            raise BadPlacement(
                 f"placement.reward: {part.node}:{min(shared)} has a rollout server or a learner rank; give reward"
                 " servers devices of their own, or set placement.share_gpus=true"
             )
         rest = len(part.rollout) % placement.tensor_parallel
         if rest and placement.rollout is None:
-            raise ConfigError(
+            raise BadPlacement(
                 f"placement.tensor_parallel: {rollout} rollout devices are not divisible by {placement.tensor_parallel}"
             )
         if rest:
-            raise ConfigError(
+            raise BadPlacement(
                 f"placement.rollout: {part.node} has {len(part.rollout)} rollout devices, so an engine of"
                 f" placement.tensor_parallel {placement.tensor_parallel} would span nodes; give {part.node} a multiple"
                 f" of {placement.tensor_parallel}"
@@ -197,14 +197,14 @@ def _blocks(devices: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
 
 def _split(placement: Placement, reward: dict[str, list[int]]) -> Share:
     if placement.split is None or not re.fullmatch(r"\d+:\d+", placement.split):
-        raise ConfigError(
+        raise BadPlacement(
             f"placement.split: {placement.split!r} is not of the form 'R:L', such as '6:2' for 6 rollout and 2"
             " learner devices"
         )
     rollout, learner = map(int, placement.split.split(":"))
     first = max(0, rollout - learner) if placement.share_gpus else rollout
     if reward.keys() - {ONLY_NODE}:
-        raise ConfigError(
+        raise BadPlacement(
             f"placement.reward: {placement.reward!r} with placement.split, whose one host is {ONLY_NODE}; give devices"
             f" of {ONLY_NODE}, or placement.rollout and placement.learner"
         )
@@ -217,8 +217,8 @@ def _by_node(key: str, spec: str) -> dict[str, list[int]]:
     for node, device in node_devices(spec, key):
         devices = found.setdefault(node, [])
         if device in devices:
-            raise ConfigError(f"{key}: {node}:{device} is given twice")
+            raise BadPlacement(f"{key}: {node}:{device} is given twice")
         devices.append(device)
     if not found:
-        raise ConfigError(f"{key}: {spec!r} names no device; give node:devices, such as 'node0:0-5'")
+        raise BadPlacement(f"{key}: {spec!r} names no device; give node:devices, such as 'node0:0-5'")
     return found

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from configs.base import ConfigError
+from configs.errors import BadHosts, BadPlacement, Contradiction, NoRoom
 from configs.placement import Share, most_devices, ranks_of
 from configs.schema import Config, is_loopback
 
@@ -102,10 +102,10 @@ def assign(
     wanted = [share for share in shares if only in (None, share.node)]
     if not wanted:
         nodes = ", ".join(share.node for share in shares)
-        raise ConfigError(f"placement: no process of this run belongs to {only!r}; its nodes are {nodes}")
+        raise BadPlacement(f"placement: no process of this run belongs to {only!r}; its nodes are {nodes}")
     for share in wanted:
         if share.node not in machines:
-            raise ConfigError(
+            raise BadHosts(
                 f"placement: {share.node!r} is not among the hosts ({', '.join(sorted(machines))}); add it to the host"
                 " file or correct placement.rollout, placement.learner"
             )
@@ -195,7 +195,7 @@ class _Words:
         for other in self.config.shares:
             for number, _ in enumerate(other.reward_servers(self.config.reward.model.devices)):
                 if other.node not in self.machines:
-                    raise ConfigError(
+                    raise BadHosts(
                         f"placement.reward: the address of {other.node} is not known on {share.node}; start its rollout"
                         " servers with scripts/start_rollout_nodes.sh --hosts FILE"
                     )
@@ -256,7 +256,7 @@ def _ranks(role: str, ranks: range) -> str:
 
 def _fits(config: Config, share: Share, machine: Machine) -> None:
     if "CUDA_VISIBLE_DEVICES" in config.network.env:
-        raise ConfigError(
+        raise Contradiction(
             "network.env: CUDA_VISIBLE_DEVICES is set by the placement, per process; leave it out, or export it in the"
             " shell to restrict what the placement counts"
         )
@@ -270,7 +270,7 @@ def _fits(config: Config, share: Share, machine: Machine) -> None:
         beside = (*share.reward, *share.reference, *share.critic)
         named = config.placement.rollout is not None or wanted - 1 in beside
         key = f"placement: {share.node}:{wanted - 1}" if named else f"placement.split: {split!r}"
-        raise ConfigError(
+        raise NoRoom(
             f"{key} needs {wanted} GPU{'s' if wanted > 1 else ''}, {source} {there}; take fewer, or set"
             " placement.device=cpu"
         )
@@ -280,12 +280,12 @@ def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, M
     for share in wanted:
         if is_loopback(machines[share.node].address):
             other = next(other.node for other in config.shares if other.node != share.node)
-            raise ConfigError(
+            raise BadHosts(
                 f"network.host: {machines[share.node].address!r} of {share.node} cannot be reached from {other}; start"
                 " with scripts/start_learner.sh --hosts FILE, which gives every node its own address"
             )
     if config.network.replay_port == 0:
-        raise ConfigError("network.replay_port: 0 is unknown to the other nodes; give a port, such as 5757")
+        raise Contradiction("network.replay_port: 0 is unknown to the other nodes; give a port, such as 5757")
     ports = {
         "network.replay_port": config.network.replay_port,
         "weight_bus.port": config.weight_bus.port,
@@ -294,7 +294,7 @@ def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, M
     }
     for (key, port), (other, taken) in itertools.combinations(ports.items(), 2):
         if port and port == taken:
-            raise ConfigError(f"{key}: {port} is {other} as well, on the same node; give each its own")
+            raise Contradiction(f"{key}: {port} is {other} as well, on the same node; give each its own")
 
 
 def table(plan: Plan, roles: tuple[Role, ...] = ("replay", "learner", "reward", "rollout")) -> str:

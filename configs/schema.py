@@ -12,6 +12,7 @@ from configs.evaluation import check as check_sets
 from configs.evaluation import check_metric
 from configs.learner import Mesh
 from configs.placement import check
+from configs.rewards import MODEL
 from configs.tree import Tree
 
 MAX_ASYNC_LAG = 8
@@ -79,7 +80,7 @@ class Config(Tree):
                 f"reward.model.weight: {model.weight} with reward.function 'model', which is the model's score alone;"
                 " leave the weight out, or name the function that the score is added to"
             )
-        elif function in ("exact", "numeric") and model.weight is None:
+        elif function != MODEL and model.weight is None and all(part.settings for part in self.reward.parts):
             raise ValueError(
                 f"reward.model.path: {model.path!r} with reward.function {function!r}, which does not look at it;"
                 " take reward.function=model for its score alone, or give reward.model.weight (0: as a metric alone)"
@@ -109,6 +110,29 @@ class Config(Tree):
                     f"reward.model.devices: {model.devices} do not divide the {len(share.reward)} devices that"
                     f" placement.reward gives of {share.node}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _episodes_are_possible(self) -> "Config":
+        environment, replay = self.environment, self.replay
+        if environment.function is None:
+            if environment.options:
+                raise ValueError(
+                    f"environment.options: {environment.options} without environment.function, which they are for; name"
+                    " the function, or leave them out"
+                )
+            return self
+        if replay.partial_rollouts:
+            raise ValueError(
+                "replay.partial_rollouts: true with environment.function: another server could go on from the tokens of"
+                " an episode, but not from the state of its environment; take replay.partial_rollouts=false"
+            )
+        if environment.turn_timeout_s >= replay.lease_s:
+            raise ValueError(
+                f"environment.turn_timeout_s: {environment.turn_timeout_s:g} is not below replay.lease_s"
+                f" {replay.lease_s:g}: a lease without a new token for that long goes to another server; raise"
+                " replay.lease_s, or take a shorter turn"
+            )
         return self
 
     @model_validator(mode="after")
@@ -214,6 +238,11 @@ class Config(Tree):
                 f" nothing for replay.async_lag {lag}, and such runs collapse; take 'ppo_clip', or an"
                 " algorithm.correction, or set algorithm.i_know_this_is_biased=true for a negative control"
             )
+        if lag == 0 and self.replay.on_stale == "substitute":
+            raise ValueError(
+                "replay.on_stale: 'substitute' at replay.async_lag 0, where no group is ahead to take another one's"
+                " place; take 'wait', or an async_lag of 1 or more"
+            )
         if lag == 0 and self.rollout.on_new_weights not in ("auto", "drain"):
             raise ValueError(
                 f"rollout.on_new_weights: {self.rollout.on_new_weights!r} at replay.async_lag 0; synchronous training"
@@ -304,6 +333,16 @@ class Config(Tree):
         return self
 
     @model_validator(mode="after")
+    def _profiled_steps_are_there(self) -> "Config":
+        steps = self.tracking.profiled
+        if steps and steps.start > self.learner.total_steps:
+            raise ValueError(
+                f"tracking.profile: {self.tracking.profile} begins after the last step, learner.total_steps is"
+                f" {self.learner.total_steps}; give steps that the run has"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _evaluations_are_possible(self) -> "Config":
         check_sets(self.evaluation_sets, self.evaluation)
         if self.learner.total_steps == 0 and not self.is_evaluated(0):
@@ -321,6 +360,13 @@ class Config(Tree):
                 f"network.host: {network.host!r} leaves the loopback interface and no keys are configured;"
                 " bind 127.0.0.1, make keys (python -m replay.keys --out keys) and set network.keys=keys, or set"
                 " network.insecure=true on a network that you trust"
+            )
+        prometheus = self.tracking.prometheus
+        if prometheus is not None and not is_loopback(prometheus) and not network.insecure:
+            raise ValueError(
+                f"tracking.prometheus: {prometheus!r} leaves the loopback interface, and whoever reaches it reads the"
+                " run's numbers; take 127.0.0.1 with a collector on each machine, or set network.insecure=true on a"
+                " network that you trust"
             )
         return self
 

@@ -6,6 +6,7 @@ from configs.algorithm import Algorithm, Critic, Replay, Rollout
 from configs.auto import on_gpus, resolve
 from configs.base import Section
 from configs.data import Data, Model, Reward, Tracking
+from configs.environment import Environment
 from configs.evaluation import Evaluation, PromptSet, prompt_sets
 from configs.infrastructure import Network, Placement, WeightBus
 from configs.learner import Checkpoint, LearnerSettings
@@ -36,6 +37,7 @@ class Tree(Section):
     model: Model
     data: Data
     reward: Reward = Reward()
+    environment: Environment = Environment()
     rollout: Rollout = Rollout()
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()
@@ -58,6 +60,13 @@ class Tree(Section):
     def trajectories_per_step(self) -> int:
         """Trajectories in one optimizer step."""
         return self.rollout.groups_per_step * self.rollout.group_size
+
+    @property
+    def lease_capacity(self) -> int:
+        """Leases that a rollout server holds: its engine's batch, or its episodes, and a quarter, to never run dry."""
+        environment, rollout = self.environment, self.rollout
+        at_once = rollout.max_running if environment.function is None else environment.max_episodes
+        return max(1, -(-5 * at_once // (4 * rollout.group_size)))
 
     @property
     def learner_nodes(self) -> list[str]:

@@ -12,9 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from configs.errors import SlipstreamError
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, Limits, Message, WireError, load_keys
+from replay.hang import expired
+from replay.trace import ClockProbe
+from replay.vitals.watch import Vitals
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Message)
@@ -22,9 +26,16 @@ Answer = TypeVar("Answer", bound=Message)
 POLL_S = 0.2
 ASK_AGAIN_S = 2.0
 """Messages are lost when replay is killed: a question, and the last commit, are sent again this often."""
+CLOCK_QUESTIONS = 8
 
 
-class RunEnded(RuntimeError):
+class RunEnded(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-RUN-02",
+    cause="Replay ended the run; the message has its reason.",
+    mend="Look up the reason; --resume goes on from the newest checkpoint once it is mended.",
+):
     """Replay ended the run before the last step; the message is its reason."""
 
 
@@ -39,8 +50,18 @@ class Inbox:
 class BatchReader:
     """One rank's DEALER to replay."""
 
-    def __init__(self, config: Config, address: str, *, rank: int, fingerprint: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        address: str,
+        *,
+        rank: int,
+        fingerprint: Mapping[str, str],
+        vitals: Vitals | None = None,
+    ) -> None:
         self.config = config
+        self.vitals = vitals
+        """The watch of this process; its gauges go to replay with every batch that is asked for."""
         self.rank = rank
         self.incarnation = 0
         self.inbox = Inbox([], {})
@@ -61,6 +82,18 @@ class BatchReader:
         """
         status = self._ask(m.StatusRequest(), m.Status, "its status")
         return self._dealer.run_id, int(status.state["incarnation"])
+
+    def clock(self) -> ClockProbe:
+        """How far replay's clock is ahead. Raises ChannelError when replay is silent."""
+        probe = ClockProbe()
+        for _ in range(CLOCK_QUESTIONS):
+            asked = time.monotonic()
+            probe.ask(time.time())
+            status = self._ask(m.StatusRequest(), m.Status, "its clock")
+            probe.answer(float(status.state.get("unix_s", 0.0)), time.time())
+            if time.monotonic() - asked > ASK_AGAIN_S:  # asked twice: the next answer may be that of this question
+                break
+        return probe
 
     def join(
         self,
@@ -110,6 +143,8 @@ class BatchReader:
             RunEnded: replay gave the run up.
         """
         since = time.monotonic()
+        if gauges := self.vitals.gauges() if self.vitals is not None else {}:
+            self._dealer.send(m.Heartbeat(gauges=gauges))
         take = m.Take(step=step, rank=self.rank, have=False)
         batch = self._ask(take, m.Batch, f"batch {step} (replay could not form it)", since=since)
         check(batch)
@@ -145,7 +180,9 @@ class BatchReader:
             if version in self.inbox.closed:
                 return
             self._next(f"the evaluation of version {version}")
-        log.error("the evaluation of version %d did not come within %g s [slow]", version, deadline_s)
+        what, key = f"the evaluation of version {version}", "evaluation.deadline_s"
+        said = expired(what, owed_by=("replay",), waited_s=deadline_s, key=key, ends=False)
+        log.error("%s did not come within %g s (%s)%s [slow]", what, deadline_s, key, said)
         self.inbox.closed[version] = f"not done within {deadline_s:g} s"
 
     def abandon(self) -> None:
@@ -167,9 +204,10 @@ class BatchReader:
         silent = time.monotonic() - max(self._dealer.last_heard, self._waiting_since)
         if envelope is None:
             if silent > self.config.network.silent_after_s:
+                key = "network.silent_after_s"
                 raise ChannelError(
                     f"learner rank {self.rank} waits for {what}, but replay at {self._dealer.address} was last heard"
-                    f" {silent:.1f} s ago",
+                    f" {silent:.1f} s ago ({key}){expired(what, owed_by=('replay',), waited_s=silent, key=key)}",
                     "silent",
                 )
             return None
@@ -224,6 +262,9 @@ class BatchReader:
             message = self._next(what)
             if isinstance(message, kind) and step in (None, getattr(message, "step", None)):
                 return message
+        key = "learner.batch_deadline_s"
         raise ChannelError(
-            f"replay at {self._dealer.address}: learner rank {self.rank} waited {deadline_s:g} s for {what}", "slow"
+            f"replay at {self._dealer.address}: learner rank {self.rank} waited {deadline_s:g} s for {what} ({key})"
+            f"{expired(what, owed_by=('replay',), waited_s=deadline_s, key=key)}",
+            "slow",
         )

@@ -20,11 +20,15 @@ from learner.ranks import Ranks
 from learner.report.evaluation import Evaluations
 from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
+from learner.report.split_hint import SplitHint
+from learner.report.trace.rank import Profile
 from learner.rows import check as check_batch
 from learner.trainer import CRITIC_WARMUP, Trainer, Update, check_rewards
 from learner.weights import WeightPublisher
 from replay import messages as m
+from replay.lifeline import Cores
 from replay.messages import Batch
+from replay.progress import Progress
 from weight_bus import PublishReport
 from weight_bus.digest import combined
 
@@ -48,15 +52,22 @@ class Learner:
         self.digests: dict[str, int] = {}
         self._masters = ""
         """Digest of the policy's float32 weights at the last commit."""
+        self._has_changed = True
+        """Whether the last step has changed a weight of the policy."""
         self._saved: dict[str, float] = {}
         """Metrics of a checkpoint that was completed since the last row."""
         self._withheld = False
         """The latest version is not published: engines have a newer one while a resumed learner repeats steps."""
-        self._spans = Spans()
+        self.profile = Profile(config, ranks, lambda: batches.clock())
+        self._spans = Spans(self.profile.observe)
         self.trainer = Trainer(config, self.policy, self.optimizer, self._spans, self.beside, self.guards)
-        self._step_started = time.monotonic()
+        self._step_started, self._cores, self._update_cpu_s = time.monotonic(), Cores(), 0.0
+        self.trainer.objective = self.rollouts.watch(self.trainer.objective)
+        what = "the first step, which compiles the layers" if config.learner.compile is True else "the first step"
+        self._first_step: AbstractContextManager[Any] = Progress(what)
         if ranks.is_first:
             self.evaluations = Evaluations(config)
+            self.hint = SplitHint(config)
 
     def start(self, *, resume: bool) -> int:
         """Load the checkpoint of a resumed run, join replay; returns the version.
@@ -104,6 +115,7 @@ class Learner:
             "rank %d starts at version %d, policy digest %s%s", self.ranks.rank, version, digest,
             f"; repeats the journal's steps up to {repeats}" if self._withheld else "",
         )  # fmt: skip
+        self.profile.after(version)
         return version
 
     def span(self, name: str) -> AbstractContextManager[None]:
@@ -131,7 +143,9 @@ class Learner:
 
     def wait_for_broadcast(self) -> PublishReport | None:
         """The last broadcast, for weight_bus.deadline_s at most."""
-        return self.bus.wait()
+        report = self.bus.wait()
+        self.profile.broadcast(report)
+        return report
 
     def check(self, batch: Batch) -> None:
         """Raises BatchError for a bad part, before any rank starts on the batch."""
@@ -140,12 +154,18 @@ class Learner:
 
     def update(self, batch: Batch) -> Update:
         """Train on it; what was trained goes to the rollout files. Raises OutOfMemory."""
+        began = time.process_time()
+        self.rollouts.begin(batch.step)
+        first = self._first_step
+        self._first_step = nullcontext()
         try:
-            update = self.trainer.train_step(batch)
+            with first:
+                update = self.trainer.train_step(batch)
         except RuntimeError as error:
             if said := self.policy.when_exhausted(error, self.config):
                 raise OutOfMemory(said) from error
             raise
+        self._update_cpu_s = time.process_time() - began
         if self.policy.leads:
             self.rollouts.write_if_due(batch, update.advantages)
         if update.reason not in ("", CRITIC_WARMUP):
@@ -159,7 +179,8 @@ class Learner:
         that the journal has: then all that was sampled since is gone, and engines need the new ones.
         """
         self.digests = self.bus.digests()
-        digest = self.policy_digest()
+        before, digest = self._masters, self.policy_digest()
+        self._has_changed = self._masters != before
         if batch.expected_digest not in ("", digest):
             log.error("step %d: weights %s, the journal has %s", batch.step, digest, batch.expected_digest)
         self._withheld = not batch.publish and digest == batch.expected_digest
@@ -186,20 +207,32 @@ class Learner:
                 expected=batch.expected_digest,
             )
             values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report), **spans}
-            values |= self._saved
+            values |= self._saved | self.hint.take(step)
             self._saved = {}
+            communication_s = self.policy.communication.take()
+            if communication_s:
+                values["perf/communication_share"] = communication_s / max(spans["timing_s/gradients"], 1e-9)
             values |= {
                 "training/lag_histogram": batch.lag_histogram,
                 "training/update_applied": update.applied,
                 "training/groups_trained_twice": twice,
                 "trainer/idle_ratio": min(1.0, spans.get("timing_s/wait_batch", 0.0) / step_s),
+                "trainer/cores": self._cores.take(),
+                "trainer/update_cpu_s": self._update_cpu_s,
                 "guards/roll_backs": float(self.roll_backs.count),
                 "perf/throughput": batch.stats["perf/total_num_tokens"] / step_s,
             }
             self.metrics.log(step, values)
+            if self.batches.vitals is not None:
+                self.batches.vitals.show(self.metrics.last)
             self.batches.drain()
             self._record_evaluations()
         self._act(step, update.verdict)
+        self.profile.after(step)
+        moved, lr = update.applied and update.sums.grad_norm > 0, update.lr
+        alarm = self.guards.weigh(step, was_applied=moved, has_changed=self._has_changed, lr=lr)
+        if alarm is not None:
+            raise alarm.error()
 
     def _act(self, step: int, verdict: Verdict) -> None:
         """What follows from a verdict once the step is committed; every rank does the same."""
@@ -209,7 +242,7 @@ class Learner:
             log.warning("guard: step %d: the lag is %d at most from here on", step, verdict.async_lag)
             self.batches.announce(m.LowerLag(step=step, async_lag=verdict.async_lag))
         if (stops := verdict.first("stop")) is not None:
-            raise SilentlyWrong(stops.text)
+            raise stops.error()
         if (rolls_back := verdict.first("roll_back")) is not None:
             self._roll_back(step, rolls_back)
 
@@ -269,6 +302,8 @@ class Learner:
             if self.config.checkpoint.keep_best:
                 self.checkpoints.tidy()
             self.metrics.close()
+            self.hint.close()
+        self.profile.close()
         self.bus.close()
         self.beside.close()
 

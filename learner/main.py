@@ -9,11 +9,15 @@ import logging
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
+from configs.command import program
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments, overrides_of
 from configs.plan import Role, table
 from configs.schema import Config
+from learner.doctor.brief import say_at_start
+from learner.doctor.memory import memory_budget
 from learner.launch import earlier_run
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import (
@@ -26,14 +30,15 @@ from learner.launch.preflight import (
 )
 from learner.launch.reward_folder import memory as reward_memory
 from learner.launch.servers import RunFailed
-from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
-from learner.policy.memory import GIB, Setup, available_bytes, choose, refusal
+from learner.launch.terminal import EVENTS, Interrupted, catch_signals, ignore_signals, keep_events, say
 from learner.report.live_view import LiveView
+from replay import hang
 from replay.channel import ChannelError
-from replay.fingerprint import FingerprintError, read_json
+from replay.fingerprint import FingerprintError
 from replay.journal import JournalError
 from replay.lifeline import die_with_parent
 from replay.prompts import DataError
+from replay.vitals.watch import Vitals
 
 REFUSALS = (ConfigError, DataError, FingerprintError, ChannelError, JournalError)
 """Errors reported in one line, with exit code 2."""
@@ -41,7 +46,7 @@ REFUSALS = (ConfigError, DataError, FingerprintError, ChannelError, JournalError
 
 def main() -> int:
     """Entry point; exit code 0 only for a run that completed all steps."""
-    parser = Parser(prog="python -m learner.main", description=__doc__)
+    parser = Parser(prog=program("learner.main"), description=__doc__)
     add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the arithmetic, start nothing")
     parser.add_argument("--parent", type=int, default=None, help="pid of the process that started this: end with it")
@@ -53,6 +58,7 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
     try:
         config = prepare(args)
+        say_at_start(config, say)
         say(config.arithmetic())
         launcher = Launcher(config, args.resume is not None, LiveView(config, "off"), play=args.replay)
         plan = launcher.plan()
@@ -75,33 +81,6 @@ def main() -> int:
     except REFUSALS as error:
         say(f"refused: {error}")
         return 2
-
-
-def memory_budget(config: Config) -> str:
-    """What a learner GPU's memory goes to; empty on a CPU and without a model folder.
-
-    Raises:
-        ConfigError: it does not fit into placement.gpu_gib, or into what this machine's GPUs have.
-    """
-    path, available = Path(config.model.path) / "config.json", available_bytes(config)
-    if config.placement.device == "cpu" or not path.exists():
-        return ""
-    model = read_json(path)
-    if available is not None and (text := refusal(config, model, available)):
-        raise ConfigError(text)
-    said = f"memory of a learner GPU, at most:\n{choose(Setup.of(config, model), available).describe(available)}\n"
-    if critics := sum(role == "critic" for role, _ in config.training_ranks):
-        own = model if config.critic.path is None else read_json(Path(config.critic.path) / "config.json")
-        setup = Setup.of(config, own).alone(critics)
-        budget = choose(setup, available)
-        if available is not None and budget.total > available:
-            raise ConfigError(
-                f"placement.critic: {config.placement.critic!r}: each of its {critics} GPUs would need"
-                f" {budget.total / GIB:.1f} GiB, and {available / GIB:.1f} GiB are there to use; give the critic more"
-                " devices, or lower learner.max_tokens_per_microbatch"
-            )
-        said += f"memory of a critic GPU, at most:\n{budget.describe(available)}\n"
-    return said
 
 
 def prepare(args: argparse.Namespace) -> Config:
@@ -133,9 +112,13 @@ def run(launcher: Launcher) -> int:
     """Run to the end; everything that was started is ended, whatever happens."""
     config, view = launcher.config, launcher.view
     catch_signals()
+    keep_events(config.run_dir)
+    hang.begin("launcher", config.run_dir, keys=config.network.keys)
     started = time.monotonic()
     code, ending = 1, ""
+    vitals = ExitStack()
     try:
+        vitals.enter_context(Vitals(config, "launcher", "launcher"))
         launcher.start()
         if not config.placement.local_rollouts:
             view.event(f"replay listens at {launcher.address}: start rollout servers with --replay {launcher.address}")
@@ -149,9 +132,13 @@ def run(launcher: Launcher) -> int:
     finally:
         ignore_signals()
         launcher.stop()
+        EVENTS.log(logging.ERROR if code == 1 else logging.INFO, "%s", ending)
+        vitals.close()
         view.close(ending)
     if config.tracking.plot and (Path(config.run_dir) / "metrics.jsonl").exists():
         plot(config)
+    if config.tracking.profile:
+        trace(config)
     say(f"{ending} (run folder: {config.run_dir})")
     return code
 
@@ -162,6 +149,14 @@ def plot(config: Config) -> None:
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:
         say(f"plots/summary.png was not written: {made.stderr.strip()[-300:]}")
+
+
+def trace(config: Config) -> None:
+    """Merge the trace of tracking.profile; failures are logged and do not change the exit code."""
+    command = [sys.executable, "-m", "learner.report.trace", config.run_dir]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    for line in (made.stdout if made.returncode == 0 else made.stderr).strip().splitlines():
+        say(line.removeprefix("slipstream: "))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ without it the process is the only rank.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,16 +15,39 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from configs.errors import SlipstreamError, Unexpected
 from configs.schema import Config
 from learner.beside.line import Line
 from learner.policy.determinism import set_deterministic
 from learner.policy.meshes import Meshes, make_meshes
 from replay.channel.interfaces import bind_collectives
+from replay.hang import expired
 from weight_bus.transports import set_nccl_defaults
 
 
-class RanksError(RuntimeError):
+class RanksError(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-LEARN-05",
+    cause="torchrun started another number of ranks than the placement has, or a rank has no GPU.",
+    mend="Start as many ranks as the placement has learner devices, on all nodes together; look at"
+    " CUDA_VISIBLE_DEVICES.",
+):
     """This process cannot take its place; the message says what does not fit."""
+
+
+TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
+"""In what gloo and NCCL say of a collective that did not end in time."""
+
+
+class CollectiveFailed(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-LEARN-06",
+    cause="A rank died or stands still while the others wait for it in a collective, or the network between is cut.",
+    mend="Look for the rank that stopped first: its log, or the hang report that is named; --resume goes on.",
+):
+    """A collective of the learner ranks failed or did not end in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +114,22 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         yield Ranks(number, sum(other == role for other, _ in places), device, mesh, role, lines)
     # Only after a good run: with a peer inside a collective this would wait for it.
     dist.destroy_process_group()
+
+
+def named(error: Exception) -> Exception:
+    """The error of a process that breaks off; of a collective that took too long, with a report.
+
+    torch has no class for that: gloo raises RuntimeError, NCCL one of its own.
+    """
+    if isinstance(error, SlipstreamError):
+        return error
+    text = f"{type(error).__name__}: {str(error).strip()}"
+    if TIMED_OUT.search(text):
+        key = "learner.batch_deadline_s"
+        said = expired("the other learner ranks, in a collective", owed_by=("learner ranks",), waited_s=0.0, key=key)
+        first, newline, rest = text.partition("\n")
+        return CollectiveFailed(f"{first}; a rank that the others wait for stands still{said} [silent]{newline}{rest}")
+    return CollectiveFailed(text) if isinstance(error, dist.DistError) else Unexpected(text)
 
 
 def place_of(config: Config) -> tuple[str, int]:

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from learner.policy.prefixes import Prefixes, lay_side_by_side
+from configs.errors import SlipstreamError
+from learner.pictures import RowPictures, Shown
+from learner.policy.prefixes import Layout, Prefixes, lay_side_by_side
 from learner.policy.prefixes import offsets as offsets
 from replay.desks.sharing import Wanted
 from replay.messages import Batch
@@ -26,13 +28,20 @@ MIN_TOKENS = 2
 """Of a row without a trajectory."""
 
 
-class BatchError(ValueError):
+class BatchError(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-LEARN-01",
+    cause="A batch contradicts itself or the lag bound; this is a fault of Slipstream or of its memory, not of the"
+    " data.",
+    mend="Keep the run folder and report it; --resume goes on from the newest checkpoint.",
+):
     """The batch contradicts itself or the lag bound; it must not be trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One microbatch: m trajectories, n tokens in the loss.
+    """One microbatch: m samples, called trajectories below since mostly each is one; n tokens in the loss.
 
     Example: prompt [7, 8] with answer [9, 2] and prompt [6] with answer [5], all answers in the loss, have
     input_ids [[7, 8, 9, 2, 6, 5]], position_ids [[0, 1, 2, 3, 0, 1]], starts [0, 4, 6], kept [1, 2, 4],
@@ -68,7 +77,7 @@ class Row:
     """[m] bool, whether the version being trained sampled the whole answer, tokens that are not in the loss as well:
     behind a token of older weights keys and values are theirs, too."""
     trajectories: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    """[m] int64, position of each trajectory in the batch."""
+    """[m] int64, position in the batch of the trajectory that each sample is of."""
     reference_logprobs: torch.Tensor | None = None
     """[n] float32 of the reference model, where the run has a KL term."""
     values: torch.Tensor | None = None
@@ -79,16 +88,23 @@ class Row:
     """Answers that share their prompts; None without any."""
     saved: int = 0
     """Tokens of the trajectories that the row leaves out, because they share their prompts."""
+    pictures: RowPictures | None = None
+    """Of its prompts; position_ids are [3, 1, total] then, of time, row and column."""
 
     def to(self, device: torch.device) -> "Row":
         """The same row on a device."""
         named = {one.name: getattr(self, one.name) for one in fields(self)}
         moved: dict[str, Any] = {n: t.to(device, non_blocking=True) for n, t in named.items() if torch.is_tensor(t)}
-        return replace(self, prefixes=self.prefixes and self.prefixes.to(device), **moved)
+        pictures = self.pictures and self.pictures.to(device)
+        return replace(self, prefixes=self.prefixes and self.prefixes.to(device), pictures=pictures, **moved)
 
 
 def lay_out(
-    batch: Batch, advantages: NDArray[np.float32], weights: NDArray[np.float32], share_prefixes: Wanted = False
+    batch: Batch,
+    advantages: NDArray[np.float32],
+    weights: NDArray[np.float32],
+    share_prefixes: Wanted = False,
+    shown: Shown | None = None,
 ) -> list[Row]:
     """Exactly `batch.num_microbatches` rows of this rank, in order and in host memory.
 
@@ -100,20 +116,15 @@ def lay_out(
         advantages: [N] float32, of the whole batch.
         weights: [N] float32, of each token of a trajectory; trajectories of weight 0 are left out.
         share_prefixes: as in the configuration.
+        shown: pictures of the batch, where it has any.
     """
     tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
     lags, is_fresh = lags_of(batch), batch.versions == batch.step - 1
-    contents: list[list[int]] = [[] for _ in range(batch.num_microbatches)]
-    trained = (weights > 0) & (batch.all_loss_tokens > 0)
-    for mine in np.flatnonzero(trained[batch.trajectory]):
-        contents[batch.microbatch[mine]].append(int(mine))
     answers = offsets(batch.lengths)
 
     def row(members: list[int]) -> Row:
         pieces, prompts = [tokens[i] for i in members], [int(batch.prompt_lengths[i]) for i in members]
-        if not members:
-            pieces, prompts = [np.full(MIN_TOKENS, PAD_ID, np.int32)], [1]
-        laid = lay_side_by_side(pieces, prompts, share_prefixes)
+        laid, positions, pictures = _laid(batch, members, pieces, prompts, share_prefixes, shown)
         chosen = [np.flatnonzero(batch.loss_mask[answers[i] : answers[i + 1]]) for i in members]
         # an answer's first token is predicted from the prompt's last
         kept = [
@@ -128,7 +139,8 @@ def lay_out(
         whole = batch.trajectory[members]
         return Row(
             input_ids=torch.from_numpy(laid.ids)[None],
-            position_ids=torch.from_numpy(laid.positions)[None],
+            position_ids=positions,
+            pictures=pictures,
             starts=torch.from_numpy(laid.starts.astype(np.int32)),
             longest=laid.longest,
             prefixes=laid.prefixes,
@@ -145,7 +157,40 @@ def lay_out(
             trajectories=torch.from_numpy(whole.astype(np.int64)),
         )
 
-    return [row(members) for members in contents]
+    return [row(members) for members in _contents(batch, (weights > 0) & (batch.all_loss_tokens > 0))]
+
+
+def _contents(batch: Batch, trained: NDArray[np.bool_]) -> list[list[int]]:
+    """Samples of each microbatch, of `trained` trajectories alone."""
+    contents: list[list[int]] = [[] for _ in range(batch.num_microbatches)]
+    of_sample = trained[batch.trajectory] & (_loss_tokens(batch) > 0)
+    for mine in np.flatnonzero(of_sample):
+        contents[batch.microbatch[mine]].append(int(mine))
+    return contents
+
+
+def _laid(
+    batch: Batch,
+    members: list[int],
+    pieces: list[NDArray[np.int32]],
+    prompts: list[int],
+    share_prefixes: Wanted,
+    shown: Shown | None,
+) -> tuple[Layout, torch.Tensor, RowPictures | None]:
+    """Where the tokens of these samples stand, their positions [1, total], and pictures; with those [3, 1, total]."""
+    if not members:
+        pieces, prompts = [np.full(MIN_TOKENS, PAD_ID, np.int32)], [1]
+    if shown is None or not members:
+        laid = lay_side_by_side(pieces, prompts, share_prefixes)
+        return laid, torch.from_numpy(laid.positions)[None], None
+    laid = lay_side_by_side(pieces, prompts, share_prefixes, shown.names(members))
+    return laid, *shown.laid(batch, members, laid)
+
+
+def _loss_tokens(batch: Batch) -> NDArray[np.int64]:
+    """[n] tokens in the loss of each sample."""
+    in_loss = offsets(batch.loss_mask != 0)
+    return np.diff(in_loss[offsets(batch.lengths)])
 
 
 def joined(parts: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -181,12 +226,21 @@ def check(batch: Batch, *, async_lag: int, vocab_size: int) -> None:
         raise BatchError(f"{where}: reward of trajectory {i} is {batch.all_rewards[i]}")
     if (i := _first(in_loss & ~np.isfinite(batch.logprobs))) is not None:
         raise BatchError(f"{where}: answer token {i} has behaviour logprob {batch.logprobs[i]}")
-    counts = np.diff(offsets(in_loss)[offsets(batch.lengths)])
-    stated = batch.all_loss_tokens[batch.trajectory]
-    if (i := _first(counts != stated)) is not None:
+    _check_counts(batch, where)
+
+
+def _check_counts(batch: Batch, where: str) -> None:
+    """Samples and tokens in the loss are as stated; of a trajectory with samples on other ranks too, at most so."""
+    size = len(batch.all_rewards)
+    samples = batch.all_samples if batch.all_samples.size else np.ones(size, np.int32)
+    here = np.bincount(batch.trajectory, minlength=size)
+    if (i := _first(here > samples)) is not None:
+        raise BatchError(f"{where}: {here[i]} samples of trajectory {i}, all_samples says {samples[i]}")
+    counts = np.bincount(batch.trajectory, weights=_loss_tokens(batch), minlength=size).astype(np.int64)
+    stated = batch.all_loss_tokens
+    if (i := _first((counts > stated) | ((here == samples) & (counts != stated)))) is not None:
         raise BatchError(
-            f"{where}: trajectory {batch.trajectory[i]} has {counts[i]} tokens in the loss,"
-            f" all_loss_tokens says {stated[i]}"
+            f"{where}: trajectory {i} has {counts[i]} tokens in the loss, all_loss_tokens says {stated[i]}"
         )
 
 
@@ -195,9 +249,15 @@ def _check_shapes(batch: Batch, where: str, vocab_size: int) -> None:
     lengths = {"microbatch": n, "prompt_lengths": n, "lengths": n, "token_ids": total + answers}
     lengths |= dict.fromkeys(("loss_mask", "logprobs", "versions"), answers)
     lengths |= dict.fromkeys(("all_groups", "all_loss_tokens"), len(batch.all_rewards))
+    lengths["all_samples"] = len(batch.all_rewards) if batch.all_samples.size else 0
     for name, length in lengths.items():
         if len(getattr(batch, name)) != length:
             raise BatchError(f"{where}: {name} has {len(getattr(batch, name))} entries, not {length}")
+    if batch.picture_counts.size:
+        lengths = {"picture_counts": len(batch.group_ids), "pictures": int(batch.picture_counts.sum())}
+        for name, length in lengths.items():
+            if len(getattr(batch, name)) != length:
+                raise BatchError(f"{where}: {name} has {len(getattr(batch, name))} entries, not {length}")
     limits = {
         "trajectory": len(batch.all_rewards),
         "microbatch": batch.num_microbatches,

@@ -16,7 +16,9 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from configs.loading import ConfigError, Parser, add_arguments, load, overrides_of
+from configs.command import program
+from configs.errors import BadOption
+from configs.loading import Parser, add_arguments, load, overrides_of
 from configs.schema import Config
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import check_available, check_files, claim_run_dir, make_input
@@ -49,11 +51,11 @@ def combinations(varied: Sequence[str], cases: Sequence[Sequence[str]] = ()) -> 
     for text in varied:
         key, equals, values = text.partition("=")
         if not (key and equals and all(values.split(","))):
-            raise ConfigError(f"--vary {text!r}: expected a key and its values, such as algorithm.loss=ppo_clip,gspo")
+            raise BadOption(f"--vary {text!r}: expected a key and its values, such as algorithm.loss=ppo_clip,gspo")
         axes.append([(f"{key}={value}", [f"{key}={value}"]) for value in values.split(",")])
     for name, *overrides in cases:
         if "=" in name or not overrides:
-            raise ConfigError(
+            raise BadOption(
                 f"--case {name!r}: expected a name and overrides, such as tis algorithm.correction=token_tis"
             )
     if cases:
@@ -80,7 +82,7 @@ def check_set(config: Config, name: str) -> None:
     """Raises ConfigError when accuracy is wanted of a set that is not evaluated."""
     sets = [one.name for one in config.evaluation_sets]
     if name and name not in sets and any(sets):
-        raise ConfigError(f"--accuracy-of {name!r} is no set of data.eval; take one of {', '.join(sets)}")
+        raise BadOption(f"--accuracy-of {name!r} is no set of data.eval; take one of {', '.join(sets)}")
 
 
 def numbers_of(folder: Path, name: str = "") -> dict[str, Any]:
@@ -121,7 +123,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 def main() -> int:
     """Entry point; 1 when a run failed, 2 for arguments that make no run."""
-    parser = Parser("python -m learner.sweep", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog=program("learner.sweep"), description=__doc__, allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument("--vary", action="append", default=[], metavar="a.b=v1,v2", help="repeatable: all combinations")
     parser.add_argument(
@@ -149,7 +151,7 @@ def main() -> int:
                 beside.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
                 beside.replace(state)
             if (ran := found[name]["settings"]) != overrides:
-                raise ConfigError(f"--out {args.out}: {name} was run with {ran}; take another folder")
+                raise BadOption(f"--out {args.out}: {name} was run with {ran}; take another folder")
             chosen[name] = found[name]
     except REFUSALS as error:
         say(f"refused: {error}")

@@ -27,14 +27,17 @@ from learner.learner import Learner
 from learner.losses import LossError
 from learner.policy.memory import OutOfMemory
 from learner.policy.pretrained import PolicyError
-from learner.ranks import Ranks, RanksError, join_ranks, place_of
+from learner.ranks import Ranks, RanksError, join_ranks, named, place_of
+from learner.report.device import readings
 from learner.report.metrics import MetricsError
 from learner.rows import BatchError
+from replay import hang
 from replay.channel import ChannelError, KeysError
 from replay.channel.interfaces import InterfaceError
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import PARENT, die_with_parent, set_up_logging
 from replay.prompts import DataError
+from replay.vitals.watch import Vitals
 from weight_bus.errors import WeightBusError
 
 log = logging.getLogger(__name__)
@@ -60,9 +63,16 @@ REFUSALS = (
 MakeLearner = Callable[[Config, Ranks, BatchReader], Learner]
 
 
-def train(config: Config, address: str, *, resume: bool, make_learner: MakeLearner = Learner) -> None:
+def train(
+    config: Config,
+    address: str,
+    *,
+    resume: bool,
+    make_learner: MakeLearner = Learner,
+    vitals: Vitals | None = None,
+) -> None:
     """Train from the initial model, or from the newest complete checkpoint, to learner.total_steps."""
-    with join_ranks(config) as ranks, open_reader(config, address, ranks.rank) as batches:
+    with join_ranks(config) as ranks, open_reader(config, address, ranks.rank, vitals) as batches:
         learner = make_learner(config, ranks, batches)
         version = learner.start(resume=resume)
         learner.publish(version)
@@ -87,9 +97,9 @@ def train(config: Config, address: str, *, resume: bool, make_learner: MakeLearn
 
 
 @contextmanager
-def open_reader(config: Config, address: str, rank: int) -> Iterator[BatchReader]:
+def open_reader(config: Config, address: str, rank: int, vitals: Vitals | None = None) -> Iterator[BatchReader]:
     """The channel to replay; closes with Goodbye unless a restarted learner can continue."""
-    reader = BatchReader(config, address, rank=rank, fingerprint=run_fingerprint(config))
+    reader = BatchReader(config, address, rank=rank, fingerprint=run_fingerprint(config), vitals=vitals)
     try:
         yield reader
     except RunEnded:
@@ -116,17 +126,19 @@ def main(make_learner: MakeLearner = Learner) -> NoReturn:
         config = from_arguments(args)
         role, rank = place_of(config)
         set_up_logging(f"{role}-{rank}", config.run_dir)
-        if role == "learner":
-            train(config, args.replay, resume=args.resume, make_learner=make_learner)
-        else:
-            serve(config)
+        hang.begin(f"{role}-{rank}", config.run_dir, replay=args.replay, keys=config.network.keys)
+        with Vitals(config, f"{role}-{rank}", role, device=readings) as vitals:
+            if role == "learner":
+                train(config, args.replay, resume=args.resume, make_learner=make_learner, vitals=vitals)
+            else:
+                serve(config)
     except (*REFUSALS, RunEnded) as error:
         stop(role, rank, error)
-    except (ChannelError, RollBack, dist.DistError) as error:
+    except (ChannelError, RollBack) as error:
         log.error("%s rank %d breaks off: %s", role, rank, error)
         leave(1)
     except Exception as error:  # the edge of the process: whatever it is, the log names it
-        log.exception("%s rank %d breaks off: %s: %s", role, rank, type(error).__name__, error)
+        log.error("%s rank %d breaks off: %s", role, rank, named(error), exc_info=not isinstance(error, dist.DistError))
         leave(1)
     leave(0)
 

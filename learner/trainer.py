@@ -17,9 +17,10 @@ from learner.guards import Guards, Verdict
 from learner.objective import Objective
 from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
+from learner.pictures import Looker
 from learner.policy.model import Policy
 from learner.rows import BatchError, Row, lay_out
-from learner.step import StepSums, accumulate_gradients, apply_update
+from learner.step import Measure, StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch
 
 CRITIC_WARMUP = "critic_warmup"
@@ -71,7 +72,7 @@ class Update:
         return not self.reason
 
 
-def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
+def prepare(batch: Batch, advantage: Advantage, config: Config, looker: Looker | None = None) -> Prepared:
     """Advantages and token weights of the whole batch, and this rank's rows.
 
     Where advantages need forwards over the tokens, all trajectories are laid out, and advantages wait for those.
@@ -81,7 +82,10 @@ def prepare(batch: Batch, advantage: Advantage, config: Config) -> Prepared:
     keeps_all = algorithm.advantages_need_tokens or not algorithm.drop_zero_advantage
     tokens = np.where((advantages != 0) | keeps_all, batch.all_loss_tokens, 0)
     weights = token_weights(algorithm.aggregation, tokens, constant=config.rollout.max_new_tokens)
-    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes)
+    if looker is None and batch.picture_counts.size:
+        raise BatchError(f"batch {batch.step}: has pictures, and model.path takes none")
+    shown = looker.look(batch) if looker is not None else None
+    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown)
     return Prepared(advantages, rows, int(tokens.sum()))
 
 
@@ -115,16 +119,16 @@ class Trainer:
         guards: Guards | None = None,
     ) -> None:
         self.config, self.policy, self.optimizer, self._span = config, policy, optimizer, span
-        self.guards = guards
+        self.guards, self.looker = guards, Looker.of(policy.source)
         self.advantage = build_advantage(config.algorithm)
-        self.objective = Objective(config.algorithm)
+        self.objective: Measure = Objective(config.algorithm)
         self.beside = beside or Beside(config, policy)
 
     def train_step(self, batch: Batch) -> Update:
         """Forward and backward over all rows, clip, AdamW. A collective; decides alike on all ranks."""
         learner, beside = self.config.learner, self.beside
         with self._span("lay_out"):
-            work = prepare(batch, self.advantage, self.config)
+            work = prepare(batch, self.advantage, self.config, self.looker)
         with self._span("judge"):
             judged = beside.judge(batch, work.rows, work.advantages, global_tokens=work.global_tokens)
         if beside.only_critic_learns(batch.step):

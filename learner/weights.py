@@ -12,6 +12,7 @@ from learner.policy.model import Policy
 from learner.policy.sharding import DTYPES, gather_pieces
 from learner.ranks import Ranks
 from replay.channel import load_keys
+from replay.hang import expired
 from weight_bus import PublishReport
 from weight_bus.publisher import Publisher
 
@@ -68,25 +69,25 @@ class WeightPublisher:
     def wait(self) -> PublishReport | None:
         """Wait for the last broadcast, at most weight_bus.deadline_s; None without one."""
         was_out, self._is_out = self._is_out, False
-        return self._publisher.wait() if self._publisher and was_out else None
+        if self._publisher is None or not was_out:
+            return None
+        report = self._publisher.wait()
+        late = [name for name, reason in report.failed.items() if "[silent]" in reason or "[slow]" in reason]
+        if late:
+            key = "weight_bus.deadline_s"
+            what, limit_s = f"version {report.version} to be served", report.seconds["total"]
+            said = expired(what, owed_by=late, waited_s=limit_s, key=key, ends=False)
+            log.warning("weight bus: %s did not take version %d in time%s", ", ".join(late), report.version, said)
+        return report
 
     def metrics(self, report: PublishReport | None) -> dict[str, Any]:
         """Numbers of the last broadcast for metrics.jsonl; failures are logged."""
         if report is None or self._publisher is None:
             return {}
-        for name, reason in report.failed.items():
-            log.warning("weight bus: version %d did not reach %r: %s", report.version, name, reason)
-        for reason in report.held.values():
-            log.info("weight bus: version %d: %s", report.version, reason)
         taken = ("members", "num_bytes")
         counters = {k: v for k, v in self._publisher.stats().items() if "/" not in k and k not in taken}
         return {
-            "weight_sync/version": report.version,
-            "weight_sync/seconds": report.seconds["total"],
-            "weight_sync/bytes": report.num_bytes,
-            "weight_sync/epoch": report.epoch,
-            "weight_sync/members": len(report.served),
-            "weight_sync/digests_equal": not report.failed,
+            **numbers_of(report),
             **{f"weight_sync/{phase}_s": s for phase, s in report.seconds.items() if phase != "total"},
             **{f"weight_sync/{name}": value for name, value in counters.items()},
         }
@@ -95,3 +96,21 @@ class WeightPublisher:
         """Leave the bus."""
         if self._publisher is not None:
             self._publisher.close()
+
+
+def numbers_of(report: PublishReport | None) -> dict[str, Any]:
+    """Of a broadcast, if there was one, for metrics.jsonl; failures are logged."""
+    if report is None:
+        return {}
+    for name, reason in report.failed.items():
+        log.warning("weight bus: version %d did not reach %r: %s", report.version, name, reason)
+    for reason in report.held.values():
+        log.info("weight bus: version %d: %s", report.version, reason)
+    return {
+        "weight_sync/version": report.version,
+        "weight_sync/seconds": report.seconds["total"],
+        "weight_sync/bytes": report.num_bytes,
+        "weight_sync/epoch": report.epoch,
+        "weight_sync/members": len(report.served),
+        "weight_sync/digests_equal": not report.failed,
+    }

@@ -9,7 +9,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from configs.errors import SlipstreamError
 from configs.schema import Config
+from replay.pictures import decoder_of, vision_of
+from replay.tower import tower_digest
 
 ARCHITECTURE_KEYS = (
     *("architectures", "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
@@ -21,13 +24,22 @@ TOKENIZER_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processo
 NO_TEMPLATE = "none"
 
 
-class FingerprintError(ValueError):
+class FingerprintError(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-MODEL-01",
+    cause="A file of the model folder is missing or broken: config.json, the tokenizer or generation_config.json.",
+    mend="Copy or download the model folder again, whole; save the tokenizer into it.",
+):
     """A model folder cannot be used; the message names the file that is missing or broken."""
 
 
 def run_fingerprint(config: Config) -> dict[str, str]:
     """What Hello carries: model folder, sampling and group shape, by name. Raises FingerprintError."""
-    return model_fingerprint(config.model.path, config.model.chat_template) | {
+    found = model_fingerprint(config.model.path, config.model.chat_template)
+    if config.model.chat_template_options:
+        found["chat_template"] += f" with {_hash(config.model.chat_template_options)}"
+    return found | {
         "rollout.group_size": str(config.rollout.group_size),
         "rollout.max_new_tokens": str(config.rollout.max_new_tokens),
         "rollout.temperature": repr(config.rollout.temperature),
@@ -39,7 +51,8 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
     """Identity of a model folder by name: tokenizer, chat_template, architecture, vocab_size, eos_token_ids.
 
     The tokenizer is hashed by its contents (vocabulary, merges, added tokens, normalizer, ...), so that saving it
-    anew in another layout does not change it; weights are not looked at. Raises FingerprintError: the folder or one of
+    anew in another layout does not change it; of the weights the vision tower is looked at alone, which no update
+    carries. Raises FingerprintError: the folder or one of
     its files is missing or broken.
     """
     folder = Path(path)
@@ -48,7 +61,8 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
             f"model.path: {path!r} is no folder; give one with config.json, safetensors and a tokenizer (a model of a"
             " hub is downloaded first)"
         )
-    config = read_json(folder / "config.json")
+    raw = read_json(folder / "config.json")
+    config = decoder_of(raw)
     template = resolve_chat_template(path, chat_template)
     vocabulary, token_ids = _vocabulary(folder)
     settings = _tokenizer_settings(folder)
@@ -56,13 +70,22 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
     eos = settings["eos_token"]
     if isinstance(eos, str) and eos in token_ids:
         eos_ids.add(token_ids[eos])
-    return {
+    found = {
         "tokenizer": _hash({"vocabulary": vocabulary, "settings": settings}),
         "chat_template": NO_TEMPLATE if template is None else _hash(template),
         "architecture": _hash({key: config[key] for key in ARCHITECTURE_KEYS if key in config}),
         "vocab_size": str(config.get("vocab_size", "unknown")),
         "eos_token_ids": ",".join(map(str, sorted(eos_ids))),
     }
+    if vision_of(raw) is None:
+        return found
+    try:
+        return found | {
+            "vision_tower": tower_digest(folder),
+            "image_processor": _hash(read_json(folder / "preprocessor_config.json")),
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FingerprintError(f"model.path: {path}: the vision tower is not readable: {error}") from error
 
 
 def resolve_chat_template(path: str, chat_template: str | None, key: str = "model.chat_template") -> str | None:

@@ -33,13 +33,21 @@ from pathlib import Path
 
 import zmq.auth
 
+from configs.command import program
+from configs.errors import SlipstreamError
 from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER, SHARED, KeysError, load_keys
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ENDS = (PUBLIC, OLD, SECRET)
 
 
-class MakeError(RuntimeError):
+class MakeError(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-KEYS-03",
+    cause="The folder exists, a name is no name of a client, or a file cannot be written.",
+    mend="Take another folder or --force, as the message says.",
+):
     """The keys cannot be made or changed; the message names the path and the way out."""
 
 
@@ -189,7 +197,7 @@ SERVER_ROTATED = "{keys}: a new server.key; copy it to every node, and start the
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m replay.keys", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=program("replay.keys"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="folder of keys of the learner's node")
     parser.add_argument(

@@ -5,8 +5,12 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
+
+from configs.errors import coded
 
 PR_SET_PDEATHSIG = 1
 PARENT = "SLIPSTREAM_PARENT_PID"
@@ -36,6 +40,17 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         sys.exit(f"parent {parent_pid} is gone already")
 
 
+class LogForm(logging.Formatter):
+    """The form of all logs; the code of an error stands at the end of the line that speaks of it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"%(asctime)s {name} %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line without what follows it, such as a traceback."""
+        return coded(super().formatMessage(record), "")
+
+
 def set_up_logging(name: str, run_dir: str | os.PathLike[str] | None, level: int = logging.INFO) -> None:
     """Log to stderr and, unless run_dir is None, to `<run_dir>/logs/<name>.log`.
 
@@ -46,12 +61,9 @@ def set_up_logging(name: str, run_dir: str | os.PathLike[str] | None, level: int
         folder = Path(run_dir) / "logs"
         folder.mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(folder / f"{name}.log"))
-    logging.basicConfig(
-        level=level,
-        format=f"%(asctime)s {name} %(levelname)s %(message)s",
-        handlers=handlers,
-        force=True,
-    )
+    for handler in handlers:
+        handler.setFormatter(LogForm(name))
+    logging.basicConfig(level=level, handlers=handlers, force=True)
 
 
 class BoundedLog:
@@ -68,3 +80,39 @@ class BoundedLog:
             self._log.warning(text, *values)
         elif count % LOUD == 0:
             self._log.warning(f"{text} (no. %d)", *values, count)
+
+
+class Cores:
+    """CPU cores that this process and its children keep busy."""
+
+    def __init__(self) -> None:
+        self._at, self._cpu_s = time.monotonic(), cpu_seconds()
+
+    def take(self) -> float:
+        """CPU seconds a second, since the last call."""
+        before_at, before_s = self._at, self._cpu_s
+        self._at, self._cpu_s = time.monotonic(), cpu_seconds()
+        return max(0.0, self._cpu_s - before_s) / max(1e-6, self._at - before_at)
+
+
+def cpu_seconds() -> float:
+    """CPU seconds of this process and of the children that it has, and of theirs, so far (Linux; elsewhere its own)."""
+    ticks = os.sysconf("SC_CLK_TCK")
+    return time.process_time() + sum(_ticks(child) for child in _children("self")) / ticks
+
+
+def _children(pid: str) -> list[str]:
+    """Children, and theirs, of a process that may end meanwhile."""
+    found: list[str] = []
+    for tasks in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in tasks.read_text().split():
+                found += [child, *_children(child)]
+    return found
+
+
+def _ticks(pid: str) -> int:
+    with suppress(OSError):
+        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(after_name[11]) + int(after_name[12])  # utime and stime: fields 14 and 15 of proc(5)
+    return 0

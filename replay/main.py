@@ -13,13 +13,15 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import uvloop
 
+from configs.command import program
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
-from replay import player
+from replay import hang, player
 from replay.channel import AsyncRouter, ChannelError, Limits, load_keys
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter
@@ -28,9 +30,11 @@ from replay.journal.format import Record, segments
 from replay.lifeline import RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
 from replay.player import PlayedJournal
-from replay.prompts import DataError, PromptSource, load_rows
+from replay.prompts import DataError, prompt_source, read_rows
 from replay.serve import flush, keep_company, serve
 from replay.service import Service
+from replay.timeline import FILE, Timeline
+from replay.vitals.watch import Vitals
 
 log = logging.getLogger(__name__)
 
@@ -51,10 +55,13 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
         service = await keep_company(router, work, lambda: doing[-1])
         sys.stdout.write(f"replay ready at {router.address}\n")
         sys.stdout.flush()
-        await serve(router, service, network.heartbeat_s, stop.is_set)
+        with Vitals(config, "replay", "replay") as service.report.vitals:
+            await serve(router, service, network.heartbeat_s, stop.is_set)
         if service.ended is None:
             service.end("replay was told to stop", failed=True)
             await flush(router, service)
+        if service.timeline is not None and service.ended is not None:
+            service.timeline.end(service.ended, failed=service.failed)
     finally:
         router.close()
         if service is not None:
@@ -64,17 +71,17 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
 
 def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, report: Callable[[str], None]) -> Service:
     """The service with its data, where its journal ends. Raises DataError, FingerprintError, JournalError."""
-    rows = load_rows(config.data.train, report)
-    source = PromptSource(rows, shuffle=config.data.shuffle, seed=config.run.seed)
+    source = prompt_source(config, report)
     make = partial(Service, config, source, fingerprint=run_fingerprint(config))
     if play is not None:
         played = PlayedJournal(Path(play) / "journal")
         service = make({}, time.monotonic(), journal=played, playback=True)
         player.play(service.run, played, Path(play))
         return service
-    evaluation_rows = {one.name: load_rows(one.path, report)[: one.num_prompts] for one in config.evaluation_sets}
+    evaluation_rows = {one.name: list(islice(read_rows(one.path), one.num_prompts)) for one in config.evaluation_sets}
     journal, records = open_journal(config, run_id, recover=recover)
     service = make(evaluation_rows, time.monotonic(), journal=journal)
+    service.timeline = Timeline(Path(config.run_dir) / FILE, service.run, service.peers, service.batch_desk)
     go_on(service, records)
     return service
 
@@ -112,7 +119,7 @@ def go_on(service: Service, records: list[Record]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m replay.main", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("replay.main"), description=__doc__)
     add_arguments(parser)
     parser.add_argument("--run-id", default=None, help="identifies the run on the wire (default: name and pid)")
     parser.add_argument("--parent", type=int, default=None, help="pid of the launcher: end when it ends")
@@ -125,6 +132,7 @@ def main() -> int:
     try:
         config = from_arguments(args)
         set_up_logging("replay", None if args.parent else config.run_dir)
+        hang.begin("replay", config.run_dir, keys=config.network.keys)
         port = config.network.replay_port if args.port is None else args.port
         run_id = args.run_id or f"{config.run.name}-{os.getpid()}"
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,11 +1,12 @@
 """Everything that travels between replay, rollout servers and learner ranks.
 
-One ROUTER socket at replay, a DEALER at everyone else. Sends are at-least-once until acked; replay
-deduplicates by group id = (pass over the data, prompt index). Which peer sends what: the tables at the end.
+One ROUTER socket at replay, DEALERs elsewhere. Sends are at-least-once until acked, groups known by their ids.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,12 +19,9 @@ UInt8 = NDArray[np.uint8]
 Role = Literal["rollout_server", "learner", "launcher"]
 
 
-def _no_ints() -> Int32:
-    return np.empty(0, np.int32)
-
-
-def _no_floats() -> Float32:
-    return np.empty(0, np.float32)
+_no_ints = cast(Callable[[], Int32], partial(np.empty, 0, np.int32))
+_no_floats = cast(Callable[[], Float32], partial(np.empty, 0, np.float32))
+_no_bytes = cast(Callable[[], UInt8], partial(np.empty, 0, np.uint8))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +126,7 @@ class Lease(Message):
     prefix_finished: list[str] = field(default_factory=list)
     """[n] or empty: finish reason of answers that an earlier attempt has completed, "" of those to go on with."""
     prefix_lengths: Int32 = field(default_factory=_no_ints)
-    """[n] or empty: tokens of each answer that an earlier attempt has sampled already."""
+    """[n] or empty: tokens of each answer that it has sampled already."""
     prefix_token_ids: Int32 = field(default_factory=_no_ints)
     prefix_logprobs: Float32 = field(default_factory=_no_floats)
     prefix_versions: Int32 = field(default_factory=_no_ints)
@@ -145,7 +143,7 @@ class Renew(Message):
 
     leases: list[list[int]]
     progress: list[list[int]] = field(default_factory=list)
-    """[position in leases, answer, tokens before, new tokens, 0 | 1 | 2] each."""
+    """[position in leases, answer, tokens before, new ones, 0 | 1 | 2]."""
     token_ids: Int32 = field(default_factory=_no_ints)
     logprobs: Float32 = field(default_factory=_no_floats)
     versions: Int32 = field(default_factory=_no_ints)
@@ -164,9 +162,11 @@ class Cancel(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group(Message):
-    """A finished group: `n` trajectories of one prompt, concatenated.
+    """A finished group: `n` trajectories of one prompt, concatenated; S samples, mostly one of each trajectory.
 
-    Example: 2 trajectories of 3 and 2 tokens have lengths [3, 2] and 5 entries in each token array.
+    Example: 2 trajectories of 3 and 2 tokens have lengths [3, 2] and 5 entries in each token array. Were they episodes
+    whose contexts were compacted, the first one once: samples [2, 1], lengths [3, 4, 2], prompt_lengths [5, 6, 5] and
+    prompt_ids of 16 tokens.
     """
 
     pass_: int
@@ -174,22 +174,31 @@ class Group(Message):
     attempt: int
     finish_reasons: list[str]
     texts: list[str]
-    """Decoded answers, for the reader of rollouts."""
     reward_metrics: dict[str, float]
     """Mean of what a reward function returned besides its score, and reward/seconds."""
     generate_s: float
     data_source: str
     prompt_ids: Int32
+    """Of all samples, or with `prompt_lengths` of each, concatenated."""
     lengths: Int32
+    """[S] tokens of each sample after its prompt."""
     token_ids: Int32
     """Answer tokens, environment tokens included."""
     loss_mask: UInt8
     """1 where the policy sampled the token."""
     logprobs: Float32
-    """Behaviour logprob at rollout.temperature, from float32 logits."""
+    """Behaviour logprob at rollout.temperature, from float32 logits; 0 of a token of the environment."""
     versions: Int32
-    """Policy version that sampled the token."""
+    """Policy version that sampled the token; of the sampled token before it, where the environment gave it."""
     rewards: Float32
+    """[n] of each trajectory."""
+    samples: Int32 = field(default_factory=_no_ints)
+    """[n] samples of each trajectory; empty: one each."""
+    prompt_lengths: Int32 = field(default_factory=_no_ints)
+    """[S] tokens of each sample's own prompt; empty: all have the same one."""
+    pictures: list[str] = field(default_factory=list)
+    """`digest:size:path` of each picture of the prompt; without a path, so many of the bytes below are it."""
+    picture_bytes: UInt8 = field(default_factory=_no_bytes)
     policies: list[list[int]] = field(default_factory=list)
     """[incarnation, version] of each policy that may have sampled a token of this group. Empty: each version is of the
     incarnation that its sender serves now."""
@@ -219,8 +228,8 @@ class Take(Message):
 class Batch(Message):
     """One rank's part of batch `step`, with what every rank must know about the whole batch.
 
-    `n` trajectories are this rank's, `N` are the batch's. Token arrays are concatenated over the n
-    trajectories; token_ids holds prompt and answer, the other token arrays the answer only.
+    `n` samples are this rank's, `N` trajectories are the batch's; mostly a trajectory is one sample. Token arrays are
+    concatenated over the n samples; token_ids holds prompt and answer, the other token arrays the answer only.
     """
 
     step: int
@@ -234,7 +243,6 @@ class Batch(Message):
     stats: dict[str, float]
     """Numbers about the whole batch, ready for metrics.jsonl."""
     lag_histogram: dict[str, int]
-    """Trained tokens by lag."""
     publish: bool = True
     """Whether the version that this step makes goes out; not while a resumed learner repeats journalled steps."""
     expected_digest: str = ""
@@ -242,9 +250,9 @@ class Batch(Message):
     checkpoint: bool = False
     """Replay wants a checkpoint after this step: its journal is full."""
     trajectory: Int32
-    """[n] position of each trajectory in the batch."""
+    """[n] position in the batch of the trajectory that each sample is of."""
     microbatch: Int32
-    """[n] microbatch of each trajectory."""
+    """[n] microbatch of each sample."""
     prompt_lengths: Int32
     lengths: Int32
     token_ids: Int32
@@ -257,6 +265,13 @@ class Batch(Message):
     """[N] position in group_ids of each trajectory's group."""
     all_loss_tokens: Int32
     """[N] tokens in the loss of each trajectory."""
+    all_samples: Int32 = field(default_factory=_no_ints)
+    """[N] samples of each trajectory; empty: one each."""
+    pictures: list[str] = field(default_factory=list)
+    """As in Group, of this rank's samples, each group's once."""
+    picture_bytes: UInt8 = field(default_factory=_no_bytes)
+    picture_counts: Int32 = field(default_factory=_no_ints)
+    """Of each of group_ids, 0 where no sample of it is here; empty: no prompt has pictures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,7 +348,6 @@ class EvaluationLease(Message):
     first: int
     """Number in its set of the first prompt."""
     samples: int
-    """Answers to each prompt."""
     temperature: float
     max_new_tokens: int
     seed: int

@@ -57,6 +57,8 @@ class Peers:
         self.expected = expected
         """The run's fingerprint, which every rollout server and learner rank must have."""
         self.by_identity: dict[str, Peer] = {}
+        self.gone: dict[str, str] = {}
+        """Why peers were removed, by identity, until replay/timeline.py has read it."""
         self.outbox: list[tuple[str, Message]] = []
         """(identity, message) in order; replay/serve.py carries them, once what they tell of is in the journal."""
 

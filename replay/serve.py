@@ -45,6 +45,7 @@ async def serve(router: AsyncRouter, service: Service, heartbeat_s: float, stopp
     next_tick = next_beat = time.monotonic()
     while not stopping():
         await router.wait(max(0.0, next_tick - time.monotonic()))
+        woken = time.monotonic()
         behind = await take_in(router, service)
         now = time.monotonic()
         if now >= next_tick:  # after what has arrived was read: a peer is not silent because replay was slow
@@ -52,8 +53,11 @@ async def serve(router: AsyncRouter, service: Service, heartbeat_s: float, stopp
             next_tick = now + TICK_S
         if now >= next_beat:
             await beat(router, service, now)
+            service.report.show()
             next_beat = now + heartbeat_s
         await flush(router, service)
+        if service.timeline is not None:
+            service.timeline.observe(now, woken)
         if service.ended is not None and not service.peers.by_identity:
             return
         if service.ended is not None and time.monotonic() > service.ended_at + FAREWELL_S:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from configs.errors import coded
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import Message, WireError, may_be
@@ -20,6 +21,8 @@ from replay.desks.granting import Granting
 from replay.desks.incarnations import Incarnations
 from replay.desks.intake import Intake
 from replay.desks.leases import SlotState
+from replay.endings import NoServer
+from replay.hang import expired
 from replay.journal import Journal, JournalError
 from replay.journal.apply import record, restore
 from replay.journal.format import Frames, Record
@@ -29,6 +32,7 @@ from replay.peers import Peer, Peers, learner_keys
 from replay.prompts import PromptSource, Row
 from replay.run import Run
 from replay.status import StatusReport
+from replay.timeline import ENDED, Timeline
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +43,8 @@ Handler = Callable[[Peer, Any, float, Frames], None]
 
 class Service:
     """The only owner of the prompt cursor, the leases, the buffer and the journal."""
+
+    batch_desk_type = BatchDesk
 
     def __init__(
         self,
@@ -65,12 +71,15 @@ class Service:
         fail = partial(self.end, failed=True)
         self.granting = Granting(run, peers, fail=fail)
         self.intake = Intake(run, peers, self.granting, fail=fail)
-        self.batch_desk = BatchDesk(run, peers, self.granting, fail=fail)
+        self.batch_desk = self.batch_desk_type(run, peers, self.granting, fail=fail)
         self.evaluations = EvaluationDesk(run, peers, work)
         self.incarnations = Incarnations(
-            run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, fail=fail, now=now
-        )
+            run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, fail=fail,
+            expired=self._expired, now=now,
+        )  # fmt: skip
         self.report = StatusReport(run, peers, self.granting, self.intake, self.batch_desk)
+        self.timeline: Timeline | None = None
+        """Set where the run has a folder (replay/main.py)."""
         self.no_server_since = now
         self.missing: dict[str, float] = {}
         """Servers that held leases when replay was restarted, and until when they have to come back."""
@@ -97,7 +106,7 @@ class Service:
             m.EvaluationFailed: lambda peer, failed, _, __: evaluations.failed(peer, failed),
             m.Take: lambda peer, take, now, _: self.batch_desk.take(peer, take, now),
             m.Committed: self._committed,
-            m.Published: lambda _, published, __, ___: self.run.policies.possible(published.version),
+            m.Published: self._published,
             m.Evaluate: lambda _, evaluate, now, __: evaluations.request(evaluate.version, now),
             m.CursorRequest: self._cursor_request,
             m.Checkpointed: self._checkpointed,
@@ -168,7 +177,8 @@ class Service:
 
         `late` says that replay itself was away (stopped, swapped out): its peers' silence is then its own.
         """
-        self.granting.expire(now)
+        if late_holders := self.granting.expire(now):
+            self._say_hung("leases", late_holders, self.config.replay.lease_s, "replay.lease_s")
         if not late:
             for peer in self.peers.role("rollout_server"):
                 if now - peer.last_heard > self.config.network.silent_after_s:
@@ -178,7 +188,9 @@ class Service:
             del self.missing[identity]
             held = self.granting.server_lost(identity)
             log.warning("replay: %s has not come back; its %d leases go to other servers [silent]", identity, held)
-        self.evaluations.expire(now)
+        for version in self.evaluations.expire(now):
+            what, limit_s = f"the evaluation of version {version}", self.config.evaluation.deadline_s
+            self._say_hung(what, [], limit_s, "evaluation.deadline_s")
         self._watch_for_servers(now)
         self.advance(now)
 
@@ -192,15 +204,21 @@ class Service:
 
     def lost(self, identity: str, symptom: str, now: float) -> None:
         """A peer is gone: its leases and evaluations are free for others."""
-        peer = self.peers.remove(identity)
+        peer, said = self.peers.get(identity), ""
         if peer is None:
             return
+        counts = peer.role == "rollout_server" and self.ended is None
+        if counts and symptom == "silent":  # first: the report says what it owes
+            what, key = f"a sign of {peer.name}, which holds leases", "network.silent_after_s"
+            said = self._expired(what, (peer.name,), now - peer.last_heard, key)
+        self.peers.remove(identity)
+        self.peers.gone[identity] = symptom if self.ended is None else ENDED
         held = self.granting.server_lost(identity)
-        if peer.role == "rollout_server" and self.ended is None:
+        if counts:
             self.counters["servers_lost"] += 1
             log.warning(
-                "replay: lost %s while it held %d leases, which go to other servers [%s]",
-                peer.describe(now), held, symptom,
+                "replay: lost %s while it held %d leases, which go to other servers%s [%s]",
+                peer.describe(now), held, said, symptom,
             )  # fmt: skip
         self.advance(now)
 
@@ -234,7 +252,9 @@ class Service:
                 self.counters["journal_full"] += 1
                 log.error("replay: the journal waits for its disk, and nothing is acknowledged: %s [full]", error)
             if now - self.unwritten_since > (limit := self.config.learner.batch_deadline_s):
-                self.end(f"replay waited {limit:g} s for the disk of its journal: {error} [full]", failed=True)
+                said = self._expired("the disk of its journal", (), limit, "learner.batch_deadline_s")
+                text = f"replay waited {limit:g} s for the disk of its journal: {error}{said} [full]"
+                self.end(coded(text, error.code), failed=True)
             return False
         if self.unwritten_since is not None:
             log.info("replay: the journal is written again after %.1f s", now - self.unwritten_since)
@@ -255,6 +275,10 @@ class Service:
             self.granting.off_line(peer)
         elif message.incarnation < self.incarnation or message.version <= self.buffer.version:
             self.evaluations.holds(peer, message.version)  # else its commit is still on the way; the wish comes again
+
+    def _published(self, _: Peer, message: m.Published, now: float, __: Frames) -> None:
+        self.run.policies.possible(message.version)
+        self.report.latency.announced(message.version, now)
 
     def _committed(self, _: Peer, message: m.Committed, __: float, ___: Frames) -> None:
         self.batch_desk.committed(message)
@@ -330,7 +354,20 @@ class Service:
         if not waits or self.peers.role("rollout_server") or not self.peers.rank(0):
             self.no_server_since = now
         elif now - self.no_server_since > (waited := self.config.rollout.wait_for_servers_s):
-            self.end(f"no rollout server for {waited:g} s (rollout.wait_for_servers_s) [silent]", failed=True)
+            said = self._expired("a rollout server", (), waited, "rollout.wait_for_servers_s")
+            text = f"no rollout server for {waited:g} s (rollout.wait_for_servers_s); their logs end with the reason"
+            self.end(str(NoServer(f"{text}{said} [silent]")), failed=True)
+
+    def _expired(self, what: str, owed_by: Sequence[str], waited_s: float, key: str) -> str:
+        """Report a wait of replay that was too long, in a thread of its own; what to add to the message."""
+        return expired(what, owed_by=owed_by, waited_s=waited_s, key=key, status=self._state, ends=False)
+
+    def _say_hung(self, what: str, owed_by: Sequence[str], waited_s: float, key: str) -> None:
+        if said := self._expired(what, owed_by, waited_s, key):
+            self._bounded.warning("hung", "replay: waited %g s for %s (%s)%s [slow]", waited_s, what, key, said)
+
+    def _state(self) -> dict[str, Any]:
+        return self.report.of(time.monotonic(), ended=self.ended, no_server_since=self.no_server_since)
 
     def advance(self, now: float) -> None:
         """Hand out what can be handed out: leases, evaluations, the batch that the ranks ask for."""
@@ -339,4 +376,5 @@ class Service:
         self.evaluations.assign()
         if not self.playback:
             self.granting.grant(now)
-        self.batch_desk.form(self.report.batch_stats)
+        self.report.look_for_updates(now)
+        self.batch_desk.form(self.report.batch_stats, now)

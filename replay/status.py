@@ -1,5 +1,6 @@
 """Replay's view of the run as plain data, for the live view, for tests and for people."""
 
+import time
 from typing import Any
 
 from replay.desks.batch_desk import BatchDesk
@@ -7,8 +8,17 @@ from replay.desks.buffer import drops
 from replay.desks.granting import Granting
 from replay.desks.intake import Intake
 from replay.desks.leases import SlotState
+from replay.lifeline import Cores
 from replay.peers import Peers
 from replay.run import Run
+from replay.vitals.latency import UpdateLatency
+from replay.vitals.merging import merged
+from replay.vitals.watch import Vitals
+
+DECODING = ("rollout/decode_step_s", "rollout/decode_answer_s", "rollout/prefill_token_s")
+"""What engines measure of their own work."""
+LEFT_OUT = ("prompt_too_long", "prompt_not_rendered", "broken_row")
+"""Reasons of drops that lie in the data."""
 
 
 class StatusReport:
@@ -16,12 +26,17 @@ class StatusReport:
 
     def __init__(self, run: Run, peers: Peers, granting: Granting, intake: Intake, batch_desk: BatchDesk) -> None:
         self.run, self.peers, self.granting, self.intake, self.batch_desk = run, peers, granting, intake, batch_desk
+        self._cores = Cores()
+        self.latency = UpdateLatency()
+        self.vitals: Vitals | None = None
+        """The watch of this process, while it serves (replay/main.py)."""
 
     def of(self, now: float, *, ended: str | None, no_server_since: float) -> dict[str, Any]:
         """The state that a Status message carries (schema: docs/protocol.md)."""
         buffer = self.run.buffer
         missing = buffer.oldest_missing()
         return {
+            "unix_s": time.time(),
             "version": buffer.version,
             "incarnation": self.run.policies.incarnation,
             "async_lag": buffer.async_lag,
@@ -111,10 +126,38 @@ class StatusReport:
                 where = self._name(missing.server) or "no server yet"
                 what += f" (group {missing.group_id[0]}/{missing.group_id[1]} at {where})"
             found.append({"who": "learner", "for": what, "since_s": now - desk.take_since})
+        found += self._ranks(step, now)
         if servers and buffer.room == 0 and buffer.count(SlotState.BUFFERED) == len(buffer.slots):
             room = f"room: {buffer.max_groups} groups are in flight"
             found.append({"who": "rollout servers", "for": room, "since_s": 0.0})
         return found
+
+    def _ranks(self, step: int, now: float) -> list[dict[str, Any]]:
+        """Learner ranks that others wait for: before a batch is formed, and before any starts on it."""
+        desk = self.batch_desk
+        for done, what in ((desk.takes.get(step), "to ask for"), (desk.haves.get(step), "to hold")):
+            missing = sorted(set(range(desk.num_ranks)) - done) if done else []
+            if missing and (what == "to hold" or step not in desk.batches):
+                who, whom = (", ".join(f"learner-{rank}" for rank in ranks) for ranks in (sorted(done or ()), missing))
+                return [{"who": who, "for": f"{whom} {what} batch {step}", "since_s": now - desk.take_since}]
+        return []
+
+    def look_for_updates(self, now: float) -> None:
+        """Note which version every rollout server serves by now."""
+        if self.latency.waits and (serving := [p for p in self.peers.role("rollout_server") if p.incarnation]):
+            newest = self.run.policies.incarnation
+            self.latency.serve(min(p.version if p.incarnation == newest else -1 for p in serving), now)
+
+    def measured(self) -> dict[str, float]:
+        """What the watches of all connected processes say, and how long weights travel."""
+        gauges = [peer.gauges for peer in self.peers.by_identity.values()]
+        own = [self.vitals.gauges()] if self.vitals is not None else []
+        return merged([*gauges, *own]) | self.latency.metrics()
+
+    def show(self) -> None:
+        """Serve the numbers of now at this process's endpoint, where there is one."""
+        if self.vitals is not None and self.vitals.is_served:
+            self.vitals.show(self.batch_stats())
 
     def batch_stats(self) -> dict[str, float]:
         """Numbers about buffer and servers that go with every batch to metrics.jsonl."""
@@ -130,13 +173,22 @@ class StatusReport:
             **{name: float(counters[name.removeprefix("buffer/")]) for name in counted},
             "buffer/partial_tokens_used": float(counters["partial_tokens_used"]),
             "buffer/journal_bytes": float(self.run.journal.size_bytes),
+            "prompts/data_loading_s": self.run.source.seconds,
+            **self.run.source.measured(),
+            **{f"prompts/left_out/{name}": float(counters[f"dropped/{name}"]) for name in LEFT_OUT},
             "rollout/servers": float(len(servers)),
             "rollout/tokens_per_s": sum(p.gauges.get("tokens_per_s", 0.0) for p in servers),
+            "replay/cores": self._cores.take(),
             "reward/error_rate": sum(errors) / max(1, len(errors)),
         }
         if idle:
             stats["rollout/idle_ratio"] = sum(idle) / len(idle)
-        return stats | {f"rollout/groups/{p.name}": float(p.groups_accepted) for p in servers}
+            stats["rollout/cores"] = sum(p.gauges.get("cores", 0.0) for p in servers)
+        for name in DECODING:
+            gauge = name.removeprefix("rollout/")
+            if found := [p.gauges[gauge] for p in servers if gauge in p.gauges]:
+                stats[name] = sum(found) / len(found)
+        return stats | {f"rollout/groups/{p.name}": float(p.groups_accepted) for p in servers} | self.measured()
 
     def _name(self, identity: str | None) -> str | None:
         peer = self.peers.get(identity) if identity else None

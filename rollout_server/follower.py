@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from configs.schema import Config
 from replay.channel import load_keys
+from replay.trace import Recorder, now_ns, to_ns
 from rollout_server.engines import Engine, EngineError, direct_updates, staging_in
 from rollout_server.engines.base import PauseMode
 from weight_bus.control import wake_quickly
@@ -49,7 +50,9 @@ class WeightFollower:
         on_live: Callable[[int, int], Awaitable[None]],
         on_quarantine: Callable[[str], Awaitable[None]],
         subscriber: type[Subscriber] = Subscriber,
+        recorder: Recorder | None = None,
     ) -> None:
+        self._recorder = recorder or Recorder.off()
         self.failure: BaseException | None = None
         """What ended the subscriber's thread."""
         self.gauges: dict[str, float] = {"weight_updates": 0.0, "pause_s": 0.0, "pausing_s": 0.0, "quarantines": 0.0}
@@ -115,7 +118,8 @@ class WeightFollower:
         """Stop the engine as on_new_weights says."""
         if self._paused_at is None:
             began = time.monotonic()
-            await self._engine.pause(cast(PauseMode, self._config.on_new_weights))
+            with self._recorder.span("weights", "pausing"):
+                await self._engine.pause(cast(PauseMode, self._config.on_new_weights))
             self._paused_at = began
             self.gauges["pausing_s"] = time.monotonic() - began
 
@@ -132,8 +136,10 @@ class WeightFollower:
         """Pause, run `load`; digests of what the engine then holds."""
         await self.pause()
         self._serves = False
-        await load()
-        return await self._engine.digest()
+        with self._recorder.span("weights", "load"):
+            await load()
+        with self._recorder.span("weights", "digest"):
+            return await self._engine.digest()
 
     async def _activate(self, version: int, incarnation: int, pin: bool) -> None:
         """Serve what was loaded and has been proven."""
@@ -147,6 +153,7 @@ class WeightFollower:
         await self._engine.resume()
         if self._paused_at is not None:
             self.gauges["pause_s"] = time.monotonic() - self._paused_at
+            self._recorder.add("weights", "paused", to_ns(self._paused_at), now_ns())
         self._paused_at, self._serves = None, True
 
     async def _quarantine(self, version: int, reason: str) -> None:

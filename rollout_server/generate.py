@@ -10,17 +10,27 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from configs.errors import SlipstreamError
 from configs.schema import Config
 from replay import messages as m
+from replay.pictures import packed
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling
 from rollout_server.progress import prefixes_of
 from rollout_server.rewards import RewardOutcome, Rewards, Sample
 from rollout_server.tasks import PromptTooLong, Task, TaskError
+from rollout_server.tasks.pictures import Prompt
 
 T = TypeVar("T")
 
 
-class LeaseFailed(RuntimeError):
+class LeaseFailed(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-TASK-03",
+    cause="One prompt could not be answered or scored at this server; the message has the counter and the reason.",
+    mend="Another server tries; after replay.max_attempts the prompt is dropped as poison. Look at the reason where"
+    " there are many.",
+):
     """This lease cannot be finished here. `reason` is the counter that replay books it under."""
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -37,8 +47,8 @@ class Generator:
     engine: Engine
     task: Task
     rewards: Rewards
-    _evaluation_ids: dict[str, list[int]] = field(default_factory=dict)
-    """Token ids of evaluation prompts, which come again with every evaluation."""
+    _evaluation_prompts: dict[str, Prompt] = field(default_factory=dict)
+    """Evaluation prompts of text, encoded, which come again with every evaluation."""
     _sampled: dict[str, list[Completion]] = field(default_factory=dict)
     """Answers of leases whose rewards are being computed: the engine has forgotten them by then."""
     _texts: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1, thread_name_prefix="texts"))
@@ -56,9 +66,9 @@ class Generator:
     async def group(self, lease: m.Lease, request_id: str) -> m.Group:
         """Sample and score the group of a lease. Raises LeaseFailed."""
         started = time.monotonic()
-        prompt_ids = await self._beside(self.encode, lease.prompt)
+        prompt = await self._beside(self.encode, lease.prompt)
         try:
-            completions = self._sampled[request_id] = await self.sample(prompt_ids, lease, request_id)
+            completions = self._sampled[request_id] = await self.sample(prompt, lease, request_id)
             seconds = time.monotonic() - started
             texts, outcomes = await self.score([lease.prompt] * len(completions), completions)
         finally:
@@ -76,21 +86,24 @@ class Generator:
             reward_metrics=metrics,
             generate_s=seconds,
             data_source=str(lease.prompt.get("data_source", "")),
-            prompt_ids=np.array(prompt_ids, dtype=np.int32),
+            prompt_ids=np.array(prompt.token_ids, dtype=np.int32),
             lengths=np.array([c.token_ids.size for c in completions], dtype=np.int32),
             token_ids=token_ids,
             loss_mask=np.ones(token_ids.size, dtype=np.uint8),
             logprobs=np.concatenate([c.logprobs for c in completions]),
             versions=np.concatenate([c.versions for c in completions]),
             rewards=np.array([o.score for o in outcomes], dtype=np.float32),
+            **packed(prompt.sources),
         )
 
-    async def sample(self, prompt_ids: list[int], lease: m.Lease, request_id: str) -> list[Completion]:
+    async def sample(self, prompt: Prompt, lease: m.Lease, request_id: str) -> list[Completion]:
         """The answers of a group, each from its prefix on where the lease brings one."""
         n = self.config.rollout.group_size
         prefixes = prefixes_of(lease, n)
         sampling = self.sampling(lease.seed)
-        return await self.engine.generate(prompt_ids, sampling, n, request_id=request_id, prefixes=prefixes)
+        return await self.engine.generate(
+            prompt.token_ids, sampling, n, request_id=request_id, prefixes=prefixes, **shown(prompt)
+        )
 
     def abort(self, request_id: str) -> None:
         """End a lease's request at the next decode step; unknown ones are ignored."""
@@ -112,9 +125,9 @@ class Generator:
 
         Raises LeaseFailed if one fails: an evaluation with holes would be a wrong number.
         """
-        started = time.monotonic()
+        started, looks = time.monotonic(), asyncio.Semaphore(self.config.rollout.max_running)
         numbered = enumerate(lease.prompts, start=lease.first)
-        answers = await asyncio.gather(*(self._answers(lease, row, number) for number, row in numbered))
+        answers = await asyncio.gather(*(self._answers(lease, row, number, looks) for number, row in numbered))
         completions = [completion for of_prompt in answers for completion in of_prompt]
         texts, outcomes = await self.score([row for row in lease.prompts for _ in range(lease.samples)], completions)
         return m.EvaluationResult(
@@ -130,10 +143,10 @@ class Generator:
             lengths=np.array([c.token_ids.size for c in completions], dtype=np.int32),
         )
 
-    def encode(self, row: dict[str, Any]) -> list[int]:
-        """Token ids of a prompt. Raises LeaseFailed: too long, or cannot be rendered."""
+    def encode(self, row: dict[str, Any]) -> Prompt:
+        """A prompt as tokens. Raises LeaseFailed: too long, or cannot be rendered."""
         try:
-            return self.task.encode(row)
+            return self.task.prompt(row)
         except TaskError as error:
             reason = "prompt_too_long" if isinstance(error, PromptTooLong) else "prompt_not_rendered"
             raise LeaseFailed(reason, str(error)) from error
@@ -159,16 +172,30 @@ class Generator:
         """Run a long call in a thread: the loop also serves SGLang's frontend and updates."""
         return await asyncio.get_running_loop().run_in_executor(self._texts, call, *arguments)
 
-    async def _answers(self, lease: m.EvaluationLease, row: dict[str, Any], number: int) -> list[Completion]:
+    async def _answers(
+        self, lease: m.EvaluationLease, row: dict[str, Any], number: int, looks: asyncio.Semaphore
+    ) -> list[Completion]:
         name = f"evaluation-{lease.version}-{lease.set}-{'greedy' if lease.greedy else 'sampled'}-{number}"
+        if row.get("images"):
+            async with looks:  # pixels take far more memory than tokens: few at a time, and made anew every time
+                return await self._answered(lease, await self._beside(self.encode, row), number, name)
+        key = repr(row["prompt"])
+        if key not in self._evaluation_prompts:
+            self._evaluation_prompts[key] = await self._beside(self.encode, row)
+        return await self._answered(lease, self._evaluation_prompts[key], number, name)
+
+    async def _answered(self, lease: m.EvaluationLease, prompt: Prompt, number: int, name: str) -> list[Completion]:
         sampling = replace(
             self.sampling(lease.seed + number),
             greedy=lease.greedy,
             temperature=lease.temperature,
             max_new_tokens=lease.max_new_tokens,
         )
-        key = repr(row["prompt"])
-        if key not in self._evaluation_ids:
-            self._evaluation_ids[key] = await self._beside(self.encode, row)
-        ids = self._evaluation_ids[key]
-        return await self.engine.generate(ids, sampling, lease.samples, request_id=name, pinned=lease.version)
+        return await self.engine.generate(
+            prompt.token_ids, sampling, lease.samples, request_id=name, pinned=lease.version, **shown(prompt)
+        )
+
+
+def shown(prompt: Prompt) -> dict[str, Any]:
+    """What an engine is given besides the tokens."""
+    return {} if prompt.pictures is None else {"pictures": prompt.pictures}

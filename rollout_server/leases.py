@@ -11,6 +11,7 @@ import numpy as np
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import AsyncDealer
+from replay.trace import Part, Recorder, now_ns, to_ns
 from rollout_server.engines.base import EngineError
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.progress import LeaseKey, ProgressReports, lease_key
@@ -44,8 +45,11 @@ def evaluation_key(lease: m.EvaluationLease) -> EvaluationKey:
 class Leases:
     """Leases in progress and results without an acknowledgement."""
 
-    def __init__(self, config: Config, generator: Generator, dealer: AsyncDealer) -> None:
+    def __init__(
+        self, config: Config, generator: Generator, dealer: AsyncDealer, recorder: Recorder | None = None
+    ) -> None:
         self._generator = generator
+        self._recorder = recorder or Recorder.off()
         self._dealer = dealer
         self.served: list[tuple[int, int]] = []
         """(incarnation, version) of every policy that went live here, in order."""
@@ -111,19 +115,26 @@ class Leases:
                 await self._dealer.send(group)
 
     async def _work(self, lease: m.Lease, key: LeaseKey) -> None:
-        first = max(0, len(self.served) - 1)
+        first, began = max(0, len(self.served) - 1), now_ns()
+        (pass_, index, attempt), outcome = key, "failed"
+        parts: list[Part] = []
         try:
             group = await self._group(lease, key)
         except LeaseFailed as failed:
-            pass_, index, attempt = key
             await self._dealer.send(
                 m.Cancel(pass_=pass_, index=index, attempt=attempt, reason=failed.reason, detail=failed.detail)
             )
         else:
             group = replace(group, policies=policies_of(group.versions, self.served[first:]))
             self.unacked[key] = (group, time.monotonic())
+            outcome = f"{group.lengths.sum()} tokens"
+            done = now_ns()
+            sampled = min(done, began + to_ns(group.generate_s))
+            parts = [("sample", began, sampled), ("score", sampled, done)]
             await self._dealer.send(group)
         finally:
+            name, args = f"group {pass_}/{index}", {"attempt": attempt, "outcome": outcome}
+            self._recorder.add("groups", name, began, now_ns(), at_once=True, parts=parts, **args)
             self.working.pop(key, None)
 
     async def _group(self, lease: m.Lease, key: LeaseKey) -> m.Group:
@@ -135,8 +146,10 @@ class Leases:
             raise LeaseFailed("engine_error", str(error)) from error
 
     async def _evaluate(self, lease: m.EvaluationLease) -> None:
+        name = f"version {lease.version}, {len(lease.prompts)} prompts"
         try:
-            result = await self._generator.evaluation(lease)
+            with self._recorder.span("evaluations", name, at_once=True):
+                result = await self._generator.evaluation(lease)
         except (LeaseFailed, EngineError) as error:
             reason = f"set {lease.set!r}: {error}" if lease.set else str(error)
             log.error("evaluation of version %d failed: %s", lease.version, reason)

@@ -8,22 +8,32 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import uvloop
 
+from configs.command import program
+from configs.errors import SlipstreamError, Unexpected
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments
 from configs.schema import Config
+from replay import hang
 from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_keys
 from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import FROM_REPLAY, Goodbye
+from replay.vitals import device
+from replay.vitals.watch import Vitals
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
+from rollout_server.environments import EnvironmentFailed
+from rollout_server.environments.episodes import EpisodeGenerator
+from rollout_server.environments.pool import environments_of
 from rollout_server.generate import Generator
 from rollout_server.reward_model.combined import rewards_of
 from rollout_server.rewards import RewardError, Rewards
+from rollout_server.rewards.process import key_variables
 from rollout_server.serve import serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task, TaskError
@@ -31,6 +41,9 @@ from weight_bus import Subscriber
 from weight_bus.errors import NotAvailable
 
 log = logging.getLogger(__name__)
+
+CHILDREN = {"rollout_server.rewards.worker": "reward", "rollout_server.environments.worker": "environment"}
+"""Roles of child processes by their command line; others are the engine's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +56,38 @@ class Parts:
     subscriber: type[Subscriber] = Subscriber
 
 
-async def run(config: Config, address: str, name: str, parts: Parts, reward_servers: Sequence[str] = ()) -> int:
+async def run(
+    config: Config,
+    address: str,
+    name: str,
+    parts: Parts,
+    reward_servers: Sequence[str] = (),
+    vitals: Vitals | None = None,
+) -> int:
     """Serve one run, of replay at this address; 0 when it ended well."""
     fingerprint = run_fingerprint(config)
     limits, keys = Limits(config.network.max_message_bytes), load_keys(config.network.keys)
     engine = parts.engine(config)
+    if vitals is not None:
+        vitals.device = partial(readings, config)
     dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
     try:
-        async with rewards_of(config, reward_servers, name) as rewards:
-            generator = parts.generator(config, engine, Task(config), rewards)
+        async with (
+            rewards_of(config, reward_servers, name) as rewards,
+            environments_of(
+                config.environment, key_variables(config.reward), temperature=config.rollout.temperature
+            ) as environments,
+        ):
+            make = parts.generator if environments is None else partial(EpisodeGenerator, environments=environments)
+            generator = make(config, engine, Task(config), rewards)
             server = RolloutServer(
-                config, generator, dealer, name=name, fingerprint=fingerprint, subscriber=parts.subscriber
+                config,
+                generator,
+                dealer,
+                name=name,
+                fingerprint=fingerprint,
+                subscriber=parts.subscriber,
+                vitals=vitals,
             )
             # The imported libraries are hundreds of thousands of objects that never die: without this, every full
             # collection walks over them and decoding stands still meanwhile.
@@ -76,9 +110,20 @@ async def run(config: Config, address: str, name: str, parts: Parts, reward_serv
         dealer.close()
 
 
+def readings(config: Config) -> Mapping[str, float]:
+    """What the GPUs of this server say; nothing on a CPU."""
+    import torch  # the engine has imported it
+
+    def used(one: int) -> int:
+        free, total = torch.cuda.mem_get_info(one)
+        return total - free  # by every process on it: SGLang's are others
+
+    return device.readings(torch.cuda, range(config.placement.tensor_parallel), used)
+
+
 def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     """Entry point."""
-    parser = Parser(prog="python -m rollout_server.main", description=__doc__)
+    parser = Parser(prog=program("rollout_server.main"), description=__doc__)
     add_arguments(parser)
     parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
     parser.add_argument(
@@ -98,9 +143,13 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     try:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(config, args.replay, args.server_name, parts or Parts(), args.reward))
-    except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError) as error:
+        hang.begin(args.server_name, config.run_dir, replay=args.replay, keys=config.network.keys)
+        with (
+            Vitals(config, args.server_name, "rollout", modules=CHILDREN, others="engine") as vitals,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            return runner.run(run(config, args.replay, args.server_name, parts or Parts(), args.reward, vitals))
+    except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError, EnvironmentFailed) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START
     except (ChannelError, EngineStartFailed) as error:
@@ -112,7 +161,9 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
 
 
 def _stop(name: str, error: BaseException) -> int:
-    log.error("%s stops: %s", name, error, exc_info=not isinstance(error, RuntimeError | ValueError))
+    known = isinstance(error, SlipstreamError)
+    said = error if known else Unexpected(f"{type(error).__name__}: {error}")
+    log.error("%s stops: %s", name, said, exc_info=not isinstance(error, RuntimeError | ValueError))
     return 2
 
 

@@ -5,10 +5,15 @@ import logging
 import os
 import socket
 import time
+from functools import partial
 
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import AsyncDealer, ChannelError, Message, WireError
+from replay.hang import expired
+from replay.lifeline import Cores
+from replay.trace import ClockProbe, Recorder
+from replay.vitals.watch import Vitals
 from rollout_server.engines.base import Engine, EngineError
 from rollout_server.follower import WeightFollower
 from rollout_server.generate import Generator
@@ -41,15 +46,27 @@ class RolloutServer:
         name: str,
         fingerprint: dict[str, str],
         subscriber: type[Subscriber] = Subscriber,
+        vitals: Vitals | None = None,
     ) -> None:
         self.config = config
+        self.vitals = vitals
         self.generator = generator
         self.engine: Engine = generator.engine
         self.dealer = dealer
         self.name = name
         self.fingerprint = fingerprint
+        lag = config.replay.async_lag
+        self.recorder = Recorder(config.run_dir, name, "rollout_server", config.tracking.versions(behind=1 + lag))
+        self.recorder.at(-1)
+        self._probe = ClockProbe()
         self.follower = WeightFollower(
-            config, self.engine, name, on_live=self._went_live, on_quarantine=self._went_dark, subscriber=subscriber
+            config,
+            self.engine,
+            name,
+            on_live=self._went_live,
+            on_quarantine=self._went_dark,
+            subscriber=subscriber,
+            recorder=self.recorder,
         )
         self.version: int | None = None
         """Version that is live and proven; None while no lease may be asked for."""
@@ -57,19 +74,20 @@ class RolloutServer:
         """Of the learner that made it."""
         self._hello_at: float | None = None
         """When Hello was sent last; None once a Welcome with the bus's address has come."""
-        self.leases = Leases(config, generator, dealer)
+        self.leases = Leases(config, generator, dealer, self.recorder)
         now = time.monotonic()
         self.activity, self.activity_since = "joining", now
-        self._busy_s, self._tokens, self._beat_at = 0.0, 0, now
+        self._busy_s, self._tokens, self._beat_at, self._cores = 0.0, 0, now, Cores()
 
     @property
     def capacity(self) -> int:
-        """Leases to hold: the engine's batch and a quarter, so that it never runs dry."""
-        return max(1, -(-5 * self.config.rollout.max_running // (4 * self.config.rollout.group_size)))
+        """Leases to hold."""
+        return self.config.lease_capacity
 
     async def join(self) -> None:
         """Send Hello, and what replay may have lost."""
         self.leases.begin_again()
+        self._probe.forget()
         self._hello_at = time.monotonic()
         await self.dealer.send(
             m.Hello(
@@ -95,9 +113,14 @@ class RolloutServer:
                 log.warning("a message of replay is refused: %s [corrupt]", error)
                 continue
             if envelope is None:
-                waited = f"{self.name!r} waited {limit:g} s for replay at {self.dealer.address}"
-                raise ChannelError(f"{waited}: nothing came", "silent")
-            return envelope.message
+                key = "network.silent_after_s" if self.dealer.run_id else "rollout.wait_for_servers_s"
+                what = partial(expired, "a message of replay", owed_by=("replay",), waited_s=limit, key=key)
+                waited = f"{self.name!r} waited {limit:g} s for replay at {self.dealer.address} ({key})"
+                raise ChannelError(f"{waited}: nothing came{await asyncio.to_thread(what)}", "silent")
+            if not isinstance(envelope.message, m.Status):
+                return envelope.message
+            if self._probe.answer(float(envelope.message.state.get("unix_s", 0.0)), time.time()):
+                self.recorder.clock(self._probe.ahead_s, self._probe.error_s)
 
     async def handle(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         """React to one message. Raises RunEnded on Goodbye, ChannelError when replay refuses this server."""
@@ -132,6 +155,7 @@ class RolloutServer:
 
     async def _went_live(self, version: int, incarnation: int) -> None:
         self.version, self.incarnation = version, incarnation
+        self.recorder.at(version)
         self.leases.served.append((incarnation, version))
         await self._ask(version, self.capacity)
 
@@ -158,6 +182,8 @@ class RolloutServer:
             else:
                 await self._ask(self.version, self.capacity)
             await self.leases.renew(now)
+            if self.recorder.on and self._probe.ask(time.time()):
+                await self.dealer.send(m.StatusRequest())
 
     async def _gauges(self) -> dict[str, float]:
         health = await self.engine.health()
@@ -168,15 +194,20 @@ class RolloutServer:
         if self.version is not None:
             serving = "generating" if health.running else "waiting for leases"
             self._now("evaluating" if self.leases.evaluating else serving)
-        return {
+        gauges = {
             "idle_ratio": min(1.0, max(0.0, 1.0 - busy / elapsed)),
             "tokens_per_s": tokens / elapsed,
             "running": float(health.running),
             "waiting": float(health.waiting),
             "memory_gb": health.memory_bytes / 1e9,
+            "cores": self._cores.take(),
             **health.detail,
             **self.follower.gauges,
         }
+        if self.vitals is None:
+            return gauges
+        self.vitals.show({f"rollout_server/{name}": value for name, value in gauges.items()})
+        return gauges | self.vitals.gauges()
 
     def _now(self, activity: str) -> None:
         if activity != self.activity:

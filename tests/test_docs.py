@@ -16,19 +16,24 @@ from pathlib import Path
 import pytest
 
 from configs.base import ConfigError
+from configs.command import COMMANDS as COMMANDS_BY_NAME
+from configs.command import available
 from configs.loading import add_arguments, from_arguments, leaf_keys, load
 from configs.schema import Config
 from learner import main as launcher
 from replay import messages as replay_messages
+from replay.vitals import page as metrics_page
+from replay.vitals.catalogue import catalogue
 from weight_bus import messages as bus_messages
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "replay", "rollout_server", "learner", "weight_bus")
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "howto").glob("*.md"))]
+FOLDERS = tuple(ROOT / "docs" / name for name in (".", "howto", "recipes", "reference"))
+PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted(folder.glob("*.md")))]
 GENERATED = {"configuration.md", "metrics.md"}
 MAPPINGS = ("rollout.sglang.", "network.env.")
 """Sections whose keys are those of SGLang and of processes."""
-RUNNERS = {"learner.main", "rollout_server.main", "replay.main"}
+RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "learner.doctor"}
 PASSED_ON = {"scripts/start_learner.sh": "learner.main", "scripts/start_rollout_nodes.sh": "rollout_server.main"}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -45,6 +50,13 @@ def prose(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_command_is_in_its_reference():
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    named = {name for row in rows for name in re.findall(r"`([a-z-]+)", row.split(" | ")[0])}
+    assert set(available()) <= named <= {*COMMANDS_BY_NAME} | {"slipstream"}
 
 
 def test_links_lead_somewhere():
@@ -80,7 +92,10 @@ def commands() -> Iterator[tuple[str, ...]]:
                     words.pop(0)
                 if words:
                     shown = words[2:] if words[:2] == ["python", "-m"] else words[1:]
-                    assert words[0] in ("python", "bash"), f"{words}: pages show `python -m` and `bash scripts/x.sh`"
+                    if words[0] == "slipstream":
+                        shown = [COMMANDS_BY_NAME[words[1]].module, *COMMANDS_BY_NAME[words[1]].first, *words[2:]]
+                    allowed = ("python", "bash", "slipstream")
+                    assert words[0] in allowed, f"{words}: pages show {', '.join(allowed)}"
                     yield tuple(shown)
 
 
@@ -208,7 +223,7 @@ def without_values(text: str) -> str:
 # ---- metrics --------------------------------------------------------------------------------------------
 
 PREFIXES = "critic actor response_length prompt_length timing_s perf training val-core val-aux rollout trainer buffer"
-PREFIXES += " weight_sync reward metrics guards checkpoint rollout_corr"
+PREFIXES += " weight_sync reward episode metrics guards checkpoint rollout_corr prompts replay vitals"
 NAME = re.compile(rf"({'|'.join(PREFIXES.split())})(/[^/\s*]+)+")
 
 
@@ -216,14 +231,18 @@ MEASURED = ("learner", "replay", "weight_bus")
 
 
 def test_docs_and_code_have_the_same_metric_names():
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    documented = [re.sub(r"<[^>]*>", "…", name) for name in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)]
-    assert len(documented) == len(set(documented)), "a name stands twice in docs/metrics.md"
+    listed = [metric for metric in catalogue() if metric.when != "at endpoints alone"]
+    documented = [re.sub(r"<[^>]*>", "…", metric.name) for metric in listed]
+    assert len(documented) == len(set(documented)), "a name stands twice in replay/vitals/catalogue.yaml"
     sources = [path.read_text(encoding="utf-8") for name in MEASURED for path in (ROOT / name).rglob("*.py")]
     spans = {f"timing_s/{name}" for source in sources for name in re.findall(r"\b_?span\(\"(\w+)\"", source)}
     in_code = spans | {name for name in texts_in_the_code(MEASURED) if NAME.fullmatch(name)} - {"timing_s/…"}
-    assert in_code - set(documented) == set(), "add these to docs/metrics.md"
-    assert set(documented) - in_code == set(), "no module writes these; remove them from docs/metrics.md"
+    assert in_code - set(documented) == set(), "add these to replay/vitals/catalogue.yaml"
+    assert set(documented) - in_code == set(), "no module writes these; remove them from catalogue.yaml"
+
+
+def test_the_reference_of_metrics_is_up_to_date():
+    assert metrics_page.main(["--check"]) == 0
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code():

@@ -44,6 +44,8 @@ class PublishReport:
     """By phase: gather (and pack) and encode (delta) on the caller's thread; queue, epoch, send, apply, total."""
     epoch: int
     num_bytes: int  # on the wire, to each subscriber
+    spans: tuple[tuple[str, float, float], ...] = ()
+    """When each phase began and ended, in monotonic seconds and order; a resend has phases of its own."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,6 +64,7 @@ class Offer:
     seconds: dict[str, float] = field(default_factory=dict)
     change: Change | None = None  # what leads here from the version before, where it is worth sending
     wire_bytes: int = 0  # of the last round, to each subscriber
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     report: PublishReport | None = None  # set once every member is settled
     sent_at: float = 0.0
@@ -75,6 +78,7 @@ class Offer:
         """Add the time since `since` to a phase; now."""
         now = time.monotonic()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - since
+        self.spans.append((phase, since, now))
         return now
 
 
@@ -146,8 +150,12 @@ class Board:
             earlier = f"{failed[member.name]}; " if member.name in failed else ""
             failed[member.name] = earlier + self._laggard(member, now)
         seconds = {**offer.seconds, "total": now - offer.started_at}
+        spans = list(offer.spans)
+        if "queue" in seconds:
+            spans.append(("queue", offer.posted_at, offer.posted_at + seconds["queue"]))
         if offer.sent_at:
             seconds["apply"] = now - offer.sent_at
+            spans.append(("apply", offer.sent_at, now))
         return PublishReport(
             version=offer.version,
             served=served,
@@ -156,6 +164,7 @@ class Board:
             seconds=seconds,
             epoch=self.membership.epoch,
             num_bytes=offer.wire_bytes or offer.manifest.num_bytes,
+            spans=tuple(sorted(spans, key=lambda span: span[1])),
         )
 
     def _laggard(self, member: Member, now: float) -> str:

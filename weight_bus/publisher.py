@@ -214,6 +214,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         try:
             self._packer.pack(named_tensors, offer.buffer, packed)
         finally:
+            offer.spans.append(("gather", offer.started_at, time.monotonic()))
             self._router.wake()
 
     def _spare_buffer(self, version: int) -> tuple[int, Offer | None]:

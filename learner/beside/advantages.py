@@ -1,8 +1,8 @@
 """Advantages that need forwards: a KL penalty in the reward, and a critic's values.
 
-Every rank computes the tokens of its own trajectories, in float64 on the host. What the whole batch decides, it decides
-from sums over trajectories that all ranks hold alike: a trajectory lies on one rank, so a sum over ranks adds zeros to
-its numbers, and they have the same bits on every rank and for every number of ranks.
+Every rank computes the tokens of its own samples, in float64 on the host. What the whole batch decides, it decides from
+sums over trajectories that all ranks hold alike: a trajectory of one sample lies on one rank, so a sum over ranks adds
+zeros to its numbers, and they have the same bits on every rank and for every number of ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -86,7 +86,8 @@ def over_trajectories(
     for column, parts in zip(sums, columns.values(), strict=True):
         for row, part in zip(rows, parts, strict=True):
             if len(row.lengths):
-                column[row.trajectories.numpy()] = np.add.reduceat(part, offsets(row.lengths.tolist())[:-1])
+                sums_of_samples = np.add.reduceat(part, offsets(row.lengths.tolist())[:-1])
+                np.add.at(column, row.trajectories.numpy(), sums_of_samples)
     shared = torch.from_numpy(sums).to(policy.device)
     dist.all_reduce(shared, group=policy.group)
     return dict(zip(columns, shared.cpu().numpy(), strict=True))

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from configs.base import ConfigError
+from configs.errors import Contradiction, InputMissing
 from configs.schema import Config
 from replay.fingerprint import ARCHITECTURE_KEYS, read_json
 
@@ -22,17 +22,17 @@ def check_folders(config: Config) -> None:
         if path is None:
             continue
         if not Path(path).is_dir() or not any(Path(path).glob("*.safetensors")):
-            raise ConfigError(f"{key}: {path!r} is no folder with config.json and safetensors; give one, or none")
+            raise InputMissing(f"{key}: {path!r} is no folder with config.json and safetensors; give one, or none")
         own = read_json(Path(path) / "config.json")
         if own.get("vocab_size") != policy.get("vocab_size"):
-            raise ConfigError(
+            raise Contradiction(
                 f"{key}: {path!r} has a vocabulary of {own.get('vocab_size')} tokens, model.path one of"
                 f" {policy.get('vocab_size')}; take a model with the same tokenizer"
             )
         different = [name for name in ARCHITECTURE_KEYS if own.get(name) != policy.get(name)]
         if different and key == "algorithm.reference_path" and algorithm.reference_refresh_steps:
             name = different[0]
-            raise ConfigError(
+            raise Contradiction(
                 f"algorithm.reference_refresh_steps: {algorithm.reference_refresh_steps}, but {path!r} has {name}"
                 f" {own.get(name)!r} and model.path {policy.get(name)!r}; take 0 steps, or a reference of the policy's"
                 " architecture"

@@ -18,6 +18,7 @@ sampling and data order are seeded per lease), so no generator state is kept.
 
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent import futures
@@ -43,13 +44,23 @@ from learner.checkpoints.adapter import describe_base, problem_with_base, write_
 from learner.checkpoints.agreement import exchange, together
 from learner.checkpoints.export import write_hf_folder
 from learner.checkpoints.folders import CheckpointError as CheckpointError
-from learner.checkpoints.folders import incomplete, latest_complete, mark_complete, step_of, weights_only, write_json
+from learner.checkpoints.folders import (
+    bytes_in,
+    incomplete,
+    latest_complete,
+    mark_complete,
+    step_of,
+    weights_only,
+    write_json,
+)
 from learner.checkpoints.parts import HostMemory, Part, Tensors, check_layout, describe, tensors_of
 from learner.checkpoints.retention import Best, clear, delete, prune
 from learner.optimizer import Optimizer
 from learner.policy import lora
 from learner.policy.model import Policy
-from learner.policy.sharding import Shard
+from learner.policy.sharding import DTYPES, Shard
+from replay.hang import expired
+from replay.progress import Progress
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
@@ -215,9 +226,11 @@ class Checkpointer:
         error = writing.future.exception() if writing.future.done() else None
         for rank, text in enumerate(said):
             if text == LATE:
+                key = "checkpoint.deadline_s"
+                report = expired(str(folder), owed_by=(f"learner-{rank}",), waited_s=deadline_s, key=key)
                 raise CheckpointError(
-                    f"checkpoint {folder}: rank {rank} has not written it within {deadline_s:g} s"
-                    " (checkpoint.deadline_s); is the disk of run.dir slow, or gone? [slow]"
+                    f"checkpoint {folder}: rank {rank} has not written it within {deadline_s:g} s ({key}); is the disk"
+                    f" of run.dir slow, or gone?{report} [slow]"
                 )
             if text.startswith(FAILED):
                 if isinstance(error, CheckpointError):
@@ -234,6 +247,15 @@ class Checkpointer:
 
     def _write(self, content: _Content) -> _Written:
         """On a thread of its own, with groups of its own: nothing here may touch what training uses."""
+        folder = content.folder
+        total = sum(math.prod(shard.shape) for _, shard in content.tensors.keyed()) * torch.float32.itemsize
+        exported = DTYPES[self._settings.hf_dtype].itemsize
+        total += sum(math.prod(shard.shape) for shard in [*content.tensors.weights, *content.frozen]) * exported
+        what = f"writing checkpoint {folder.name}"
+        with Progress(what, total=total / 1e9, unit="GB", measure=lambda: bytes_in(folder) / 1e9):
+            return self._write_all(content)
+
+    def _write_all(self, content: _Content) -> _Written:
         policy, group, folder, weights = self._policy, self._group, content.folder, content.tensors.weights
         own = describe(content.tensors, group, policy.frozen_digests)
         if content.digest not in ("", own["parameter_digest"]):
@@ -301,7 +323,7 @@ class Checkpointer:
                 raise CheckpointError(f"checkpoint {folder} {problem}")
             check_layout(folder, state["layout"], self._policy)
         tensors = tensors_of(self._part)
-        with together(self._group, folder, "loaded"):
+        with together(self._group, folder, "loaded"), Progress(f"loading checkpoint {folder.name}"):
             try:
                 dcp_load(self._for_dcp(tensors), checkpoint_id=folder / "dcp", process_group=self._group)
             except CheckpointException as error:

@@ -12,13 +12,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from learner.checkpoints.folders import sync_file, write_json
+from learner.policy.pretrained import has_tower
 from learner.policy.sharding import DTYPES, Shard, gather_pieces
+from replay.progress import Progress
+from weight_bus.vision import read_tower
 
 Layout = Sequence[tuple[str, str, tuple[int, ...]]]
 """(name, dtype, shape) of each tensor."""
 
 FILE_BYTES = 1_000_000_000
 """A safetensors file holds at most this much, or a single larger tensor; also the memory that a rank needs for it."""
+
+TOWER_FILE = "model-vision.safetensors"
+"""A vision tower, which is not trained."""
 
 COPIED = (
     "generation_config.json",
@@ -31,6 +37,9 @@ COPIED = (
     "merges.txt",
     "chat_template.jinja",
     "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
 """What is taken over from the source folder unchanged, where it is there."""
 
@@ -54,17 +63,20 @@ def write_hf_folder(
         OSError: this rank could not write. It goes on gathering before it raises, so no other rank is left alone.
     """
     layout = [(shard.name, dtype, shard.shape) for shard in shards]
-    files, by_name = plan_files(layout), {shard.name: shard for shard in shards}
+    files = plan_files(layout, with_tower=has_tower(source_folder))
+    by_name = {shard.name: shard for shard in shards}
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     names = list(files)
     errors: list[OSError] = []
-    for first in range(0, len(names), world_size):
-        held: dict[str, torch.Tensor] = {}
-        for owner, name in enumerate(names[first : first + world_size]):
-            pieces = gather_pieces([by_name[tensor] for tensor in files[name]], DTYPES[dtype], group, only=owner)
-            held |= {tensor: each.whole().cpu() for tensor, each in pieces if owner == rank}
-        if held and not errors:
-            errors += _write_tensors(held, target / names[first + rank])
+    with Progress(f"exporting {target}", total=len(names), unit="files") as progress:
+        for first in range(0, len(names), world_size):
+            held: dict[str, torch.Tensor] = {}
+            for owner, name in enumerate(names[first : first + world_size]):
+                pieces = gather_pieces([by_name[tensor] for tensor in files[name]], DTYPES[dtype], group, only=owner)
+                held |= {tensor: each.whole().cpu() for tensor, each in pieces if owner == rank}
+            if held and not errors:
+                errors += _write_tensors(held, target / names[first + rank])
+            progress.add(min(world_size, len(names) - first))
     if errors:
         raise errors[0]
     if rank == 0:
@@ -74,10 +86,16 @@ def write_hf_folder(
 def _write_the_rest(
     layout: Layout, files: Mapping[str, list[str]], source_folder: Path, target: Path, dtype: str
 ) -> None:
-    """All but the weights: the index of several files, config.json, tokenizer."""
-    if len(files) > 1:
-        weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
-        total = sum(math.prod(shape) for _, _, shape in layout) * DTYPES[dtype].itemsize
+    """All but the trained weights: a frozen vision tower, the index of several files, config.json, tokenizer."""
+    weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
+    total = sum(math.prod(shape) for _, _, shape in layout) * DTYPES[dtype].itemsize
+    if has_tower(source_folder):
+        tower = dict(read_tower(source_folder))  # as it was stored: both ends hash these bytes
+        if errors := _write_tensors(tower, target / TOWER_FILE):
+            raise errors[0]
+        weight_map |= dict.fromkeys(tower, TOWER_FILE)
+        total += sum(tensor.nbytes for tensor in tower.values())
+    if len(set(weight_map.values())) > 1:
         write_json(
             target / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map}
         )
@@ -104,8 +122,8 @@ def _write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> list[OSError
     return []
 
 
-def plan_files(layout: Layout) -> dict[str, list[str]]:
-    """Which tensors go into which file, in order.
+def plan_files(layout: Layout, *, with_tower: bool = False) -> dict[str, list[str]]:
+    """Which tensors go into which file, in order; beside TOWER_FILE none has the name of a file that is alone.
 
     Example: {"model.safetensors": [...]} or {"model-00001-of-00002.safetensors": [...], ...}.
     """
@@ -118,6 +136,6 @@ def plan_files(layout: Layout) -> dict[str, list[str]]:
             size = 0
         groups[-1].append(name)
         size += num_bytes
-    if len(groups) == 1:
+    if len(groups) == 1 and not with_tower:
         return {"model.safetensors": groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}

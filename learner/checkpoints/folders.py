@@ -3,14 +3,23 @@
 import json
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from configs.errors import SlipstreamError
 
 MARK = "COMPLETE"
 """File that is written last: names and sizes of all others, and whether weights alone are left."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-CKPT-01",
+    cause="A checkpoint could not be written within checkpoint.deadline_s, or cannot be loaded.",
+    mend="Look at space and speed of the disk of run.dir; name another checkpoint where one is broken.",
+):
     """A checkpoint could not be written or loaded; names the folder and the cause."""
 
 
@@ -48,6 +57,15 @@ def weights_only(folder: Path) -> bool:
 def resumable(folder: Path) -> bool:
     """Whether a run can go on from it."""
     return not incomplete(folder) and not weights_only(folder)
+
+
+def bytes_in(folder: Path) -> int:
+    """Bytes of all files in a folder that is being written."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):  # it has got its name meanwhile
+            total += path.stat().st_size if path.is_file() else 0
+    return total
 
 
 def mark_complete(folder: Path) -> int:

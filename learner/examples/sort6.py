@@ -17,16 +17,17 @@ give the same weights and prompts, bit by bit, on the same kind of processor; a 
 
 import argparse
 import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from learner.examples.folder import MakeError, make_folder, report_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,10 +50,6 @@ SFT_LR = 3e-3
 SFT_WARMUP_STEPS = 20
 COPY_SHARE = 0.5
 """Share of demonstrations that copy the input instead of sorting it."""
-
-
-class MakeError(RuntimeError):
-    """The folder cannot be made; the message names the flag and the way out."""
 
 
 def split_prompts(seed: int, train: int, evaluation: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -195,18 +192,6 @@ def fill(folder: Path, arguments: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def complete(folder: Path, arguments: dict[str, int]) -> dict[str, Any] | None:
-    """What made.json reports if `folder` was made with these arguments and every file has its size, else None."""
-    try:
-        made = json.loads((folder / "made.json").read_text(encoding="utf-8"))
-        if made["arguments"] != arguments:
-            return None
-        whole = all((folder / name).stat().st_size == size for name, size in made["files"].items())
-        return dict(made["report"]) if whole and made["files"] else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
 def make(
     out: Path, *, seed: int = 0, train_prompts: int = 20000, eval_prompts: int = 512
 ) -> tuple[dict[str, Any], bool]:
@@ -216,37 +201,7 @@ def make(
         MakeError: `out` exists and is not a folder of this script, or the numbers of prompts make no sense.
     """
     arguments = {"format": FORMAT, "seed": seed, "train_prompts": train_prompts, "eval_prompts": eval_prompts}
-    if report := complete(out, arguments):
-        return report, False
-    if out.exists() and not (out.is_dir() and ((out / "made.json").is_file() or not any(out.iterdir()))):
-        raise MakeError(f"--out {out}: exists and was not made by this script; remove it or take another folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out.parent / f".{out.name}.{os.getpid()}.new"
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir()
-    try:
-        report = fill(beside, arguments)
-        files = {str(p.relative_to(beside)): p.stat().st_size for p in sorted(beside.rglob("*")) if p.is_file()}
-        made = {"arguments": arguments, "report": report, "files": files}
-        (beside / "made.json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-        move_into_place(beside, out)
-    except OSError as error:
-        # another process that makes the same folder may have been faster, and then its result is as good
-        report = complete(out, arguments)
-        if report is None:
-            raise MakeError(f"--out {out}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(beside, ignore_errors=True)
-    return report, True
-
-
-def move_into_place(new: Path, out: Path) -> None:
-    """Rename `new` to `out`; an older `out` is moved aside first and then removed."""
-    aside = new.with_suffix(".old")
-    if out.exists():
-        out.rename(aside)
-    new.rename(out)
-    shutil.rmtree(aside, ignore_errors=True)
+    return make_folder(out, arguments, lambda folder: fill(folder, arguments))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -258,15 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.seed < 0:
         parser.error(f"--seed {args.seed}: must not be negative")
-    try:
-        report, fresh = make(args.out, seed=args.seed, train_prompts=args.train_prompts, eval_prompts=args.eval_prompts)
-    except MakeError as error:
-        sys.stderr.write(f"sort6: {error}\n")
-        return 2
-    if not fresh:
-        sys.stdout.write(f"{args.out} is complete and was made with the same arguments; nothing to do\n")
-    sys.stdout.write(json.dumps({"model": str(args.out / "model"), **report}) + "\n")
-    return 0
+    made = partial(make, args.out, seed=args.seed, train_prompts=args.train_prompts, eval_prompts=args.eval_prompts)
+    return report_of("sort6", args.out, {"model": str(args.out / "model")}, made)
 
 
 if __name__ == "__main__":

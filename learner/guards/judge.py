@@ -11,6 +11,7 @@ from typing import Any
 
 from configs.limits import GUARDS, Action, Rule
 from configs.schema import Config
+from learner.guards.errors import BY_GUARD, SilentlyWrong
 from learner.guards.signals import MADE_HERE, NAMES, Memory, Signals
 from learner.step import StepSums
 from replay.messages import Batch
@@ -39,10 +40,6 @@ REMEDIES = {
 }
 
 
-class SilentlyWrong(RuntimeError):
-    """Training has no effect, or the wrong one; names the symptom and the remedy."""
-
-
 @dataclass(frozen=True, slots=True)
 class Alarm:
     """A rule that was broken for long enough."""
@@ -52,6 +49,10 @@ class Alarm:
     first_step: int
     """Since when it has been broken."""
     text: str
+
+    def error(self) -> SilentlyWrong:
+        """Of an alarm that stops the run."""
+        return BY_GUARD.get(self.guard, SilentlyWrong)(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,8 @@ class Guards:
         self.fired: Counter[str] = Counter()
         self.skipped = 0
         """Updates in a row."""
+        self.unchanged = 0
+        """Applied updates in a row that left every weight as it was."""
         self.async_lag = config.replay.async_lag
         self.lowered_at = 0
         """Step that lowered the lag last."""
@@ -117,6 +120,20 @@ class Guards:
         values |= {NAMES[guard]: found for guard in MADE_HERE if (found := signals[guard]) is not None}
         return Verdict(tuple(alarms), values, lowered)
 
+    def weigh(self, step: int, *, was_applied: bool, has_changed: bool, lr: float) -> Alarm | None:
+        """Look at the weights of a step whose update had a gradient; an alarm stops the run."""
+        if was_applied:
+            self.unchanged = 0 if has_changed else self.unchanged + 1
+        limit = self.config.limits.zero_gradient_steps
+        if not limit or self.unchanged < limit:
+            return None
+        text = (
+            f"step {step}: for {self.unchanged} steps in a row (limits.zero_gradient_steps) updates were applied and no"
+            f" weight has changed (actor/lr {lr:g}), so nothing is learned; raise learner.lr, which is"
+            f" {self.config.learner.lr:g}"
+        )
+        return Alarm("unchanged", "stop", step - self.unchanged + 1, text)
+
     def _alarms(self, step: int, guard: str, signals: Signals) -> list[Alarm]:
         value, alarms = signals.get(guard), list[Alarm]()
         if value is None:
@@ -136,7 +153,7 @@ class Guards:
         config = self.config
         meanings = {
             "flat_reward_steps": "every group's rewards are equal, so there is nothing to learn; look at the reward"
-            f" function {config.reward.function!r} and at the answers in the run folder",
+            f" function {config.reward.shown!r} and at the answers in the run folder",
             "zero_gradient_steps": "the gradient is exactly zero although advantages are not; is every token clipped or"
             " masked?",
             "nonfinite_steps": "loss or gradient is not finite; lower learner.lr or look at the rewards",
@@ -165,6 +182,7 @@ class Guards:
             "broken": {place: list(since) for place, since in self.broken.items()},
             "fired": dict(self.fired),
             "skipped": self.skipped,
+            "unchanged": self.unchanged,
             "async_lag": [self.async_lag, self.config.replay.async_lag],
             "lowered_at": self.lowered_at,
         }
@@ -175,6 +193,7 @@ class Guards:
         self.broken = {place: (count, first) for place, (count, first) in state["broken"].items()}
         self.fired = Counter(state["fired"])
         self.skipped, self.lowered_at = state["skipped"], state["lowered_at"]
+        self.unchanged = state.get("unchanged", 0)  # checkpoints of earlier versions have none
         lowered, configured = state["async_lag"]
         if configured == self.config.replay.async_lag:
             self.async_lag = lowered

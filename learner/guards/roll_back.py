@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from configs.errors import SlipstreamError
 from learner.checkpoints.folders import MARK, numbered, resumable, step_of, sync_file, write_json
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,14 @@ FILE = "roll_back.json"
 ASIDE = "rolled_back"
 
 
-class RollBack(RuntimeError):
+class RollBack(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-GUARD-07",
+    cause="A rule of the limits section with the action `roll_back` was broken; the run goes on from an earlier"
+    " checkpoint.",
+    mend="Nothing is to be done at once; where it happens again, look at what the rule measures.",
+):
     """The run goes on from an earlier checkpoint: this incarnation of the learner ends."""
 
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from configs.command import program
+from configs.errors import BadOption
 from configs.loading import ConfigError, Parser, add_arguments, dump, from_arguments, overrides_of, parse
 from configs.plan import Machine, Plan, Process, Role, assign, table
 from configs.schema import Config
@@ -60,7 +62,7 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
-        prog="python -m learner.launch",
+        prog=program("learner.launch"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -89,14 +91,14 @@ def _configuration(args: argparse.Namespace, port: str) -> Config:
     if args.resume is None:
         config = from_arguments(args)
         if config.placement.device == "auto" and config.placement.rollout is None:
-            raise ConfigError(
+            raise BadOption(
                 "placement.device: 'auto' with placement.split would take the device of this machine for that of the"
                 " run's; give --set placement.device=cuda, or cpu"
             )
     elif args.hosts is not None:
         config = earlier_run.resumed(Path(args.resume), overrides_of(args))
     else:
-        raise ConfigError(
+        raise BadOption(
             "--resume: only with --hosts, or on the first learner node with `python -m learner.main --resume`; the"
             " files for Slurm and Kubernetes always begin a new run"
         )

@@ -14,8 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.errors import CODE, coded
+from replay.hang import expired
+
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^\w*(Error|Exception|Interrupt)\b|error:", re.IGNORECASE)
 TAIL_BYTES = 64 * 1024
+LONGEST = 600
+"""Characters of a log line that are quoted."""
 
 
 @dataclass(slots=True)
@@ -141,6 +146,13 @@ def wait_for_line(
         time.sleep(0.02)
 
 
+def late(child: Child, waited_s: float) -> str:
+    """`; hang report: FILE` of a child that still runs where it should have answered or left; else nothing."""
+    if child.exit_code() is not None:
+        return ""
+    return expired(f"{child.name} (pid {child.pid})", owed_by=(child.name,), waited_s=waited_s, key="a fixed deadline")
+
+
 def last_error(log_path: Path, offset: int = 0) -> str:
     """The last error line since the last start, without its timestamp, or an empty string."""
     lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in _end_of(log_path, offset).splitlines()]
@@ -159,10 +171,12 @@ def killed_rank(log_path: Path, offset: int, places: Sequence[tuple[str, int]] =
     """What torchrun's log says of a rank that a signal ended; empty when none was.
 
     Its root cause is the rank that it saw end first. That may be one that failed because another was killed; and the
-    rest is ended by torchrun itself, with SIGTERM. `places` are roles and numbers of its ranks, as logs have them.
+    rest is ended by torchrun itself, with SIGTERM, and with SIGKILL what does not leave. `places` are roles and numbers
+    of its ranks, as logs have them.
     """
     entries = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)", _end_of(log_path, offset))
-    killed = [entry for entry in entries if int(entry[1]) != signal.SIGTERM]
+    forced = re.findall(r"Unable to shutdown process (\d+) via", _end_of(log_path, offset))
+    killed = [entry for entry in entries if int(entry[1]) != signal.SIGTERM and entry[2] not in forced]
     if not killed:
         return ""
     rank, code, pid = killed[-1]  # the root cause stands at the end
@@ -171,8 +185,10 @@ def killed_rank(log_path: Path, offset: int, places: Sequence[tuple[str, int]] =
 
 
 def without_time(line: str) -> str:
-    """A log line without the time that it begins with."""
-    return re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", "", line)[:600]
+    """A log line without the time that it begins with, cut to a length that keeps its code."""
+    text = re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", "", line)
+    found = CODE.findall(text)
+    return text if len(text) <= LONGEST else coded(text[:LONGEST], found[0] if found else "")
 
 
 def _end_of(path: Path, offset: int) -> str:

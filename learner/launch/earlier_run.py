@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from configs.base import ConfigError
+from configs.errors import BadRunFolder
 from configs.loading import leaf_keys, load, read_yaml
 from configs.schema import Config
 from learner import ledger
@@ -42,7 +42,7 @@ def resumed(run_dir: Path, overrides: list[str]) -> Config:
     lines, wanted = ledger.read(run_dir), config.learner.total_steps
     done = int(lines[-1]["step"]) if lines else 0
     if wanted < done:
-        raise ConfigError(
+        raise BadRunFolder(
             f"--resume: {run_dir} has made {done} steps, learner.total_steps is {wanted}; give at least {done} with"
             " --steps, or leave it out"
         )
@@ -74,7 +74,7 @@ def log_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
 def _check_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]], config: Config) -> None:
     for key in FIXED:
         if key in changed:
-            raise ConfigError(
+            raise BadRunFolder(
                 f"--resume: {key}: {run_dir} was begun with {changed[key][0]!r}, and its journal depends on it; leave"
                 f" --set {key} out, or start a new run"
             )
@@ -91,7 +91,7 @@ def _check_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]], config
         return  # it was moved; the checkpoint has the shapes, and rollout servers and learner compare the rest
     now = model_fingerprint(model.path, model.chat_template)
     if different := [name for name in before if before[name] != now[name]]:
-        raise ConfigError(
+        raise BadRunFolder(
             f"--resume: model.path: {model.path} has another {different[0]} than {path}, with which {run_dir} was"
             " begun; leave --model out, or start a new run from a checkpoint's weights with --model"
         )
@@ -115,7 +115,7 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
     path, folder = _config_file("--replay", run_dir), run_dir.resolve()
     steps = _last_step(run_dir)
     if steps == 0:
-        raise ConfigError(f"--replay: {run_dir}/journal holds no step; name the folder of a run that has trained")
+        raise BadRunFolder(f"--replay: {run_dir}/journal holds no step; name the folder of a run that has trained")
     fixed = {
         "run.name": f"{folder.name}-replay",
         "run.dir": folder.parent,
@@ -132,7 +132,7 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
 def _config_file(option: str, run_dir: Path) -> Path:
     path = run_dir / "config.yaml"
     if not path.is_file():
-        raise ConfigError(f"{option}: {path} is missing; name the folder of a run, such as runs/quickstart")
+        raise BadRunFolder(f"{option}: {path} is missing; name the folder of a run, such as runs/quickstart")
     return path
 
 

@@ -22,10 +22,11 @@ from configs.plan import Machine, Plan, assign
 from configs.schema import Config
 from learner.checkpoints.folders import latest_complete
 from learner.launch import children
+from learner.launch.announcements import Announcements
 from learner.launch.children import Child, Tail
 from learner.launch.machine import this_machine
 from learner.launch.reward_servers import RewardServers
-from learner.launch.servers import GOOD_RUN_S, LocalServers, Restarts, RunFailed
+from learner.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
 from learner.report.live_view import LiveView
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, WireError, load_keys
@@ -37,8 +38,9 @@ POLL_S = 0.1
 STATUS_S = 0.5
 REPLAY_START_S = 60.0
 OVER_S = 1.0
-GUARD_LINE = re.compile(r" WARNING (guard: .*)")
-"""In the log of learner rank 0."""
+STOP_LINE = re.compile(r" ERROR (\w+ rank \d+ (?:stops|breaks off): .*)")
+LEAVES_S = 3.0
+"""The ranks have this long to leave after one of them; torchrun itself waits for 30 s."""
 CANNOT_GO_ON = 2
 """Exit code of a replay that refuses its configuration, data or journal: another start would as well."""
 FAREWELL_S = 20.0
@@ -71,10 +73,13 @@ class Launcher:
     _replay_restarts: Restarts = field(init=False)
     _learner_restarts: Restarts = field(init=False)
     _metrics: Tail = field(init=False)
-    _guards: Tail = field(init=False)
+    _announcements: Announcements = field(init=False)
     _started_at: float = field(default_factory=time.time)
     _status: dict[str, Any] | None = None
     _status_asked: float = 0.0
+    _rank_tails: list[Tail] = field(default_factory=list)
+    _ending: tuple[float, str] | None = None
+    """When the first rank logged why it ends, and that line; None once it was shown."""
     _rank_logs: dict[Path, int] = field(default_factory=dict)
     """Where the present learner's part of each rank's log begins."""
 
@@ -115,7 +120,7 @@ class Launcher:
         if not (self.run_dir / "config.yaml").exists():  # `python -m learner.main` has written it to claim the folder
             (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         self._metrics = Tail(self.run_dir / "metrics.jsonl")
-        self._guards = Tail.from_end(self.run_dir / "logs" / "learner-0.log")
+        self._announcements = Announcements(self.run_dir / "logs")
         self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
         parent = ("--parent", str(os.getpid()))
         plan, local = self.plan(), self.config.placement.local_rollouts
@@ -161,6 +166,9 @@ class Launcher:
         leaving = [child for child in self.processes.values() if child not in self.rewards.children]
         while time.monotonic() < deadline and any(child.exit_code() is None for child in leaving):
             time.sleep(POLL_S)
+        for child in leaving:
+            if said := children.late(child, FAREWELL_S):
+                self.view.event(f"{child.name} (pid {child.pid}) has not left after the last step{said} [slow]")
 
     def stop(self) -> None:
         """End everything that is left, by pid."""
@@ -237,10 +245,10 @@ class Launcher:
         self.replay = self._start("replay", [*process.command, *own], process.environment)
         # It reads its data and journal first; the learner waits as long for a batch.
         limit = max(REPLAY_START_S, self.config.learner.batch_deadline_s)
-        pattern, progress = r"^replay ready at (\S+)$", r" INFO (reading .*: [\d,]+ rows.*)$"
+        pattern, progress = r"^replay ready at (\S+)$", r" INFO progress: (.*)$"
         ready = children.wait_for_line(self.replay, pattern, limit, progress=progress, show=self.view.event)
         if ready is None:
-            raise RunFailed(f"replay did not start: {self.replay.how_it_ended()}")
+            raise DidNotStart(f"replay did not start: {self.replay.how_it_ended()}{children.late(self.replay, limit)}")
         return ready[1]
 
     def _start_learner(self) -> None:
@@ -249,6 +257,7 @@ class Launcher:
         (process,) = self.plan().of(self.node, "learner")
         logs = [self.run_dir / "logs" / f"{role}-{number}.log" for role, number in self.config.training_ranks]
         self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
+        self._rank_tails, self._ending = [Tail.from_end(path) for path in logs], None
         environment = {**process.environment, PARENT: str(os.getpid())}
         self.learner = self._start("learner", list(process.command), environment)
 
@@ -265,10 +274,21 @@ class Launcher:
         """Ask replay how the run stands, and show it with the newest metrics."""
         self._ask_status(dealer)
         rows = [json.loads(line) for line in self._metrics.new_lines()]
-        for line in self._guards.new_lines():
-            if (found := GUARD_LINE.search(line)) is not None:
-                self.view.event(found[1])
+        for line in self._announcements.new():
+            self.view.event(line)
+        self._look_for_an_end()
         self.view.update(self._status, [row for row in rows if row["time"] >= self._started_at])
+
+    def _look_for_an_end(self) -> None:
+        """Show why a rank has ended as soon as another one does not leave, which torchrun waits for."""
+        found = [
+            match[1] for tail in self._rank_tails for line in tail.new_lines() if (match := STOP_LINE.search(line))
+        ]
+        if found:
+            self._ending = self._ending or (time.monotonic(), found[0])
+        if self._ending is not None and time.monotonic() - self._ending[0] > LEAVES_S:
+            self.view.event(f"{self._ending[1]}; another rank does not leave, and is ended by force")
+            self._ending = None
 
     def _ask_status(self, dealer: Dealer, every_s: float = STATUS_S) -> None:
         try:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from configs.base import ConfigError
+from configs.errors import NoRoom
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from configs.plan import Machine
 from configs.schema import Config
@@ -20,12 +20,12 @@ def this_machine(config: Config, environment: Mapping[str, str] = os.environ) ->
         return Machine(address, gpus=0)
     gpus, built, visible = count_gpus(), torch_has_cuda(), visible_devices(environment)
     if device == "cuda" and not gpus:
-        raise ConfigError(
+        raise NoRoom(
             "placement.device: 'cuda', but this machine shows no GPU (nvidia-smi, /proc/driver/nvidia, /dev/nvidia*);"
             " take 'cpu' or 'auto'"
         )
     if device == "cuda" and not built:
-        raise ConfigError(
+        raise NoRoom(
             "placement.device: 'cuda', but the installed torch is built without CUDA; install a CUDA build, or take"
             " 'cpu'"
         )

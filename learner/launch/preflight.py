@@ -2,33 +2,46 @@
 
 import importlib.util
 import os
-import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from configs.base import ConfigError
+from configs.errors import BadValue, Contradiction, InputMissing, NoRoom, PackageMissing
 from configs.evaluation import PromptSet
 from configs.loading import QUICKSTART, dump, find
 from configs.schema import Config
 from learner.beside.folders import check_folders
 from learner.checkpoints.folders import MARK, incomplete
+from learner.launch.picture_check import problem_with_pictures
+from learner.launch.ports import problem_with_port
 from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_folder import check_reward_model
-from learner.launch.reward_source import problem_with_loss, problem_with_reward
+from learner.launch.reward_source import (
+    problem_with_agent,
+    problem_with_environment,
+    problem_with_loss,
+    problem_with_reward,
+    problem_with_tools,
+)
 from learner.launch.terminal import say
 from learner.launch.weight_files import check_safetensors
 from learner.policy.divisibility import problem_with
 from replay.channel import load_keys
 from replay.fingerprint import model_fingerprint, read_json
+from replay.pictures import decoder_of
 from replay.prompts import DataError
 
 
 def input_is_missing(config: Config, source: str) -> bool:
     """Whether `source` is the quick start's preset and its input is not there, so that it can be made."""
+    if find(source) != find(QUICKSTART) or not isinstance(config.data.train, str):
+        return False
     model, data = Path(config.model.path), Path(config.data.train)
-    if find(source) != find(QUICKSTART) or data.parent != model.parent:
+    if data.parent != model.parent:
         return False
     return not ((model / "config.json").exists() and data.exists())
 
@@ -48,30 +61,51 @@ def make_input(config: Config, source: str) -> bool:
     command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(folder), "--seed", str(config.run.seed)]
     made = subprocess.run(command, capture_output=True, text=True, check=False)
     if made.returncode != 0:
-        raise ConfigError(f"python -m learner.examples.sort6 failed: {made.stderr.strip()[-500:]}")
+        raise InputMissing(f"python -m learner.examples.sort6 failed: {made.stderr.strip()[-500:]}")
     return True
 
 
-def check_files(config: Config, *, has_input: bool = True) -> None:
-    """Model folder, data files, rewards, loss, trackers, keys, run folder and port; raises as `check_input` does.
+def checks(config: Config, *, has_input: bool = True) -> Iterator[tuple[str, Callable[[], None]]]:
+    """By name all that a start looks at; each raises as `check_input` does.
 
     The dry run of a quick start that is yet to make its model and data has no input.
     """
     if has_input:
-        check_input(config)
-    # elsewhere, the file may lie on the rollout nodes alone
-    if config.placement.local_rollouts:
-        if (problem := problem_with_reward(config.reward.function)) is not None:
-            raise ConfigError(f"reward.function: {config.reward.function!r}: {problem}")
-        check_reward_model(config, has_data=has_input)
+        yield "model and data", partial(check_input, config)
+    if config.placement.local_rollouts:  # elsewhere, the file may lie on the rollout nodes alone
+        yield "reward", partial(check_reward, config, has_data=has_input)
+    yield "loss and bus", partial(check_loss, config)
+    yield "trackers", partial(check_trackers, config)
+    yield "keys", partial(check_keys, config)
+    yield "run folder", partial(check_run_dir, config)
+    yield "port", partial(check_port, config)
+
+
+def check_files(config: Config, *, has_input: bool = True) -> None:
+    """Model folder, data files, rewards, loss, trackers, keys, run folder and port; raises as `check_input` does."""
+    for _, check in checks(config, has_input=has_input):
+        check()
+
+
+def check_reward(config: Config, *, has_data: bool) -> None:
+    """Raises ConfigError: reward, environment, tools or reward model cannot be loaded."""
+    if (problem := problem_with_reward(config.reward)) is not None:
+        raise InputMissing(f"reward.function: {problem}")
+    if (problem := problem_with_environment(config.environment.function)) is not None:
+        raise InputMissing(f"environment.function: {config.environment.function!r}: {problem}")
+    if (problem := problem_with_tools(config.environment)) is not None:
+        raise InputMissing(f"environment.options.tools: {problem}")
+    if config.environment.function == "agent" and (problem := problem_with_agent(config.environment.options)):
+        raise InputMissing(f"environment.options: {problem}")
+    check_reward_model(config, has_data=has_data)
+
+
+def check_loss(config: Config) -> None:
+    """Raises ConfigError: the loss cannot be loaded, or the bus has no GPUs for NCCL."""
     if (problem := problem_with_loss(config.algorithm.loss)) is not None:
-        raise ConfigError(f"algorithm.loss: {config.algorithm.loss!r}: {problem}")
+        raise InputMissing(f"algorithm.loss: {config.algorithm.loss!r}: {problem}")
     if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
-        raise ConfigError("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
-    check_trackers(config)
-    check_keys(config)
-    check_run_dir(config)
-    check_port(config)
+        raise Contradiction("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
 
 
 def check_input(config: Config) -> None:
@@ -85,35 +119,37 @@ def check_input(config: Config) -> None:
     """
     folder = Path(config.model.path)
     if not folder.is_dir():
-        raise ConfigError(
+        raise InputMissing(
             f"model.path: no folder {config.model.path!r}; give a Hugging Face folder with config.json, safetensors and"
             " a tokenizer (python -m learner.examples.sort6 --out data/sort6 makes the quick start's)"
         )
     _check_checkpoint(folder.parent if folder.name == "hf" else folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        raise ConfigError(
+        raise InputMissing(
             f"model.path: {config.model.path!r} has no *.safetensors file; copy or download the folder again, or save"
             " the model with save_pretrained"
         )
     for file in weights:
         check_safetensors(file, "model.path")
     model_fingerprint(config.model.path, config.model.chat_template)
-    model = read_json(folder / "config.json")
-    if problem := problem_with(config.learner.mesh, model):
-        raise ConfigError(problem)
+    raw = read_json(folder / "config.json")
+    model = decoder_of(raw)
+    if problem := problem_with_pictures(config, raw) or problem_with(config.learner.mesh, model):
+        raise Contradiction(problem)
     limit = model.get("max_position_embeddings")
     prompt, answer = config.data.max_prompt_tokens, config.rollout.max_new_tokens
     if isinstance(limit, int) and prompt + answer > limit:
-        raise ConfigError(
+        raise Contradiction(
             f"rollout.max_new_tokens: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
             f" {folder / 'config.json'} has max_position_embeddings {limit}; lower one of them"
         )
     check_folders(config)
-    check_prompts(config, config.data.train)
+    for train in config.data.train_sets.values():
+        check_prompts(config, train.path, config.data.curriculum)
     for one in config.evaluation_sets:
         if isinstance(limit, int) and prompt + one.max_new_tokens > limit:
-            raise ConfigError(
+            raise Contradiction(
                 f"{one.key}: max_new_tokens {one.max_new_tokens} after data.max_prompt_tokens {prompt}, and"
                 f" {folder / 'config.json'} has max_position_embeddings {limit}; lower one of them"
             )
@@ -132,7 +168,7 @@ def _check_set(config: Config, one: PromptSet) -> None:
 def _check_checkpoint(folder: Path) -> None:
     """Raises ConfigError when the folder is a checkpoint that is not complete."""
     if any((folder / name).exists() for name in ("dcp", "state.json", MARK)) and (reason := incomplete(folder)):
-        raise ConfigError(
+        raise InputMissing(
             f"model.path: checkpoint {folder} is not complete ({reason}); its run clears or completes it with"
             " --resume; take another step_N beside it"
         )
@@ -148,7 +184,7 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
     if config.weight_bus.transport == "collective" and config.weight_bus.backend == "ucc":
         _check_ucc(config)
     if runs_servers and config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
-        raise ConfigError(
+        raise PackageMissing(
             "rollout.engine: 'sglang' is not installed here; install the extra: pip install 'slipstream-rl[sglang]', or"
             " take 'torch' for a small model"
         )
@@ -156,26 +192,30 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
 
 def _check_ucc(config: Config) -> None:
     if config.weight_bus.apply == "direct":
-        raise ConfigError("weight_bus.backend: 'ucc' does not go with weight_bus.apply: direct; take apply: staged")
+        raise Contradiction("weight_bus.backend: 'ucc' does not go with weight_bus.apply: direct; take apply: staged")
     from weight_bus import WeightBusError  # here, because it imports torch, which the launcher does without
     from weight_bus.transports import resolve_ucc
 
     try:
         resolve_ucc()
     except WeightBusError as error:
-        raise ConfigError(str(error)) from error
+        raise PackageMissing(str(error)) from error
 
 
 def check_trackers(config: Config) -> None:
-    """Raises ConfigError when a tracker's package is not installed, or wandb would refuse its environment."""
+    """Raises ConfigError when the package of a tracker or of Prometheus is not installed, or wandb would refuse."""
     tracking = config.tracking
-    if tracking.wandb != "off" and os.environ.get("WANDB_MODE") == "":
-        raise ConfigError("tracking.wandb: WANDB_MODE is set, but empty, which wandb refuses; unset WANDB_MODE")
-    for package, value in {"tensorboard": str(tracking.tensorboard).lower(), "wandb": tracking.wandb}.items():
-        if value not in ("false", "off") and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"tracking.{package}: {value}, and {package} is not installed; install the extra:"
-                f" pip install 'slipstream-rl[{package}]', or leave tracking.{package} out"
+    if "wandb" in tracking.trackers and os.environ.get("WANDB_MODE") == "":
+        raise BadValue("tracking.trackers: WANDB_MODE is set, but empty, which wandb refuses; unset WANDB_MODE")
+    needed: dict[str, tuple[str, str]]
+    needed = {name: (f"tracking.trackers: {name}", name.replace("_", "-")) for name in tracking.trackers}
+    if tracking.prometheus is not None:
+        needed["prometheus_client"] = (f"tracking.prometheus: {tracking.prometheus}", "prometheus")
+    for package, (key, extra) in needed.items():
+        if importlib.util.find_spec(package) is None:
+            raise PackageMissing(
+                f"{key}, and {package} is not installed; install the extra: pip install 'slipstream-rl[{extra}]', or"
+                f" leave it out"
             )
 
 
@@ -186,7 +226,7 @@ def check_keys(config: Config) -> None:
         return
     keys.serving_secret()
     if keys.client_public not in keys.clients:
-        raise ConfigError(
+        raise InputMissing(
             f"network.keys: {keys.folder / 'clients'} admits {', '.join(keys.clients.values())}, but not the key"
             f" {keys.name!r} that this node connects with; copy the whole folder that `python -m replay.keys` made"
         )
@@ -204,9 +244,9 @@ def check_run_dir(config: Config) -> None:
         raise _not_writable(config, folder, error) from error
 
 
-def _not_writable(config: Config, folder: Path, error: OSError) -> ConfigError:
+def _not_writable(config: Config, folder: Path, error: OSError) -> NoRoom:
     why = "is a file" if folder.is_file() else f"is not writable ({error.strerror})"
-    return ConfigError(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
+    return NoRoom(f"run.dir: {config.run.dir!r}: {folder} {why}; name a folder that this user may write to")
 
 
 def claim_run_dir(config: Config, *, new: bool) -> Config:
@@ -235,17 +275,11 @@ def claim_run_dir(config: Config, *, new: bool) -> Config:
 def check_port(config: Config) -> None:
     """Raises ConfigError when replay's port is taken."""
     host, port = config.network.host, config.network.replay_port
-    if port == 0:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(
-                f"network.replay_port: {port} on {host} cannot be bound ({error.strerror}); another run"
-                " may use it; choose another port, or 0 for a free one"
-            ) from error
+    if problem := problem_with_port(host, port):
+        raise NoRoom(
+            f"network.replay_port: {port} on {host} cannot be bound ({problem}); another run"
+            " may use it; choose another port, or 0 for a free one"
+        )
 
 
 def with_free_name(config: Config) -> Config:

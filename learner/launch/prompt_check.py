@@ -5,31 +5,44 @@ after pass there; here it is refused in a second, without torch.
 """
 
 import itertools
+import os
+import time
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from tokenizers import Tokenizer
 
 from configs.base import ConfigError
+from configs.errors import Contradiction, InputMissing
 from configs.schema import Config
+from learner.launch.picture_check import PictureCheck
+from learner.launch.terminal import say
 from replay.fingerprint import read_json, resolve_chat_template
 from replay.prompts import Row, read_rows
+from replay.prompts.order import column_of
+from replay.prompts.source import PASS_RATE
 
 CHECKED_ROWS = 50_000
-"""Rows that are read and checked here, about a second; replay reads the whole file."""
+"""Rows that are read and checked here, if they can be in CHECKED_S; replay checks more."""
+CHECKED_S = 3.0
+"""Rows that are made as they are asked for may take much longer than those of a file."""
 SAMPLED_ROWS = 64
 """Rows of these that are rendered and tokenised."""
 
 
-def check_prompts(config: Config, path: str) -> int:
+def check_prompts(config: Config, path: str, curriculum: str = "none") -> int:
     """Read the first rows of data.train or data.eval and tokenise a sample of them; returns how many were read.
 
     Raises:
-        DataError: the file is missing or has a broken row.
-        ConfigError: none of the sampled rows can be rendered, or none fits into data.max_prompt_tokens.
+        DataError: the file is missing, has a broken row, or one of the sampled rows has no number to sort by.
+        ConfigError: none of the sampled rows can be rendered, or none fits into data.max_prompt_tokens; or pictures of
+            a step do not fit into memory.
     """
-    rows = read_rows(path)
+    rows = read_rows(path, say)
     sample = list(itertools.islice(rows, SAMPLED_ROWS))
+    if curriculum not in ("none", PASS_RATE):
+        column_of(sample, curriculum, path)
     encode = PromptEncoder(config)
     lengths: list[int] = []
     problems: list[str] = []
@@ -39,14 +52,23 @@ def check_prompts(config: Config, path: str) -> int:
         except (jinja2.TemplateError, ConfigError) as error:
             problems.append(str(error))
     if not lengths:
-        raise ConfigError(f"{path}: none of the first {len(sample)} rows can be rendered; row 1: {problems[0]}")
+        raise InputMissing(f"{path}: none of the first {len(sample)} rows can be rendered; row 1: {problems[0]}")
     limit = config.data.max_prompt_tokens
     if min(lengths) > limit:
-        raise ConfigError(
+        raise Contradiction(
             f"data.max_prompt_tokens: {limit}, but none of the first {len(sample)} rows of {path} fits: their prompts"
             f" have {min(lengths)} to {max(lengths)} tokens; raise it to {max(lengths)} or more, or shorten the prompts"
         )
-    return len(sample) + sum(1 for _ in itertools.islice(rows, CHECKED_ROWS - len(sample)))
+    if too_long := sum(length > limit for length in lengths):
+        say(
+            f"{path}: {too_long} of the first {len(sample)} prompts have more than data.max_prompt_tokens {limit}"
+            f" tokens, up to {max(lengths)}; they are left out, and counted as prompts/left_out/prompt_too_long"
+        )
+    if said := encode.pictures.report(path, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        say(said)
+    until = time.monotonic() + CHECKED_S
+    rest = itertools.takewhile(lambda _: time.monotonic() < until, itertools.islice(rows, CHECKED_ROWS - len(sample)))
+    return len(sample) + sum(1 for _ in rest)
 
 
 class PromptEncoder:
@@ -54,7 +76,9 @@ class PromptEncoder:
 
     def __init__(self, config: Config) -> None:
         folder = Path(config.model.path)
+        self.pictures = PictureCheck(config, read_json(folder / "config.json"))
         self._template = resolve_chat_template(config.model.path, config.model.chat_template)
+        self._options = config.model.chat_template_options
         # Tokenizers of other files are built by transformers, which takes too long to load here.
         self._tokenizer = load_tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None
         settings = folder / "tokenizer_config.json"
@@ -63,14 +87,20 @@ class PromptEncoder:
         self._special = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens}
 
     def length(self, row: Row) -> int:
-        """Tokens of the prompt; 0 where the tokenizer is not in tokenizer.json. Raises ConfigError, TemplateError."""
-        prompt = row["prompt"]
-        text = prompt if isinstance(prompt, str) else self._render(prompt)
-        return 0 if self._tokenizer is None else len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        """Tokens of the prompt, its pictures' included; 0 where the tokenizer is not in tokenizer.json.
 
-    def _render(self, messages: list[dict[str, str]]) -> str:
+        Raises ConfigError, TemplateError.
+        """
+        prompt = row["prompt"]
+        of_pictures = self.pictures.tokens(row) - len(row.get("images", ()))  # each has one in the text
+        text = prompt if isinstance(prompt, str) else self._render(prompt)
+        if self._tokenizer is None:
+            return 0
+        return of_pictures + len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
         if self._template is None:
-            raise ConfigError(
+            raise InputMissing(
                 "the prompt is a list of chat messages, and the tokenizer has no chat template; set model.chat_template"
                 " (Jinja text or a file), or give prompts as plain text"
             )
@@ -78,7 +108,11 @@ class PromptEncoder:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, _ = render_jinja_template(
-            [messages], chat_template=self._template, add_generation_prompt=True, **self._special
+            [messages],
+            chat_template=self._template,
+            add_generation_prompt=True,
+            **self._special,
+            **self._options,
         )
         return str(rendered[0])
 
@@ -88,7 +122,7 @@ def load_tokenizer(file: Path) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers library raises bare Exception on a broken file
-        raise ConfigError(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
+        raise InputMissing(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from configs.base import ConfigError
+from configs.errors import InputMissing
 from configs.plan import Plan, ranges
 from configs.schema import Config
 from learner.launch.weight_files import check_safetensors, header_of
@@ -32,21 +32,21 @@ def check_reward_model(config: Config, *, has_data: bool = True) -> None:
         return
     folder = Path(model.path)
     if not folder.is_dir():
-        raise ConfigError(
+        raise InputMissing(
             f"{KEY}: no folder {model.path!r}; give the Hugging Face folder of a sequence classification model with one"
             " label (a model of a hub is downloaded first)"
         )
     _check_config(folder)
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
-        raise ConfigError(
+        raise InputMissing(
             f"{KEY}: {model.path!r} has no *.safetensors file; save the model with save_pretrained, or copy the folder"
             " again"
         )
     for file in weights:
         check_safetensors(file, KEY)
     if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise ConfigError(f"{KEY}: {model.path!r} has no tokenizer; save the reward model's tokenizer into it")
+        raise InputMissing(f"{KEY}: {model.path!r} has no tokenizer; save the reward model's tokenizer into it")
     _check_template(config, has_data=has_data)
 
 
@@ -55,16 +55,16 @@ def _check_config(folder: Path) -> None:
     try:
         settings = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{KEY}: {file} is not readable as JSON ({error}); copy the model folder again") from error
+        raise InputMissing(f"{KEY}: {file} is not readable as JSON ({error}); copy the model folder again") from error
     names = settings.get("architectures") or []
     if not any(str(name).endswith(HEAD) for name in names):
-        raise ConfigError(
+        raise InputMissing(
             f"{KEY}: {file} names the architecture {', '.join(map(str, names)) or 'of nothing'}, which has no head for"
             f" a score; give a folder of ...{HEAD}, saved with num_labels=1"
         )
     labels = len(settings["id2label"]) if "id2label" in settings else settings.get("num_labels", 2)
     if labels != 1:
-        raise ConfigError(
+        raise InputMissing(
             f"{KEY}: {file} has {labels} labels (id2label), and a scalar reward model has 1; train or convert it with"
             " num_labels=1"
         )
@@ -76,12 +76,12 @@ def _check_template(config: Config, *, has_data: bool) -> None:
     try:
         template = resolve_chat_template(path, config.reward.model.chat_template, "reward.model.chat_template")
     except FingerprintError as error:
-        raise ConfigError(str(error)) from error
-    files = [config.data.train, *(one.path for one in config.evaluation_sets)]
+        raise InputMissing(str(error)) from error
+    files = [*(one.path for one in config.data.train_sets.values()), *(one.path for one in config.evaluation_sets)]
     for file in files if template is None and has_data else []:
         rows = enumerate(itertools.islice(read_rows(file), SAMPLED_ROWS), start=1)
         if number := next((number for number, row in rows if not isinstance(row["prompt"], str)), None):
-            raise ConfigError(
+            raise InputMissing(
                 f"reward.model.chat_template: unset, and {path!r} has none; prompt {number} of {file} is a list of chat"
                 " messages: give a template (Jinja text or a file), or prompts as plain text"
             )

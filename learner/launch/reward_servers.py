@@ -8,7 +8,7 @@ from configs.algorithm import Rollout
 from configs.plan import Process
 from learner.launch import children
 from learner.launch.children import Child
-from learner.launch.servers import LocalServers, RunFailed
+from learner.launch.servers import DidNotStart, LocalServers
 
 LISTENS = r"^reward server listens at (\S+)$"
 LISTENS_S = 60.0
@@ -52,7 +52,8 @@ class RewardServers:
             left = max(0.0, deadline - time.monotonic())
             found = children.wait_for_line(child, LISTENS, left, progress=r"(?!)", show=self.say)
             if found is None:
-                raise RunFailed(f"{child.name} did not start: {child.how_it_ended()}")
+                ended = child.how_it_ended() + children.late(child, LISTENS_S)
+                raise DidNotStart(f"{child.name} did not start: {ended}")
             self._ports[child.name] = found[1].rpartition(":")[2]
             words += ["--reward", f"{process.node}={found[1]}"]
         return words

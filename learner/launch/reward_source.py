@@ -1,4 +1,4 @@
-"""Whether the reward function and the loss of one's own are there, without running any of their code.
+"""Whether rewards, environments and losses of one's own are there, without running any of their code.
 
 Rewards are loaded in the rollout servers' reward processes, losses in the learner's ranks. A typing error would show
 there after the models are loaded; reading the source here shows it at once.
@@ -7,13 +7,21 @@ there after the models are loaded; reading the source here shows it at once.
 import ast
 import importlib.util
 import os
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from configs.data import Reward
+from configs.environment import Environment
 from configs.loading import did_you_mean
+from configs.rewards import MODEL, SECTIONS, Code, Endpoint, Judge, Mathematics, RewardPart
 
-BUILT_IN = ("exact", "numeric", "model")
-FORMS = "take 'exact', 'numeric', 'model', 'module:function' or 'path/to/file.py:function'"
+BUILT_IN = (*SECTIONS, MODEL)
+FORMS = f"take {', '.join(map(repr, BUILT_IN))}, 'module:function' or 'path/to/file.py:function'"
+SANDBOX_S = 60.0
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIGNATURES = (
     "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
@@ -21,28 +29,103 @@ SIGNATURES = (
 )
 
 
-def problem_with_reward(spec: str) -> str | None:
-    """What is wrong with `reward.function`, or None. Of a module, no package is imported to find its source."""
-    if spec in BUILT_IN:
+def problem_with_reward(reward: Reward) -> str | None:
+    """What is wrong with the first part of `reward.function` that this machine cannot use, or None."""
+    for part in reward.parts:
+        problem = problem_with_function(part.spec, part.options) if part.settings is None else _problem_here(part)
+        if problem is not None:
+            return f"{part.spec!r}: {problem}"
+    return None
+
+
+def _problem_here(part: RewardPart) -> str | None:
+    """What a built-in reward lacks on this machine, or None."""
+    settings = part.settings
+    if isinstance(settings, Mathematics) and importlib.util.find_spec("math_verify") is None:
+        return "math-verify is not installed; install the extra: pip install 'slipstream-rl[math]'"
+    if isinstance(settings, Endpoint) and settings.key_variable and not os.environ.get(settings.key_variable):
+        return f"no environment variable {settings.key_variable} (key_variable); set it where the run starts"
+    if isinstance(settings, Judge) and _is_missing_file(settings.rubric):
+        return f"rubric: no file {settings.rubric!r} (looked from {os.getcwd()}); correct the path, or give the text"
+    if isinstance(settings, Code) and not settings.allow_unisolated:
+        problem = _problem_with_sandbox()
+        return None if problem is None else f"{problem}; accept it with {{code: {{allow_unisolated: true}}}}"
+    return None
+
+
+def _is_missing_file(rubric: str) -> bool:
+    is_name = "\n" not in rubric.strip() and rubric.strip().endswith((".txt", ".md"))
+    return is_name and not Path(rubric.strip()).expanduser().is_file()
+
+
+def _problem_with_sandbox() -> str | None:
+    """Run a program that tries to get out of the sandbox; the rollout servers do so again."""
+    command = [sys.executable, "-m", "rollout_server.sandbox"]
+    try:
+        tried = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SANDBOX_S)
+    except subprocess.TimeoutExpired:
+        return f"python -m rollout_server.sandbox has not said within {SANDBOX_S:g} s whether programs can be isolated"
+    if tried.returncode == 0:
         return None
+    return f"{(tried.stdout or tried.stderr).strip()[-800:]}"
+
+
+def problem_with_function(spec: str, options: Mapping[str, Any] | None = None) -> str | None:
+    """What is wrong with a function of one's own, or None. Of a module, no package is imported to find its source."""
+    judge = partial(problem_with_signature, options=options or {})
     location, colon, name = spec.rpartition(":")
     if not colon or not location or not name.isidentifier():
         return f"names no function; {did_you_mean(spec, BUILT_IN) or FORMS}"
     if location.endswith(".py"):
-        return _problem_with_file(Path(location).expanduser(), name, problem_with_signature)
+        return _problem_with_file(Path(location).expanduser(), name, judge)
     root = location.partition(".")[0]
     if not root.isidentifier():
         return f"{location!r} is no module name; {FORMS}"
     if importlib.util.find_spec(root) is None:
         return f"no module {root!r} (not installed, and not below {os.getcwd()}); install it, or give a .py file"
     file = _module_file(location)
-    return None if file is None else problem_with_signature(ast.parse(file.read_bytes(), str(file)), name)
+    return None if file is None else judge(ast.parse(file.read_bytes(), str(file)), name)
 
 
 def problem_with_loss(spec: str) -> str | None:
     """What is wrong with an `algorithm.loss` of the form `path/to/file.py:name`, or None."""
     path, colon, name = spec.rpartition(":")
     return _problem_with_file(Path(path), name, _problem_with_factory) if colon else None
+
+
+def problem_with_environment(spec: str | None) -> str | None:
+    """What is wrong with an `environment.function` of the form `path/to/file.py:name`, or None."""
+    location, _, name = (spec or "").rpartition(":")
+    return _problem_with_file(Path(location).expanduser(), name, _problem_with_rollout) if ".py" in location else None
+
+
+def problem_with_tools(environment: Environment) -> str | None:
+    """What is wrong with the tools of the built-in tool loop, or None: a file of them, or no sandbox for programs."""
+    tools = environment.options.get("tools") if environment.function == "tools" else None
+    given = tools if isinstance(tools, list) else [tools]
+    for spec in filter(lambda one: isinstance(one, str), given):
+        location, _, name = spec.rpartition(":")
+        problem: str | None = None
+        if spec == "python" and environment.options.get("allow_unisolated") is not True:
+            if (problem := _problem_with_sandbox()) is not None:
+                problem += "; accept it with environment.options.allow_unisolated: true"
+        elif location.endswith(".py") and not spec.startswith("mcp:"):
+            problem = _problem_with_file(Path(location).expanduser(), name, lambda tree, name: None)
+        if problem is not None:
+            return f"{spec!r}: {problem}"
+    return None
+
+
+def problem_with_agent(options: Mapping[str, Any]) -> str | None:
+    """Which file of `environment.function: agent` is not there or has no such function, or None."""
+    location, _, name = str(options.get("function", "")).rpartition(":")
+    if location.endswith(".py"):
+        return _problem_with_file(Path(location).expanduser(), name, lambda tree, name: None)
+    command: list[str] = options.get("command", [])
+    program, script, *_ = [*command, "", ""]
+    if program.startswith("python") and script.endswith(".py") and not Path(script).is_file():
+        return f"no file {script!r} (looked from {os.getcwd()}); correct the path"
+    return None
 
 
 def _module_file(module: str) -> Path | None:
@@ -73,14 +156,14 @@ def _problem_with_file(path: Path, name: str, judge: Callable[[ast.Module, str],
     return f"{path} has no function {name!r}; {hint}"
 
 
-def problem_with_signature(tree: ast.Module, name: str) -> str | None:
+def problem_with_signature(tree: ast.Module, name: str, options: Collection[str] = ()) -> str | None:
     """What is wrong with the parameters of a plain function, or None; the rules are those of rewards/loading.py.
 
     A decorator may change the parameters and a name may be bound again: the source says nothing about these.
     """
     if (arguments := _parameters(tree, name)) is None:
         return None
-    positional, required, names = arguments
+    positional, required, names = ([one for one in some if one not in options] for some in arguments)
     if "completions" in names:
         fits = "completion_ids" not in required
     elif "solution_str" in names:
@@ -95,6 +178,14 @@ def _problem_with_factory(tree: ast.Module, name: str) -> str | None:
     if positional and required in ([], positional[:1]):
         return None
     return f"has the parameters ({', '.join(names)}); it is called with the `algorithm` section alone"
+
+
+def _problem_with_rollout(tree: ast.Module, name: str) -> str | None:
+    positional, required, names = _parameters(tree, name) or (["row", "client"], ["row", "client"], [])
+    if len(positional) < 2 or required != positional[:2]:
+        return f"has the parameters ({', '.join(names)}); take `async def {name}(row, client)`"
+    plain = any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+    return f"is not asynchronous; take `async def {name}(row, client)`" if plain else None
 
 
 def _parameters(tree: ast.Module, name: str) -> tuple[list[str], list[str], list[str]] | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from configs.algorithm import Rollout
+from configs.errors import SlipstreamError, coded
 from learner.launch.children import Child
 from replay.lifeline import CANNOT_START, RUN_FAILED
 
@@ -19,8 +20,23 @@ GOOD_ORDER_S = 5.0
 """Exit code 0 means that the server knows the run is over; the launcher learns it within this time."""
 
 
-class RunFailed(RuntimeError):
+class RunFailed(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-RUN-01",
+    cause="A process of the run died or did not start, and cannot be started again.",
+    mend="The message names the process and its last error; its log is in logs/ of the run folder.",
+):
     """The run cannot go on; the message is the root-cause line."""
+
+
+class DidNotStart(
+    RunFailed,
+    code="SLIP-RUN-07",
+    cause="Replay or a reward server ended, or read its data and journal for longer than learner.batch_deadline_s.",
+    mend="The message has its last error; where there is none, look at its log, or at the hang report that is named.",
+):
+    """A process of the run did not start in time."""
 
 
 @dataclass(slots=True)
@@ -62,7 +78,7 @@ class Restarts:
         """What is said of a death that a restart follows. Raises RunFailed when `key` allows none."""
         if self.are_used_up:
             raise RunFailed(f"{cause}; no restart left ({key} {self.limit})" if self.limit else cause)
-        return f"{cause}; {self.plan()}"
+        return f"{coded(cause, RunFailed.code)}; {self.plan()}"
 
     def is_due(self) -> bool:
         """Whether to start it now; once."""
@@ -141,7 +157,7 @@ class LocalServers:
             self._died(name, server, code)
 
     def _died(self, name: str, server: LocalServer, code: int) -> None:
-        cause, limit = server.child.root_cause(), self.config.restarts
+        cause, limit = coded(server.child.root_cause(), RunFailed.code), self.config.restarts
         if code not in (RUN_FAILED, CANNOT_START) and not server.restarts.are_used_up:
             self.say(f"{cause}; {server.restarts.plan()}")
             return

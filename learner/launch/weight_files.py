@@ -5,7 +5,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from configs.base import ConfigError
+from configs.errors import InputMissing
 
 
 def header_of(file: Path) -> dict[str, Any]:
@@ -33,4 +33,4 @@ def check_safetensors(file: Path, key: str) -> None:
     try:
         header_of(file)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
-        raise ConfigError(f"{key}: {file} is broken ({error}); copy or download the file again") from error
+        raise InputMissing(f"{key}: {file} is broken ({error}); copy or download the file again") from error

@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from configs.algorithm import Algorithm
+from configs.errors import SlipstreamError
 from learner.losses.base import Loss, LossFactory, LossInputs, LossOutput
 from learner.losses.cispo import cispo
 from learner.losses.dppo_tv import dppo_tv
@@ -24,7 +25,13 @@ LOSSES: dict[str, LossFactory] = {
 __all__ = ["LOSSES", "Loss", "LossError", "LossFactory", "LossInputs", "LossOutput", "build_loss"]
 
 
-class LossError(ValueError):
+class LossError(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-LEARN-02",
+    cause="algorithm.loss names a file or function that is not there, or that makes no loss.",
+    mend="Correct path/to/file.py:name; docs/algorithms.md.",
+):
     """algorithm.loss cannot be used; the message says what it names."""
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig
 
-from configs.base import ConfigError
+from configs.errors import PackageMissing
 from configs.learner import LearnerSettings
 from learner.policy.prefixes import Prefixes, attend, lay_side_by_side
 from learner.rows import Row
@@ -54,7 +54,7 @@ def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.devic
         return PADDED
     kernel = make_varlen()
     if config.share_prefixes is not False and (found := _seen(kernel, config.compute_dtype, device)) != SEEN:
-        raise ConfigError(
+        raise PackageMissing(
             f"learner.share_prefixes: {config.share_prefixes!r} needs a kernel that aligns its causal mask to the last"
             f" query and key; that of torch {torch.__version__} lets tokens see {found} where it should be {SEEN};"
             " take learner.share_prefixes=false, or learner.attention=sdpa"

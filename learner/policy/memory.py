@@ -20,17 +20,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from configs.base import ConfigError
+from configs.errors import BadValue, NoRoom, SlipstreamError
 from configs.learner import LearnerSettings, Lora
 from configs.machine import gpu_bytes
 from configs.schema import Config
 from replay.desks.sharing import COPIES_PER_TOKEN
 from replay.fingerprint import read_json
+from replay.pictures import decoder_of
 
 Recompute = Literal["none", "selective", "full"]
 GIB = 1024**3
 RESERVED_SHARE, RESERVED_BYTES = 0.05, GIB
 """Of the device: fragments, and what libraries allocate past torch."""
+ENGINE_SHARE = 0.85
+"""Of a rollout GPU, at most for weights and KV cache (SGLang's default is near it); CUDA graphs have the rest."""
 EAGER = 2.3
 """Activations without the compiler, over those with it: norms and gates are not kept, but made again where they are
 read (learner/policy/layers.py)."""
@@ -43,7 +46,14 @@ REGATHER_COST, SHARDED_COST, HOST_COST = 0.04, 0.10, 0.01
 """Slowdown of a step, roughly: what the choice is ordered by."""
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-LEARN-03",
+    cause="The learner's GPU is too small for the model with this batch.",
+    mend="Set the key that the message names; `--dry-run` prints what memory goes to, docs/howto/memory.md what saves"
+    " it.",
+):
     """The device's memory ran out; the message says which key to set to which value."""
 
 
@@ -156,7 +166,7 @@ def available_bytes(config: Config) -> int | None:
     engine = 0.0
     if config.engines_share_gpus and config.rollout.engine == "sglang":
         if "mem_fraction_static" not in config.rollout.sglang:
-            raise ConfigError(
+            raise NoRoom(
                 "placement.share_gpus: SGLang fills the GPU that it shares with the learner; leave room by"
                 " rollout.sglang={mem_fraction_static: 0.35}, say"
             )
@@ -166,7 +176,7 @@ def available_bytes(config: Config) -> int | None:
 
 def _fraction(given: object) -> float:
     if not isinstance(given, float) or not 0 < given < 1:
-        raise ConfigError(
+        raise BadValue(
             f"rollout.sglang: mem_fraction_static {given!r} is no share of a GPU; give a number between 0 and 1, such"
             " as 0.35"
         )
@@ -193,6 +203,8 @@ class Setup:
     """Of a reference model on the same ranks."""
     critic: Sizes | None = None
     """Of a critic on them."""
+    tower_bytes: int = 0
+    """Of a frozen vision tower, and of what it makes of the largest picture."""
 
     @classmethod
     def of(cls, config: Config, model: Mapping[str, Any]) -> "Setup":
@@ -205,7 +217,7 @@ class Setup:
         # changes are made where the versions lie, which takes a GPU; direct updates are read from there
         may_lie_on_host = over_nccl and not bus.delta and bus.apply == "staged"
         return cls(
-            sizes=Sizes.of(model),
+            sizes=Sizes.of(decoder_of(model)),
             learner=config.learner,
             num_ranks=config.num_learner_ranks // config.learner.mesh.replicate,
             compute_bytes=bytes_of[config.learner.compute_dtype],
@@ -216,6 +228,7 @@ class Setup:
                 if config.algorithm.kl != "none" and config.placement.reference == "learner"
                 else None
             ),
+            tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
             critic=(
                 _sizes_of(config.critic.path, model)
                 if config.algorithm.advantage == "gae" and config.placement.critic == "learner"
@@ -232,6 +245,24 @@ class Setup:
         """The same with other microbatches."""
         changed = self.learner.model_copy(update={"max_tokens_per_microbatch": tokens})
         return replace(self, learner=changed)
+
+
+def tower_bytes(model: Mapping[str, Any], element_bytes: int, tokens: int) -> int:
+    """Of the vision tower in a config.json, whole on each rank, and its forward over a picture of so many tokens.
+
+    Nothing is kept for a backward: a layer's widest results are there at once.
+    """
+    tower = model.get("vision_config")
+    if not isinstance(tower, Mapping):
+        return 0
+    width = int(tower.get("embed_dim") or tower.get("hidden_size") or 1280)
+    inner = int(tower.get("intermediate_size") or width * tower.get("mlp_ratio", 4))
+    merge, patch = int(tower.get("spatial_merge_size", 2)), int(tower.get("patch_size", 14))
+    values = 3 * int(tower.get("temporal_patch_size", 2)) * patch**2
+    merged = width * merge**2
+    layers = int(tower.get("depth", 32)) * width * (4 * width + 3 * inner)
+    weights = layers + width * values + merged * (merged + int(decoder_of(model)["hidden_size"]))
+    return element_bytes * (weights + tokens * merge**2 * (8 * width + 3 * inner)) + 4 * tokens * merge**2 * values
 
 
 def _sizes_of(path: str | None, model: Mapping[str, Any]) -> Sizes:
@@ -346,6 +377,8 @@ def _items(setup: Setup, way: Budget) -> dict[str, int]:
         # its step comes before the policy's, in the same memory for gradients and activations
         body = -(-(critic.layers * critic.layer_parameters + critic.embedding_parameters) // setup.num_ranks)
         items["critic weights and AdamW state"] = 12 * body
+    if setup.tower_bytes:
+        items["vision tower"] = setup.tower_bytes
     if setup.wire_bytes:
         packed = 2 * setup.wire_bytes * (adapters or setup.sizes.parameters)
         items["packed versions (rank 0)"] = packed if way.packs_on_device else setup.staged_bytes

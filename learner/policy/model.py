@@ -8,11 +8,13 @@ the tokens of the whole batch.
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement
@@ -21,18 +23,28 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from configs import Config
 from configs.learner import Lora
 from learner.policy import attention, context, lora
+from learner.policy.communication import Communication
 from learner.policy.context import Context
 from learner.policy.divisibility import problem_with
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
 from learner.policy.meshes import Meshes
-from learner.policy.pretrained import PolicyError, allocate, build_empty, fill, read_config, weight_files
+from learner.policy.pretrained import (
+    PolicyError,
+    allocate,
+    build_empty,
+    fill,
+    has_tower,
+    read_config,
+    weight_files,
+)
 from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from learner.policy.tensor_parallel import local_weight, parallelize
 from learner.rows import Row
 from weight_bus.adapters import PREFIX, SCALE, scale_digest
 from weight_bus.digest import Digester, combined
+from weight_bus.vision import VisionTower
 
 
 class Head(torch.nn.Module):
@@ -64,8 +76,12 @@ class TokenModel(torch.nn.Module):
         """Two [n] float32 tensors."""
         if self.context is not None:
             return self._forward_part(row, temperature, self.context)
+        inputs: dict[str, Any] = {"input_ids": row.input_ids}
+        if row.pictures is not None:
+            seen: Tensor = self.transformer.model.embed_tokens(row.input_ids)[0]
+            inputs = {"inputs_embeds": row.pictures.over(seen)[None]}
         hidden = self.transformer.model(
-            input_ids=row.input_ids,
+            **inputs,
             position_ids=row.position_ids,
             use_cache=False,
             **attention.arguments(row),
@@ -108,6 +124,8 @@ class Policy:
         self.device = device
         self.vocab_size = int(model.transformer.config.vocab_size)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self.communication = Communication(self._units, device)
+        """Time in their collectives; in none on a single rank."""
         self.mesh, self.meshes = mesh, meshes_of(mesh)
         self.group = mesh.get_group()
         """All ranks, with the copies of a model that is replicated."""
@@ -116,6 +134,8 @@ class Policy:
         """Whether this rank speaks for those that compute the same rows."""
         self._digesters: dict[str, tuple[list[int], Digester]] = {}
         """By dtype: where the shards lay, and what digests them there."""
+        self.tower: VisionTower | None = None
+        """What makes features of pictures: frozen, whole on each rank, in the dtype of the forward."""
         self.lora: Lora | None = None
         """Adapters are in training, and all else is frozen."""
         self.frozen_digests: dict[str, int] = {}
@@ -123,6 +143,9 @@ class Policy:
 
     def forward(self, row: Row, temperature: float) -> tuple[torch.Tensor, ...]:
         """Logprob and entropy of each of the n tokens in the loss, float32 with gradients. A collective."""
+        if row.pictures is not None:
+            assert self.tower is not None, "a batch with pictures is refused where the model takes none"
+            row = replace(row, pictures=row.pictures.seen_by(self.tower))
         return tuple(self.model(row, temperature))
 
     def when_exhausted(self, error: RuntimeError, config: Config) -> str:
@@ -273,6 +296,8 @@ def build_policy(
     setup = Setup.of(config, model_config.to_dict())
     policy = shaped_policy(config, mesh, device, budget or choose_for(setup, mesh, device))
     fill(policy.frozen() or policy.shards(), files, folder)
+    if has_tower(folder):
+        policy.tower = VisionTower(folder, DTYPES[config.learner.compute_dtype], device)
     if policy.lora is not None:
         lora.initialize(policy.shards(), config.run.seed)
         frozen = digests(policy.frozen(), DTYPES[config.learner.compute_dtype], policy.group)

@@ -67,18 +67,24 @@ class Layout:
     """None where no prompt is shared."""
     saved: int
     """Tokens of the trajectories that need not be computed."""
+    owners: NDArray[np.int64]
+    """[total] the trajectory of each token; of a shared prompt, the first that shares it."""
 
 
-def lay_side_by_side(pieces: Sequence[NDArray[np.int32]], prompts: Sequence[int], wanted: Wanted) -> Layout:
+def lay_side_by_side(
+    pieces: Sequence[NDArray[np.int32]], prompts: Sequence[int], wanted: Wanted, seen: Sequence[bytes] | None = None
+) -> Layout:
     """One row of trajectories.
 
     Args:
         pieces: m times [length], prompt then answer. Equal prompts are one prompt, whichever group they are of.
         prompts: [m] tokens of the prompt.
         wanted: learner.share_prefixes.
+        seen: [m] what names the pictures of each prompt: prompts of the same tokens may show others.
     """
-    leaders = _leaders(pieces, prompts, wanted)
+    leaders = _leaders(pieces, prompts, wanted, seen or [b""] * len(pieces))
     laid: list[NDArray[np.int32]] = []
+    owners = [i for i in range(len(pieces)) if leaders.get(i, i) == i] + list(leaders)
     place = [0] * len(pieces)  # of a prompt
     answers = [0] * len(pieces)
     total = 0
@@ -106,14 +112,17 @@ def lay_side_by_side(pieces: Sequence[NDArray[np.int32]], prompts: Sequence[int]
         answers=answers,
         prefixes=_prefixes(first, lengths[num_whole:], copied) if leaders else None,
         saved=sum(map(len, pieces)) - total,
+        owners=np.repeat(owners, lengths),
     )
 
 
-def _leaders(pieces: Sequence[NDArray[np.int32]], prompts: Sequence[int], wanted: Wanted) -> dict[int, int]:
+def _leaders(
+    pieces: Sequence[NDArray[np.int32]], prompts: Sequence[int], wanted: Wanted, seen: Sequence[bytes]
+) -> dict[int, int]:
     """Of each trajectory that shares its prompt, in order: the first one of those that share the same."""
-    families: dict[bytes, list[int]] = {}
+    families: dict[tuple[bytes, bytes], list[int]] = {}
     for i, (piece, prompt) in enumerate(zip(pieces, prompts, strict=True)):
-        families.setdefault(piece[:prompt].tobytes(), []).append(i)
+        families.setdefault((seen[i], piece[:prompt].tobytes()), []).append(i)
     leaders: dict[int, int] = {}
     for family in families.values():
         prompt = prompts[family[0]]

@@ -11,23 +11,36 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen2Config
 
+from configs.errors import SlipstreamError
+from learner.policy.rotary import MultimodalRotary, is_multimodal
 from learner.policy.sharding import Shard
+from replay.pictures import FAMILIES as WITH_PICTURES
+from replay.pictures import TOWER, decoder_of, vision_of
+from replay.progress import Progress
 
 FAMILIES = ("llama", "qwen2", "qwen3")
+"""Of decoders; those of WITH_PICTURES are Qwen2."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 COPY_BYTES = 64 * 1024 * 1024
 """Rows are copied in pieces of at most this size (float32), so that no copy on its way needs more host memory."""
 
 
-class PolicyError(ValueError):
+class PolicyError(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-MODEL-02",
+    cause="The folder of model.path holds a model that the learner does not train, or weights that do not fit its"
+    " config.json.",
+    mend="Take a model of a family that docs/howto/real-models.md lists, or copy the folder again.",
+):
     """The model folder cannot be trained; names the folder and the fault."""
 
 
 def read_config(folder: Path) -> PretrainedConfig:
-    """The model's config.json, checked against what the learner can train.
+    """The model's config.json, checked against what the learner can train: of its decoder, where it has more.
 
     Raises:
         PolicyError: no such folder, no readable config.json, or a model that is not supported.
@@ -38,10 +51,13 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise PolicyError(f"model.path: {folder} has no config.json")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if config.model_type in WITH_PICTURES:
+            raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config = Qwen2Config.from_dict(decoder_of(raw))
     except (OSError, ValueError, KeyError) as error:
         raise PolicyError(f"model.path: {folder}/config.json is not readable: {error}") from error
     if config.model_type not in FAMILIES:
-        families = ", ".join(FAMILIES)
+        families = ", ".join((*FAMILIES, *WITH_PICTURES))
         raise PolicyError(f"model.path: {folder} is a {config.model_type!r} model; the learner trains {families}")
     if getattr(config, "quantization_config", None) is not None:
         raise PolicyError(f"model.path: {folder} holds quantized weights; give the unquantized checkpoint")
@@ -60,6 +76,8 @@ def build_empty(config: PretrainedConfig, attention: str) -> Any:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
+        if is_multimodal(config):
+            model.model.rotary_emb = MultimodalRotary(config)
     model.config.use_cache = False
     return model.eval()
 
@@ -115,6 +133,16 @@ def weight_files(folder: Path) -> dict[str, Path]:
         raise PolicyError(f"model.path: {single} is not readable: {error}") from error
 
 
+def is_tower(name: str, folder: Path) -> bool:
+    """Whether a tensor of the folder is the vision tower's (weight_bus/vision.py)."""
+    return name.startswith(TOWER) and has_tower(folder)
+
+
+def has_tower(folder: Path) -> bool:
+    """Whether the folder's model takes pictures."""
+    return vision_of(json.loads((folder / "config.json").read_text(encoding="utf-8"))) is not None
+
+
 def fill(shards: Iterable[Shard], files: Mapping[str, Path], folder: Path) -> None:
     """Copy the block of each shard out of the files, casting to float32.
 
@@ -128,16 +156,20 @@ def fill(shards: Iterable[Shard], files: Mapping[str, Path], folder: Path) -> No
         if shard.name not in files:
             raise PolicyError(f"model.path: {folder} has no tensor {shard.name!r}, which its config.json asks for")
         by_file.setdefault(files[shard.name], []).append(shard)
-    extra = sorted(n for n in files if n not in names and n not in TIED and not n.endswith("rotary_emb.inv_freq"))
+    known = {*names, *TIED, *(name for name in files if is_tower(name, folder))}
+    extra = sorted(name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq"))
     if extra:
         raise PolicyError(f"model.path: {folder} has tensor {extra[0]!r}, which its config.json does not ask for")
-    for path, held in sorted(by_file.items()):
-        try:
-            with safe_open(path, framework="pt") as opened:
-                for shard in held:
-                    _copy_rows(shard, opened.get_slice(shard.name), path)
-        except SafetensorError as error:
-            raise PolicyError(f"model.path: {path} is not readable: {error}") from error
+    total = sum(shard.local.numel() for held in by_file.values() for shard in held)
+    with Progress(f"loading weights of {folder}", total=total / 1e9, unit="10^9 parameters") as progress:
+        for path, held in sorted(by_file.items()):
+            try:
+                with safe_open(path, framework="pt") as opened:
+                    for shard in held:
+                        _copy_rows(shard, opened.get_slice(shard.name), path)
+                        progress.add(shard.local.numel() / 1e9)
+            except SafetensorError as error:
+                raise PolicyError(f"model.path: {path} is not readable: {error}") from error
 
 
 def _copy_rows(shard: Shard, source: Any, path: Path) -> None:

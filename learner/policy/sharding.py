@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Sharded
 
+from configs.errors import SlipstreamError
 from learner.policy.meshes import Meshes
 from weight_bus.digest import Digester, Part
 from weight_bus.packing import Pieces
@@ -29,7 +30,13 @@ MASK = (1 << 64) - 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class CopiesDiffer(RuntimeError):
+class CopiesDiffer(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-LEARN-04",
+    cause="A device or a collective gave learner ranks different bits.",
+    mend="Go on from the newest checkpoint; where it happens again, test the GPUs and the network between them.",
+):
     """Ranks that hold the same part of a tensor hold other bits; names the tensor."""
 
 

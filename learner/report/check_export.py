@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import load
+from configs.command import program
 from learner.report.evaluation import file_of
 from replay.prompts import Row, load_rows
 
@@ -68,7 +69,7 @@ def greedy_answers(folder: Path, prompts: list[str], limits: list[int]) -> list[
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m learner.report.check_export", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("learner.report.check_export"), description=__doc__)
     parser.add_argument("run_dir", type=Path)
     result = check(parser.parse_args().run_dir)
     sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")

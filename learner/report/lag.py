@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from configs.command import program
 from configs.loading import ConfigError, load
 from learner.report.metrics import FILE, LAG_HISTOGRAM, MetricsError, read_rows, tokens_by_lag
 
@@ -89,7 +90,7 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 def main() -> int:
     """Entry point; 0 when every run kept its bound."""
-    parser = argparse.ArgumentParser(prog="python -m learner.report.lag", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("learner.report.lag"), description=__doc__)
     parser.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR")
     args = parser.parse_args()
     try:

@@ -18,6 +18,8 @@ Status = Mapping[str, Any]
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NOTHING = "–"
+KEPT = 64
+"""Rows of steps that a live view needs: a run of a week has a hundred thousand."""
 ETA_STEPS = 20
 """Steps over which the speed is taken for the ETA."""
 REWARD = "critic/score/mean"
@@ -33,16 +35,25 @@ class Progress:
     total_steps: int
     async_lag: int
     steps: list[Row] = field(default_factory=list)
-    """Rows of steps, one each, ascending."""
+    """Rows of the last `kept` steps, one each, ascending."""
+    rewards: list[tuple[int, float | None]] = field(default_factory=list)
+    """Step and mean reward of all steps."""
     evaluations: dict[int, dict[str, float | None]] = field(default_factory=dict)
     """Version to mode (`greedy`, `sampled`) to mean reward."""
+    kept: int | None = KEPT
+    """None for all of them."""
 
     def add(self, row: Row) -> None:
         """Add a row; the row of a repeated step replaces the old one and its successors."""
         if "step" in row:
             while self.steps and self.steps[-1]["step"] >= row["step"]:
                 self.steps.pop()
+            while self.rewards and self.rewards[-1][0] >= row["step"]:
+                self.rewards.pop()
             self.steps.append(row)
+            self.rewards.append((row["step"], row.get(REWARD)))
+            if self.kept is not None:
+                del self.steps[: -self.kept]
         elif scores := evaluation_scores(row):
             self.evaluations.setdefault(int(row.get("version", 0)), {}).update(scores)
 
@@ -158,6 +169,18 @@ def speed_text(progress: Progress) -> str:
     return f"{count(row.get('perf/throughput'))} tok/s   idle: {idle}"
 
 
+def split_text(progress: Progress) -> str:
+    """`rollout idle 31%: placement.split 5:3 would be 1.2 x faster`, or empty."""
+    row, rollout, learner = progress.last, "perf/split_rollout", "perf/split_learner"
+    if row.get("perf/split_gain") is None:
+        return ""
+    split = f"{row[rollout]:.0f}:{row[learner]:.0f}"
+    gives, idle = "rollout", row.get("perf/split_rollout_idle")
+    if idle is None:
+        gives, idle = "learner", row.get("perf/split_learner_idle")
+    return f"{gives} idle {percent(idle)}: placement.split {split} would be {row['perf/split_gain']:.1f} x faster"
+
+
 def groups_text(status: Status) -> str:
     """Where the admitted groups are."""
     groups = status.get("groups") or {}
@@ -231,7 +254,7 @@ def trouble_text(status: Status) -> str:
 
 def closing_line(progress: Progress) -> str:
     """What the run came to, in one line; empty when no step was made."""
-    rewards: list[float] = [row[REWARD] for row in progress.steps if row.get(REWARD) is not None]
+    rewards: list[float] = [reward for _, reward in progress.rewards if reward is not None]
     if not rewards:
         return ""
     text = f"reward {number(rewards[0])} → {number(statistics.fmean(rewards[-5:]))} after {progress.step} steps"

@@ -4,6 +4,7 @@ The words are made in learner/report/live_text.py; this module draws them. It im
 run: when the reader of the output goes away, the view goes silent.
 """
 
+import itertools
 import logging
 import time
 from collections import deque
@@ -17,7 +18,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from configs.errors import coded
 from configs.schema import Config
+from learner.launch.terminal import EVENTS
 from learner.report import live_text
 from learner.report.live_text import Progress, Row, Status
 from learner.report.metrics import evaluation_scores
@@ -30,6 +33,11 @@ REDRAW_S = 0.25
 QUIET_S = 15.0
 """Plain mode: after so long without a line, one that names what is waited for."""
 EVENTS_SHOWN = 4
+NARROW = 100
+"""Columns below which the panel leaves out what stands in WIDE, so that nothing is cut at 80."""
+WIDE = ("for", "heard", "leases", "groups")
+LINES_ABOVE = 20
+"""Of the panel without peers."""
 
 
 class _Console(Console):
@@ -42,16 +50,21 @@ class _Console(Console):
 class LiveView:
     """One run in the terminal. Called by the launcher a few times a second."""
 
-    def __init__(self, config: Config, mode: Mode, console: Console | None = None) -> None:
-        """Draw nothing yet; on stdout by default. `auto` is `rich` on a terminal and `plain` elsewhere."""
+    def __init__(self, config: Config, mode: Mode, console: Console | None = None, *, age_s: float = 0.0) -> None:
+        """Draw nothing yet; on stdout by default. `auto` is `rich` on a terminal and `plain` elsewhere.
+
+        `age_s`: of a run that began before this view.
+        """
         self.console = console or _Console()
         interactive = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode = ("rich" if interactive else "plain") if mode == "auto" else mode
         self.progress = Progress(config.learner.total_steps, config.replay.async_lag)
         self.status: Status = {}
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+        self._hinted = ""
         self._name = config.run.name
-        self._started = self._drawn = self._last_line = time.monotonic()
+        self._drawn = self._last_line = time.monotonic()
+        self._started = self._drawn - age_s
         self._live: Live | None = None
 
     def update(self, status: Status | None, rows: Sequence[Row]) -> None:
@@ -64,6 +77,9 @@ class LiveView:
                 self._line(live_text.step_line(self.progress))
             elif self.mode == "plain" and evaluation_scores(row):
                 self._line(live_text.evaluation_line(row))
+        if self.mode == "plain" and (hint := live_text.split_text(self.progress)) != self._hinted:
+            self._hinted = hint
+            self._line(hint or "the split is as good as its neighbours now")
         now = time.monotonic()
         if self.mode == "plain" and now - self._last_line >= QUIET_S:
             self._line(live_text.waiting_text(self.status))
@@ -72,6 +88,8 @@ class LiveView:
 
     def event(self, text: str) -> None:
         """Say something that happened beside the steps, such as a rollout server that died."""
+        text = coded(text, "")
+        EVENTS.warning("%s", text)
         self.events.append(f"{live_text.duration(time.monotonic() - self._started)}  {text}")
         if self.mode == "plain":
             self._line(text)
@@ -80,7 +98,7 @@ class LiveView:
 
     def close(self, summary: str) -> None:
         """Show the last state and what the run came to. `summary` says how it ended."""
-        closing = live_text.closing_line(self.progress)
+        closing = "\n".join(filter(None, (live_text.closing_line(self.progress), live_text.split_text(self.progress))))
         if self.mode == "plain" and closing:
             self._line(closing)
         elif self.mode == "rich":
@@ -120,14 +138,16 @@ class LiveView:
         parts: list[Any] = [self._facts(over=bool(ending))]
         if peers := live_text.peer_rows(self.progress, self.status):
             table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-            for column in live_text.PEER_COLUMNS:
+            shown = [name not in WIDE or self.console.width >= NARROW for name in live_text.PEER_COLUMNS]
+            for column in itertools.compress(live_text.PEER_COLUMNS, shown):
                 words = column in ("peer", "doing")
                 table.add_column(column, justify="left" if words else "right", no_wrap=column != "doing")
-            for row in peers:
-                table.add_row(*map(Text, row))
-            parts += [Text(), table]
+            rows = max(3, self.console.height - LINES_ABOVE)  # rich draws what is taller than the terminal again below
+            for row in peers[:rows]:
+                table.add_row(*map(Text, itertools.compress(row, shown)))
+            parts += [Text(), table, *([Text(f"and {len(peers) - rows} more")] if len(peers) > rows else [])]
         if self.events:
-            parts += [Text(), *(Text(event, style="yellow") for event in self.events)]
+            parts += [Text(), *(Text(event, style="bold") for event in self.events)]
         if ending:
             parts += [Text(), Text(ending, style="bold")]
         version = self.status.get("version", self.progress.step)
@@ -144,11 +164,13 @@ class LiveView:
         progress, status = self.progress, self.status
         steps = Table.grid(padding=(0, 2))
         eta = f"eta {live_text.duration(progress.eta_s())}" if progress.step < progress.total_steps else "done"
-        bar = ProgressBar(total=progress.total_steps, completed=progress.step, width=40)
+        bar = ProgressBar(
+            total=progress.total_steps, completed=progress.step, width=max(10, min(40, self.console.width - 50))
+        )
         steps.add_row(bar, Text(f"{progress.step}/{progress.total_steps}"), Text(eta))
         rewards = [row.get(live_text.REWARD) for row in progress.steps]
         reward = Text(live_text.number(rewards[-1] if rewards else None))
-        reward.append(f"  {live_text.sparkline(rewards)}", style="green")
+        reward.append(f"  {live_text.sparkline(rewards, max(10, min(60, self.console.width - 30)))}", style="green")
         facts: dict[str, Table | Text] = {
             "step": steps,
             "reward": reward,
@@ -159,6 +181,8 @@ class LiveView:
         }
         if not over:
             facts["waiting"] = Text(live_text.waiting_text(status), style="magenta")
+        if hint := live_text.split_text(self.progress):
+            facts["split"] = Text(hint, style="yellow")
         if trouble := live_text.trouble_text(status):
             facts["trouble"] = Text(trouble, style="red")
         table = Table.grid(padding=(0, 2))

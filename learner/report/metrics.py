@@ -1,6 +1,6 @@
-"""The run's numbers: one JSON line per step in metrics.jsonl, and TensorBoard and Weights & Biases where wanted.
+"""The run's numbers: one JSON line per step in metrics.jsonl, and the same rows to trackers where wanted.
 
-Every name stands in docs/metrics.md. Rank 0 writes; this module imports no torch. A row is one of
+Every name stands in docs/reference/metrics.md. Rank 0 writes; this module imports no torch. A row is one of
 
     {"step": 12, "time": 1760000000.0, "critic/score/mean": 0.61, "training/lag_histogram": {"0": 90, "1": 3410}, ...}
     {"version": 10, "time": 1760000000.0, "val-core/sort6/greedy": 0.83}         an evaluation of one policy version
@@ -14,33 +14,34 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from configs.data import Tracking
+from learner.report.trackers import MetricsError as MetricsError
+from learner.report.trackers import Trackers
 
 Numbers = Mapping[str, float | Mapping[str, float]]
 """Metric name to number (Python, numpy or a tensor of one element), or to a map of numbers."""
 
 FILE = "metrics.jsonl"
 DISCARDED = "metrics.discarded.jsonl"
-WANDB_ID = "wandb_run_id"
 LAG_HISTOGRAM = "training/lag_histogram"
 EVALUATION = "val-core/"
 GIVEN_UP = re.compile("val-aux/(.*)/given_up")
 
 
-class MetricsError(RuntimeError):
-    """A configured tracker cannot be used; names the key and the extra to install."""
-
-
 class Spans:
-    """Seconds by phase. Called with a name it is a context manager; spans may nest."""
+    """Seconds by phase. Called with a name it is a context manager; spans may nest.
 
-    def __init__(self) -> None:
+    `observe` is called at the end of each with its name, beginning and end, in seconds of time.perf_counter.
+    """
+
+    def __init__(self, observe: Callable[[str, float, float], None] | None = None) -> None:
         self._seconds: dict[str, float] = {}
+        self._observe = observe
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -49,8 +50,10 @@ class Spans:
         try:
             yield
         finally:
-            key = f"timing_s/{name}"
-            self._seconds[key] = self._seconds.get(key, 0.0) + time.perf_counter() - started
+            key, ended = f"timing_s/{name}", time.perf_counter()
+            self._seconds[key] = self._seconds.get(key, 0.0) + ended - started
+            if self._observe is not None:
+                self._observe(name, started, ended)
 
     def take(self) -> dict[str, float]:
         """Seconds per `timing_s/<name>` since the last call."""
@@ -69,19 +72,17 @@ class Metrics:
         Args:
             run_dir: run folder.
             tracking: the `tracking` section of the configuration.
-            run_config: the resolved configuration, for Weights & Biases.
+            run_config: the resolved configuration, for trackers.
             resume_step: step that the run goes on from, or None for a new run; see `set_aside`.
 
         Raises:
-            MetricsError: a tracker's package is not installed.
+            MetricsError: a tracker does not start.
         """
         folder = Path(run_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self._trackers: list[TensorBoard | Wandb] = []
-        if tracking.tensorboard:
-            self._trackers.append(TensorBoard(folder / "tensorboard", resume_step))
-        if tracking.wandb != "off":
-            self._trackers.append(Wandb(folder, tracking, run_config))
+        self._trackers = Trackers(folder, tracking, run_config, resume_step)
+        self.last: dict[str, Any] = {}
+        """Numbers of the last step's row."""
         set_aside(folder, after=-1 if resume_step is None else resume_step)
         self._file = (folder / FILE).open("a", encoding="utf-8")
 
@@ -106,17 +107,19 @@ class Metrics:
     def close(self) -> None:
         """Flush and close everything."""
         self._file.close()
-        for tracker in self._trackers:
-            tracker.close()
+        self._trackers.close()
 
     def _write(self, head: dict[str, Any], values: Numbers) -> None:
         numbers, nonfinite = finite(values)
         if nonfinite or "step" in head:
             numbers["metrics/nonfinite"] = nonfinite
+        if self._trackers.wanted:
+            numbers["metrics/trackers_failed"] = float(len(self._trackers.failed))
+        if "step" in head:
+            self.last = numbers
         self._file.write(json.dumps({**head, "time": time.time(), **numbers}, allow_nan=False) + "\n")
         self._file.flush()
-        for tracker in self._trackers:
-            tracker.log(head.get("step", head.get("version", 0)), "step" not in head, flat(numbers))
+        self._trackers.log(head.get("step", head.get("version", 0)), "step" not in head, flat(numbers))
 
 
 def finite(values: Numbers) -> tuple[dict[str, Any], int]:
@@ -223,62 +226,3 @@ def set_aside(folder: Path, *, after: int) -> None:
     beside = path.with_suffix(".jsonl.new")
     beside.write_text("".join(kept), encoding="utf-8")
     beside.replace(path)
-
-
-class TensorBoard:
-    """Event files in the run folder (extra `tensorboard`)."""
-
-    def __init__(self, folder: Path, resume_step: int | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MetricsError(
-                f"tracking.tensorboard: true, and {error}; install the extra: pip install 'slipstream-rl[tensorboard]'"
-            ) from error
-        purge = None if resume_step is None else resume_step + 1
-        self._writer: Any = SummaryWriter(str(folder), purge_step=purge, flush_secs=10)
-
-    def log(self, position: int, evaluation: bool, scalars: dict[str, float]) -> None:
-        """Add every number at its step, or at the version of an evaluation."""
-        for name, value in scalars.items():
-            self._writer.add_scalar(name, value, global_step=position)
-
-    def close(self) -> None:
-        """Write the events that are left."""
-        self._writer.close()
-
-
-class Wandb:
-    """One Weights & Biases run per folder, resumed by its stored id (extra `wandb`)."""
-
-    def __init__(self, folder: Path, tracking: Tracking, run_config: dict[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise MetricsError(
-                f"tracking.wandb: {tracking.wandb}, and {error}; install the extra: pip install 'slipstream-rl[wandb]'"
-            ) from error
-        kept = folder / WANDB_ID
-        self._run = wandb.init(
-            project=tracking.wandb_project,
-            name=folder.name,
-            dir=str(folder),
-            id=kept.read_text(encoding="utf-8").strip() if kept.exists() else None,
-            resume="allow",
-            mode=tracking.wandb,
-            config=run_config,
-        )
-        kept.write_text(f"{self._run.id}\n", encoding="utf-8")
-        # evaluations of version v arrive while later steps are logged, and the default axis may not go back
-        self._run.define_metric("*", step_metric="training/global_step")
-        for pattern in ("val-core/*", "val-aux/*"):
-            self._run.define_metric(pattern, step_metric="training/version")
-
-    def log(self, position: int, evaluation: bool, scalars: dict[str, float]) -> None:
-        """Send one row."""
-        axis = "training/version" if evaluation else "training/global_step"
-        self._run.log({axis: position, **scalars})
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()

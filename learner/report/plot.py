@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from configs.command import program
 from learner.report.live_text import REWARD, Row, duration
 from learner.report.metrics import FILE, MetricsError, evaluation_scores, read_rows, tokens_by_lag
 from learner.report.summary import curves
@@ -157,7 +158,7 @@ def _idle(axis: Any, steps: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line: draw, and say where the picture is."""
-    parser = argparse.ArgumentParser(prog="python -m learner.report.plot", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("learner.report.plot"), description=__doc__)
     parser.add_argument("run_dir", help="run folder, such as runs/quickstart")
     args = parser.parse_args(argv)
     try:

@@ -2,14 +2,19 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Config
-from learner.rows import offsets
+from learner.rows import Row, offsets
 from replay.messages import Batch
+
+if TYPE_CHECKING:
+    import torch
+
+    from learner.step import Measure
 
 
 class RolloutWriter:
@@ -18,12 +23,29 @@ class RolloutWriter:
     def __init__(self, config: Config) -> None:
         self._run_dir, self._every = Path(config.run_dir), config.tracking.save_rollouts_every
         self._tokenizer: Any = load_tokenizer(config.model.path) if self._every else None
+        self._pieces: dict[int, str] = {}
+        self._measured: list[tuple[Row, NDArray[np.float32]]] | None = None
+        """Rows of the step and the trainer's logprobs of their tokens, where the step is to be written."""
+
+    def watch(self, objective: "Measure") -> "Measure":
+        """The same objective, of whose logprobs this writer keeps a copy in the steps that it writes."""
+
+        def watched(row: Row, logprobs: "torch.Tensor", *rest: "torch.Tensor") -> Any:
+            if self._measured is not None:
+                self._measured.append((row, logprobs.detach().float().cpu().numpy()))
+            return objective(row, logprobs, *rest)
+
+        return watched if self._every else objective
+
+    def begin(self, step: int) -> None:
+        """Call before a step is trained."""
+        self._measured = [] if self._every and step % self._every == 0 else None
 
     def write_if_due(self, batch: Batch, advantages: NDArray[np.float32]) -> None:
-        """Write `rollouts/step_N/rank_R.jsonl`, one trajectory a line.
+        """Write `rollouts/step_N/rank_R.jsonl`, one sample a line: mostly a whole trajectory.
 
         Logprobs are written with all their digits, so reading them back gives the same float32; text with special
-        tokens.
+        tokens. `trainer_logprobs`, null of tokens that were not trained, are those from which the step's ratios are.
         """
         if not self._every or batch.step % self._every:
             return
@@ -31,6 +53,7 @@ class RolloutWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
         answers = offsets(batch.lengths)
+        trained = self._trainer_logprobs(batch)
         with path.open("w", encoding="utf-8") as file:
             for i, trajectory in enumerate(batch.trajectory.tolist()):
                 prompt_length = int(batch.prompt_lengths[i])
@@ -47,10 +70,30 @@ class RolloutWriter:
                     "prompt_ids": prompt_ids,
                     "response_ids": response_ids,
                     "loss_mask": batch.loss_mask[answer].tolist(),
+                    "tokens": [self._piece(token) for token in response_ids],
                     "logprobs": batch.logprobs[answer].tolist(),
+                    "trainer_logprobs": [None if np.isnan(value) else value for value in trained[answer].tolist()],
                     "versions": batch.versions[answer].tolist(),
                 }
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _trainer_logprobs(self, batch: Batch) -> NDArray[np.float32]:
+        """[answer tokens] float32, of this rank's samples; NaN of tokens that no row had in the loss."""
+        values = np.full(len(batch.loss_mask), np.nan, np.float32)
+        answers, in_loss = offsets(batch.lengths), batch.loss_mask != 0
+        for number, (row, logprobs) in enumerate(self._measured or []):
+            here = (batch.microbatch == number) & np.isin(batch.trajectory, row.trajectories.cpu().numpy())
+            places = [np.arange(answers[i], answers[i + 1]) for i in np.flatnonzero(here)]
+            if places:  # as learner/rows.py lays them out: samples in order, their tokens in the loss
+                chosen = np.concatenate(places)
+                values[chosen[in_loss[chosen]]] = logprobs
+        self._measured = None
+        return values
+
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            self._pieces[token] = self._text([token])
+        return self._pieces[token]
 
     def _text(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))

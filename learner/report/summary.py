@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from configs.command import program
 from learner import ledger
 from learner.report.metrics import EVALUATION, FILE, MetricsError, evaluation_scores, read_rows, tokens_by_lag
 
@@ -68,7 +69,7 @@ def evaluations(rows: list[dict[str, Any]], mode: str, name: str = "") -> list[t
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m learner.report.summary", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program("learner.report.summary"), description=__doc__)
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--train-seconds", type=float, default=None)
     args = parser.parse_args()

@@ -19,10 +19,12 @@ from typing import Any, ClassVar, cast, get_args
 import msgpack
 import numpy as np
 
+from configs.errors import SlipstreamError
 from replay.channel.fields import Field, fields_of, shown
 
-SCHEMA_VERSION = 4
-"""3: Group has `policies`. 4: evaluations have sets, and several answers to a prompt."""
+SCHEMA_VERSION = 6
+"""3: Group has `policies`. 4: evaluations have sets, and several answers to a prompt. 5: trajectories have samples.
+6: Group and Batch have pictures."""
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 MAX_ARRAYS = 64
 MAX_ITEMS = 1 << 20
@@ -37,7 +39,15 @@ CRC_MARK = b"\xa3crc\xc4\x04"
 """How msgpack ends a map whose last key is "crc" with a value of four bytes, before that value."""
 
 
-class WireError(ValueError):
+class WireError(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-NET-05",
+    cause="A message was altered on its way, is larger than network.max_message_bytes, or comes from another version"
+    " of Slipstream.",
+    mend="Install the same version on all nodes; where versions are equal, look at the memory and the network of both"
+    " ends.",
+):
     """A message that cannot be used. The text says what was wrong with it, `symptom` of which class that is."""
 
     symptom = "corrupt"
@@ -119,7 +129,7 @@ def decode(
     kind = accepted.get(header["kind"])
     if kind is None:
         raise WireError(f"message kind {header['kind'][:40]!r} is not accepted here")
-    values = _arrays(kind, header["arrays"], frames[1:])
+    values = _arrays(kind, header["arrays"], frames[1:], is_older=header["schema"] < SCHEMA_VERSION)
     fields = header["fields"]
     used = 0
     for field in _schema(kind):
@@ -189,7 +199,9 @@ def _unpack(frame: bytes | memoryview) -> Any:
         raise WireError(f"header is not msgpack: {str(error)[:80]}") from error
 
 
-def _arrays(kind: type[Message], described: list[Any], frames: Sequence[bytes | memoryview]) -> dict[str, Any]:
+def _arrays(
+    kind: type[Message], described: list[Any], frames: Sequence[bytes | memoryview], *, is_older: bool
+) -> dict[str, Any]:
     if len(described) != len(frames):
         raise WireError(f"{kind.__name__}: {len(described)} arrays described, {len(frames)} frames")
     arrays: dict[str, Any] = {}
@@ -209,6 +221,8 @@ def _arrays(kind: type[Message], described: list[Any], frames: Sequence[bytes | 
             raise WireError(f"{kind.__name__}.{name}: {len(frame)} bytes for shape {shape} of {dtype}")
         arrays[name] = np.frombuffer(frame, dtype=DTYPES[dtype])
     missing = kind.ARRAYS.keys() - arrays.keys()
+    if is_older:  # it knew none of the arrays that came later, all of which have a default
+        missing -= {f.name for f in dataclasses.fields(kind) if f.default_factory is not dataclasses.MISSING}
     if missing:
         raise WireError(f"{kind.__name__}: arrays {sorted(missing)} are missing")
     return arrays

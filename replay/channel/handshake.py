@@ -11,7 +11,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from replay.channel.keys import CLIENTS, PUBLIC, SERVER, ChannelError, Keys
+from replay.channel.keys import CLIENTS, PUBLIC, SERVER, KeyRefused, Keys
 
 log = logging.getLogger(__name__)
 
@@ -71,11 +71,11 @@ class HandshakeWatch(Monitor):
         self._refusal = ""
 
     def check(self) -> None:
-        """Raises ChannelError, now and with every later call, once the server refuses this client."""
+        """Raises KeyRefused, now and with every later call, once the server refuses this client."""
         while (seen := self.read()) is not None:
             self._note(*seen)
         if self._refusal:  # for good: ZeroMQ itself does not try again after most of these
-            raise ChannelError(f"{self._who} {self._refusal}", "closed")
+            raise KeyRefused(f"{self._who} {self._refusal}", "closed")
 
     def _note(self, event: int, value: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:

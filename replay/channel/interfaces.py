@@ -7,6 +7,8 @@ import struct
 from collections.abc import MutableMapping
 from pathlib import Path
 
+from configs.errors import SlipstreamError
+
 SIOCGIFADDR = 0x8915
 """Linux: IPv4 address of an interface."""
 IFREQ_BYTES = 256
@@ -15,7 +17,13 @@ IF_INET6 = Path("/proc/net/if_inet6")
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-class InterfaceError(ValueError):
+class InterfaceError(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-NET-07",
+    cause="network.host is an address of another machine, or a name that is not resolved here.",
+    mend="Give an address that `ip addr` shows on this node; each node has its own.",
+):
     """An address belongs to no interface of this machine."""
 
 

@@ -12,6 +12,7 @@ from replay import messages as m
 from replay.desks import batches, sharing
 from replay.desks.granting import Granting
 from replay.desks.shaping import shape
+from replay.endings import StrayCommit
 from replay.journal.apply import record
 from replay.peers import Peer, Peers
 from replay.run import Run
@@ -63,7 +64,7 @@ class BatchDesk:
             for rank in range(self.num_ranks):
                 self.peers.to_rank(rank, m.Proceed(step=take.step))
 
-    def form(self, stats: Callable[[], dict[str, float]]) -> None:
+    def form(self, stats: Callable[[], dict[str, float]], now: float) -> None:
         """Form the batch once all ranks have asked for it; a step of the line gets the groups that it had."""
         buffer, step = self.buffer, self.buffer.version + 1
         if step in self.batches or len(self.takes.get(step, ())) < self.num_ranks:
@@ -73,6 +74,8 @@ class BatchDesk:
             ids = [taken.group_id for taken in made.groups]
             groups, lag = [self.run.load_group(taken.location) for taken in made.groups], made.async_lag
         else:
+            if buffer.on_stale == "substitute":
+                self.granting.substitute(now)
             while stale := buffer.stale():
                 self.granting.treat_stale(stale)  # each is dropped, or its turn comes later, so this ends
             slots = buffer.oldest()
@@ -82,9 +85,9 @@ class BatchDesk:
             groups, lag = [slot.group for slot in slots if slot.group is not None], buffer.bound(slots)
         fields = {"step": step, "incarnation": self.run.policies.incarnation, "groups": ids, "async_lag": lag}
         record(self.run, "take", fields)
-        self._build(step, [buffer.masked(group, lag, count=made is None) for group in groups], stats())
+        self.build(step, [buffer.masked(group, lag, count=made is None) for group in groups], stats())
 
-    def _build(self, step: int, groups: list[m.Group], stats: dict[str, float]) -> None:
+    def build(self, step: int, groups: list[m.Group], stats: dict[str, float]) -> None:
         """Make every rank's part, and send it to the ranks."""
         config, line = self.run.config, self.buffer.line
         groups, measured = shape(groups, config.algorithm, config.rollout.max_new_tokens)
@@ -112,7 +115,8 @@ class BatchDesk:
         if step <= self.buffer.version:
             return
         if step != self.buffer.version + 1 or step not in line.steps:
-            self._fail(f"commit of step {step}, but its batch was not taken (version {self.buffer.version})")
+            what = f"commit of step {step}, but its batch was not taken (version {self.buffer.version})"
+            self._fail(str(StrayCommit(what)))
             return
         again = bool(line.digest(step))
         fields = {"step": step, "incarnation": self.run.policies.incarnation, "digest": message.digest, "again": again}

@@ -5,6 +5,7 @@ number of microbatches and no rank is alone in a collective (invariant 9).
 """
 
 import heapq
+from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -34,10 +35,10 @@ def assign(lengths: NDArray[np.int64], trained: NDArray[np.bool_], num_ranks: in
     number are alike. Trajectories that are not trained cost nothing and are dealt out by turns.
 
     Args:
-        lengths: [N] prompt + answer tokens of each trajectory.
+        lengths: [N] prompt + answer tokens of each sample.
         trained: [N] bool, whether the learner computes anything for it.
         num_ranks: data-parallel ranks, at most N.
-        max_tokens: most tokens of a microbatch; a longer trajectory has one of its own.
+        max_tokens: most tokens of a microbatch; a longer sample has one of its own.
     """
     order = np.flatnonzero(trained)[np.argsort(-lengths[trained], kind="stable")]
     number = max(1, -(-int(lengths[order].sum()) // (num_ranks * max_tokens)))
@@ -68,11 +69,14 @@ def _fill(lengths: NDArray[np.int64], order: NDArray[np.int64], bins: int, limit
 def build(
     step: int, groups: list[Group], assignment: Assignment, *, num_ranks: int, stats: dict[str, float]
 ) -> list[Batch]:
-    sizes = [g.lengths.size for g in groups]
-    lengths = np.concatenate([g.lengths for g in groups])
-    prompt_lengths = np.repeat(np.array([g.prompt_ids.size for g in groups], dtype=np.int32), sizes)
+    sizes, lengths = [g.rewards.size for g in groups], np.concatenate([g.lengths for g in groups])
+    prompt_lengths = np.concatenate([prompts_of(g) for g in groups])
     masks = [np.add.reduceat(g.loss_mask, _starts(g.lengths), dtype=np.int32) for g in groups]
+    samples = all_samples(groups)
+    owner = np.repeat(np.arange(sum(sizes), dtype=np.int32), samples) if samples.size else None
     loss_tokens, rewards = np.concatenate(masks), np.concatenate([g.rewards for g in groups])
+    if samples.size:
+        loss_tokens = np.add.reduceat(loss_tokens, _starts(samples), dtype=np.int32)
     all_groups = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
     lag = _lag(step, groups)
     stats = _stats(groups, lengths, prompt_lengths, lag) | stats
@@ -88,21 +92,41 @@ def build(
                 group_ids=[[g.pass_, g.index] for g in groups],
                 stats=stats,
                 lag_histogram={str(lag): count for lag, count in lag.items()},
-                trajectory=mine,
+                trajectory=mine if owner is None else owner[mine],
                 microbatch=assignment.microbatch[mine],
                 prompt_lengths=prompt_lengths[mine],
                 lengths=lengths[mine],
                 all_rewards=rewards,
                 all_groups=all_groups,
                 all_loss_tokens=loss_tokens,
+                all_samples=samples,
                 **_tokens(groups, mine),
+                **_pictures(groups, mine),
             )
         )
     return batches
 
 
+def prompts_of(group: Group) -> Int32:
+    """[S] prompt tokens of each sample."""
+    own = group.prompt_lengths
+    return own if own.size else np.full(group.lengths.size, group.prompt_ids.size, np.int32)
+
+
+def samples_of(group: Group) -> Int32:
+    """[n] samples of each trajectory."""
+    return group.samples if group.samples.size else np.ones(group.rewards.size, np.int32)
+
+
+def all_samples(groups: list[Group]) -> Int32:
+    """[N] samples of each trajectory of a batch; empty where each has one."""
+    if all(g.lengths.size == g.rewards.size for g in groups):
+        return np.empty(0, np.int32)
+    return np.concatenate([samples_of(g) for g in groups])
+
+
 def trained(groups: list[Group], *, flat: bool) -> NDArray[np.bool_]:
-    """[N] trajectories that the learner computes anything for: with a token in the loss, and of groups of equal rewards
+    """[N] samples that the learner computes anything for: with a token in the loss, and of groups of equal rewards
     only with `flat`."""
     counted = [flat or g.rewards.min() < g.rewards.max() for g in groups]
     in_loss: NDArray[np.bool_] = np.concatenate(
@@ -133,16 +157,16 @@ def _starts(lengths: Int32) -> NDArray[np.int64]:
 
 
 def _tokens(groups: list[Group], mine: Int32) -> dict[str, Any]:
-    """Token arrays of one rank's trajectories, concatenated in the order of `mine`."""
+    """Token arrays of one rank's samples, concatenated in the order of `mine`."""
     token_ids: list[Int32] = []
     pieces: list[tuple[Group, slice]] = []
     starts = [[*_starts(g.lengths).tolist(), g.token_ids.size] for g in groups]
-    size = groups[0].lengths.size
+    first = _starts(np.array([g.lengths.size for g in groups], np.int32)).tolist()
     for i in mine.tolist():
-        number, k = divmod(i, size)
-        group = groups[number]
+        number = bisect_right(first, i) - 1
+        group, k = groups[number], i - first[number]
         start, end = starts[number][k : k + 2]
-        token_ids += [group.prompt_ids, group.token_ids[start:end]]
+        token_ids += [_prompt(group, k), group.token_ids[start:end]]
         if pieces and pieces[-1][0] is group and pieces[-1][1].stop == start:  # one copy for neighbours
             start = pieces.pop()[1].start
         pieces.append((group, slice(start, end)))
@@ -152,7 +176,31 @@ def _tokens(groups: list[Group], mine: Int32) -> dict[str, Any]:
     }
 
 
+def _pictures(groups: list[Group], mine: Int32) -> dict[str, Any]:
+    """Pictures of the groups that one rank has samples of."""
+    here = np.zeros(len(groups), np.bool_)
+    here[np.repeat(np.arange(len(groups)), [g.lengths.size for g in groups])[mine]] = True
+    shown = [group if is_here else None for group, is_here in zip(groups, here.tolist(), strict=True)]
+    counts = np.array([0 if group is None else len(group.pictures) for group in shown], np.int32)
+    if not counts.any():
+        return {}
+    return {
+        "pictures": [reference for group in shown if group is not None for reference in group.pictures],
+        "picture_bytes": np.concatenate([group.picture_bytes for group in shown if group is not None]),
+        "picture_counts": counts,
+    }
+
+
+def _prompt(group: Group, sample: int) -> Int32:
+    if not group.prompt_lengths.size:
+        return group.prompt_ids
+    end = int(group.prompt_lengths[: sample + 1].sum())
+    return group.prompt_ids[end - int(group.prompt_lengths[sample]) : end]
+
+
 def _stats(groups: list[Group], lengths: Int32, prompt_lengths: Int32, lag: dict[int, int]) -> dict[str, float]:
+    if (samples := all_samples(groups)).size:
+        lengths = np.add.reduceat(lengths, _starts(samples), dtype=np.int32)
     rewards = np.stack([g.rewards for g in groups])
     num_tokens = sum(lag.values())
     reasons = [reason for g in groups for reason in g.finish_reasons]
@@ -175,6 +223,8 @@ def _stats(groups: list[Group], lengths: Int32, prompt_lengths: Int32, lag: dict
         "training/epoch": float(max(g.pass_ for g in groups)),
     }
     for name in sorted({name for g in groups for name in g.reward_metrics}):
-        values = [g.reward_metrics[name] for g in groups if name in g.reward_metrics]
-        stats[f"reward/{name.removeprefix('reward/')}"] = float(np.mean(values))
+        told = groups if name.startswith("episode/") else [g for g in groups if name in g.reward_metrics]
+        values = [g.reward_metrics.get(name, 0.0) for g in told]
+        rest = name.removeprefix("reward/").removeprefix("episode/")
+        stats[f"episode/{rest}" if name.startswith("episode/") else f"reward/{rest}"] = float(np.mean(values))
     return stats

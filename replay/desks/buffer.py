@@ -23,7 +23,9 @@ from replay.desks.leases import GroupId, Slot, SlotState
 from replay.desks.line import Line
 from replay.messages import Group
 
-OnStale = Literal["wait", "mask", "drop"]
+OnStale = Literal["wait", "mask", "drop", "substitute"]
+IN_ORDER = ("wait", "substitute")
+"""Policies under which a batch is of the oldest groups, and no token above the bound is ever sampled."""
 
 
 class GroupBuffer:
@@ -77,7 +79,7 @@ class GroupBuffer:
         """Remove a group for good, counted under its reason; its place goes to the next prompt."""
         del self.slots[slot.group_id]
         self.counters[f"dropped/{reason}"] += 1
-        self.fruitless += 1
+        self.fruitless += reason != "substituted"  # others are finished, or it would have been waited for
 
     def stale(self) -> list[Slot]:
         """Groups of the next batch that hold tokens above the lag bound; none of them may be taken."""
@@ -137,11 +139,29 @@ class GroupBuffer:
         for slot in self.slots.values():
             if slot.state is SlotState.BUFFERED:
                 ready.append(slot)
-            elif self.on_stale == "wait":
+            elif self.on_stale in IN_ORDER:
                 break
             if len(ready) == self.groups_per_step:
                 break
         return ready
+
+    def stragglers(self, older_than: float) -> list[Slot]:
+        """Groups without which the next batch is whole: unfinished, and leased first before `older_than`.
+
+        Empty while the batch waits for any other one as well (on_stale `substitute`).
+        """
+        late: list[Slot] = []
+        ready = 0
+        for slot in self.slots.values():
+            if slot.state is SlotState.BUFFERED:
+                ready += 1
+            elif slot.begun_at is not None and slot.begun_at < older_than:
+                late.append(slot)
+            else:
+                return []
+            if ready == self.groups_per_step:
+                return late
+        return []
 
     def _is_stale(self, slot: Slot) -> bool:
         if self.on_stale == "mask":

@@ -89,10 +89,13 @@ class EvaluationDesk:
         log.warning("replay: %r could not evaluate version %d: %s", peer.name, message.version, message.reason)
         self._failed_at(peer, message.version)
 
-    def expire(self, now: float) -> None:
-        for version, reason in self.board.overdue(now):
+    def expire(self, now: float) -> list[int]:
+        """Give up those that take too long; their versions."""
+        overdue = self.board.overdue(now)
+        for version, reason in overdue:
             log.warning("replay: evaluation of version %d given up: %s [slow]", version, reason)
             self._close(version, reason)
+        return [version for version, _ in overdue]
 
     def superseded(self, version: int) -> None:
         """Policies from `version` on are about to be lost: their successors are evaluated when the learner asks."""

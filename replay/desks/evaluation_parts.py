@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from configs.evaluation import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, PromptSet
 from replay.messages import EvaluationLease
 from replay.prompts import Row, stream_seed
+from replay.prompts.pictures import ROWS_BYTES, inline_bytes
 
 MAX_ANSWERS, MAX_PROMPTS = 1 << 16, 1 << 11
 """In one result and one lease, however short they are: a header has a bounded number of entries."""
@@ -68,7 +69,7 @@ def parts_of(sets: Sequence[PromptSet], rows: Mapping[str, Sequence[Row]]) -> di
         prompts = list(rows.get(one.name, ())[: one.num_prompts])
         for greedy, samples in ((True, int(one.greedy)), (False, one.samples)):
             if samples:
-                at_once = prompts_at_once(samples, one.max_new_tokens)
+                at_once = min(prompts_at_once(samples, one.max_new_tokens), _rows_at_once(prompts))
                 for first in range(0, len(prompts), at_once):
                     part = Part(one.name, greedy, first)
                     found[part] = Work(one, part, prompts[first : first + at_once])
@@ -79,6 +80,12 @@ def prompts_at_once(samples: int, max_new_tokens: int) -> int:
     """Prompts of one part: they, and their answers, fit into one message. The configuration has seen that one's do."""
     answers = min(MAX_ANSWERS, MAX_TEXT_BYTES // (max_new_tokens * TEXT_BYTES_PER_TOKEN))
     return max(1, min(MAX_PROMPTS, answers // samples))
+
+
+def _rows_at_once(rows: Sequence[Row]) -> int:
+    """Rows whose pictures fit into one lease."""
+    heaviest = max((inline_bytes(row) for row in rows), default=0)
+    return max(1, ROWS_BYTES // heaviest) if heaviest else MAX_PROMPTS
 
 
 def _number(name: str) -> int:

@@ -9,10 +9,11 @@ from replay import messages as m
 from replay.desks.buffer import drops
 from replay.desks.leases import GroupId, Leases, Shares, Slot, SlotState
 from replay.desks.validation import Bounds
+from replay.endings import NothingToTrain
 from replay.journal.apply import record
 from replay.lifeline import BoundedLog
 from replay.peers import Peer, Peers
-from replay.prompts import stream_seed
+from replay.prompts import BROKEN, stream_seed
 from replay.run import Run
 
 log = logging.getLogger(__name__)
@@ -20,7 +21,7 @@ log = logging.getLogger(__name__)
 NEVER_AGAIN = {"prompt_too_long", "prompt_not_rendered"}
 """Reasons for which a prompt is not leased a second time."""
 RELEASES = NEVER_AGAIN | {
-    "expired", "server_lost", "rejected", "reward_error", "engine_error", "aborted", "diverged",
+    "expired", "server_lost", "rejected", "reward_error", "environment_error", "engine_error", "aborted", "diverged",
 }  # fmt: skip
 """Reasons that are counted by name; they come from peers, so anything else is `other`."""
 
@@ -39,8 +40,9 @@ class Granting:
         self._shares = Shares()
         self._fail = fail
 
-    def expire(self, now: float) -> None:
-        """Take back leases that were not renewed in time."""
+    def expire(self, now: float) -> list[str]:
+        """Take back leases that were not renewed in time; the names of their holders."""
+        holders: list[str] = []
         for slot in list(Leases.expired(self.buffer.slots.values(), now)):
             peer = self.peers.get(slot.server or "")
             who = peer.describe(now) if peer else slot.server
@@ -50,7 +52,9 @@ class Granting:
             )  # fmt: skip
             if peer is not None:
                 self.cancel(slot, peer.identity, "lease expired")
+                holders.append(peer.name)
             self.release(slot, "expired", f"not renewed by {who}")
+        return sorted(set(holders))
 
     def server_lost(self, identity: str) -> int:
         """A server is lost: its evaluations and leases are free for others; how many leases there were."""
@@ -87,8 +91,15 @@ class Granting:
             group_id, attempt, min_version = chosen
             fields = {"group": list(group_id), "attempt": attempt, "min_version": min_version, "server": peer.identity}
             record(self.run, "lease", fields, now=now)
+            slot = self.buffer.slots[group_id]
+            if BROKEN in slot.row:
+                self.drop(slot, "broken_row", slot.row[BROKEN])
+                if self.buffer.fruitless >= len(self.run.source):
+                    return  # the run has ended: there is no other row
+                heappush(free, (held[peer.identity] / peer.capacity, order, peer))
+                continue
             held[peer.identity] += 1
-            self.peers.send(peer.identity, self._lease(self.buffer.slots[group_id]))
+            self.peers.send(peer.identity, self._lease(slot))
             if held[peer.identity] < min(most, peer.capacity):
                 heappush(free, (held[peer.identity] / peer.capacity, order, peer))
 
@@ -153,11 +164,13 @@ class Granting:
     def drop(self, slot: Slot, reason: str, detail: str = "") -> None:
         """This group is never trained; counted under its reason. A whole pass of these ends the run."""
         self.last_drop = f"group {slot.group_id[0]}/{slot.group_id[1]}: {reason}" + (f": {detail}" if detail else "")
+        if reason == "broken_row":
+            self.bounded.warning(reason, "replay: group %s is left out: %s [corrupt]", slot.group_id, detail)
         record(self.run, "drop", {"group": list(slot.group_id), "reason": reason})
         if self.buffer.fruitless >= len(self.run.source):
             counts = ", ".join(f"{count} {name}" for name, count in drops(self.run.counters).items())
             whole = f"data.train: {self.buffer.fruitless} prompts in a row, a whole pass over the data, were dropped"
-            self._fail(f"{whole} ({counts}); the last, {self.last_drop}")
+            self._fail(str(NothingToTrain(f"{whole} ({counts}); the last, {self.last_drop}")))
 
     def treat_stale(self, slots: list[Slot]) -> None:
         """Apply on_stale to groups with tokens above the lag bound. Under `wait` they show that a guard failed."""
@@ -167,6 +180,18 @@ class Granting:
                 continue
             fields = {"group": list(slot.group_id), "min_version": self.buffer.last_min_version()}
             record(self.run, "stale", fields)
+
+    def substitute(self, now: float) -> None:
+        """Drop the groups that hold the next batch up past their deadline: the next finished ones take their places."""
+        for slot in self.buffer.stragglers(now - self.run.config.replay.substitute_after_s):
+            waited, tokens = now - (slot.begun_at or now), slot.tokens
+            if slot.server is not None:
+                self.cancel(slot, slot.server, "another group has taken its place")
+            self.bounded.warning(
+                "substituted", "replay: group %s has %d tokens after %.0f s and gives its place to the next one [slow]",
+                slot.group_id, tokens, waited,
+            )  # fmt: skip
+            self.drop(slot, "substituted", f"{tokens} tokens after {waited:.0f} s")
 
     def cancel(self, slot: Slot, identity: str, reason: str) -> None:
         pass_, index = slot.group_id

@@ -6,19 +6,24 @@ diverges: what was sampled with lost policies is sampled anew. No socket, and ti
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from replay import messages as m
 from replay.desks.batch_desk import BatchDesk
 from replay.desks.evaluation_desk import EvaluationDesk
 from replay.desks.granting import Granting
 from replay.desks.leases import SlotState
+from replay.endings import Diverged, NoLearner
 from replay.journal.apply import record
 from replay.journal.snapshot import snapshot_of
 from replay.peers import Peer, Peers
 from replay.run import Run
 
 log = logging.getLogger(__name__)
+
+Expired = Callable[[str, Sequence[str], float, str], str]
+"""expired(what was waited for, from which processes, for how long, by which key): what to add to the message."""
+BATCH_DEADLINE = "learner.batch_deadline_s"
 
 
 class Incarnations:
@@ -34,12 +39,13 @@ class Incarnations:
         *,
         playback: bool,
         fail: Callable[[str], None],
+        expired: Expired,
         now: float,
     ) -> None:
         """With `playback` the run goes on after a divergence, which changes nothing then."""
         self.run, self.peers, self.granting = run, peers, granting
         self.batch_desk, self.evaluations, self.playback = batch_desk, evaluations, playback
-        self._fail = fail
+        self._fail, self._expired = fail, expired
         self._here_at = now
 
     @property
@@ -71,11 +77,13 @@ class Incarnations:
             if gone and gone > config.network.silent_after_s:
                 self._lost(peer, f"lost {peer.describe(now)}: its connection is gone [closed]")
             elif now - peer.last_heard > config.learner.batch_deadline_s:
-                self._lost(peer, f"lost {peer.describe(now)} [silent]")
+                said = self._expired(f"a sign of {peer.name}", (peer.name,), now - peer.last_heard, BATCH_DEADLINE)
+                self._lost(peer, f"lost {peer.describe(now)}{said} [silent]")
         if self.number == 0 or self.peers.rank(0) is not None or has_ended:
             self._here_at = now
         elif now - self._here_at > (waited := config.replay.wait_for_learner_s):
-            self._fail(f"no learner for {waited:g} s (replay.wait_for_learner_s) [silent]")
+            said = self._expired("a learner", ("learner-0",), waited, key := "replay.wait_for_learner_s")
+            self._fail(str(NoLearner(f"no learner for {waited:g} s ({key}){said} [silent]")))
 
     def settle(self) -> None:
         """Carry out the divergence that a record has shown, if any: the line ends there and goes on anew.
@@ -100,7 +108,7 @@ class Incarnations:
             return
         if run.config.replay.on_divergence == "stop":
             run.counters["diverged"] += 1
-            self._fail(f"{what}; replay.on_divergence is 'stop' [corrupt]")
+            self._fail(str(Diverged(f"{what}; replay.on_divergence is 'stop' [corrupt]")))
             return
         self._end_line(step, expected, found, what)
 

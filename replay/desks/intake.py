@@ -13,6 +13,7 @@ from replay.desks.granting import RELEASES, Granting
 from replay.desks.leases import Slot, SlotState
 from replay.desks.line import Policy
 from replay.desks.validation import Bounds, problem_with
+from replay.endings import EnvironmentsFail, RewardsFail
 from replay.journal.apply import record
 from replay.journal.format import Frames
 from replay.peers import Peer, Peers
@@ -21,7 +22,7 @@ from replay.run import Run
 log = logging.getLogger(__name__)
 
 REWARD_WINDOW = 32
-"""Groups over which the share of reward errors is taken."""
+"""Groups over which the share of errors of rewards and environments is taken."""
 AckStatus = Literal["accepted", "superseded", "rejected"]
 
 
@@ -60,17 +61,21 @@ class Intake:
         )  # fmt: skip
         self.granting.release(slot, cancel.reason, cancel.detail)
         if cancel.reason == "reward_error":
-            self._reward_failed(cancel.detail)
+            self._failed(f"reward function {self.run.config.reward.shown!r}", cancel.detail)
+        elif cancel.reason == "environment_error":
+            self._failed(f"environment {self.run.config.environment.function!r}", cancel.detail)
 
-    def _reward_failed(self, detail: str) -> None:
+    def _failed(self, what: str, detail: str) -> None:
         self.reward_errors.append(True)
         reward, failed = self.run.config.reward, sum(self.reward_errors)
         if failed > reward.max_error_rate * REWARD_WINDOW:
-            self._fail(
-                f"reward function {reward.function!r} failed for {failed} of the last {len(self.reward_errors)}"
+            ending = RewardsFail if what.startswith("reward") else EnvironmentsFail
+            text = (
+                f"{what} failed for {failed} of the last {len(self.reward_errors)}"
                 f" groups; reward.max_error_rate {reward.max_error_rate:g} allows"
                 f" {int(reward.max_error_rate * REWARD_WINDOW)} of {REWARD_WINDOW}; the last: {detail}"
             )
+            self._fail(str(ending(text)))
 
     def _reject(self, peer: Peer, slot: Slot, group: m.Group, problem: str) -> None:
         self.run.counters["groups_rejected"] += 1
@@ -104,7 +109,11 @@ class Intake:
         self._accept(peer, slot, group, frames or encode(group, "", group.attempt))
 
     def _accept(self, peer: Peer, slot: Slot, group: m.Group, frames: Frames) -> None:
-        fields = {"group": list(slot.group_id), "attempt": group.attempt, "server": peer.identity}
+        fields: dict[str, object] = {
+            "group": list(slot.group_id), "attempt": group.attempt, "server": peer.identity,
+        }  # fmt: skip
+        if self.run.source.is_rated:  # what the order of prompts depends on is in the journal
+            fields["solved"] = float(np.mean(group.rewards >= self.run.config.evaluation.solved_at))
         record(self.run, "group", fields, frames)
         slot.group = group
         peer.groups_accepted += 1

@@ -44,6 +44,8 @@ class Slot:
     server: str | None = None
     deadline: float = 0.0
     leased_at: float = 0.0
+    begun_at: float | None = None
+    """When it was leased first."""
     tokens: int = 0
     progress_at: float = 0.0
     """When the server last reported more tokens."""
@@ -79,6 +81,7 @@ class Leases:
         slot.state, slot.server, slot.tokens = SlotState.LEASED, server, 0
         slot.attempt += 1
         slot.leased_at = slot.progress_at = now
+        slot.begun_at = now if slot.begun_at is None else slot.begun_at
         slot.deadline = now + self.lease_s
 
     def renew(self, slot: Slot, server: str, attempt: int, tokens: int, now: float) -> bool:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.algorithm import Algorithm
+from replay.desks.batches import samples_of
 from replay.messages import Group
 
 CUT = "length"
@@ -32,7 +33,7 @@ def shape(groups: Sequence[Group], algorithm: Algorithm, limit: int) -> tuple[li
     measured = {"critic/score/mean": float(raw.mean())}
     shaped = list(groups)
     if algorithm.overlong_buffer:
-        costs = [_penalty(group.lengths, algorithm, limit) for group in groups]
+        costs = [_penalty(_longest(group), algorithm, limit) for group in groups]
         shaped = [
             replace(g, rewards=(g.rewards - cost).astype(np.float32)) for g, cost in zip(groups, costs, strict=True)
         ]
@@ -49,7 +50,7 @@ def shape(groups: Sequence[Group], algorithm: Algorithm, limit: int) -> tuple[li
 
 
 def _penalty(lengths: NDArray[np.int32], algorithm: Algorithm, limit: int) -> NDArray[np.float64]:
-    """[n] what each answer loses: 0 up to limit - buffer tokens, then more with each up to overlong_penalty.
+    """[n] what each trajectory loses: 0 up to limit - buffer tokens, then more with each up to overlong_penalty.
 
     DAPO, equation 13, with verl's factor: min(-(length - (limit - buffer)) / buffer * penalty, 0) joins the reward.
     """
@@ -57,8 +58,15 @@ def _penalty(lengths: NDArray[np.int32], algorithm: Algorithm, limit: int) -> ND
     return above / algorithm.overlong_buffer * algorithm.overlong_penalty
 
 
+def _longest(group: Group) -> NDArray[np.int32]:
+    """[n] tokens of the longest sample of each trajectory: that is what the limit bounds."""
+    samples = group.samples
+    return np.maximum.reduceat(group.lengths, np.cumsum(samples) - samples) if samples.size else group.lengths
+
+
 def _without(group: Group, which: NDArray[np.bool_]) -> Group:
     """The group with these answers out of the loss."""
     if not which.any():
         return group
-    return replace(group, loss_mask=np.where(np.repeat(which, group.lengths), np.uint8(0), group.loss_mask))
+    of_samples = np.repeat(which, samples_of(group))
+    return replace(group, loss_mask=np.where(np.repeat(of_samples, group.lengths), np.uint8(0), group.loss_mask))

@@ -42,20 +42,29 @@ class Members:
     answers: Int64
     """[N] tokens of the answer."""
     groups: Int64
-    """[N] number of the group, from 0."""
+    """[N] number of the group, or of what shares a prompt, from 0, ascending."""
     trained: NDArray[np.bool_]
     """[N] whether the learner computes anything for it."""
 
     @classmethod
     def of(cls, groups: list[Group], trained: NDArray[np.bool_]) -> "Members":
         """Those of whole groups, in order."""
-        sizes = [group.lengths.size for group in groups]
         return cls(
-            prompts=np.repeat(np.array([group.prompt_ids.size for group in groups], np.int64), sizes),
+            prompts=np.concatenate([batches.prompts_of(group).astype(np.int64) for group in groups]),
             answers=np.concatenate([group.lengths.astype(np.int64) for group in groups]),
-            groups=np.repeat(np.arange(len(groups)), sizes),
+            groups=_families(groups),
             trained=trained,
         )
+
+
+def _families(groups: list[Group]) -> Int64:
+    """[N] number of what each sample may share its prompt with: its group, or with a prompt of its own nothing."""
+    sizes = [group.lengths.size for group in groups]
+    alone = np.repeat([group.prompt_lengths.size > 0 for group in groups], sizes)
+    of_group = np.repeat(np.arange(len(groups)), sizes)
+    starts = alone | (np.diff(of_group, prepend=-1) > 0)
+    families: Int64 = np.cumsum(starts) - 1
+    return families
 
 
 def sharers(wanted: Wanted, prompt: int, answers: Int64) -> NDArray[np.bool_]:

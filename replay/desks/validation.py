@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.schema import Config
+from replay.desks.buffer import IN_ORDER
 from replay.desks.evaluation_parts import Work
 from replay.desks.leases import Slot
 from replay.messages import EvaluationResult, Float32, Group, Int32
+from replay.pictures import problem_with as problem_with_pictures
 
 LOGPROB_SLACK = 1e-3
 
@@ -24,20 +26,26 @@ class Bounds:
 
 def problem_with(group: Group, slot: Slot, config: Config, bounds: Bounds) -> str | None:
     """What is wrong with a decoded group (so types and dtypes are those of the schema) for its slot, or None."""
-    n = config.rollout.group_size
-    if group.lengths.size != n or group.rewards.size != n or len(group.finish_reasons) != n:
-        return f"{group.lengths.size} trajectories, {group.rewards.size} rewards; a group has {n}"
+    n, trajectories = config.rollout.group_size, group.samples.size or group.lengths.size
+    if trajectories != n or group.rewards.size != n or len(group.finish_reasons) != n:
+        return f"{trajectories} trajectories, {group.rewards.size} rewards; a group has {n}"
+    if group.samples.size and (int(group.samples.min()) < 1 or int(group.samples.sum()) != group.lengths.size):
+        return f"samples {group.samples[:8].tolist()}... do not add up to {group.lengths.size} lengths"
+    if group.samples.size and (most := int(group.samples.max())) > config.environment.max_turns:
+        return f"{most} samples of a trajectory (environment.max_turns {config.environment.max_turns})"
     if group.attempt > slot.attempt or group.attempt < 1:
         return f"attempt {group.attempt} was never leased (the last is {slot.attempt})"
     problem = _shape_problem(group, config) or _value_problem(group, bounds.vocab_size)
+    problem = problem or problem_with_pictures(group, slot.row)
     return problem or _version_problem(group, slot, config, bounds.newest_version)
 
 
 def _shape_problem(group: Group, config: Config) -> str | None:
     if int(group.lengths.min()) < 1:
         return "a trajectory has no tokens"
-    if group.prompt_ids.size < 1 or group.prompt_ids.size > config.data.max_prompt_tokens:
-        return f"prompt of {group.prompt_ids.size} tokens (data.max_prompt_tokens {config.data.max_prompt_tokens})"
+    problem = _prompt_problem(group, config)
+    if problem is not None:
+        return problem
     if int(group.lengths.max()) > config.rollout.max_new_tokens:
         return f"answer of {int(group.lengths.max())} tokens (rollout.max_new_tokens {config.rollout.max_new_tokens})"
     total = int(group.lengths.sum(dtype=np.int64))
@@ -47,6 +55,20 @@ def _shape_problem(group: Group, config: Config) -> str | None:
         size = getattr(group, name).size
         if size != total:
             return f"{name} has {size} entries for {total} tokens"
+    return None
+
+
+def _prompt_problem(group: Group, config: Config) -> str | None:
+    limit, own = config.data.max_prompt_tokens, group.prompt_lengths
+    if not own.size:
+        size = group.prompt_ids.size
+        return f"prompt of {size} tokens (data.max_prompt_tokens {limit})" if not 1 <= size <= limit else None
+    total = int(own.sum(dtype=np.int64))
+    if own.size != group.lengths.size or int(own.min()) < 1 or total != group.prompt_ids.size:
+        return f"{own.size} prompts of {total} tokens for {group.lengths.size} samples and {group.prompt_ids.size} ids"
+    longest = int((own + group.lengths).max())
+    if longest > (most := limit + config.rollout.max_new_tokens):
+        return f"a sample of {longest} tokens (data.max_prompt_tokens + rollout.max_new_tokens is {most})"
     return None
 
 
@@ -91,7 +113,7 @@ def _version_problem(group: Group, slot: Slot, config: Config, newest_version: i
         return f"policies {group.policies[-3:]}, and its newest token is of version {newest}"
     if newest > newest_version or oldest < 0:
         return f"tokens of version {newest if newest > newest_version else oldest}, published are 0 to {newest_version}"
-    if config.replay.on_stale == "wait" and oldest < slot.min_version:
+    if config.replay.on_stale in IN_ORDER and oldest < slot.min_version:
         return f"tokens of version {oldest}, this lease needs {slot.min_version} or newer"
     return None
 

@@ -64,10 +64,10 @@ def check_boot(run: Run, decision: Record, _: float = 0.0) -> None:
     """Raises JournalError when the journal was written with other settings, or for another dataset."""
     mine = boot_fields(run.config, run.source.state(), 0)
     for part, name, key in KEPT:
-        theirs = decision.fields[part].get(name)
-        if theirs != mine[part][name]:
+        theirs, own = decision.fields[part].get(name), mine[part].get(name)
+        if theirs != own:
             raise JournalError(
-                f"{key}: the run's journal was written with {theirs!r}, now it is {mine[part][name]!r}; go back to what"
+                f"{key}: the run's journal was written with {theirs!r}, now it is {own!r}; go back to what"
                 " it was, or start a new run"
             )
 
@@ -107,6 +107,8 @@ def _group(run: Run, decision: Record, _: float) -> None:
     slot = _slot(run, decision)
     slot.state, slot.server, slot.location = SlotState.BUFFERED, None, decision.location
     run.counters["groups_accepted"] += 1
+    if "solved" in decision.fields:
+        run.source.scored(slot.group_id[1], decision.fields["solved"])
     run.buffer.fruitless = 0
     if run.partials is not None:
         run.partials.forget(slot.group_id)

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import msgpack
 
+from configs.errors import SlipstreamError
 from replay.channel.frames import CRC_BYTES, checksum
 
 FORMAT = 1
@@ -33,11 +34,22 @@ SUFFIX = ".seg"
 Frames = Sequence[bytes | memoryview]
 
 
-class JournalError(RuntimeError):
+class JournalError(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-JOURNAL-01",
+    cause="The journal is that of another run or version, is being written by another replay, or cannot be read.",
+    mend="Do what the message says: --resume goes on with a journal, another run.name begins a new one.",
+):
     """The journal cannot be used; the message names the file and says what to do."""
 
 
-class JournalDamaged(JournalError):
+class JournalDamaged(
+    JournalError,
+    code="SLIP-JOURNAL-02",
+    cause="A disk or a copy has altered a file of the journal before its end.",
+    mend="Restore the file from a copy, or go on from a checkpoint in a new run; nothing is cut by itself.",
+):
     """A record in the middle of the journal is not what was written."""
 
 

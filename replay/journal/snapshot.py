@@ -87,6 +87,7 @@ def _slot_of(run: Run, plain: dict[str, Any], now: float) -> Slot:
         setattr(slot, name, plain.get(name, getattr(slot, name)))
     slot.location = Location.of(plain["location"]) if plain["location"] is not None else None
     slot.leased_at = slot.progress_at = now
+    slot.begun_at = now if slot.attempt else None
     return slot
 
 

@@ -29,7 +29,13 @@ FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 Fsync = Literal["every", "interval", "never"]
 
 
-class JournalFull(JournalError):
+class JournalFull(
+    JournalError,
+    code="SLIP-JOURNAL-03",
+    cause="The disk of run.dir is full, or its quota is used up.",
+    mend="Free space: the run goes on by itself, nothing that was acknowledged is lost."
+    " replay.journal_keep=checkpoint keeps journals short.",
+):
     """The disk takes no more. What was appended is kept and written with the next flush."""
 
 

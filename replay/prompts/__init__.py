@@ -1,7 +1,18 @@
 """Prompts: the rows of a dataset, whatever its columns, and their order, pass by pass."""
 
-from replay.prompts.files import Rows, load_rows, read_rows
+from replay.prompts.dataset import BROKEN, Rows, load_rows, read_rows
 from replay.prompts.rows import DataError, Row
-from replay.prompts.source import PromptSource, stream_seed
+from replay.prompts.source import Part, PromptSource, prompt_source, stream_seed
 
-__all__ = ["DataError", "PromptSource", "Row", "Rows", "load_rows", "read_rows", "stream_seed"]
+__all__ = [
+    "BROKEN",
+    "DataError",
+    "Part",
+    "PromptSource",
+    "Row",
+    "Rows",
+    "load_rows",
+    "prompt_source",
+    "read_rows",
+    "stream_seed",
+]

@@ -22,20 +22,39 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from configs.errors import SlipstreamError
+
 ROLES = ("system", "user", "assistant", "tool")
 MAX_DEPTH = 16
 EMPTY = "the prompt is empty; fill it or remove the row"
 
 
-class DataError(ValueError):
+class DataError(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-DATA-01",
+    cause="A file of prompts is missing, empty, in no known form, or without the columns that the run needs.",
+    mend="Mend the file or name another one in data.train or data.eval; docs/howto/data.md has the forms that are"
+    " understood.",
+):
     """A dataset cannot be used; the message names file, row, column and value, and says what to do."""
+
+
+class RowError(
+    DataError,
+    code="SLIP-DATA-02",
+    cause="One row lacks its prompt or another column, or is no JSON object.",
+    mend="Mend or remove the row that the message names; data.on_bad_row decides whether such rows end the run.",
+):
+    """One row cannot be used; the others can."""
 
 
 Row = dict[str, Any]
 """A normalised row; everything in it survives msgpack. Its keys are always these five:
 
 prompt: text, or chat messages [{"role": ..., "content": ...}]; ground_truth: what the reward compares with, or None;
-data_source: name of the dataset; extra_info: mapping for reward functions; columns: every other column.
+data_source: name of the dataset; extra_info: mapping for reward functions; columns: every other column. A row with
+pictures has `images` as well (replay/prompts/pictures.py), and messages of parts.
 
 Example: {"prompt": "312=", "ground_truth": "123", "data_source": "train", "extra_info": {}, "columns": {}}
 """
@@ -65,10 +84,12 @@ class Place(NamedTuple):
 
     source: str
     row: int
+    label: str = ""
+    """data_source of a row that names none; empty takes the name of the file."""
 
-    def error(self, column: str, value: object, problem: str) -> DataError:
-        """A DataError that names this place, the column and the value."""
-        return DataError(f"{self.source}: row {self.row}, column {column!r}: {problem} (value {shorten(value)})")
+    def error(self, column: str, value: object, problem: str) -> RowError:
+        """A RowError that names this place, the column and the value."""
+        return RowError(f"{self.source}: row {self.row}, column {column!r}: {problem} (value {shorten(value)})")
 
 
 def shorten(value: object, limit: int = 120) -> str:
@@ -88,12 +109,12 @@ def detect(raw: Mapping[str, Any], source: str) -> Convention:
         return GSM8K if isinstance(raw["answer"], str) and "####" in raw["answer"] else QUESTION
     raise DataError(
         f"{source}: row 1 has the columns {sorted(raw)}, but no prompt; give each row `prompt` and `answer` (or the"
-        " columns of verl, slime, TRL or GSM8K: docs/configuration.md)"
+        " columns of verl, slime, TRL or GSM8K: docs/howto/data.md)"
     )
 
 
 def normalize(raw: Mapping[str, Any], convention: Convention, place: Place) -> Row:
-    """A raw row as a `Row`. Raises DataError: a column is missing or unusable."""
+    """A raw row as a `Row`. Raises RowError: a column is missing or unusable."""
     extra, data_source = raw.get(convention.extra), raw.get("data_source")
     if extra is not None and not isinstance(extra, Mapping):
         raise place.error(convention.extra, extra, f"expected a mapping, found a {type(extra).__name__}")
@@ -103,7 +124,7 @@ def normalize(raw: Mapping[str, Any], convention: Convention, place: Place) -> R
     return {
         "prompt": _prompt(raw, convention, place),
         "ground_truth": _ground_truth(raw, convention, place),
-        "data_source": data_source or place.source.rpartition("/")[2].partition(".")[0],
+        "data_source": data_source or place.label or place.source.rpartition("/")[2].partition(".")[0],
         "extra_info": plain(dict(extra or {}), convention.extra, place),
         "columns": {key: plain(value, key, place) for key, value in raw.items() if key not in used},
     }
@@ -112,7 +133,7 @@ def normalize(raw: Mapping[str, Any], convention: Convention, place: Place) -> R
 def _prompt(raw: Mapping[str, Any], convention: Convention, place: Place) -> str | list[dict[str, str]]:
     column = convention.prompt
     if raw.get(column) is None:
-        raise DataError(
+        raise RowError(
             f"{place.source}: row {place.row}: column {column!r} is missing or null (columns {sorted(raw)}); every row"
             " needs a prompt: add it or remove the row"
         )
@@ -153,7 +174,7 @@ def _ground_truth(raw: Mapping[str, Any], convention: Convention, place: Place) 
     if column is None:
         return None
     if column not in raw:
-        raise DataError(
+        raise RowError(
             f"{place.source}: row {place.row}: column {column!r} is missing (columns {sorted(raw)}); the file follows"
             f" the {convention.name} convention, so every row needs it: add it or remove the row"
         )

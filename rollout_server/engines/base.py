@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import SlipstreamError
+
 if TYPE_CHECKING:
     import torch
 
@@ -14,11 +16,42 @@ PauseMode = Literal["keep_kv", "recompute_kv", "drain"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class EngineError(RuntimeError):
+class EngineError(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-ENGINE-01",
+    cause="The engine refuses its arguments or a request, or an update did not end as it must.",
+    mend="Read the reason in the message; the launcher starts the rollout server again where that can help.",
+):
     """The engine failed, or refuses; a failed one must be refilled or restarted."""
 
 
-class EngineStartFailed(RuntimeError):
+class EngineDead(
+    EngineError,
+    code="SLIP-ENGINE-03",
+    cause="A process of the engine was killed or has failed: memory of the host or of the GPU, a kernel, a driver.",
+    mend="The launcher starts the server again; look above in its log, and in the kernel's log for the OOM killer.",
+):
+    """A process of the engine has ended [closed]."""
+
+
+class EngineSilent(
+    EngineError,
+    code="SLIP-ENGINE-04",
+    cause="The engine's process stands still: a kernel or a collective of its GPUs that does not end, or a stopped"
+    " process.",
+    mend="Read the stacks in the hang report; raise rollout.engine_deadline_s where one forward takes that long.",
+):
+    """The engine lives and does not answer, or shows no token, for rollout.engine_deadline_s [silent]."""
+
+
+class EngineStartFailed(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-ENGINE-02",
+    cause="SGLang could not start: too little GPU memory, a kernel that is missing, a port, or an old driver.",
+    mend="The message has SGLang's own reason; free the GPU, or lower mem_fraction_static in rollout.sglang.",
+):
     """The engine did not start; a restart may help, for example once memory is free."""
 
 
@@ -38,6 +71,16 @@ class Sampling:
     greedy: bool = False
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pictures:
+    """Pictures of a prompt, as the vision tower reads them; their tokens stand in the prompt already."""
+
+    pixels: NDArray[np.float32]
+    """[patches, values of a patch], of all pictures one after the other."""
+    grids: tuple[tuple[int, int, int], ...]
+    """Patches of each: frames, rows, columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +172,7 @@ class Engine(Protocol):
         request_id: str,
         pinned: int | None = None,
         prefixes: Sequence[Partial] | None = None,
+        pictures: Pictures | None = None,
     ) -> list[Completion]:
         """Sample `n` answers to one prompt. A caller that is cancelled aborts its request.
 
@@ -141,6 +185,7 @@ class Engine(Protocol):
             prefixes: one per answer: it goes on from there, and `max_new_tokens` counts the prefix. An answer that has
                 ended comes back as it is. What follows a prefix need not be what the engine it comes from would have
                 sampled; it is of the same distribution.
+            pictures: of the prompt; EngineError where the model takes none.
 
         Raises EngineError where the prompt or a prefix does not fit, `request_id` is in use, or `pinned` is not held.
         """

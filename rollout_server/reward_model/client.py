@@ -18,6 +18,7 @@ from typing import Self
 
 from configs.schema import Config, is_loopback
 from replay.channel import AsyncDealer, Keys, Limits, WireError, load_keys
+from replay.hang import expired
 from replay.messages import Heartbeat, Hello, Refused
 from rollout_server.reward_model.messages import FROM_REWARD, MAX_SAMPLES, READY, Score, Scores, fingerprint
 from rollout_server.rewards import RewardError, Sample
@@ -105,7 +106,8 @@ class RewardClient:
                 await self._ready.wait()
             self._check()
         except TimeoutError as error:
-            said = "; ".join(line.said(time.monotonic()) for line in self._lines)
+            said, key = "; ".join(line.said(time.monotonic()) for line in self._lines), "rollout.wait_for_servers_s"
+            said += expired("a reward server", owed_by=("reward-0",), waited_s=self._start_s, key=key)
             await self.close()
             raise RewardError(
                 f"{self._name!r} waited {self._start_s:g} s for a reward server (rollout.wait_for_servers_s): {said}"
@@ -154,7 +156,9 @@ class RewardClient:
                 answer = await asked.answer
         except TimeoutError:
             waited = f"waited {self._model.timeout_s:g} s for the reward model (reward.model.timeout_s)"
-            return [(math.nan, f"{waited}: {asked.line.said(time.monotonic())}")] * len(samples)
+            limit_s, key = self._model.timeout_s, "reward.model.timeout_s"
+            said = expired("scores", owed_by=("a reward server",), waited_s=limit_s, key=key, ends=False)
+            return [(math.nan, f"{waited}: {asked.line.said(time.monotonic())}{said}")] * len(samples)
         finally:
             del self._asked[request.number]
         return list(zip(answer.scores.tolist(), answer.errors, strict=True))

@@ -1,13 +1,16 @@
 """Rewards of a run: a function in its pool, a reward model, or both."""
 
+import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from configs.data import Reward
+from configs.rewards import Endpoint
 from configs.schema import Config
 from rollout_server.reward_model.client import RewardClient
-from rollout_server.rewards import RewardError, RewardOutcome, Rewards, Sample
+from rollout_server.rewards import RewardError, RewardOutcome, Rewards, Sample, added
 from rollout_server.rewards.pool import RewardPool
 
 
@@ -25,33 +28,57 @@ async def rewards_of(config: Config, addresses: Sequence[str], name: str) -> Asy
             " python -m rollout_server.reward_model.main and give the address that it prints as --reward"
         )
     async with AsyncExitStack() as stack:
-        # the model of a run without a function needs no processes for one
-        pool = None if reward.function == "model" else await stack.enter_async_context(RewardPool(reward))
+        functions = await functions_of(config.reward, stack)
         if reward.model.path is None:
-            assert pool is not None  # refused by the schema
-            yield pool
+            assert functions is not None  # refused by the schema
+            yield functions
         else:
             client = await stack.enter_async_context(RewardClient(config, addresses, name))
-            yield Combined(client, pool, reward.model.weight or 0.0)
+            yield Combined(client, functions, reward.model.weight or 0.0)
+
+
+async def functions_of(reward: Reward, stack: AsyncExitStack) -> Rewards | None:
+    """What judges by the parts of `reward.function`; None where the model alone does. Raises RewardError."""
+    remote = [part for part in reward.parts if isinstance(part.settings, Endpoint)]
+    found: list[Rewards] = []
+    if remote:
+        from rollout_server.rewards.remote.remote import RemoteRewards  # loads httpx, which others do without
+
+        found.append(await stack.enter_async_context(RemoteRewards(remote, is_alone=len(reward.parts) == 1)))
+    if len(remote) < len(reward.parts):
+        found.append(await stack.enter_async_context(RewardPool(reward)))
+    return Side(found) if len(found) > 1 else next(iter(found), None)
+
+
+class Side:
+    """Judges of the same samples, side by side, whose scores are added."""
+
+    def __init__(self, judges: Sequence[Rewards]) -> None:
+        self._judges = judges
+
+    async def score(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        """Outcomes of samples, in their order. Raises RewardError: one of the judges cannot judge any more."""
+        columns = await asyncio.gather(*(judge.score(samples) for judge in self._judges))
+        return [added(row) for row in zip(*columns, strict=True)]
 
 
 class Combined:
     """The model scores first, so that a function finds that score in its sample."""
 
-    def __init__(self, client: RewardClient, pool: RewardPool | None, weight: float) -> None:
-        """Without a pool the reward is the model's score; `weight` is what it counts beside a function's."""
-        self._client, self._pool, self._weight = client, pool, weight
+    def __init__(self, client: RewardClient, functions: Rewards | None, weight: float) -> None:
+        """Without functions the reward is the model's score; `weight` is what it counts beside a function's."""
+        self._client, self._functions, self._weight = client, functions, weight
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """Outcomes of samples, in their order. Raises RewardError: model or function cannot be asked any more."""
         started = time.monotonic()
         judged = await self._client.score(samples)
         seconds = (time.monotonic() - started) / max(1, len(samples))
-        if self._pool is None:
+        if self._functions is None:
             return [outcome_of(score, error, seconds) for score, error in judged]
         scored = [number for number, (_, error) in enumerate(judged) if not error]
         with_score: list[Sample] = [{**samples[number], "model_score": judged[number][0]} for number in scored]
-        of_function = dict(zip(scored, await self._pool.score(with_score), strict=True))
+        of_function = dict(zip(scored, await self._functions.score(with_score), strict=True))
         return [
             self._sum(of_function[number], score, seconds)
             if number in of_function

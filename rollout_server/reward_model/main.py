@@ -15,10 +15,13 @@ from collections.abc import Sequence
 
 import uvloop
 
+from configs.command import program
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments
 from configs.schema import Config
+from replay import hang
 from replay.channel import AsyncRouter, ChannelError, KeysError, Limits, load_keys
 from replay.lifeline import CANNOT_START, die_with_parent, set_up_logging
+from replay.vitals.watch import Vitals
 from rollout_server.reward_model.messages import TO_REWARD
 from rollout_server.reward_model.server import Model, RewardServer
 from rollout_server.rewards import RewardError
@@ -72,7 +75,7 @@ def load(config: Config) -> Model:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = Parser(
-        prog="python -m rollout_server.reward_model.main",
+        prog=program("rollout_server.reward_model.main"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -87,9 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
+        hang.begin(args.server_name, config.run_dir, keys=config.network.keys)
         if config.reward.model.path is None:
             raise RewardError("reward.model.path: missing; give the folder of a reward model")
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with (
+            Vitals(config, args.server_name, "reward_model", others="reward_model"),
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
             return runner.run(run(config, args.port, to_other_nodes=args.to_other_nodes))
     except (ConfigError, KeysError, RewardError) as error:
         log.error("%s stops: %s", args.server_name, error)

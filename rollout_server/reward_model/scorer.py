@@ -16,6 +16,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from configs.data import RewardModel
+from configs.errors import SlipstreamError
 from replay.fingerprint import FingerprintError, resolve_chat_template
 from rollout_server.rewards import RewardError
 from rollout_server.tasks import load_tokenizer
@@ -31,7 +32,13 @@ REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Arithmetic
 """What a chat template raises: its expressions are Python's, such as `content + 1`."""
 
 
-class NotScored(ValueError):
+class NotScored(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-REWARD-06",
+    cause="The conversation is too long for the reward model, has no tokens of it, or its chat template fails.",
+    mend="Lower data.max_prompt_tokens or rollout.max_new_tokens, or set reward.model.chat_template.",
+):
     """One conversation has no score; the message says why."""
 
 

@@ -5,12 +5,21 @@ A reward model runs in a server of its own: rollout_server/reward_model/.
 Worker processes import this package and start anew after every timeout: nothing heavy may be imported here.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, Protocol, TypedDict
 
+from configs.errors import SlipstreamError
 
-class RewardError(ValueError):
+
+class RewardError(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-REWARD-01",
+    cause="reward.function names no function that can be called, or its package, key or service is missing.",
+    mend="`python -m rollout_server.try_reward` calls it on a row of your data; docs/howto/rewards.md.",
+):
     """The reward function cannot be loaded, or its processes do not start."""
 
 
@@ -49,6 +58,21 @@ class RewardOutcome:
     """Why there is no score, or None."""
     seconds: float
     """Time that the function took for this sample (a call that judges several: their share of it)."""
+
+
+def added(outcomes: Sequence[RewardOutcome]) -> RewardOutcome:
+    """The outcome of all parts of a reward on one sample: their sum, or the first error."""
+    seconds = sum(outcome.seconds for outcome in outcomes)
+    for outcome in outcomes:
+        if outcome.error is not None:
+            return RewardOutcome(score=math.nan, error=outcome.error, seconds=seconds)
+    metrics: dict[str, float] = {}
+    for outcome in outcomes:
+        metrics |= outcome.metrics
+    score = sum(outcome.score for outcome in outcomes)
+    if not math.isfinite(score):
+        return RewardOutcome(score=math.nan, error=f"the sum of the parts is {score}", seconds=seconds)
+    return RewardOutcome(score=score, metrics=metrics, seconds=seconds)
 
 
 class Rewards(Protocol):

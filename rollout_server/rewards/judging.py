@@ -4,11 +4,14 @@ import math
 import numbers
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from configs.errors import SlipstreamError
+from rollout_server.children.loading import describe
 from rollout_server.rewards import Sample
 from rollout_server.rewards.limits import exceeded
-from rollout_server.rewards.loading import RewardFunction, describe
+from rollout_server.rewards.loading import RewardFunction
 from rollout_server.rewards.protocol import MAX_ERROR_CHARS, MAX_METRICS
 
 Verdict = tuple[int, float | None, dict[str, float], str | None, float]
@@ -19,8 +22,21 @@ FLUSH_S = 0.02
 """Verdicts younger than this are sent together; a pool that kills the worker judges them anew."""
 
 
-class NotAReward(ValueError):
+class NotAReward(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-REWARD-02",
+    cause="The reward function returned None, NaN, text, or a dict without a score.",
+    mend="Return a finite number, or a dict with `score`.",
+):
     """The function returned something that is no reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """In place of one sample's value in a list: why it has none."""
+
+    reason: str
 
 
 def judge(function: RewardFunction, samples: Sequence[Sample], send: Send) -> None:
@@ -46,7 +62,7 @@ def _attempt(function: RewardFunction, argument: Any) -> tuple[Any, str | None]:
     try:
         return function.call(argument), None
     except BaseException as error:  # noqa: BLE001 - code of the user: whatever it raises is the verdict
-        return None, _explained(error)
+        return None, explained(error)
 
 
 async def judge_async(function: RewardFunction, timeout_s: float, samples: Sequence[Sample], send: Send) -> None:
@@ -62,9 +78,9 @@ async def judge_async(function: RewardFunction, timeout_s: float, samples: Seque
             async with asyncio.timeout(timeout_s) as limit:
                 return await function.call(argument), None
         except TimeoutError as error:
-            return None, f"timed out after {timeout_s:g} s" if limit.expired() else _explained(error)
+            return None, f"timed out after {timeout_s:g} s" if limit.expired() else explained(error)
         except BaseException as error:  # noqa: BLE001 - code of the user: whatever it raises is the verdict
-            return None, _explained(error)
+            return None, explained(error)
 
     async def one(index: int, sample: Sample) -> None:
         start = time.perf_counter()
@@ -78,7 +94,7 @@ async def judge_async(function: RewardFunction, timeout_s: float, samples: Seque
         await asyncio.gather(*(one(index, sample) for index, sample in enumerate(samples)))
 
 
-def _explained(error: BaseException) -> str:
+def explained(error: BaseException) -> str:
     """What an exception of the user's code says, and the limit that it comes from."""
     limit = exceeded(error)  # may end this process, so it comes first
     return describe(error) + limit
@@ -86,6 +102,8 @@ def _explained(error: BaseException) -> str:
 
 def _verdict(index: int, value: Any, error: str | None, seconds: float) -> Verdict:
     """The verdict on one sample, from what its call returned or raised."""
+    if isinstance(value, Failed):
+        error = value.reason
     if error is None:
         try:
             score, metrics = reward_of(value)
@@ -93,7 +111,7 @@ def _verdict(index: int, value: Any, error: str | None, seconds: float) -> Verdi
         except NotAReward as problem:
             error = f"the reward function {problem}; it must be a finite number or a dict with one under 'score'"
         except BaseException as problem:  # noqa: BLE001 - reading an object of the user runs code of the user
-            error = f"what the reward function returned cannot be read: {_explained(problem)}"
+            error = f"what the reward function returned cannot be read: {explained(problem)}"
     return index, None, {}, sendable(error[:MAX_ERROR_CHARS]), seconds
 
 
@@ -105,13 +123,22 @@ def _together(values: Any, error: str | None, num: int, start: float) -> list[Ve
     """
     seconds = (time.perf_counter() - start) / num
     if error is None:
-        values = values.tolist() if hasattr(values, "tolist") else values
-        if not isinstance(values, (list, tuple)) or len(values) != num:
-            found = f"{len(values)} of them" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
-            error = f"the reward function must return a list of {num} numbers, found {found}"
-    if error is None and any(value is None for value in values):
-        values = [{"score": 0.0 if v is None else v, NOT_APPLICABLE: float(v is None)} for v in values]
+        try:
+            values = listed(values, num)
+        except NotAReward as problem:
+            error = f"the reward function {problem}"
     return [_verdict(index, None if error else values[index], error, seconds) for index in range(num)]
+
+
+def listed(values: Any, num: int) -> list[Any]:
+    """One value for each of `num` samples, from what a TRL function returned. Raises NotAReward."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, (list, tuple)) or len(values) != num:
+        found = f"{len(values)} of them" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
+        raise NotAReward(f"must return a list of {num} numbers, found {found}")
+    if any(value is None for value in values):
+        return [{"score": 0.0 if v is None else v, NOT_APPLICABLE: float(v is None)} for v in values]
+    return list(values)
 
 
 def reward_of(value: Any) -> tuple[float, dict[str, float]]:

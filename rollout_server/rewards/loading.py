@@ -1,4 +1,4 @@
-"""Finds the function that `reward.function` names and tells by its signature how to call it.
+"""Finds a function that `reward.function` names and tells by its signature how to call it.
 
 | convention | signature                                                                            |
 |------------|--------------------------------------------------------------------------------------|
@@ -8,26 +8,19 @@
 """
 
 import difflib
-import importlib
-import importlib.util
 import inspect
 import itertools
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
+from rollout_server.children.loading import LoadError, module_of
 from rollout_server.rewards import RewardError, Sample
+from rollout_server.rewards.built_in import FUNCTIONS
 
-BUILT_IN = {"exact": "rollout_server.rewards.exact:reward", "numeric": "rollout_server.rewards.numeric:reward"}
 Convention = Literal["sample", "verl", "trl"]
 Parameters = Mapping[str, inspect.Parameter]
-MAX_MESSAGE_CHARS = 1500
-"""Of an exception's own text, so that its place still fits into an error."""
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 SIGNATURES = (
     "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
@@ -44,33 +37,50 @@ class RewardFunction:
     call: Callable[[Any], Any]
 
 
-def load_function(spec: str) -> RewardFunction:
-    """Load `exact`, `numeric`, `package.module:function` or `path/to/file.py:function`.
+def load_function(spec: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Load a built-in function by its name, `package.module:function` or `path/to/file.py:function`.
 
-    Raises RewardError: not found, not importable, or of a signature that is none of the three.
+    A module with a function `prepare` has it called with the options, to load or check what the reward needs.
+    Raises RewardError: not found, not importable, of a signature that is none of the three, or not usable here.
     """
-    location, _, name = BUILT_IN.get(spec, spec).rpartition(":")
+    location, _, name = FUNCTIONS.get(spec, spec).rpartition(":")
     if not location or not name:
-        hint = _closest(spec, BUILT_IN) or "take 'exact', 'numeric', 'module:function' or 'f.py:function'"
+        hint = _closest(spec, FUNCTIONS) or f"take {', '.join(FUNCTIONS)}, 'module:function' or 'f.py:function'"
         raise RewardError(f"reward.function: {spec!r} names no function; {hint}")
-    module = _module(spec, location)
+    try:
+        module = module_of("reward.function", spec, location)
+    except LoadError as error:
+        raise RewardError(str(error)) from error
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
         hint = _closest(name, own) or f"it has {', '.join(sorted(own)[:8]) or 'no functions'}"
         raise RewardError(f"reward.function: {spec!r}: {location} has no function {name!r}; {hint}")
-    return adapt(function, spec)
+    if spec in FUNCTIONS and (prepare := getattr(module, "prepare", None)) is not None:
+        prepare(**_accepted(inspect.signature(prepare).parameters, dict(options or {})))
+    return adapt(function, spec, options)
 
 
-def adapt(function: Callable[..., Any], name: str) -> RewardFunction:
-    """Tell by the parameters which convention a function follows. Raises RewardError: none."""
+def adapt(function: Callable[..., Any], name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Tell by the parameters which convention a function follows; options are given to each call as keywords.
+
+    Raises RewardError: none, or an option that the function does not take.
+    """
+    options = options or {}
     try:
-        parameters = inspect.signature(function).parameters
+        takes = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward.function: {name!r} shows no signature ({error}); wrap it in a function") from error
+    is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if strange := next((key for key in options if key not in takes and not is_open), None):
+        raise RewardError(f"reward.function: {name!r} takes no option {strange!r}; it has ({', '.join(takes)})")
+    parameters = {key: one for key, one in takes.items() if key not in options}
     open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in open_ended]
     positional = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    if options:
+        function = partial(_with_options, function, options)
     convention: Convention
     call: Callable[[Any], Any]
     if "completions" in parameters:
@@ -85,8 +95,12 @@ def adapt(function: Callable[..., Any], name: str) -> RewardFunction:
         raise RewardError(f"reward.function: {name!r} has the parameters ({', '.join(parameters)}); {SIGNATURES}")
     if refused:
         raise RewardError(f"reward.function: {name!r} asks for {refused[0]!r}, which no function gets; {SIGNATURES}")
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return RewardFunction(convention, is_async, call)
+
+
+def _with_options(function: Callable[..., Any], options: Mapping[str, Any], *given: Any, **named: Any) -> Any:
+    """A column of the data may have the name of an option, which counts."""
+    return function(*given, **{**named, **options})
 
 
 def _call_verl(function: Callable[..., Any], parameters: Parameters, sample: Sample) -> Any:
@@ -131,38 +145,3 @@ def _accepted(parameters: Parameters, given: dict[str, Any]) -> dict[str, Any]:
 def _closest(name: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(names), n=1)
     return f"did you mean {close[0]!r}?" if close else ""
-
-
-def _module(spec: str, location: str) -> ModuleType:
-    """The module of that name, or at that path if it ends in `.py`."""
-    path = Path(location).expanduser() if location.endswith(".py") else None
-    if path is not None and not path.is_file():
-        raise RewardError(f"reward.function: {spec!r}: no file {location!r} (looked from {os.getcwd()})")
-    try:
-        if path is None:
-            return importlib.import_module(location)
-        sys.path.insert(0, str(path.resolve().parent))
-        description = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
-        assert description is not None and description.loader is not None
-        module = importlib.util.module_from_spec(description)
-        sys.modules[description.name] = module
-        description.loader.exec_module(module)
-        return module
-    except (Exception, SystemExit) as error:
-        hint = ""
-        if isinstance(error, ModuleNotFoundError) and error.name and location.startswith(error.name):
-            hint = f" (not installed, and not below {os.getcwd()}); install it, or give path/to/file.py:function"
-        raise RewardError(f"reward.function: {spec!r}: importing {location} fails: {describe(error)}{hint}") from error
-
-
-def describe(error: BaseException) -> str:
-    """Type, message and place of an exception. Its message is code of the user too."""
-    try:
-        text = str(error)[:MAX_MESSAGE_CHARS]
-    except BaseException:  # noqa: BLE001 - code of the user: whatever it raises, the type and place are known
-        text = "(its message cannot be read)"
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
-    return f"{type(error).__name__}: {text}{place}"

@@ -5,13 +5,14 @@ import itertools
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from configs.data import Reward
+from rollout_server.children.frames import pack
 from rollout_server.rewards import RewardError, RewardOutcome, Sample
 from rollout_server.rewards.process import RewardProcess, WorkerLost
-from rollout_server.rewards.protocol import MAX_REQUEST_BYTES, pack
+from rollout_server.rewards.protocol import MAX_REQUEST_BYTES
 
 log = logging.getLogger(__name__)
 SLOW_S = 0.02
@@ -28,12 +29,15 @@ class _Item:
 
     sample: Sample
     outcome: asyncio.Future[RewardOutcome]
+    stays: bool = False
+    """In the request that it is in: joined with others it could fail them again."""
 
 
 class RewardPool:
     """Judges samples in `reward.workers` processes, each request at most reward.timeout_s without progress.
 
-    A group of quick calls is one request to one worker; slow ones are spread over all workers. When a request of
+    A group of quick calls is one request to one worker; slow ones are spread over all workers, and asynchronous ones of
+    several groups are one request. When a request of
     several samples times out or kills its worker, those without an outcome are judged again one by one, so only
     the culprit gets an error. For TRL functions, which see all samples of a request at once, this means that
     samples of a failed request are judged alone.
@@ -107,15 +111,27 @@ class RewardPool:
             items = _unanswered(await self._queue.get())
             if not items:
                 continue
+            self._join_waiting(process, items)
             frame = pack([item.sample for item in items])
             if len(frame) <= MAX_REQUEST_BYTES:
                 await self._run(process, items, frame)
             elif len(items) > 1:
                 half = len(items) // 2
-                self._queue.put_nowait(items[:half])
-                self._queue.put_nowait(items[half:])
+                for part in (items[:half], items[half:]):
+                    self._queue.put_nowait([replace(item, stays=True) for item in part])
             else:
                 self._fail(items, f"the sample has {len(frame)} bytes, a reward process takes {MAX_REQUEST_BYTES}")
+
+    def _join_waiting(self, process: RewardProcess, items: list[_Item]) -> None:
+        """Add requests that wait, where a function may judge all at once: it mostly waits for a service itself."""
+        if not process.judges_at_once or items[0].stays:
+            return
+        while len(items) < MAX_SAMPLES and not self._queue.empty():
+            more = self._queue.get_nowait()
+            if more[0].stays:
+                self._queue.put_nowait(more)
+                return
+            items += _unanswered(more)
 
     async def _run(self, process: RewardProcess, items: list[_Item], frame: bytes) -> None:
         try:
@@ -130,7 +146,7 @@ class RewardPool:
                 self._fail(unanswered, str(lost))
             else:
                 for item in unanswered:
-                    self._queue.put_nowait([item])
+                    self._queue.put_nowait([replace(item, stays=True)])
             await self._restart(process)
 
     async def _restart(self, process: RewardProcess) -> None:

@@ -1,25 +1,25 @@
-"""Between pool and reward process: 4 bytes of length, little-endian, then that much msgpack.
+"""Between pool and reward process, in frames (children/frames.py).
 
-| from   | message                                                                                   |
-|--------|-------------------------------------------------------------------------------------------|
-| pool   | first: {"function": str, "timeout_s": float, "limits": {key: int}}, then [sample, ...]    |
-| worker | first: {"convention": str, "is_async": bool} or {"error": str}                            |
-| worker | per request, until every sample has one: [[index, score, metrics, error, seconds], ...]   |
+| from   | message                                                                                     |
+|--------|---------------------------------------------------------------------------------------------|
+| pool   | first: {"parts": [part, ...], "timeout_s": float, "limits": {key: int}}, then [sample, ...] |
+| worker | first: {"convention": str, "is_async": bool} or {"error": str}                              |
+| worker | per request, until every sample has one: [[index, score, metrics, error, seconds], ...]     |
+
+A part is [label, spec, weight, options] (rewards/weighted.py).
 
 Code of the user shares the worker's process and may have written its replies: the pool checks them.
 """
 
 import math
 import reprlib
-import struct
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import msgpack
 
 from rollout_server.rewards import RewardError, RewardOutcome
 from rollout_server.rewards.loading import Convention
 
-LENGTH = struct.Struct("<I")
 MAX_REQUEST_BYTES = 32 * 1024 * 1024
 MAX_REPLY_BYTES = 1024 * 1024
 MAX_ERROR_CHARS = 2000
@@ -34,12 +34,6 @@ REPLY_LIMITS = {
 }
 """A reply that announces more in any place is refused before memory is taken for it. msgpack itself goes 1024 deep, on
 a stack of its own; what is deeper than a verdict is then refused by its type, without looking into it."""
-
-
-def pack(value: Any) -> bytes:
-    """One frame."""
-    body = cast(bytes, msgpack.packb(value))
-    return LENGTH.pack(len(body)) + body
 
 
 def unpack_reply(body: bytes) -> Any:

@@ -4,7 +4,7 @@ Answers requests (rewards/protocol.py) until the pool closes the socket or the p
 
 Code of the user runs here and may hang, crash or print: the pool kills this process when it takes too long,
 prints go to stderr, and the socket is not fd 0, 1 or 2 any more when that code is loaded. A supervisor of its own
-(rewards/supervisor.py) ends everything that it leaves behind, and limits (rewards/limits.py) hold what it takes.
+(children/supervisor.py) ends everything that it leaves behind, and limits (rewards/limits.py) hold what it takes.
 """
 
 import os
@@ -14,12 +14,13 @@ from typing import Any, BinaryIO
 
 import msgpack
 
+from rollout_server.children.frames import LENGTH, pack
+from rollout_server.children.supervisor import let_go_of_stdin, supervise
 from rollout_server.rewards import RewardError
 from rollout_server.rewards.judging import Verdict, judge, judge_async, sendable
 from rollout_server.rewards.limits import confine, exceeded, leave
-from rollout_server.rewards.loading import load_function
-from rollout_server.rewards.protocol import LENGTH, MAX_ERROR_CHARS, pack
-from rollout_server.rewards.supervisor import let_go_of_stdin, supervise
+from rollout_server.rewards.protocol import MAX_ERROR_CHARS
+from rollout_server.rewards.weighted import Order, load_parts
 
 
 def main() -> int:
@@ -32,19 +33,19 @@ def main() -> int:
         return 0
     confine(order["limits"])
     try:
-        return work(channel, requests, order["function"], order["timeout_s"])
+        return work(channel, requests, order["parts"], order["timeout_s"])
     except MemoryError:
         leave("memory_bytes")
 
 
-def work(channel: socket.socket, requests: BinaryIO, name: str, timeout_s: float) -> int:
-    """Load the function and answer requests until the pool closes the channel."""
+def work(channel: socket.socket, requests: BinaryIO, parts: Order, timeout_s: float) -> int:
+    """Load the functions and answer requests until the pool closes the channel."""
 
     def send(verdicts: list[Verdict]) -> None:
         channel.sendall(pack(verdicts))
 
     try:
-        function = load_function(name)
+        function = load_parts(parts)
     except RewardError as error:
         reason = str(error) + exceeded(error)
         channel.sendall(pack({"error": sendable(reason[:MAX_ERROR_CHARS])}))

@@ -4,8 +4,9 @@ Token ids are made here once and never again: what the engine continues and the 
 so no later re-tokenisation can drift from them.
 """
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,19 @@ import jinja2
 from configs.schema import Config
 from replay.fingerprint import resolve_chat_template, stop_token_ids
 from rollout_server.rewards import Sample
+from rollout_server.tasks.pictures import Looker, Prompt, Seen
+from rollout_server.tasks.pictures import TaskError as TaskError
 
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes that are nothing but their tokenizer.json."""
 
 
-class TaskError(ValueError):
-    """A prompt or the model folder's tokenizer cannot be used."""
-
-
-class PromptTooLong(TaskError):
+class PromptTooLong(
+    TaskError,
+    code="SLIP-TASK-02",
+    cause="The prompt has more tokens than data.max_prompt_tokens.",
+    mend="Raise data.max_prompt_tokens or shorten the prompt; such prompts are dropped and counted.",
+):
     """The prompt has more tokens than `data.max_prompt_tokens`."""
 
 
@@ -47,11 +51,13 @@ class Task:
         """
         path = config.model.path
         self._chat_template = resolve_chat_template(path, config.model.chat_template)
+        self._options = dict(config.model.chat_template_options)
         stops = stop_token_ids(path)
         try:
             self._tokenizer = load_tokenizer(path)
         except Exception as error:  # the tokenizers library raises bare Exception on a broken file
             raise TaskError(f"model.path: {path}: the tokenizer cannot be loaded: {error}") from error
+        self._looker = Looker(path)
         self._max_prompt_tokens = config.data.max_prompt_tokens
         eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
         self.stop_token_ids = tuple(sorted({*stops, *([] if eos is None else [eos])}))
@@ -64,14 +70,23 @@ class Task:
         self._prefix = [bos] if starts_with_bos else []
 
     def encode(self, row: dict[str, Any]) -> list[int]:
-        """Token ids of a row's prompt.
+        """Token ids of a row's prompt; raises as `prompt`."""
+        return self.prompt(row).token_ids
+
+    def prompt(self, row: dict[str, Any]) -> Prompt:
+        """A row's prompt with its pictures.
 
         Raises:
             PromptTooLong: more tokens than `data.max_prompt_tokens`.
-            TaskError: messages without a chat template, or the template refuses them.
+            TaskError: messages without a chat template, or the template refuses them; a picture cannot be used.
         """
         prompt = row["prompt"]
         token_ids = self._encode_text(prompt) if isinstance(prompt, str) else self._encode_messages(prompt)
+        if images := row.get("images"):
+            found = self._looker.prompt(token_ids, images)
+        else:
+            found = Prompt(token_ids)
+        token_ids = found.token_ids
         if not token_ids:
             raise TaskError(f"the prompt {str(prompt)[:80]!r} has no tokens")
         if len(token_ids) > self._max_prompt_tokens:
@@ -79,12 +94,51 @@ class Task:
                 f"the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {self._max_prompt_tokens};"
                 " raise it or shorten the prompt"
             )
+        return found
+
+    def look(self, row: dict[str, Any]) -> Seen | None:
+        """A row's pictures, decoded, where it has any. Raises TaskError: one cannot be used."""
+        images = row.get("images")
+        return self._looker.look(images) if images else None
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of text as it stands, without special tokens of the tokenizer's own."""
+        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         return token_ids
+
+    def begin(self, text: str) -> list[int]:
+        """Token ids of text that begins a context, with the bos token where the tokenizer puts one."""
+        return self._encode_text(text)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """Messages as text, with the header of the assistant's turn at the end. Raises TaskError, as `encode` does."""
+        if self._chat_template is None:
+            raise TaskError(
+                "messages, and the tokenizer has no chat template; set model.chat_template (Jinja text or a file), or"
+                " give text or token ids"
+            )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [_for_template(message) for message in messages],
+                tools=list(tools) if tools else None,
+                chat_template=self._chat_template,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._options,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError) as error:  # templates index and add what messages bring
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise TaskError(f"model.chat_template: fails on messages of the roles {roles}: {error}") from error
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of an answer without special tokens."""
         # Cleaning up spaces would show the reward another text than the policy wrote.
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Text of each token by itself, special tokens included."""
+        return [str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False)) for token in token_ids]
 
     def sample(self, row: dict[str, Any], token_ids: Sequence[int], finish_reason: str) -> Sample:
         """What a reward function sees of one answer of these tokens."""
@@ -103,7 +157,7 @@ class Task:
         token_ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         return token_ids if token_ids[:1] == self._prefix else self._prefix + token_ids
 
-    def _encode_messages(self, messages: list[dict[str, str]]) -> list[int]:
+    def _encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
         if self._chat_template is None:
             raise TaskError(
                 "the prompt is a list of chat messages, and the tokenizer has no chat template; set model.chat_template"
@@ -116,11 +170,23 @@ class Task:
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
+                **self._options,
             )
         except jinja2.TemplateError as error:
             roles = ", ".join(message["role"] for message in messages)
             raise TaskError(f"model.chat_template: fails on messages of the roles {roles}: {error}") from error
         return list(token_ids)
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: OpenAI has arguments of tool calls as text of JSON, they have values."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = dict(call.get("function") or {})
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # then it stays the text that it is
+            function["arguments"] = json.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls} if calls else dict(message)
 
 
 def load_tokenizer(path: str) -> Any:

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from configs.base import ConfigError
+from configs.errors import SlipstreamError
 from learner.launch import children
 from learner.launch.children import Child
 from learner.report.metrics import MetricsError
@@ -26,7 +27,13 @@ Row = Mapping[str, Any]
 Sizes = Mapping[str, tuple[Any, Any, str]]  # by option: (default, default with --quick, help)
 
 
-class CaseFailed(RuntimeError):
+class CaseFailed(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-BENCH-01",
+    cause="A process of the case died, a wait was too long, or a number cannot be what it is.",
+    mend="The lines below it are the ends of the logs; --work keeps all of them.",
+):
     """A case has no result: the first line is the root cause, the others the last lines of every process's log."""
 
 

@@ -25,8 +25,9 @@ from rollout_server.engines import Completion, EngineError, Health, Partial, Sam
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Part
-from rollout_server.generate import Generator
+from rollout_server.generate import Generator, shown
 from rollout_server.progress import prefixes_of
+from rollout_server.tasks.pictures import Prompt
 from scripts.bench.core import quantile
 
 PART = "#"  # between a lease's request id and the answer's number: here each answer is a request of its own
@@ -51,7 +52,7 @@ class ForcedLengths(Generator):
     _ended: dict[str, Completion] = field(default_factory=dict)
     """By request, while others of the lease run: the engine has forgotten them by then."""
 
-    async def sample(self, prompt_ids: list[int], lease: m.Lease, request_id: str) -> list[Completion]:
+    async def sample(self, prompt: Prompt, lease: m.Lease, request_id: str) -> list[Completion]:
         names = self._names(request_id)
         prefixes = prefixes_of(lease, len(names))
         limit = self.config.rollout.max_new_tokens
@@ -61,7 +62,8 @@ class ForcedLengths(Generator):
             length = forced_length(lease.seed, index, median=self.median, sigma=self.sigma, limit=limit)
             sampling = self.sampling(stream_seed(lease.seed, index, 0))
             sampling = replace(sampling, max_new_tokens=length, stop_token_ids=())
-            (found,) = await self.engine.generate(prompt_ids, sampling, 1, request_id=name, prefixes=given)
+            ids, rest = prompt.token_ids, shown(prompt)
+            (found,) = await self.engine.generate(ids, sampling, 1, request_id=name, prefixes=given, **rest)
             self._ended[name] = found
             return found
 
@@ -143,12 +145,12 @@ class ProbedProcess(SGLangProcess):
         return super().sampling_parameters(part, sampling, new_tokens) | interval
 
     async def generate(
-        self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int
+        self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int, pictures: Any = None
     ) -> AsyncIterator[dict[str, Any]]:
         if not self.gaps.probe:
             self.gaps.watch(part.rid)
         try:
-            async for output in super().generate(part, token_ids, sampling, new_tokens):
+            async for output in super().generate(part, token_ids, sampling, new_tokens, pictures):
                 if self.gaps.probe == part.rid:
                     self.gaps.token(time.monotonic())
                 yield output

@@ -65,7 +65,7 @@ def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path):
         load(path)
     said = str(refused.value).splitlines()
     assert [line.removeprefix(f"{path}: ") for line in said[:2]] == [
-        "actor_rollout_ref.rollout.n: unknown key; it is rollout.group_size here",
+        "actor_rollout_ref.rollout.n: unknown key; it is rollout.group_size here [SLIP-CONFIG-02]",
         "actor_rollout_ref.actor.optim.lr: unknown key; it is learner.lr here",
     ]
     assert "ppo_mini_batch_size: unknown key; a step is one update" in said[2]

@@ -102,7 +102,7 @@ def test_what_is_no_section_is_refused_by_the_schema(section):
 
 
 def test_gpu_presets_leave_these_keys_to_auto():
-    for path in PRESETS.glob("*[0-9]*.yaml"):
+    for path in [path for kind in ("gpu", "nodes") for path in PRESETS.glob(f"*[0-9]{kind}.yaml")]:
         tree = read_yaml(path.read_text(encoding="utf-8"))
         given = {f"{section}.{key}" for section, keys in tree.items() for key in keys}
         assert not given & BY_DEVICE.keys() and values(load(path.stem))["rollout.engine"] == "sglang"

@@ -224,7 +224,7 @@ def test_an_unknown_preset_is_named_with_those_there_are():
         ("data.shuffle=false", False),
         ("model.path=a=b", "a=b"),
         ("placement.split=6:20", "6:20"),
-        ("tracking.wandb_project=", ""),
+        ("tracking.project=", ""),
     ],
 )
 def test_forms_of_set(override, value):

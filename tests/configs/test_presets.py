@@ -31,12 +31,20 @@ class Shape:
 
 
 SHAPES = {
+    "geo3k-qwen2.5-vl-3b-8gpu": Shape(80, 3.09e9, 2048, 36, 131),
+    "code-qwen2.5-coder-3b-8gpu": Shape(80, 3.09e9, 2048, 36, 130),
+    "dapo-qwen2.5-3b-8gpu": Shape(80, 3.09e9, 2048, 36, 130),
+    "dapo-qwen2.5-7b-2nodes": Shape(80, 7.62e9, 3584, 28, 224, tied=False),
+    "gsm8k-qwen2-7b-4nodes": Shape(80, 7.62e9, 3584, 28, 224, tied=False),
+    "gsm8k-qwen2-7b-8gpu": Shape(80, 7.62e9, 3584, 28, 224, tied=False),
     "gsm8k-qwen2.5-0.5b-1gpu": Shape(40, 0.49e9, 896, 24, 57),
     "gsm8k-qwen2.5-1.5b-4gpu": Shape(80, 1.54e9, 1536, 28, 103),
     "gsm8k-qwen3-0.6b-2gpu": Shape(40, 0.60e9, 1024, 28, 72),
     "qwen3-14b-4nodes": Shape(141, 14.8e9, 5120, 40, 283, tied=False),
     "qwen3-4b-8gpu": Shape(80, 4.02e9, 2560, 36, 170),
     "qwen3-8b-2nodes": Shape(80, 8.19e9, 4096, 36, 215, tied=False),
+    "smollm2-1gpu": Shape(24, 0.135e9, 576, 30, 25),
+    "smollm2-2gpu": Shape(16, 0.135e9, 576, 30, 25),
 }
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
 GSM8K = "gsm8k-qwen2.5-1.5b-4gpu"

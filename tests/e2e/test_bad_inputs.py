@@ -147,17 +147,26 @@ def test_a_reward_function_that_always_raises_stops_the_run_and_is_named(launch,
     assert "reward.max_error_rate 0.2" in said and "KeyError: 'no such column'" in said and "mine.py:2" in said
 
 
-@pytest.mark.parametrize(("package", "setting"), [("wandb", "offline"), ("wandb", "online"), ("tensorboard", "true")])
-def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(refused, monkeypatch, package, setting):
+@pytest.mark.parametrize(
+    ("package", "setting", "key", "extra"),
+    [
+        ("wandb", "trackers=[wandb]", "trackers: wandb", "wandb"),
+        ("wandb", "wandb=offline", "trackers: wandb", "wandb"),
+        ("comet_ml", "trackers=[tensorboard,comet_ml]", "trackers: comet_ml", "comet-ml"),
+        ("prometheus_client", "prometheus=127.0.0.1", "prometheus: 127.0.0.1", "prometheus"),
+    ],
+)
+def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(refused, monkeypatch, package, setting, key, extra):
     """The package is hidden where it is installed, so that this says the same on every machine."""
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
-    expected = f"tracking.{package}: {setting}, and {package} is not installed"
-    refused(settings=[f"tracking.{package}={setting}"], words=[expected, f"pip install 'slipstream-rl[{package}]'"])
+    expected = f"tracking.{key}, and {package} is not installed"
+    refused(settings=[f"tracking.{setting}"], words=[expected, f"pip install 'slipstream-rl[{extra}]'"])
 
 
+@pytest.mark.slow  # by default: tests/learner/test_trackers.py
 def test_wandb_offline_needs_no_account(launch):
     pytest.importorskip("wandb")
-    run = launch("tracking.wandb=offline", steps=2)
+    run = launch("tracking.trackers=[wandb]", "tracking.tracker_options={wandb: {mode: offline}}", steps=2)
     assert run.wait() == 0, run.text()[-3000:]
     assert list((run.folder / "wandb").glob("offline-run-*/*.wandb"))

@@ -168,7 +168,9 @@ def test_a_run_over_four_hosts_goes_on_while_one_is_cut_off_and_comes_back(tmp_p
         assert rollouts.wait(60) == 0, said.read_text()[-3000:]
 
     told = said.read_text()
-    assert re.search(r"^\[node2\] .*rollout-node2-0.* died: .*\[silent\]; restart 1 of 3", told, re.MULTILINE), told
+    assert re.search(
+        r"^\[node2\] .*rollout-node2-0.* died: .*\[silent\] \[SLIP-NET-02\]; restart 1 of 3", told, re.MULTILINE
+    ), told
     assert "[node0]" in run.text() and f"finished {STEPS} steps" in run.text()
     assert re.search(r"^\[node3\] .*learner-1 INFO", run.text(), re.MULTILINE)
     assert "rank 1 starts at version 0" in run.log("learner-1")

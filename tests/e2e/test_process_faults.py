@@ -112,15 +112,6 @@ def test_an_interrupted_run_is_resumed_and_trains_nothing_twice(story, launch):
     assert len(trained) == len(set(trained)) == 16 * last
 
 
-def test_a_run_that_nobody_rescues_ends_with_the_reason(launch):
-    run = launch("rollout.restarts=0", "rollout.wait_for_servers_s=2", steps=2000)
-    run.wait_for_step(2)
-    run.kill("rollout_server.main")
-    assert run.wait(60) == 1
-    assert "no rollout server for 2 s (rollout.wait_for_servers_s) [silent]" in run.text().splitlines()[-1]
-    assert run.nothing_left()
-
-
 @pytest.mark.parametrize(("role", "needle"), [("replay", "replay.main"), ("learner", "learner.train")])
 def test_without_restarts_the_death_of_replay_or_a_learner_rank_ends_the_run_with_one_line(launch, role, needle):
     run = launch("replay.restarts=0", "learner.restarts=0", steps=2000, split="1:2")

@@ -10,7 +10,9 @@ import pytest
 
 from learner.report.metrics import evaluation_scores
 from learner.report.summary import summarize
+from replay.vitals.catalogue import catalogue, find
 from tests.support.runs import ROOT, Runs
+from tests.support.traces import parsed, problems
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
@@ -26,7 +28,9 @@ is the rounding of the order in which ranks add up, and an epsilon below it make
 def clean(tmp_path_factory, sort6, zygote):
     """A run on two ranks that has finished: evaluations of two sets, checkpoints, trackers, plot, every trajectory."""
     runs = Runs(tmp_path_factory.mktemp("clean"), sort6, zygote)
-    trackers = ("tracking.plot=true", "tracking.tensorboard=true")
+    trackers = ("tracking.plot=true", "tracking.trackers=[tensorboard]", "tracking.prometheus=127.0.0.1")
+    trackers += ("tracking.profile=2:5",)
+    trackers += ("limits.growth_window_s=12",)
     best = ("checkpoint.keep_best=1", f"checkpoint.best_metric={SCORE}")
     file = sort6.folder / "eval.jsonl"
     sets = f"data.eval={{all: {{path: {file}, sampled: false}}, few: {{path: {file}, samples: 4, num_prompts: 16}}}}"
@@ -63,6 +67,56 @@ def test_a_run_trains_evaluates_checkpoints_and_leaves_nothing_behind(clean):
     assert (clean.folder / "plots" / "summary.png").stat().st_size > 10_000
     assert list((clean.folder / "tensorboard").glob("events.*"))
     assert clean.nothing_left()
+
+
+def test_a_window_of_steps_is_traced_in_every_process(clean):
+    found = parsed(clean.folder / "trace" / "steps_2_4.json.gz")
+    assert problems(found.spans) == []
+    first, last = (found.span("learner-0", "steps", f"step {step}") for step in (2, 4))
+    for rank in (0, 1):
+        phases = found.of(f"learner-{rank}", "steps")
+        assert [event["name"] for event in phases if event["name"].startswith("step")] == ["step 2", "step 3", "step 4"]
+        inside = ["wait_batch", "update_actor", "publish_wait", "param_sync"]
+        assert [event["name"] for event in phases if event["name"] in inside] == inside * 3
+        torch = [event for event in found.spans if found.lanes[event["pid"], event["tid"]][1].startswith("torch: ")]
+        updates = [event for event in phases if event["name"] == "update_actor"]
+        own = [event for event in torch if found.lanes[event["pid"], event["tid"]][0] == f"learner-{rank}"]
+        products = [event["ts"] for event in own if event["name"] == "aten::mm"]
+        limits = [(update["ts"] - 2000, update["ts"] + update["dur"] + 2000) for update in updates]
+        assert products and all(any(begin < at < end for begin, end in limits) for at in products)
+    sends = [event["name"] for event in found.of("learner-0", "weight bus: send")]
+    assert sends.index("send of version 2") < sends.index("apply of version 2") < sends.index("send of version 3")
+    loads = [event for event in found.of("rollout-0", "weights") if event["name"] == "load"]
+    for version in (2, 3):  # one clock: an engine loads while the bus waits for it to apply
+        applies = found.span("learner-0", "weight bus: send", f"apply of version {version}")
+        begin, end = applies["ts"] - 1000, applies["ts"] + applies["dur"] + 1000
+        assert [load for load in loads if begin < load["ts"] and load["ts"] + load["dur"] < end], version
+    batches = [event["name"] for event in found.of("replay", "batches")]
+    assert [name for name in batches if "goes out" in name] == [f"batch {step} goes out" for step in (2, 3, 4)]
+    for process, lane in (("rollout-0", "groups 1"), ("rollout-0", "state"), ("replay", "leases of rollout-0 1")):
+        own = found.of(process, lane)
+        assert own and own[-1]["ts"] > first["ts"] and own[0]["ts"] < last["ts"] + last["dur"], (process, lane)
+    assert "longest bubble: learner-0 waits " in clean.text()
+    for process in ("learner-0", "learner-1", "rollout-0"):  # of one machine: measured all the same, and equal
+        lines = (clean.folder / "trace" / f"{process}.jsonl").read_text().splitlines()
+        clocks = [line["clock"] for line in map(json.loads, lines) if "clock" in line]
+        assert clocks and all(abs(clock["ahead_s"]) <= clock["error_s"] + 1e-3 for clock in clocks), process
+
+
+def test_the_reference_has_every_metric_of_the_run_and_the_run_all_that_are_always_there(clean):
+    """The window of growth is short, so that processes are looked at several times a second."""
+    names = {name for row in clean.rows() for name in row} - {"step", "version", "set", "time", "final"}
+    assert {name for name in names if find(name) is None} == set()
+    always = [metric for metric in catalogue() if not metric.when]
+    assert [metric.name for metric in always if not any(metric.variables(name) is not None for name in names)] == []
+    last = clean.steps()[-1]
+    roles = {name.rpartition("/")[2] for name in last if name.startswith("vitals/memory_gib/")}
+    assert roles == {"learner", "replay", "rollout", "reward"}
+    written = {path.stem for path in (clean.folder / "vitals").iterdir()}
+    assert written == {"launcher", "replay", "learner-0", "learner-1", "rollout-0"}
+    assert list((clean.folder / "prometheus").iterdir()) == [], "each had an endpoint, and took its target back"
+    assert 0 < last["perf/communication_share"] < 1
+    assert 0 < last["weight_sync/update_latency_s"] < 60 and last["weight_sync/update_latency_version"] >= STEPS - 2
 
 
 def test_every_set_is_measured_from_the_rows_that_were_written(clean):

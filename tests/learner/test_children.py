@@ -35,6 +35,9 @@ def report(*others: tuple[int, int, int], root: tuple[int, int, int]) -> str:
     return f"Failures:\n{shown}------\nRoot Cause (first observed failure):\n{entries[0]}======\n"
 
 
+FORCED = "W1123 02:02:40 api.py:1047] Unable to shutdown process 11 via 15, forcefully exiting via 9\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -42,6 +45,7 @@ def report(*others: tuple[int, int, int], root: tuple[int, int, int]) -> str:
         (report((1, -9, 11), root=(0, 1, 10)), "learner rank 1 (pid 11) was killed by SIGKILL [closed]"),
         (report((1, -15, 11), root=(0, 1, 10)), ""),
         (report(root=(0, 1, 10)), ""),
+        (FORCED + report((1, -9, 11), root=(0, 1, 10)), ""),
     ],
 )
 def test_the_rank_that_was_killed_is_named_whichever_torchrun_saw_end_first(tmp_path, text, said):
@@ -63,6 +67,12 @@ def test_who_was_killed_from_outside_has_no_last_word(tmp_path):
         child = children.start("x", [sys.executable, "-c", said + end], tmp_path / f"{how}.log", {})
         child.process.wait()
         assert how in child.how_it_ended() and ("no room" in child.how_it_ended()) == quoted
+
+
+def test_a_quoted_line_keeps_its_code():
+    line = f"2026-11-21 10:00:00,000 x ERROR {'a' * 1000}: no room [full] [SLIP-JOURNAL-03]"
+    quoted = children.without_time(line)
+    assert quoted.startswith("x ERROR aaa") and quoted.endswith("a [SLIP-JOURNAL-03]") and len(quoted) < 700
 
 
 def test_logs_are_followed_line_by_line(tmp_path):

@@ -211,6 +211,25 @@ def test_steps_that_teach_nothing_stop_the_run(make: Make):
     assert stopped is not None and "the gradient is exactly zero although advantages are not" in stopped.text
 
 
+def test_updates_that_change_no_weight_stop_the_run(qwen3: Path, mesh: DeviceMesh):
+    config = make_config(qwen3, learner={"lr": 1e-60}, limits=OFF | {"zero_gradient_steps": 2})
+    policy, optimizer = built(config, mesh)
+    guards = Guards(config)
+    trainer, before = Trainer(config, policy, optimizer, guards=guards), policy.shard_digests("float32")
+    found: Alarm | None = None
+    for step in (1, 2):
+        assert found is None
+        update = train(trainer, honest(policy, step), step)
+        changed = policy.shard_digests("float32") != before
+        assert update.applied and update.sums.grad_norm > 0 and not changed
+        found = guards.weigh(step, was_applied=True, has_changed=changed, lr=update.lr)
+    assert found is not None and str(found.error()).endswith("raise learner.lr, which is 1e-60 [SLIP-GUARD-04]")
+    resumed = Guards(config)
+    resumed.restore(json.loads(json.dumps(guards.state())))
+    assert resumed.weigh(3, was_applied=False, has_changed=False, lr=0.0) is not None, "the streak is in the checkpoint"
+    assert resumed.weigh(4, was_applied=True, has_changed=True, lr=1.0) is None
+
+
 def test_a_run_that_only_skips_stops_and_says_why(make: Make):
     trainer = make(ess="skip below 0.7", skipped_steps=3)
     wrong = shifted(honest(trainer.policy, 5, lag=1), 0.0)

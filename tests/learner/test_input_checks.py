@@ -16,7 +16,8 @@ from learner.checkpoints.folders import mark_complete
 from learner.launch import prompt_check, reward_source
 from learner.launch.preflight import check_input
 from learner.launch.prompt_check import check_prompts
-from learner.launch.reward_source import problem_with_loss, problem_with_reward, problem_with_signature
+from learner.launch.reward_source import problem_with_function, problem_with_loss, problem_with_signature
+from replay.fingerprint import run_fingerprint
 from replay.prompts import DataError
 from rollout_server.rewards import RewardError, loading
 from rollout_server.tasks import Task
@@ -76,6 +77,32 @@ def test_prompts_that_are_all_too_long_are_refused_with_their_lengths(model, tmp
     assert "data.max_prompt_tokens: 16" in said and "first 2 rows" in said and path in said
     assert "30 to 40 tokens; raise it to 40" in said
     assert check_prompts(config_of(model, "data.max_prompt_tokens=30"), path) == 2
+
+
+def test_prompts_that_are_too_long_are_counted_before_the_start(model, tmp_path, capsys):
+    assert check_prompts(config_of(model), file_of(tmp_path, "1" * 40, "1+1=", "2" * 30)) == 3
+    said = capsys.readouterr().err
+    assert f"rows.jsonl: read as own; the first row: prompt '{'1' * 40}', ground truth '2'" in said
+    assert "2 of the first 3 prompts have more than data.max_prompt_tokens 16 tokens, up to 40" in said
+
+
+def test_a_curriculum_that_no_row_has_is_found_before_the_start(model, tmp_path):
+    rows = file_of(tmp_path, "1+1=", "2+2=")
+    for curriculum in ("none", "pass_rate"):
+        assert check_prompts(config_of(model), rows, curriculum) == 2
+    with pytest.raises(DataError, match=r"curriculum: 'dificulty': .*rows.jsonl: row 1 has None there"):
+        check_prompts(config_of(model), rows, "dificulty")
+
+
+def test_options_reach_the_chat_template_at_both_ends(model):
+    template = json.dumps("{% for m in messages %}{{ m.content }}{% endfor %}{% if brief %}brief{% endif %}")
+    plain = config_of(model, f"model.chat_template={template}")
+    brief = config_of(model, f"model.chat_template={template}", "model.chat_template_options={brief: true}")
+    row = {"prompt": SAID, "ground_truth": "", "data_source": "", "extra_info": {}, "columns": {}}
+    for config, length in ((plain, 4), (brief, 9)):
+        assert prompt_check.PromptEncoder(config).length(row) == len(Task(config).encode(row)) == length
+    prints = [run_fingerprint(config)["chat_template"] for config in (plain, brief)]
+    assert prints[1].startswith(prints[0] + " with "), "ends with other options are told apart at Hello"
 
 
 def test_one_usable_row_among_the_first_is_enough(model, tmp_path):
@@ -150,7 +177,7 @@ def test_preflight_names_the_set_whose_file_is_missing_or_whose_answers_are_too_
 
 def test_a_large_file_is_not_read_whole(model, monkeypatch):
     rows = iter([{"prompt": "1+1="}] * 10 * prompt_check.CHECKED_ROWS)
-    monkeypatch.setattr(prompt_check, "read_rows", lambda path: rows)
+    monkeypatch.setattr(prompt_check, "read_rows", lambda path, report: rows)
     assert check_prompts(config_of(model), "rows.jsonl") == prompt_check.CHECKED_ROWS
     assert len(list(rows)) >= 9 * prompt_check.CHECKED_ROWS - 1
 
@@ -186,7 +213,7 @@ def test_parameters_are_refused_that_the_rollout_servers_refuse(source):
 
 
 def test_names_of_rewards_and_conventions_are_those_of_the_rollout_server():
-    assert set(reward_source.BUILT_IN) == {*loading.BUILT_IN, "model"}
+    assert set(reward_source.BUILT_IN) == {*loading.FUNCTIONS, "judge", "remote_model", "model"}
     assert reward_source.VERL_NAMES == loading.VERL_NAMES and reward_source.SIGNATURES == loading.SIGNATURES
 
 
@@ -201,7 +228,7 @@ def test_names_of_rewards_and_conventions_are_those_of_the_rollout_server():
 )
 def test_what_the_source_does_not_decide_is_left_to_the_rollout_servers(tmp_path, source):
     (tmp_path / "mine.py").write_text(source)
-    assert problem_with_reward(f"{tmp_path}/mine.py:reward") is None
+    assert problem_with_function(f"{tmp_path}/mine.py:reward") is None
 
 
 def test_unknown_parameters_are_refused_in_files_and_in_modules(tmp_path, monkeypatch):
@@ -211,9 +238,9 @@ def test_unknown_parameters_are_refused_in_files_and_in_modules(tmp_path, monkey
     (folder / "maths.py").write_text("def reward(answer, truth):\n    return 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     for spec in (f"{folder}/maths.py:reward", "graders_of_this_test.maths:reward"):
-        said = problem_with_reward(spec)
+        said = problem_with_function(spec)
         assert said is not None and "has the parameters (answer, truth); take `async def reward(sample)`" in said
-    assert problem_with_reward("graders_of_this_test.others:reward") is None
+    assert problem_with_function("graders_of_this_test.others:reward") is None
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,19 @@ def test_the_panel_shows_what_a_person_must_know():
     assert [each for each in wanted if each not in text] == [] and "learner waits" not in text
 
 
+@pytest.mark.parametrize("width", [60, 80, 110])
+def test_the_panel_cuts_nothing_off_in_a_narrow_terminal(width):
+    console = Console(record=True, file=io.StringIO(), width=width, height=30, force_terminal=True)
+    shown = LiveView(load("quickstart"), "rich", console, age_s=61.0)
+    shown.update({**STATUS, "peers": [{**ROLLOUT_0, "name": f"rollout-{number}"} for number in range(64)]}, ROWS)
+    shown.close("finished")
+    text = shown.console.export_text()
+    last = text[text.rindex("╭") :]
+    assert max(map(len, last.splitlines())) <= width and "…" not in last
+    assert "rollout-0" in last and "6.1k" in last and "and 54 more" in last and "1m01s" in last
+    assert ("2.3s" in last) is (width >= 100), "wide terminals show since when"
+
+
 @pytest.mark.parametrize("status", [None, {}, {"peers": [{}]}, {"groups": {}, "waits": [{}], "counters": None}])
 @pytest.mark.parametrize("mode", ["rich", "plain", "off"])
 def test_missing_keys_do_not_matter(mode, status):
@@ -202,3 +215,11 @@ def test_a_reader_that_goes_away_does_not_end_the_run(mode):
         child.stdout.close()
         errors = child.communicate("go\n", timeout=30)[1]
     assert child.returncode == 7 and "the output was closed" in errors and "Traceback" not in errors, errors
+
+
+def test_a_run_of_days_takes_no_more_memory_than_its_rewards():
+    progress = progress_of(*(step_row(step) for step in range(1, 1001)))
+    assert [row["step"] for row in progress.steps] == list(range(937, 1001))
+    closing = live_text.closing_line(progress)
+    assert closing.startswith(f"reward {live_text.number(step_row(1)['critic/score/mean'])} → ")
+    assert live_text.step_line(progress).startswith("step 1000/80")

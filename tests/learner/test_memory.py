@@ -1,5 +1,6 @@
 """The budget of a learner rank's device: what is counted, what is chosen, what is said."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -114,6 +115,9 @@ OF_PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-14b-4nodes": SHAPES["8B"] | {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 17_408}
     | {"num_attention_heads": 40},
     "gsm8k-qwen3-0.6b-2gpu": SHAPES["0.6B"],
+    "geo3k-qwen2.5-vl-3b-8gpu": {"model_type": "qwen2_5_vl", "hidden_size": 2048, "num_hidden_layers": 36}
+    | {"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 11_008, "vocab_size": 151_936}
+    | {"tie_word_embeddings": True, "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420}},
 }  # fmt: skip
 
 
@@ -138,7 +142,7 @@ def test_memory_that_runs_out_ends_the_run_with_the_keys_to_set(qwen3: Path, mes
     policy, _ = built(config, mesh)
     exhausted = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
     assert policy.when_exhausted(RuntimeError("something else"), config) == ""
-    learner = Mock(config=config, policy=policy)
+    learner = Mock(config=config, policy=policy, _first_step=nullcontext())
     learner.trainer.train_step.side_effect = exhausted
     with pytest.raises(OutOfMemory, match="with microbatches of up to 256 tokens and recompute none") as said:
         Learner.update(learner, Mock())

@@ -2,9 +2,7 @@
 
 import json
 import math
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,41 +104,3 @@ def test_reading_waits_for_the_end_of_a_line_and_names_a_broken_one(tmp_path):
     path.write_text('{"step": 1}\nhello\n{"step": 2}\n')
     with pytest.raises(MetricsError, match="line 2: 'hello"):
         read_rows(path)
-
-
-def test_tensorboard_gets_every_scalar(tmp_path):
-    recorder = open_metrics(tmp_path, tensorboard=True)
-    recorder.log(3, {"critic/score/mean": 0.25, "actor/pg_loss": math.nan, "training/lag_histogram": {"1": 40}})
-    recorder.log_evaluation(2, {"val-core/x/greedy": 0.75})
-    recorder.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    read = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
-    assert read["critic/score/mean"] == [(3, 0.25)]
-    assert read["training/lag_histogram/1"] == [(3, 40.0)]
-    assert read["val-core/x/greedy"] == [(2, 0.75)]
-    assert "actor/pg_loss" not in read
-
-
-def test_wandb_resumes_under_the_id_of_the_run_folder(tmp_path, monkeypatch):
-    starts, rows = [], []
-
-    def init(**arguments):
-        """Stands for wandb.init, which needs an account or a server."""
-        starts.append(arguments)
-        run = {"id": arguments["id"] or "abc123", "log": rows.append, "finish": lambda: rows.append("finished")}
-        return SimpleNamespace(**run, define_metric=lambda name, step_metric: None)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    for resume_step in (None, 1):
-        recorder = open_metrics(tmp_path, resume_step, wandb="offline", wandb_project="p")
-        recorder.log(2, {"training/lag_histogram": {"1": 40}})
-        recorder.log_evaluation(1, {"val-core/x/greedy": 0.5})
-        recorder.close()
-    assert [start["id"] for start in starts] == [None, "abc123"]
-    wanted = {"mode": "offline", "project": "p", "resume": "allow", "config": {"run": {"seed": 7}}}
-    assert all(start.items() >= wanted.items() for start in starts)
-    step = {"training/global_step": 2, "training/lag_histogram/1": 40, "metrics/nonfinite": 0}
-    assert rows == [step, {"training/version": 1, "val-core/x/greedy": 0.5}, "finished"] * 2

@@ -116,7 +116,7 @@ def test_keys_that_cannot_serve_are_refused(tmp_path):
 def test_an_empty_wandb_mode_is_refused_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "")
     with pytest.raises(ConfigError, match="unset WANDB_MODE"):
-        check_trackers(make_config(tmp_path, tracking={"wandb": "offline"}))
+        check_trackers(make_config(tmp_path, tracking={"trackers": ["wandb"]}))
     check_trackers(make_config(tmp_path))
 
 

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from tiny_models import make_config
 from torch.distributed.device_mesh import DeviceMesh
 
+from configs.errors import ConfigError, Unexpected
 from configs.plan import DETERMINISTIC
 from learner.policy import meshes
-from learner.ranks import RanksError, device_of, join_ranks, split_roles
+from learner.ranks import CollectiveFailed, RanksError, device_of, join_ranks, named, split_roles
 from replay.channel.interfaces import InterfaceError
 
 SET_BY_JOINING = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"]
@@ -120,3 +121,21 @@ def test_ranks_of_a_critic_outwait_all_that_the_policy_may_wait_for(monkeypatch)
     )
     split_roles(critic, torch.device("cpu"))
     assert told[:2] == [7, 7] and told[2] >= 2 * 1000 + 100 + 2 * 7
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (
+            RuntimeError("[pair.cc:548] Timed out waiting 6000ms for recv"),
+            CollectiveFailed,
+            "recv; a rank that the others wait for stands still [silent]",
+        ),
+        (RuntimeError("Connection closed by peer"), Unexpected, "RuntimeError: Connection closed by peer"),
+        (dist.DistBackendError("NCCL error: unhandled system error"), CollectiveFailed, "unhandled system error"),
+        (ConfigError("learner.lr: 0"), ConfigError, "learner.lr: 0"),
+    ],
+)
+def test_an_error_that_ends_a_rank_has_a_code(error, kind, said):
+    found = named(error)
+    assert type(found) is kind and str(found).endswith(f"{said} [{kind.code}]")

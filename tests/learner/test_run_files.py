@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import batch_of, random_step
+from recorded import batch_of, random_step, rows_of
 from tiny_models import make_config
 
 from configs.loading import dump
@@ -91,6 +91,43 @@ def test_a_saved_trajectory_has_text_score_and_exact_numbers(tmp_path, monkeypat
         assert row["prompt"] == Letters().decode(trajectory.prompt_ids)
         assert row["text"] == Letters().decode(trajectory.response_ids)
         assert row["score"] == row["reward"] == trajectory.reward
+
+
+def test_a_saved_trajectory_has_the_trainers_logprob_of_each_trained_token(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: Letters())
+    config = make_config(tmp_path, run={"dir": str(tmp_path), "name": "run"}, tracking={"save_rollouts_every": 1})
+    writer = rollouts.RolloutWriter(config)
+    batch = batch_of(random_step(3), 3, num_microbatches=3)
+    rows, _ = rows_of(batch, config)
+    objective = writer.watch(lambda row, logprobs, entropy: (logprobs.sum(), {}))
+    writer.begin(3)
+    for row in rows:
+        objective(row, row.behaviour_logprobs + 0.5, row.behaviour_logprobs)
+    advantages = np.zeros(len(batch.all_rewards), np.float32)
+    writer.write_if_due(batch, advantages)
+    lines = (tmp_path / "run" / "rollouts" / "step_3" / "rank_0.jsonl").read_text().splitlines()
+    trained = 0
+    for line in map(json.loads, lines):
+        has_row = line["trajectory"] in {int(i) for row in rows for i in row.trajectories}
+        wanted = [
+            pytest.approx(logprob + 0.5, abs=1e-6) if has_row and in_loss else None
+            for logprob, in_loss in zip(line["logprobs"], line["loss_mask"], strict=True)
+        ]
+        assert line["trainer_logprobs"] == wanted
+        assert line["tokens"] == [Letters().decode([token]) for token in line["response_ids"]]
+        trained += has_row
+    assert 0 < trained < len(lines)  # group 0 has no advantage, so no row has it
+
+
+def test_steps_that_are_not_saved_keep_no_logprobs(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: Letters())
+    config = make_config(tmp_path, run={"dir": str(tmp_path), "name": "run"}, tracking={"save_rollouts_every": 2})
+    writer = rollouts.RolloutWriter(config)
+    watched = writer.watch(lambda row, logprobs, entropy: (logprobs.sum(), {}))
+    writer.begin(3)
+    watched(None, np.zeros(1), None)  # no tensor: nothing may touch it
+    off = make_config(tmp_path, run={"dir": str(tmp_path), "name": "run"})
+    assert rollouts.RolloutWriter(off).watch(watched) is watched
 
 
 OF_STEP: dict[str, Any] = {"incarnation": 1, "digest": "d", "expected": ""}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.examples import sort6
+from learner.examples import folder, sort6
 from tests.support.runs import trained_input
 
 
@@ -146,13 +146,13 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
 def test_a_faster_twin_is_accepted(tmp_path, monkeypatch):
     """Two launchers that start at once: the slower one takes what the faster one renamed into place."""
     monkeypatch.setattr(sort6, "fill", lambda folder, _: (folder / "x").write_text("x") and {"final_loss": 1.0})
-    move = sort6.move_into_place
+    move = folder.move_into_place
 
     def loses_the_race(new, target):
-        monkeypatch.setattr(sort6, "move_into_place", move)
+        monkeypatch.setattr(folder, "move_into_place", move)
         sort6.make(target)
         new.rename(target)
 
-    monkeypatch.setattr(sort6, "move_into_place", loses_the_race)
+    monkeypatch.setattr(folder, "move_into_place", loses_the_race)
     assert sort6.make(tmp_path / "sort6")[0] == {"final_loss": 1.0}
     assert [p.name for p in tmp_path.iterdir()] == ["sort6"]

@@ -2,9 +2,12 @@
 
 import functools
 import json
+import re
 import sys
+import time
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from replay.prompts import DataError, PromptSource, files, load_rows, read_rows
+from replay.prompts import DataError, PromptSource, load_rows, read_rows
+from replay.prompts.formats import jsonl as jsonl_format
 from replay.prompts.rows import Place, plain
 from tests.replay.simulation.world import rows as rows_of
 
@@ -77,7 +81,10 @@ def test_each_convention_is_read_from_both_formats(tmp_path: Path, form: str, na
         (['{"prompt": [], "answer": "b"}'], ["row 1", "'prompt'", "empty", "[]"]),
         (['{"prompt": ["hi"], "answer": "b"}'], ["row 1", "'prompt[0]'", "'hi'"]),
         (['{"prompt": [{"role": "bot", "content": "hi"}], "answer": "b"}'], ["'prompt[0].role'", "'bot'", "user"]),
-        (['{"prompt": [{"role": "user", "content": ["x"]}], "answer": "b"}'], ["'prompt[0].content'", "list"]),
+        (
+            ['{"prompt": [{"role": "user", "content": ["x"]}], "answer": "b"}'],
+            ["'prompt[0].content[0]'", "expected", "'x'"],
+        ),
         (['{"prompt": [{"role": "user", "content": "x", "tool_calls": [1]}], "answer": "b"}'], ["tool_calls"]),
         (['{"prompt": "a", "label": "b"}', '{"prompt": "a", "answer": "b"}'], ["row 2", "'label'", "slime"]),
         (['{"prompt": "a", "answer": NaN}'], ["row 1", "'answer'", "finite", "nan"]),
@@ -106,9 +113,8 @@ def test_unusable_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é", "answer": "b"}\n'.encode("latin-1"))
     for name, said in {
         "none.jsonl": "no such file",
-        "": "is a folder",
         "rows.parquet": "not a parquet file",
-        "broken.parquet": r"broken\.parquet: row 1: not readable as parquet",
+        "broken.parquet": r"broken\.parquet: not readable as parquet",
         "latin.jsonl": r"latin\.jsonl: row 1: not readable",
     }.items():
         with pytest.raises(DataError, match=said):
@@ -161,12 +167,22 @@ def test_a_file_that_is_changed_is_named_and_one_in_its_place_does_not_matter(tm
 
 
 def test_a_long_read_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PROGRESS_S", 0.0)
-    monkeypatch.setattr(files, "ROWS_PER_LOOK", 2)
+    monkeypatch.setattr("replay.progress.EVERY_S", 0.02)
+    monkeypatch.setattr("replay.prompts.formats.WHOLE_BYTES", 0)
     said: list[str] = []
     path = many(tmp_path, 4, 10)
-    load_rows(path, said.append)
-    assert said == [f"reading {path}: 2 rows, 25%", f"reading {path}: 4 rows, 75%"]
+    size = path.stat().st_size
+    lines = jsonl_format._lines
+
+    def slowly(file: Path) -> Iterator[tuple[int, int, bytes]]:
+        for line in lines(file):
+            yield line
+            time.sleep(0.03)
+
+    monkeypatch.setattr(jsonl_format, "_lines", slowly)
+    load_rows(path, said.append, cache=tmp_path / "cache")
+    assert re.match(rf"reading {path}: \S+ of {size / 1e9:.4g} GB \(\d+%\), 0 s so far", said[0])
+    assert said[-1] == f"reading {path}: done after 0 s"
 
 
 def test_missing_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

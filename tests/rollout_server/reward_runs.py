@@ -25,14 +25,14 @@ def sample(completion: str = "42", truth: Any = "42", **changes: Any) -> Sample:
     return base | changes  # type: ignore[return-value]
 
 
-def pool_of(function: str, **keys: Any) -> RewardPool:
+def pool_of(function: str | dict[str, Any], **keys: Any) -> RewardPool:
     return RewardPool(Reward(function=function, **keys))
 
 
-def score(function: str, *texts: str, **keys: Any) -> list[RewardOutcome]:
+def score(function: str | dict[str, Any], *texts: str, truth: Any = "42", **keys: Any) -> list[RewardOutcome]:
     async def main() -> list[RewardOutcome]:
         async with asyncio.timeout(60), pool_of(function, **keys) as pool:
-            return await pool.score([sample(text) for text in texts])
+            return await pool.score([sample(text, truth) for text in texts])
 
     return asyncio.run(main())
 

@@ -22,6 +22,7 @@ from rollout_server.engines import Completion, EngineError, Sampling
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.leases import policies_of
 from rollout_server.rewards import RewardOutcome, Sample
+from rollout_server.tasks.pictures import Prompt
 from scripts.bench.server import forced_length
 from tests.support.waiting import eventually
 from weight_bus.errors import NotAvailable, RemovedFromBus
@@ -63,9 +64,9 @@ class Task:
             self.reached.set()
             self.waited_in_vain |= not self.go_on.wait(LIMIT_S)
 
-    def encode(self, row: dict[str, Any]) -> list[int]:
+    def prompt(self, row: dict[str, Any]) -> Prompt:
         self._maybe_wait("encode")
-        return [3, 4]
+        return Prompt([3, 4])
 
     def sample(self, row: dict[str, Any], token_ids: list[int], finish_reason: str) -> dict[str, Any]:
         self._maybe_wait("decode")

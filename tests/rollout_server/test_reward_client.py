@@ -324,7 +324,7 @@ async def test_a_model_alone_needs_no_processes_for_a_function() -> None:
     assert (outcomes[0].score, outcomes[0].metrics["model_score"], outcomes[1].error) == (2.0, 2.0, "bad")
     life = Life(Counting())
     async with rewards_of(config_of(), [life.address], "rollout-0") as rewards:
-        assert isinstance(rewards, Combined) and rewards._pool is None
+        assert isinstance(rewards, Combined) and rewards._functions is None
         (found,) = await rewards.score(samples_of("a"))
         assert found.score == 1000.0 and found.error is None
     await life.end()

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from decimal import Decimal
@@ -16,13 +18,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_runs import sample
 
+from rollout_server.children.frames import pack
 from rollout_server.rewards import RewardError, Sample
-from rollout_server.rewards.exact import reward as exact
+from rollout_server.rewards.built_in.exact import reward as exact
+from rollout_server.rewards.built_in.numeric import final_number
+from rollout_server.rewards.built_in.numeric import reward as numeric
 from rollout_server.rewards.judging import NotAReward, Verdict, judge, reward_of
 from rollout_server.rewards.loading import adapt, load_function
-from rollout_server.rewards.numeric import final_number
-from rollout_server.rewards.numeric import reward as numeric
-from rollout_server.rewards.protocol import pack, read_answer, read_verdicts, unpack_reply
+from rollout_server.rewards.protocol import read_answer, read_verdicts, unpack_reply
+from tests.support.runs import ROOT
+
+
+def test_a_neighbour_of_a_reward_file_hides_no_package_of_ours(tmp_path: Path) -> None:
+    """scripts/bench/learner.py once did. In a process of its own: here everything is imported already."""
+    for name in ("configs", "learner", "replay"):
+        (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
+    file = tmp_path / "graded.py"
+    imports = "import configs.machine, learner.examples, replay.fingerprint\n"
+    file.write_text(imports + "async def reward(sample):\n    return 1.0\n", encoding="utf-8")
+    load = "import sys; from rollout_server.rewards.loading import load_function; load_function(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", load, f"{file}:reward"], check=True, timeout=60, cwd=ROOT)
 
 
 def judged(function: Callable[..., Any], samples: list[Sample]) -> list[Verdict]:

@@ -130,7 +130,10 @@ def test_defaults_that_an_older_sglang_does_not_know_are_left_out(tmp_path: Path
     ("override", "said"),
     [
         ("rollout.sglang.max_totl_tokens=9", r"no such argument; did you mean 'rollout\.sglang\.max_total_tokens'"),
-        ("rollout.sglang.qqq=9", r"rollout\.sglang\.qqq: the installed SGLang has no such argument$"),
+        (
+            "rollout.sglang.qqq=9",
+            r"rollout\.sglang\.qqq: the installed SGLang has no such argument \[SLIP-ENGINE-01\]$",
+        ),
         ("rollout.sglang.trust_remote_code=true", r"trust_remote_code: Slipstream decides it; set nothing: code in"),
         ("rollout.sglang.incremental_streaming_output=true", r"incremental_streaming_output: Slipstream decides it"),
         ("rollout.sglang.preferred_sampling_params=x", r"preferred_sampling_params: Slipstream decides it"),

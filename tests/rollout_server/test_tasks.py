@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from configs.loading import load
 from replay.fingerprint import model_fingerprint
 from replay.prompts import load_rows
-from rollout_server.rewards.exact import reward as exact
+from rollout_server.rewards.built_in.exact import reward as exact
 from rollout_server.tasks import PromptTooLong, Task, TaskError
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>", "<|im_start|>", "<|im_end|>"]

@@ -73,6 +73,29 @@ def test_a_token_of_probability_zero_is_never_chosen() -> None:
     assert np.isfinite(logprobs).all()
 
 
+def test_tokens_are_those_of_one_running_sum_over_the_vocabulary() -> None:
+    logits = 3 * torch.randn(80, 1000, generator=torch.Generator().manual_seed(0))
+    logits[:, 120:260] = float("-inf")  # a block of the sum without any weight, and ends of its neighbours
+    uniform = np.random.default_rng(0).random(80)
+    uniform[:2] = 0.0, 1.0 - 2**-53
+    temperature, greedy = np.where(np.arange(80) % 2, 0.7, 1.0).astype(np.float32), np.arange(80) % 5 == 4
+    tokens, logprobs = choose(logits, temperature=temperature, greedy=greedy, uniform=uniform)
+    exact = torch.log_softmax(logits.double() / torch.from_numpy(temperature)[:, None], dim=-1).numpy()
+    sums = np.exp(exact).cumsum(-1)
+    sampled = [min(np.searchsorted(row, at, "right"), 999) for row, at in zip(sums, uniform, strict=True)]
+    assert tokens.tolist() == np.where(greedy, exact.argmax(-1), sampled).tolist()
+    assert np.abs(logprobs - exact[np.arange(80), tokens]).max() < 1e-6
+
+    at_the_gap = np.concatenate([sums[row, 119] + np.linspace(-2e-7, 2e-7, 500) for row in range(0, 16, 2)])
+    ones, no = np.ones(4000, np.float32), np.zeros(4000, np.bool_)
+    _, at_gap = choose(logits[:16:2].repeat_interleave(500, 0), temperature=ones, greedy=no, uniform=at_the_gap)
+    assert np.isfinite(at_gap).all(), "what rounding leaves over at the end of a block is no token of the next one"
+
+    logits[0] = float("nan")
+    tokens, logprobs = choose(logits, temperature=temperature, greedy=greedy, uniform=uniform)
+    assert np.isnan(logprobs[0]) and tokens[0] < 1000 and np.isfinite(logprobs[1:]).all()
+
+
 async def test_streams_depend_on_seed_and_answer_and_not_on_the_batch(folder: Path) -> None:
     async with serving(folder, seed=1) as engine:
         alone = await sample(engine, [3, 1], "alone", n=3, seed=5)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.loading import load
+
 ROOT = Path(__file__).parents[2]
 PINS = ROOT / "scripts" / "sglang-cpu-requirements.txt"
 PIP = """
@@ -136,6 +138,21 @@ def test_the_quick_start_installs_the_engine_that_it_is_told_to_use(
     (run,) = [line for line in asked if "learner.main" in line]
     assert run.endswith(" ".join(arguments))  # what the user sets comes last and wins
     assert ("evaluation.every_steps=20" in run) == (installs != ["none"])
+
+
+@pytest.mark.parametrize(("arguments", "preset"), [((), "smollm2-cpu"), (SGLANG, "smollm2-cpu-sglang")])
+def test_the_real_quick_start_makes_model_and_prompts_and_trains_on_them(
+    arguments: tuple[str, ...], preset: str, tmp_path: Path
+) -> None:
+    asked = asked_by("quickstart.sh", tmp_path, "--real", "--seed", "3", *arguments)
+    assert asked[0].split()[-1] == "recipes"
+    ours = [line for line in asked if "-m scripts." in line or "learner.main" in line]
+    model, rows, run = ours
+    assert "scripts.get_smollm2" in model and "scripts.make_rows chain_sum" in rows
+    assert f"--config {preset} --seed 3 " in run and run.endswith(" ".join(arguments))
+    config = load(preset)
+    assert f"--out {config.model.path}" in model and f"--out {Path(config.data.train).parent} " in rows
+    assert f"--eval-prompts {config.evaluation.num_prompts}" in rows or config.evaluation.num_prompts < 256
 
 
 def test_the_tests_install_what_can_run_and_pass_arguments_on_to_pytest(tmp_path: Path) -> None:

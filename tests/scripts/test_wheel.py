@@ -50,7 +50,7 @@ def test_an_installed_wheel_runs_its_commands_outside_a_clone(wheel: Path, tmp_p
     where = python("-c", "import learner, replay; print(learner.__file__, replay.__file__)")
     assert where.stdout.count(str(target)) == 2, where
     assert python("-m", "learner.main", "--help").returncode == 0
-    made = python("-m", "replay.keys", "--out", "keys")
+    made = python(str(target / "bin" / "slipstream"), "keys", "--out", "keys")
     assert made.returncode == 0 and (tmp_path / "keys" / "server.key").is_file(), made
     planned = python("-m", "learner.launch", "learner", "--slurm", "--dry-run", "--config", "quickstart")
     assert planned.returncode == 0 and "step learner" in planned.stdout, planned

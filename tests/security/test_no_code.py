@@ -43,14 +43,24 @@ MUST_BE = {"trust_remote_code": False, "allow_pickle": False, "shell": False, "w
 """Arguments that, where they are given, are given like this."""
 ALLOWED = {
     ("configs/loading.py", "yaml.load"): "its loader is a SafeLoader: test_the_loader_of_configurations_is_a_safe_one",
-    ("rollout_server/rewards/loading.py", "importlib.import_module"): "the user's reward.function, named by a module",
-    ("rollout_server/rewards/loading.py", "importlib.util.spec_from_file_location"): "reward.function, named by a file",
-    ("rollout_server/rewards/loading.py", "description.loader.exec_module"): "reward.function, named by a file",
+    ("configs/command/__init__.py", "importlib.import_module"): "a module of the table in that file",
+    ("learner/doctor/facts.py", "importlib.import_module"): "packages of a table in that file",
+    ("rollout_server/children/loading.py", "importlib.import_module"): "a function of the user, named by a module",
+    (
+        "rollout_server/children/loading.py",
+        "importlib.util.spec_from_file_location",
+    ): "the same, named by a file",
+    ("rollout_server/children/loading.py", "description.loader.exec_module"): "the same, named by a file",
     (
         "learner/losses/__init__.py",
         "importlib.util.spec_from_file_location",
     ): "algorithm.loss, named by a file",
     ("learner/losses/__init__.py", "spec.loader.exec_module"): "algorithm.loss, named by a file",
+    (
+        "replay/prompts/formats/custom.py",
+        "importlib.util.spec_from_file_location",
+    ): "data.train, a class named by a file",
+    ("replay/prompts/formats/custom.py", "loader.exec_module"): "data.train, a class named by a file",
     ("rollout_server/engines/sglang/cpu.py", "importlib.import_module"): "packages of a table in that file",
 }
 """(file, what): why it may. Each is needed: test_every_exception_is_used."""

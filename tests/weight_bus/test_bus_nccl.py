@@ -13,10 +13,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from configs.infrastructure import WeightBus
+from configs.plan import NCCL_DEFAULTS
 from tests.support.bus_receiver import CONFIG, HOST, digests, formation, learner, publish, servers, together, weights
 from weight_bus import TransportError
 from weight_bus.transports import set_nccl_defaults
-from weight_bus.transports.nccl import ABORT_S, AGREED, WATCHDOG, NcclCollective
+from weight_bus.transports.nccl import ABORT_S, WATCHDOG, NcclCollective
 
 SHORT = CONFIG.model_copy(update={"collective_timeout_s": 0.5})
 
@@ -143,7 +144,7 @@ def test_groups_of_the_bus_have_no_watchdog_and_others_keep_theirs(monkeypatch):
     monkeypatch.setattr(os, "environ", {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "NCCL_CUMEM_ENABLE": "1"})
     set_nccl_defaults(WeightBus(collective_timeout_s=7.2))
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "8"
-    assert {name: os.environ[name] for name in AGREED} == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    assert {name: os.environ[name] for name in NCCL_DEFAULTS} == {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
     others, place = {name: os.environ[name] for name in WATCHDOG}, formation("h:1", 4, 1, 3)
     group = NcclCollective._build(object.__new__(NcclCollective), "store", place)
     assert group.environment == {name: ours for name, (ours, _) in WATCHDOG.items()}

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from configs.infrastructure import WeightBus
+from configs.plan import NCCL_DEFAULTS
 from replay.channel.interfaces import InterfaceError, bind_collectives
 from weight_bus.errors import NotAvailable, TransportError, WeightBusError
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-AGREED = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""What SGLang sets in its own processes; another value on one side fails its first broadcast ("invalid argument")."""
 WATCHDOG = {
     "TORCH_NCCL_BLOCKING_WAIT": ("1", "0"),
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "3"),
@@ -58,7 +57,7 @@ def set_nccl_defaults(config: WeightBus) -> None:
     PyTorch's own keys are written with their defaults: later changes then replace a value in place, which another
     thread that reads its environment survives.
     """
-    for name, value in AGREED.items():
+    for name, value in NCCL_DEFAULTS.items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(math.ceil(config.collective_timeout_s)))
     for name, (_, default) in WATCHDOG.items():
@@ -68,7 +67,7 @@ def set_nccl_defaults(config: WeightBus) -> None:
 def nccl_facts() -> dict[str, str]:
     """Backend, NCCL's version and what both ends must have set alike, as this process has them."""
     version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    agreed = {name: os.environ.get(name, "not set") for name in AGREED}
+    agreed = {name: os.environ.get(name, "not set") for name in NCCL_DEFAULTS}
     return {"backend": "nccl", "nccl": version, "protocol": PROTOCOL, **agreed}
 
 

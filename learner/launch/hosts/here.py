@@ -12,10 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from configs.command import program
+from configs.errors import BadHosts, BadPlacement, NoRoom
 from configs.loading import ConfigError, add_arguments, from_arguments, overrides_of
 from configs.placement import ONLY_NODE
 from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
+from learner.doctor.brief import by_hand
 from learner.launch import children
 from learner.launch.children import Child, wait_or_kill
 from learner.launch.machine import this_machine
@@ -42,7 +45,7 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     Returns:
         0 when all ended well, 78 when they cannot start, 130 after a signal, or else the exit code of one that failed.
     """
-    parser = argparse.ArgumentParser(prog="python -m learner.launch rollout", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog=f"{program('learner.launch')} rollout", allow_abbrev=False)
     parser.add_argument("--servers", type=int, default=1, help="how many")
     parser.add_argument("--dry-run", action="store_true", help="show them and start nothing")
     chosen, words = parser.parse_known_args(words)
@@ -50,6 +53,8 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     try:
         given = parser.parse_known_args(words)[0]
         config = from_arguments(given)
+        for finding in by_hand(config):
+            say(f"doctor: {finding.line}")
         if not chosen.dry_run:
             make_input(config, given.config)
         environments = [environment_of(config, index) for index in range(chosen.servers)]
@@ -127,7 +132,7 @@ def environment_of(config: Config, index: int) -> dict[str, str]:
         ConfigError: the placement has no such engine or is one of several nodes, or its GPUs are not here.
     """
     if config.placement.rollout is not None:
-        raise ConfigError(
+        raise BadHosts(
             "placement.rollout, placement.learner: this host's part of them is not known; start with --hosts FILE"
         )
     here, placement = this_machine(config), config.placement
@@ -136,7 +141,7 @@ def environment_of(config: Config, index: int) -> dict[str, str]:
     if not uses_gpus(config, unchecked) and servers:
         return servers[0].environment
     if index >= len(servers):
-        raise ConfigError(
+        raise BadPlacement(
             f"placement.split: {placement.split!r} has {len(servers)} rollout servers of placement.tensor_parallel"
             f" {placement.tensor_parallel}; ask for no more with --servers"
         )
@@ -149,7 +154,7 @@ def visible(here: Machine, name: str, devices: Sequence[int]) -> dict[str, str]:
         return {}
     names = here.visible or tuple(map(str, range(here.gpus or 0)))
     if devices[-1] >= len(names):
-        raise ConfigError(
+        raise NoRoom(
             f"placement.split: {name} needs GPU {devices[-1]}, this machine has {len(names)}"
             " (CUDA_VISIBLE_DEVICES counts); ask for fewer with --servers"
         )

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.base import ConfigError
+from configs.errors import BadHosts
 from configs.plan import Machine
 
 FORM = "name address [ssh=user@host] [gpus=8]"
@@ -45,7 +45,7 @@ def read_hosts(path: Path) -> dict[str, Host]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hosts {path}: not readable ({error}); give a file with lines `{FORM}`") from error
+        raise BadHosts(f"--hosts {path}: not readable ({error}); give a file with lines `{FORM}`") from error
     return parse_hosts(text, str(path))
 
 
@@ -58,29 +58,29 @@ def parse_hosts(text: str, source: str) -> dict[str, Host]:
             continue
         host = _host(words, where)
         if host.name in hosts:
-            raise ConfigError(f"{where}: {host.name!r} is there already; give each node its own name")
+            raise BadHosts(f"{where}: {host.name!r} is there already; give each node its own name")
         if other := next((other.name for other in hosts.values() if other.address == host.address), None):
-            raise ConfigError(
+            raise BadHosts(
                 f"{where}: address {host.address!r} is that of {other!r}; one machine is one node, with all its GPUs"
             )
         hosts[host.name] = host
     if not hosts:
-        raise ConfigError(f"{source}: no host; write lines `{FORM}`")
+        raise BadHosts(f"{source}: no host; write lines `{FORM}`")
     return hosts
 
 
 def _host(words: list[str], where: str) -> Host:
     if len(words) < 2 or "=" in words[0] or "=" in words[1]:
-        raise ConfigError(f"{where}: {' '.join(words)!r} is not of the form `{FORM}`")
+        raise BadHosts(f"{where}: {' '.join(words)!r} is not of the form `{FORM}`")
     given = {"name": words[0], "address": words[1]}
     for option in words[2:]:
         key, _, value = option.partition("=")
         if key not in ("ssh", "gpus") or not value or key in given:
-            raise ConfigError(f"{where}: {option!r}: after the address there are ssh=user@host and gpus=8, once each")
+            raise BadHosts(f"{where}: {option!r}: after the address there are ssh=user@host and gpus=8, once each")
         given[key] = value
     for key, word in given.items():
         if not WORDS[key].fullmatch(word):
             shown = f"{key}={word!r}" if key in ("ssh", "gpus") else repr(word)
-            raise ConfigError(f"{where}: {shown} is no {key}; write `{FORM}`")
+            raise BadHosts(f"{where}: {shown} is no {key}; write `{FORM}`")
     gpus = int(given["gpus"]) if "gpus" in given else None
     return Host(given["name"], given["address"], given.get("ssh", given["address"]), gpus)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from configs.errors import BadHosts
 from configs.loading import ConfigError
 from configs.schema import Config
 from learner.launch import children
@@ -169,7 +170,7 @@ class Node:
         run_name = self._wait_for_run_name()
         run_dir = Path(self.config.run.dir) / run_name
         if not (run_dir / "config.yaml").is_file():
-            raise ConfigError(
+            raise BadHosts(
                 f"run.dir: {self.config.run.dir!r} on {node} does not have run {run_name!r} of the first learner node;"
                 " it must be on a file system that all learner nodes share, or checkpoints would lack this node's part"
             )
@@ -193,7 +194,9 @@ class Node:
                 return answer.run_name
             self._breathe()
         raise ChannelError(
-            f"{self.assignment.spec.node} waited {limit:g} s for replay at {address}: nothing came", "silent"
+            f"{self.assignment.spec.node} waited {limit:g} s for replay at {address} (rollout.wait_for_servers_s):"
+            " nothing came; is it started, and does a firewall let this node through?",
+            "silent",
         )
 
     def _child(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
@@ -220,10 +223,10 @@ def first_line() -> str:
     while not found.endswith(b"\n"):
         left = deadline - time.monotonic()
         if left <= 0 or not select.select([0], [], [], left)[0]:
-            raise ConfigError(f"no order came on stdin within {SPEC_S:g} s")
+            raise BadHosts(f"no order came on stdin within {SPEC_S:g} s")
         piece = os.read(0, 1 << 16)
         if not piece:
-            raise ConfigError("stdin ended before the order was whole")
+            raise BadHosts("stdin ended before the order was whole")
         found += piece
     return found.decode("utf-8", "replace")
 

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from configs.base import ConfigError
+from configs.errors import BadHosts, BadOption
 from configs.loading import dump, load, parse
 from configs.placement import ONLY_NODE, most_devices
 from configs.plan import Machine, Plan, assign, replay_address
@@ -55,7 +55,7 @@ def read_spec(line: str) -> NodeSpec:
         return NodeSpec.model_validate_json(line)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, each['loc'])) or 'line'}: {each['msg']}" for each in error.errors())
-        raise ConfigError(
+        raise BadHosts(
             f"the order on stdin, {line[:80]!r}, is not valid ({wrong}): is this the same version on all nodes?"
         ) from error
 
@@ -94,14 +94,14 @@ def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
     """The node spec of those arguments. Raises ConfigError."""
     missing = [f"--{name}" for name in ("role", "node", "hosts", "config") if getattr(args, name) is None]
     if missing:
-        raise ConfigError(f"{', '.join(missing)} missing; give them, or --stdin")
+        raise BadOption(f"{', '.join(missing)} missing; give them, or --stdin")
     names = args.node.split(",")
     if not 0 <= args.index < len(names):
-        raise ConfigError(f"--index {args.index}: --node names {len(names)} nodes")
+        raise BadHosts(f"--index {args.index}: --node names {len(names)} nodes")
     try:
         hosts = Path(args.hosts).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--hosts {args.hosts}: not readable ({error})") from error
+        raise BadHosts(f"--hosts {args.hosts}: not readable ({error})") from error
     config, node = dump(load(args.config, args.set)), names[args.index]
     return NodeSpec(role=args.role, node=node, config=config, hosts=hosts, replay=args.replay, overrides=args.set)
 
@@ -121,7 +121,7 @@ def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, 
     shared = config_of(spec.config)
     hosts = hosts_of(shared, parse_hosts(spec.hosts, "host file"))
     if spec.node not in hosts:
-        raise ConfigError(f"placement: no process of this run belongs to {spec.node!r}; nodes: {', '.join(hosts)}")
+        raise BadHosts(f"placement: no process of this run belongs to {spec.node!r}; nodes: {', '.join(hosts)}")
     replay = spec.replay
     if spec.role == "rollout" and replay is None:  # its node may be another pod than the learner's
         replay = replay_address(shared, hosts[shared.shares[0].node].machine())
@@ -154,14 +154,14 @@ def hosts_of(config: Config, hosts: Mapping[str, Host]) -> dict[str, Host]:
     """The hosts of the placement, in its order; `placement.split` takes the only one. Raises ConfigError."""
     if config.placement.rollout is None:
         if len(hosts) != 1:
-            raise ConfigError(
+            raise BadHosts(
                 f"placement.split: {config.placement.split!r} is for one host, the host file has {len(hosts)}; give"
                 " placement.rollout and placement.learner"
             )
         return {ONLY_NODE: next(iter(hosts.values()))}
     missing = [share.node for share in config.shares if share.node not in hosts]
     if missing:
-        raise ConfigError(
+        raise BadHosts(
             f"placement: {', '.join(missing)} not in the host file, which has {', '.join(hosts)}; add a line for each,"
             " or correct placement.rollout, placement.learner"
         )
@@ -173,7 +173,7 @@ def renumbered(config: Config, spec: NodeSpec, here: Machine) -> Machine:
     (share,) = [share for share in config.shares if share.node == spec.node]
     devices = share.devices(spec.role)
     if here.gpus is not None and 0 < here.gpus < len(devices):
-        raise ConfigError(
+        raise BadHosts(
             f"placement: {spec.node} gives {len(devices)} GPUs to the {spec.role}, this container has {here.gpus}"
         )
     shown = here.visible or tuple(str(index) for index in range(len(devices)))

@@ -75,6 +75,11 @@ class Remote:
 def command_line(spec: NodeSpec, host: Host) -> list[str]:
     """ssh, and what it runs on the node, in the same folder and interpreter; the node spec comes on stdin."""
     words = [sys.executable, "-m", "learner.launch.hosts.node", "--stdin", "--role", spec.role, "--node", spec.node]
+    return over_ssh(host, words)
+
+
+def over_ssh(host: Host, words: Sequence[str]) -> list[str]:
+    """ssh, and a command on that machine in this folder."""
     ssh = shlex.split(os.environ.get(SSH, "")) or SSH_COMMAND
     return [*ssh, host.ssh, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
 

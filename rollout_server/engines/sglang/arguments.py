@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from configs.schema import Config
+from replay.pictures import decoder_of
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import folder_tensors
 from weight_bus.manifest import ITEM_SIZES
@@ -99,7 +100,7 @@ def _context_length(config: Config) -> int:
     longest = config.max_context
     try:
         described = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-        limit = int(described["max_position_embeddings"])
+        limit = int(decoder_of(described)["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise EngineError(f"model.path: {config.model.path}/config.json is not readable: {error!r}") from error
     if longest > limit:
@@ -130,7 +131,7 @@ def _on_cuda(config: Config) -> dict[str, Any]:
     bus, of_adapters = config.weight_bus, config.learner.lora.rank > 0
     staged = bus.backend != "gloo" and bus.apply == "staged" and not of_adapters
     total = torch.cuda.get_device_properties(0).total_memory
-    count = sum(math.prod(shape) for _, shape in folder_tensors(Path(config.model.path)))
+    count = sum(math.prod(shape) for _, shape in folder_tensors(Path(config.model.path), whole=True))
     model_bytes = count * ITEM_SIZES[config.rollout.dtype]
     share = memory_share(total, model_bytes, tensor_parallel=config.placement.tensor_parallel, staged=staged)
     return {"mem_fraction_static": share, **defaults}

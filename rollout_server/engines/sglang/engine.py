@@ -27,6 +27,7 @@ from rollout_server.engines.base import (
     Health,
     Partial,
     PauseMode,
+    Pictures,
     Sampling,
     first_error,
 )
@@ -93,6 +94,7 @@ class SGLangEngine:
         request_id: str,
         pinned: int | None = None,
         prefixes: Sequence[Partial] | None = None,
+        pictures: Pictures | None = None,
     ) -> list[Completion]:
         given = settled(prefixes, n, sampling, self.sglang.vocab_size)
         check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self.sglang.vocab_size)
@@ -101,7 +103,9 @@ class SGLangEngine:
                 raise EngineError(f"version {pinned} is not held here; version {self.version} is live")
             self._evaluates = True
         self.sglang.check_alive()
-        answers = [Answer(request_id, token_ids, sampling, pinned=pinned, prefix=prefix) for prefix in given]
+        answers = [
+            Answer(request_id, token_ids, sampling, pinned=pinned, prefix=prefix, pictures=pictures) for prefix in given
+        ]
         if not self._answers:
             self._busy_since = self._progress_at = time.monotonic()
         self._answers.update(dict.fromkeys(answers))
@@ -148,7 +152,7 @@ class SGLangEngine:
         tokens = answer.prompt + answer.taken.token_ids.tolist()
         left = answer.sampling.max_new_tokens - answer.num_tokens
         try:
-            async for output in self.sglang.generate(part, tokens, answer.sampling, left):
+            async for output in self.sglang.generate(part, tokens, answer.sampling, left, answer.pictures):
                 part.output = output
                 self._progress_at = time.monotonic()
                 part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)
@@ -310,9 +314,8 @@ class SGLangEngine:
         if running == 0 or self._paused:
             self._progress_at = now
         elif now - self._progress_at > self.sglang.deadline_s:
-            raise self.sglang.fail(
-                f"{running} requests run and no token came for {now - self._progress_at:.0f} s [silent]"
-            )
+            waited = now - self._progress_at
+            raise self.sglang.fail(f"{running} requests run and no token came for {waited:.0f} s", waited)
         memory = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
         return Health(
             version=self.version,

@@ -14,12 +14,18 @@ import signal
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from configs.schema import Config
-from rollout_server.engines.base import EngineError, EngineStartFailed, Sampling
+from replay.fingerprint import read_json
+from replay.hang import expired
+from replay.pictures import PictureError, Vision, vision_of
+from replay.progress import Progress
+from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, EngineStartFailed, Pictures, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
 from rollout_server.engines.sglang.cpu import prepare_cpu
 from rollout_server.engines.sglang.requests import Part
@@ -88,6 +94,25 @@ def _engine_class() -> Any:
     return type("Engine", (Engine,), {"run_scheduler_process_func": staticmethod(run_scheduler)})
 
 
+def image_data(pictures: Pictures, vision: Vision, token_ids: list[int], new_tokens: int) -> dict[str, Any]:
+    """Pictures as SGLang takes them from a processor: our pixels, places and positions, as the learner has them.
+
+    SGLang would look for tokens of pictures in all that it is given, and finds those that a policy has sampled there.
+    Its positions end with the request's tokens, and one that it retracts for want of memory comes back with more: so
+    they go on to the last token that it may have. Raises PictureError: the tokens are not those of these pictures.
+    """
+    ids = np.array(token_ids, np.int32)
+    positions = vision.positions(ids, pictures.grids, total := ids.size + new_tokens)
+    return {
+        "format": "processor_output",
+        "pixel_values": torch.from_numpy(pictures.pixels),
+        "image_grid_thw": torch.tensor(pictures.grids, dtype=torch.int64),
+        "offsets": vision.spans(ids, pictures.grids),
+        "mrope_positions": torch.from_numpy(positions),
+        "mrope_position_delta": torch.tensor([[int(positions[0, -1]) + 1 - total]]),
+    }
+
+
 class SGLangProcess:
     """One SGLang with its schedulers. The constructor blocks the event loop until it serves.
 
@@ -123,11 +148,13 @@ class SGLangProcess:
         """Tokens of a forward that was in flight when an update came, booked after it."""
         self._requests = io_struct
         self._failure, self._loads = "", 0
+        self._vision = vision_of(read_json(Path(config.model.path) / "config.json"))
         before = {child.pid for child in multiprocessing.active_children()}
         root, children_log = logging.getLogger(), ChildrenLog()
         handlers, level = root.handlers[:], root.level
         try:
-            self._engine = _engine_class()(**arguments)
+            with Progress("starting SGLang, which loads weights, captures CUDA graphs and compiles kernels"):
+                self._engine = _engine_class()(**arguments)
         except (RuntimeError, OSError, EOFError) as error:
             reason = start_failure(str(error), children_log.last_error())
             raise EngineStartFailed(f"SGLang {sglang.__version__} did not start: {reason}") from error
@@ -156,9 +183,9 @@ class SGLangProcess:
         dead = [child for child in self._children if not child.is_alive()]
         if dead:
             ended = ", ".join(f"{child.name} (pid {child.pid}) ended with {child.exitcode}" for child in dead)
-            raise EngineError(f"SGLang is dead: {ended} [closed]")
+            raise EngineDead(f"SGLang is dead: {ended} [closed]")
         if self._failure:
-            raise EngineError(f"SGLang is dead: {self._failure} [closed]")
+            raise EngineDead(f"SGLang is dead: {self._failure} [closed]")
 
     async def death(self) -> None:
         """Raise EngineError when SGLang has died; never ends otherwise."""
@@ -172,19 +199,28 @@ class SGLangProcess:
         while not done():
             waited = time.monotonic() - started
             if waited > limit_s:
-                raise EngineError(f"an update waited {waited:.0f} s for {what} [slow]")
+                said = expired(what, owed_by=("SGLang",), waited_s=waited, key="weight_bus.deadline_s")
+                raise EngineError(f"an update waited {waited:.0f} s for {what}{said} [slow]")
             self.check_alive()
             await asyncio.sleep(LOOK_S)
 
-    def fail(self, reason: str) -> EngineError:
-        """Take the engine for dead; the error to raise."""
+    def fail(self, reason: str, waited_s: float) -> EngineError:
+        """Take the engine for dead, after a wait that was too long; the error to raise."""
+        key = "rollout.engine_deadline_s"
+        reason += f" ({key}){expired(reason, owed_by=('SGLang',), waited_s=waited_s, key=key)} [silent]"
         self._failure = self._failure or reason
-        return EngineError(f"SGLang is dead: {reason}")
+        return EngineSilent(f"SGLang is dead: {reason}")
 
     async def generate(
-        self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int
+        self,
+        part: Part,
+        token_ids: list[int],
+        sampling: Sampling,
+        new_tokens: int,
+        pictures: Pictures | None = None,
     ) -> AsyncIterator[dict[str, Any]]:
         """Outputs of one request, cumulative. Raises EngineError if SGLang refuses it."""
+        shown = None if pictures is None else [self._image_data(pictures, token_ids, new_tokens)]
         request = self._requests.GenerateReqInput(
             input_ids=token_ids,
             sampling_params=self.sampling_parameters(part, sampling, new_tokens),
@@ -195,12 +231,21 @@ class SGLangProcess:
             # Namespace of the prefix cache, one for each load of weights: a version alone does not name them, for after
             # a learner's restart the versions past its checkpoint are made again.
             extra_key=f"w{part.version}.{self._loads}",
+            image_data=shown,
         )
         try:
             async for output in self._manager.generate_request(request, None):
                 yield output
         except ValueError as error:
             raise EngineError(f"SGLang refuses a request of {len(token_ids)} tokens: {error}") from error
+
+    def _image_data(self, pictures: Pictures, token_ids: list[int], new_tokens: int) -> dict[str, Any]:
+        if self._vision is None:
+            raise EngineError("a prompt with pictures, and the model takes none")
+        try:
+            return image_data(pictures, self._vision, token_ids, new_tokens)
+        except PictureError as error:
+            raise EngineError(str(error)) from error
 
     def sampling_parameters(self, _part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
         """SGLang's sampling parameters of one request."""
@@ -275,7 +320,7 @@ class SGLangProcess:
                     return task.result()
         finally:
             task.cancel()
-        raise self.fail(f"it did not answer '{what}' within {self.deadline_s:g} s (rollout.engine_deadline_s) [silent]")
+        raise self.fail(f"it did not answer '{what}' within {self.deadline_s:g} s", self.deadline_s)
 
     def _on_sigquit(self) -> None:
         self._failure = self._failure or f"a child of it failed and sent SIGQUIT to pid {os.getpid()}"

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_server.engines.base import Completion, EngineError, FinishReason, Partial, Sampling
+from rollout_server.engines.base import Completion, EngineError, FinishReason, Partial, Pictures, Sampling
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -38,10 +38,12 @@ class Answer:
         *,
         pinned: int | None,
         prefix: Partial | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = sampling
+        self.pictures = pictures
         self.pinned = pinned
         self.part: Part | None = None
         self.aborted = False

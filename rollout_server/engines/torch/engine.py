@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from configs.learner import Lora
-from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Sampling
+from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Pictures, Sampling
 from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.torch.family import read_spec
 from rollout_server.engines.torch.lane import Lane
@@ -28,7 +28,9 @@ from rollout_server.engines.torch.mailbox import Mailbox
 from rollout_server.engines.torch.model import TorchModel
 from rollout_server.engines.torch.rows import Request
 from rollout_server.engines.torch.sampling import stream_key
+from rollout_server.engines.torch.viewer import Viewer
 from rollout_server.engines.torch.weights import LiveWeights, read_folder
+from weight_bus.vision import PREFIX
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +42,8 @@ class TorchEngine:
     """Implements `Engine`, whose docstrings hold here: one live lane, and one for each pinned version.
 
     Args:
-        folder: a Hugging Face folder of the Qwen2, Qwen3 or Llama family, with config.json and safetensors; version 0.
+        folder: a Hugging Face folder of the Qwen2, Qwen3, Llama or Qwen2-VL family, with config.json and
+            safetensors; version 0.
         max_context: most tokens of prompt plus answer.
         max_running: answers decoded at once (per set of weights: live, and each pin).
         dtype: "float32" or "bfloat16"; the weights of the folder are cast to it.
@@ -71,9 +74,11 @@ class TorchEngine:
         self._spec = read_spec(folder, max_context)
         weights = LiveWeights(self._spec, DTYPES[dtype], lora)
         try:
-            weights.fill(read_folder(folder, tied=self._spec.tied, dtype=DTYPES[dtype]))
+            skip = PREFIX if self._spec.vision is not None else ""
+            weights.fill(read_folder(folder, tied=self._spec.tied, dtype=DTYPES[dtype], skip=skip))
         except EngineError as error:
             raise EngineError(f"{folder}: {error}") from error
+        self._vision = None if self._spec.vision is None else Viewer(folder, self._spec.vision, DTYPES[dtype])
         self._max_context, self._num_threads, self._seed = max_context, num_threads, seed
         self._lock = threading.Lock()
         """Held while rows or the tables below change, and while another thread reads them."""
@@ -111,12 +116,19 @@ class TorchEngine:
         request_id: str,
         pinned: int | None = None,
         prefixes: Sequence[Partial] | None = None,
+        pictures: Pictures | None = None,
     ) -> list[Completion]:
         """As `Engine.generate`. Random numbers after a prefix are those of an uninterrupted answer."""
         check_request(token_ids, sampling, n, max_context=self._max_context, vocab_size=self._spec.vocab_size)
+        look, prompt = None, np.array(token_ids, dtype=np.int32)
+        if pictures is not None:
+            if self._vision is None:
+                raise EngineError(f"a prompt with pictures, and a {self._spec.family} model takes none")
+            look = await asyncio.to_thread(self._vision.look, prompt, pictures)
         request = Request(
             request_id=request_id,
-            prompt=np.array(token_ids, dtype=np.int32),
+            prompt=prompt,
+            look=look,
             sampling=sampling,
             keys=[stream_key(self._seed, sampling.seed, index) for index in range(n)],
             prefixes=settled(prefixes, n, sampling, self._spec.vocab_size),
@@ -211,6 +223,7 @@ class TorchEngine:
                     "pins": float(len(self._pins)),
                     "half_updated": float(self._half_updated is not None),
                     "live_prefilled_prompts": float(self.live.prefilled_prompts),
+                    **self.live.costs.measured(),
                 },
             )
 

@@ -13,6 +13,7 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from replay.pictures import FAMILIES, Vision, decoder_of, vision_of
 from rollout_server.engines.base import EngineError
 
 CONFIG_CLASSES: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -42,6 +43,10 @@ class ModelSpec:
     """[head_dim / 2] float32 rotary frequencies."""
     rope_scaling: float
     """Factor on cos and sin (yarn's attention factor; 1 elsewhere)."""
+    vision: Vision | None = None
+    """Of a model that takes pictures."""
+    axes: tuple[int, ...] = ()
+    """[head_dim / 2] by which axis each pair turns where positions have three; empty elsewhere."""
 
 
 def read_spec(folder: Path, max_context: int) -> ModelSpec:
@@ -53,11 +58,12 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
     if not path.is_file():
         raise EngineError(f"{path} does not exist; model.path must be a Hugging Face model folder")
     raw = json.loads(path.read_text(encoding="utf-8"))
+    vision, raw = vision_of(raw), decoder_of(raw)
     model_type = raw.get("model_type")
     if model_type not in CONFIG_CLASSES:
         raise EngineError(
             f"{path}: model_type {model_type!r} is not served by the torch engine "
-            f"(it serves {', '.join(CONFIG_CLASSES)}); use rollout.engine: sglang"
+            f"(it serves {', '.join((*CONFIG_CLASSES, *FAMILIES))}); use rollout.engine: sglang"
         )
     if raw.get("quantization_config") is not None:
         raise EngineError(f"{path}: quantization_config is set, the torch engine serves unquantized weights only")
@@ -83,7 +89,18 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
         qk_norm=model_type == "qwen3",
         inv_freq=inv_freq,
         rope_scaling=rope_scaling,
+        vision=vision,
+        axes=_axes(path, config) if vision is not None else (),
     )
+
+
+def _axes(path: Path, config: Any) -> tuple[int, ...]:
+    """Of M-RoPE, by its sections."""
+    sections = (config.rope_parameters or {}).get("mrope_section") or ()
+    axes = tuple(axis for axis, size in enumerate(sections) for _ in range(size))
+    if len(axes) * 2 != _head_dim(config) or len(sections) != 3:
+        raise EngineError(f"{path}: mrope_section {list(sections)} is not of three axes that fill half a head")
+    return axes
 
 
 def _head_dim(config: Any) -> int:

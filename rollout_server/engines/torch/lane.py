@@ -5,11 +5,13 @@ live requests.
 """
 
 import threading
+import time
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout_server.engines.torch.costs import DecodeCosts
 from rollout_server.engines.torch.model import KVCache, TorchModel
 from rollout_server.engines.torch.rows import Request, RowTable
 from rollout_server.engines.torch.sampling import choose, uniforms
@@ -39,31 +41,41 @@ class Lane:
         self.cache = KVCache(model.spec, weights.dtype, max_rows=max_running, max_length=max_context)
         self.generated_tokens = 0
         self.prefilled_prompts = 0
+        self.costs = DecodeCosts()
         self._lock = lock
 
     def step(self, *, may_admit: bool) -> None:
         """Start what waits if that is worth it, then decode a token of every answer."""
         if may_admit and self.rows.ready_to_admit():
-            self._admit()
-        if self.rows.running:
+            began = time.thread_time()
+            tokens = self._admit()
+            self.costs.prefilled(tokens, time.thread_time() - began)
+        if answers := self.rows.running:
+            began = time.thread_time()
             self._decode()
+            self.costs.decoded(answers, time.thread_time() - began)
 
-    def _admit(self) -> None:
+    def _admit(self) -> int:
+        """Prefill what waits, as far as there is room; how many prompt tokens, each prompt once."""
         first = self.rows.running
         with self._lock:
             prompts, prompt_of_row = self.rows.admit(MAX_PREFILL_TOKENS)
         last, longest = self.rows.running, max(len(prompt) for prompt in prompts)
         self.cache.reserve(last, longest + 1)
         self.cache.clear(first, last)
-        logits = self.model.prefill(self.weights, self.cache, prompts, first_row=first, prompt_of_row=prompt_of_row)
+        looks = [self.rows.answers[first + prompt_of_row.index(number)].request.look for number in range(len(prompts))]
+        logits = self.model.prefill(
+            self.weights, self.cache, prompts, first_row=first, prompt_of_row=prompt_of_row, looks=looks
+        )
         self.prefilled_prompts += len(prompts)
         self._sample(first, logits[torch.tensor(prompt_of_row)])
+        return sum(len(prompt) for prompt in prompts)
 
     def _decode(self) -> None:
         rows, n = self.rows, self.rows.running
         positions = rows.length[:n] - 1
         self.cache.reserve(n, int(positions.max()) + 1)
-        logits = self.model.decode(self.weights, self.cache, rows.token[:n], positions)
+        logits = self.model.decode(self.weights, self.cache, rows.token[:n], positions, rows.shift[:n])
         self._sample(0, logits)
 
     def _sample(self, start: int, logits: torch.Tensor) -> None:
@@ -97,9 +109,10 @@ class Lane:
             last = min(first + at_once, rows.running)
             # The last token of a row is fed by its next decode step.
             known = [rows.ids[row, : rows.length[row] - 1] for row in range(first, last)]
+            looks = [answer.request.look for answer in rows.answers[first:last]]
             self.cache.clear(first, last)
             self.model.prefill(
-                self.weights, self.cache, known, first_row=first, prompt_of_row=list(range(last - first))
+                self.weights, self.cache, known, first_row=first, prompt_of_row=list(range(last - first)), looks=looks
             )
 
     def abort(self, request: Request | None = None) -> None:

@@ -4,12 +4,15 @@ Shapes: n rows (running answers), P prompts, T cached positions, H query heads, 
 answers are always rows 0..n-1 of the cache, so that the decode step reads it through views and never gathers.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from rollout_server.engines.torch.family import ModelSpec
+from rollout_server.engines.torch.rows import Look
 from rollout_server.engines.torch.weights import Layer, LiveWeights
 
 LENGTH_BUCKET = 16
@@ -67,13 +70,19 @@ class TorchModel:
         self._sin = torch.cat((-sin, sin), dim=-1).to(dtype)
 
     def decode(
-        self, weights: LiveWeights, cache: KVCache, tokens: NDArray[np.int64], positions: NDArray[np.int64]
+        self,
+        weights: LiveWeights,
+        cache: KVCache,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        shift: NDArray[np.int64],
     ) -> torch.Tensor:
         """One token for every running row; its KV is written at its position.
 
         Args:
             tokens: [n] last token of each row, rows 0..n-1 of the cache.
             positions: [n] where each of them lies.
+            shift: [n] what its rotary position is more; below 0 after pictures.
 
         Returns:
             float32 logits [n, V].
@@ -82,7 +91,8 @@ class TorchModel:
         length = min(cache.length, _bucketed(int(positions.max()) + 1))
         position = torch.from_numpy(positions)
         x = F.embedding(torch.from_numpy(tokens), weights.embed)
-        cos, sin = self._cos[position].unsqueeze(1), self._sin[position].unsqueeze(1)
+        turned = position + torch.from_numpy(shift)
+        cos, sin = self._cos[turned].unsqueeze(1), self._sin[turned].unsqueeze(1)
         hidden = torch.arange(length) > position.unsqueeze(1)
         mask = torch.zeros(n, length, dtype=x.dtype).masked_fill_(hidden, float("-inf")).view(n, 1, 1, length)
         slots = torch.arange(n * kv_heads).view(n, kv_heads) * cache.length + position.unsqueeze(1)
@@ -107,6 +117,7 @@ class TorchModel:
         *,
         first_row: int,
         prompt_of_row: list[int],
+        looks: Sequence[Look | None],
     ) -> torch.Tensor:
         """Write the KV of P whole prompts to the rows from `first_row` on.
 
@@ -114,6 +125,7 @@ class TorchModel:
             prompts: padded here on the right (causal attention never looks there).
             first_row: row of the first answer.
             prompt_of_row: which prompt each row gets; answers to one prompt share its forward.
+            looks: pictures of each prompt.
 
         Returns:
             float32 logits [P, V] after the last token of each prompt.
@@ -126,8 +138,11 @@ class TorchModel:
         last_row = first_row + len(prompt_of_row)
         source = torch.tensor(prompt_of_row)
         x = F.embedding(torch.from_numpy(ids).view(-1), weights.embed)
-        cos = self._cos[:longest].repeat(num, 1).unsqueeze(1)
-        sin = self._sin[:longest].repeat(num, 1).unsqueeze(1)
+        cos, sin = self._cos[:longest].repeat(num, 1), self._sin[:longest].repeat(num, 1)
+        for row, look in enumerate(looks):
+            if look is not None:
+                self._show(look, row * longest, len(prompts[row]), x, cos, sin)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         for index, layer in enumerate(weights.layers):
             q, k, v = (
                 part.view(num, longest, -1, spec.head_dim).transpose(1, 2) for part in self._qkv(layer, x, cos, sin)
@@ -140,6 +155,16 @@ class TorchModel:
             x = self._after_attention(layer, x, mixed.transpose(1, 2).reshape(num * longest, -1))
         ends = [row * longest + len(prompt) - 1 for row, prompt in enumerate(prompts)]
         return self._logits(weights, x[torch.tensor(ends)])
+
+    def _show(self, look: Look, first: int, length: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Put features and rotary positions of a prompt into the row that begins at `first`, in place."""
+        x[first + torch.from_numpy(look.places)] = look.features.to(x.dtype)
+        axes, columns = torch.tensor(self.spec.axes * 2), torch.arange(self.spec.head_dim)
+        after = np.arange(look.positions.shape[1], length) + look.shift
+        positions = torch.from_numpy(np.concatenate([look.positions, np.tile(after, (3, 1))], axis=1))[axes].T
+        cos[first : first + length], sin[first : first + length] = (
+            t[positions, columns] for t in (self._cos, self._sin)
+        )
 
     def _qkv(
         self, layer: Layer, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,20 @@ from rollout_server.engines.base import Completion, FinishReason, Partial, Sampl
 
 ADMIT_FRACTION = 8
 NO_TOKEN = -1
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Look:
+    """Pictures of a prompt, as its first forward takes them."""
+
+    features: Any
+    """[k, hidden] tensor, in place of the embeddings of k tokens."""
+    places: NDArray[np.int64]
+    """[k] positions of these tokens in the prompt."""
+    positions: NDArray[np.int64]
+    """[3, prompt] rotary positions."""
+    shift: int
+    """Rotary position of a token after the prompt, less its place in the sequence."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,6 +47,8 @@ class Request:
     prefixes: Sequence[Partial]
     """What each answer has at its start."""
     done: dict[int, Completion] = field(default_factory=dict)
+    look: Look | None = None
+    """What it sees besides its tokens."""
 
     def __post_init__(self) -> None:
         for index, prefix in enumerate(self.prefixes):
@@ -80,6 +97,8 @@ class RowTable:
         self.temperature = np.ones(max_running, dtype=np.float32)
         self.greedy = np.zeros(max_running, dtype=np.bool_)
         self.key = np.zeros(max_running, dtype=np.uint64)
+        self.shift = np.zeros(max_running, dtype=np.int64)
+        """Of rotary positions, see Look."""
         self.stops = np.full((max_running, 1), NO_TOKEN, dtype=np.int64)
         self._index = np.arange(max_running)
 
@@ -143,6 +162,7 @@ class RowTable:
         self.temperature[row] = sampling.temperature
         self.greedy[row] = sampling.greedy
         self.key[row] = request.keys[answer.index]
+        self.shift[row] = 0 if request.look is None else request.look.shift
         extra = len(sampling.stop_token_ids) - self.stops.shape[1]
         if extra > 0:
             self.stops = np.pad(self.stops, ((0, 0), (0, extra)), constant_values=NO_TOKEN)
@@ -186,7 +206,8 @@ class RowTable:
     def _move(self, source: NDArray[np.int64], target: NDArray[np.int64]) -> None:
         if not len(source):
             return
-        for column in (self.length, self.prompt_length, self.end, self.token, self.temperature, self.greedy, self.key):
+        columns = (self.length, self.prompt_length, self.end, self.token, self.temperature, self.greedy, self.key)
+        for column in (*columns, self.shift):
             column[target] = column[source]
         self.stops[target] = self.stops[source]
         width = int(self.length[target].max())

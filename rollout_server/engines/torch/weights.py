@@ -205,18 +205,18 @@ class LiveWeights:
         return twin
 
 
-def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype, skip: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of a folder (one safetensors file, or several with an index), cast to `dtype`.
 
-    Raises EngineError where there are no such files, one that the index names is absent, or the lm_head differs from
-    the embedding although config.json says that they are tied.
+    Those whose names begin with `skip` are left out. Raises EngineError where there are no such files, one that the
+    index names is absent, or the lm_head differs from the embedding although config.json says that they are tied.
     """
     aside: dict[str, torch.Tensor] = {}
     for file in _files(folder):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 # Buffers that old Llama exports carry; the frequencies follow from the config.
-                if name.endswith("rotary_emb.inv_freq"):
+                if name.endswith("rotary_emb.inv_freq") or (skip and name.startswith(skip)):
                     continue
                 tensor = opened.get_tensor(name)
                 if tied and name in (EMBEDDING, LM_HEAD):

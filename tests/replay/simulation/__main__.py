@@ -57,6 +57,9 @@ def settings(seed: int) -> tuple[Config, Faults, int, int]:
         "placement": {"device": "cpu", "split": f"1:{rng.choice([1, 2])}"},
     }
     tree["rollout"]["wait_for_servers_s"] = 1e6
+    replay = tree["replay"]
+    if replay["on_stale"] == "wait" and replay["async_lag"] and Random(f"substitute {seed}").random() < 0.3:
+        replay |= {"on_stale": "substitute", "substitute_after_s": 8}
     rates = {name: rng.choice([0.0, 0.01, 0.04]) for name in FAULTS}
     rates |= {"noise": rng.choice([0.0, 0.0, 0.02]), "salted": rng.choice([0.0, 0.5])}
     num_rows, num_servers = rng.randint(4, 12), rng.choice([1, 2, 3])

@@ -216,7 +216,7 @@ class Books:
             pass_, index, _ = source.next()
             prompts.append((pass_, index))
         expect(set(prompts) == seen, f"prompts {set(prompts) - seen} were passed over")
-        if self.on_stale == "wait":
+        if self.on_stale in ("wait", "substitute"):
             oldest = [group for group in prompts if group not in dropped]
             expect(trained == oldest[: len(trained)], "batches are not of the oldest admitted groups, in order")
 

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 
 from configs.learner import Lora
+from replay.pictures import TOWER, decoder_of, vision_of
 from rollout_server.engines.base import EngineError
 from weight_bus.adapters import SCALE
 from weight_bus.digest import add
@@ -201,11 +202,13 @@ def in_bytes(text: str) -> dict[str, Any]:
     return dict(msgpack.unpackb(bytes.fromhex(text)))
 
 
-def folder_tensors(folder: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of each tensor of a Hugging Face folder that a model holds."""
-    tied = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")
+def folder_tensors(folder: Path, *, whole: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of each tensor of a Hugging Face folder that an update carries: a vision tower only if `whole`."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tied, has_tower = decoder_of(config).get("tie_word_embeddings"), vision_of(config) is not None and not whole
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
-                if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq"):
+                is_left_out = (tied and name == "lm_head.weight") or (has_tower and name.startswith(TOWER))
+                if not is_left_out and not name.endswith("rotary_emb.inv_freq"):
                     yield name, tuple(opened.get_slice(name).get_shape())

@@ -9,6 +9,7 @@ this process gets it instead, and can find it. No code of the user runs here.
 
 import contextlib
 import ctypes
+import faulthandler
 import os
 import resource
 import signal
@@ -23,6 +24,8 @@ PR_SET_NO_NEW_PRIVS = 38
 KILL_S = 4.0
 """The pool waits for longer than this (process.KILL_TIMEOUT_S) before it kills the supervisor itself."""
 ROUND_S = 0.001
+STACK = signal.SIGUSR1
+"""Asks a worker for the stack of its main thread."""
 WATCHED = (signal.SIGTERM, signal.SIGCHLD)
 
 
@@ -44,6 +47,7 @@ def supervise(pool: int) -> None:
     os.setsid()
     _die_with(supervisor, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+    faulthandler.register(STACK)  # to stderr, which the pool reads
 
 
 def let_go_of_stdin() -> None:

@@ -24,8 +24,10 @@ BOXED = "\\boxed{"
 MARKER = "####"
 
 
-def reward(sample: Sample) -> dict[str, float]:
+def reward(sample: Sample, tolerance: float = 0.0) -> dict[str, float]:
     """`score` 1.0 when the numbers are equal; `has_number` 1.0 when the answer holds one.
+
+    With a tolerance, equal is |found - truth| <= tolerance * max(1, |truth|), computed exactly.
 
     Raises:
         ValueError: the ground truth is no number.
@@ -37,7 +39,8 @@ def reward(sample: Sample) -> dict[str, float]:
     if wanted is None:
         raise ValueError(f"ground_truth {truth!r} is no number; the reward 'numeric' needs one in every row")
     found = final_number(sample["completion"])
-    return {"score": float(found == wanted), "has_number": float(found is not None)}
+    score = found is not None and abs(found - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted))
+    return {"score": float(score), "has_number": float(found is not None)}
 
 
 def final_number(text: str) -> Fraction | None:
@@ -48,13 +51,13 @@ def final_number(text: str) -> Fraction | None:
         line = text[marker + len(MARKER) :].lstrip().partition("\n")[0]
         number = _value(NUMBER.search(line))
     elif box >= 0:
-        number = _last(_inside(text, box + len(BOXED)))
+        number = _last(inside(text, box + len(BOXED)))
     else:
         return _last(text)
     return number if number is not None else _last(text)
 
 
-def _inside(text: str, start: int) -> str:
+def inside(text: str, start: int) -> str:
     """The text from `start` to the brace that closes the one before it."""
     depth = 1
     for position in range(start, len(text)):

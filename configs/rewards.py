@@ -1,0 +1,330 @@
+"""What `reward.function` may be: one name, or several with weights and options; and the options of each built-in."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from configs.base import Section
+
+JSON_VALUES = (str, int, float, bool, type(None))
+FORMS = "module:function or path/to/file.py:function"
+
+
+class Part(Section):
+    """What every entry of `reward.function` has."""
+
+    weight: float = Field(default=1.0, allow_inf_nan=False)
+    """What its score counts in the sum; 0 makes the score a metric alone."""
+
+
+class Exact(Part):
+    """1 for the ground truth to the letter, ended by the policy itself."""
+
+
+class Numeric(Part):
+    """1 where the final number of the answer is the ground truth, as in GSM8K."""
+
+    tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Largest difference that counts as equal, times the ground truth where that is above 1."""
+
+
+class ReasoningGym(Part):
+    """The score of the package reasoning-gym, for rows of data.train `reasoning_gym:FAMILY`."""
+
+
+class Mathematics(Part):
+    """1 where the last box of the answer is mathematically the ground truth, by the package math-verify."""
+
+    boxed: bool = True
+    r"""Only the last `\boxed{}` counts; false takes the end of an answer that has none."""
+    seconds: float = Field(default=3.0, gt=0, allow_inf_nan=False)
+    """For the comparison; what takes longer scores 0 and counts in `gave_up`."""
+
+
+class Pattern(Part):
+    """1 where a regular expression is found; with a group `answer`, where its last match is the ground truth."""
+
+    pattern: str
+    """As in the package regex, which is Python's re with limits of time."""
+    whole: bool = False
+    """The expression has to match the whole answer."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, value: str) -> str:
+        import regex  # here, because no other configuration needs it
+
+        try:
+            regex.compile(value)
+        except regex.error as error:
+            raise ValueError(f"no regular expression: {error}") from error
+        return value
+
+
+class Form(Part):
+    """1 for an answer of these tags in this order, each once, none empty, and nothing outside them."""
+
+    tags: list[str] = Field(default=["think", "answer"], min_length=1)
+    """Names of the tags: `<think>...</think>` and so on."""
+    opened: bool = False
+    """The chat template has written the first tag already, so the answer begins inside it."""
+
+
+class Length(Part):
+    """0 for as many tokens as wanted, down to -1 for fewer or more; algorithm.overlong_buffer shapes the limit."""
+
+    max_tokens: int = Field(ge=1)
+    """Longer answers cost."""
+    min_tokens: int = Field(default=0, ge=0)
+    """Shorter answers cost, in proportion to what is missing."""
+    buffer: int = Field(default=0, ge=0)
+    """Tokens past max_tokens over which the cost grows to 1; 0 costs 1 at once."""
+
+    @model_validator(mode="after")
+    def _leaves_lengths(self) -> "Length":
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; take less")
+        return self
+
+
+class Code(Part):
+    """1 for a program that passes the tests of its ground truth, run in a sandbox."""
+
+    partial: bool = False
+    """Score the share of tests that pass; otherwise all have to, and the first that does not ends the judging."""
+    timeout_s: float = Field(default=4.0, gt=0, allow_inf_nan=False)
+    """For each test."""
+    total_s: float = Field(default=8.0, gt=0, allow_inf_nan=False)
+    """For all tests of an answer; below reward.timeout_s, so that a slow program scores and is no error."""
+    max_tests: int = Field(default=20, ge=1)
+    """Tests of an answer that are run, from the first on."""
+    memory_bytes: int = Field(default=512 * 1024**2, ge=32 * 1024**2)
+    """Address space of a program."""
+    processes: int = Field(default=32, ge=1)
+    """Processes and threads of a program."""
+    allow_unisolated: bool = False
+    """Run programs where the machine cannot isolate them: they then may read files and use the network."""
+
+
+class Endpoint(Part):
+    """A model behind an OpenAI-compatible HTTP endpoint."""
+
+    url: str
+    """Its address up to `/v1`, such as http://10.0.0.7:8000/v1."""
+    model: str
+    """Name of the model there."""
+    key_variable: str | None = None
+    """Environment variable of the rollout servers that holds the key; unset: none is sent."""
+    concurrency: int = Field(default=16, ge=1, le=1024)
+    """Requests of a rollout server under way at a time."""
+    timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    """For one try."""
+    retries: int = Field(default=2, ge=0, le=10)
+    """Further tries, after a broken connection, a timeout, or the status 408, 409, 429 or 5xx."""
+    otherwise: float | None = Field(default=None, allow_inf_nan=False)
+    """Score of an answer with a refused or unreadable verdict; unset: a reward error, so the prompt is leased again."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("is no address; give http://host:port/v1 or https://host/v1")
+        try:
+            port = parts.port
+        except ValueError:
+            port = 0
+        if port == 0:
+            raise ValueError(f"{value!r} has no port from 1 to 65535; give http://host:port/v1 or https://host/v1")
+        if parts.username or parts.password or parts.query:
+            raise ValueError("has a password or a query in it; give the key in the variable of key_variable")
+        return value.rstrip("/")
+
+    @field_validator("key_variable")
+    @classmethod
+    def _is_a_name(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", value):
+            raise ValueError("is no name of an environment variable; the key itself never stands in a configuration")
+        return value
+
+
+class Judge(Endpoint):
+    """A language model that grades an answer by a rubric (chat completions)."""
+
+    rubric: str = "Is the answer correct, complete and clear?"
+    """What is asked of an answer: text, or the path of a .txt or .md file with it."""
+    scale: tuple[float, float] = (0.0, 10.0)
+    """Worst and best grade; the score is the grade's place between them, from 0 to 1."""
+    show_truth: bool = True
+    """Show the ground truth to the judge, where there is one."""
+    max_tokens: int = Field(default=512, ge=1)
+    """Of a verdict."""
+
+    @field_validator("scale")
+    @classmethod
+    def _has_two_ends(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not (math.isfinite(value[0]) and math.isfinite(value[1]) and value[0] < value[1]):
+            raise ValueError("is no scale; give the worst and the best grade, such as [0, 10]")
+        return value
+
+
+class RemoteModel(Endpoint):
+    """A reward model that another server serves."""
+
+    api: Literal["embeddings", "classify"] = "embeddings"
+    """`embeddings`: POST /embeddings, the score is the only number of the embedding (SGLang with --is-embedding);
+    `classify`: POST /classify, it is the probability of the last class (SGLang, vLLM)."""
+    chat_template: str | None = None
+    """Jinja chat template that makes one text of prompt and answer, or a file with one; plain text needs none."""
+
+
+class BuiltIn(Section):
+    """The built-in rewards by name, with their options."""
+
+    exact: Exact | None = None
+    numeric: Numeric | None = None
+    reasoning_gym: ReasoningGym | None = None
+    math: Mathematics | None = None
+    regex: Pattern | None = None
+    format: Form | None = None
+    length: Length | None = None
+    code: Code | None = None
+    judge: Judge | None = None
+    remote_model: RemoteModel | None = None
+
+
+SECTIONS: dict[str, type[Part]] = {
+    "exact": Exact,
+    "numeric": Numeric,
+    "reasoning_gym": ReasoningGym,
+    "math": Mathematics,
+    "regex": Pattern,
+    "format": Form,
+    "length": Length,
+    "code": Code,
+    "judge": Judge,
+    "remote_model": RemoteModel,
+}
+MODEL = "model"
+"""The reward model of reward.model.path alone; no function, so it is no part of a sum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardPart:
+    """One function of a reward.
+
+    Example: RewardPart(label="numeric", spec="numeric", weight=1.0, options={"tolerance": 0.01}, settings=Numeric(...))
+    """
+
+    label: str
+    """Its name in metrics."""
+    spec: str
+    weight: float
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+    settings: Part | None = None
+    """Of a built-in one."""
+
+
+def checked_function(value: object) -> object:
+    """What reward.function was given as; the options of built-in rewards are checked.
+
+    Raises:
+        ValueError: neither a name nor a mapping of names, an option that is not there, or two with one label.
+        ValidationError: the value of an option is refused; its place is below the name.
+    """
+    if not isinstance(value, Mapping):
+        if not isinstance(value, str) or not value:
+            raise ValueError(
+                "give a name, or names with weights, such as {numeric: 1, format: {weight: 0.2, tags: [think, answer]}}"
+            )
+        _check_alone(value)
+        return value
+    if not value:
+        raise ValueError("names no function; give at least one, such as {numeric: 1}")
+    given = {str(name): _with_weight(str(name), one) for name, one in value.items()}
+    known = {name: one for name, one in given.items() if name in SECTIONS}
+    for name, one in known.items():
+        for option in one.keys() - SECTIONS[name].model_fields.keys():
+            hint = _closest(option, SECTIONS[name].model_fields)
+            raise ValueError(f"{name}: no option {option!r}; {hint}")
+    BuiltIn.model_validate(known)
+    parts = parts_of(given)
+    labels = [part.label for part in parts]
+    if twice := next((label for label in labels if labels.count(label) > 1), None):
+        raise ValueError(f"two parts are called {twice!r} in metrics; rename one of the functions or files")
+    if not any(part.weight for part in parts):
+        raise ValueError("every weight is 0, so every reward would be 0; give one of the parts a weight")
+    return given
+
+
+def parts_of(function: str | Mapping[str, Any]) -> tuple[RewardPart, ...]:
+    """The parts of a checked reward.function, in their order; one of `model` alone has none."""
+    if function == MODEL:
+        return ()
+    given = {function: {}} if isinstance(function, str) else function
+    return tuple(_part(spec, dict(one)) for spec, one in given.items())
+
+
+def _part(spec: str, given: dict[str, Any]) -> RewardPart:
+    if section := SECTIONS.get(spec):
+        settings = section.model_validate(given)
+        options = settings.model_dump(exclude={"weight"})
+        return RewardPart(label=spec, spec=spec, weight=settings.weight, options=options, settings=settings)
+    weight = float(given.pop("weight", 1.0))
+    return RewardPart(label=_label(spec), spec=spec, weight=weight, options=given)
+
+
+def _label(spec: str) -> str:
+    """`rules.style` of `path/to/rules.py:style` and of `package.rules:style`."""
+    location, _, name = spec.rpartition(":")
+    stem = location.rpartition("/")[2].removesuffix(".py").rpartition(".")[2]
+    return f"{stem}.{name}" if stem else name
+
+
+def _with_weight(name: str, given: object) -> dict[str, Any]:
+    """The options of an entry; a number alone is its weight."""
+    if name == MODEL:
+        raise ValueError("'model' is no part of a sum: give the weight of the reward model as reward.model.weight")
+    if name not in SECTIONS and ":" not in name:
+        raise ValueError(f"{name!r} is no built-in reward; {_closest(name, SECTIONS)}, or give {FORMS}")
+    if isinstance(given, (int, float)) and not isinstance(given, bool):
+        given = {"weight": given}
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ValueError(f"{name}: give its weight, or its weight and options, found {given!r}")
+    weight = given.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise ValueError(f"{name}: weight {weight!r} is no finite number")
+    if not _is_plain(given):
+        raise ValueError(f"{name}: options must be text, numbers, lists and mappings, as in YAML")
+    return dict(given)
+
+
+def _check_alone(name: str) -> None:
+    """Raises ValueError: a built-in reward that needs options is named without any."""
+    section = SECTIONS.get(name)
+    needed = [key for key, one in section.model_fields.items() if one.is_required()] if section else []
+    if needed:
+        raise ValueError(f"{name} needs {' and '.join(needed)}: give {{{name}: {{{needed[0]}: ...}}}}")
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return isinstance(value, JSON_VALUES)
+
+
+def _closest(name: str, names: Iterable[str]) -> str:
+    names = list(names)
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there is {', '.join(names)}"

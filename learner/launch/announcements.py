@@ -1,0 +1,35 @@
+"""What processes of this machine say in their logs that the terminal shows: guards, leaks, progress."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from learner.launch.children import Tail
+from learner.launch.terminal import EVENTS_LOG
+
+LINE = re.compile(r" (?:WARNING|INFO) ((guard|leak|progress): .*)")
+FIRST = re.compile(r"learner-0|rollout-(.*-)?0")
+"""Logs of which progress is shown: others go through the same, and replay's is shown as it starts."""
+
+
+class Announcements:
+    """New lines of a run's logs, from now on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tails = {path: Tail.from_end(path) for path in self._logs()}
+
+    def _logs(self) -> list[Path]:
+        """All but the one that says again what was shown: it would be shown without end."""
+        return sorted(path for path in self._folder.glob("*.log") if path.name != EVENTS_LOG)
+
+    def new(self) -> Iterator[str]:
+        """What was said since the last call; of a guard by rank 0 alone, as all ranks judge alike."""
+        for path in self._logs():
+            for line in self._tails.setdefault(path, Tail(path)).new_lines():
+                if (found := LINE.search(line)) is None:
+                    continue
+                if found[2] == "leak" or (found[2] == "guard" and path.stem == "learner-0"):
+                    yield found[1]
+                elif found[2] == "progress" and FIRST.fullmatch(path.stem):
+                    yield f"{path.stem}: {found[1].removeprefix('progress: ')}"

@@ -1,0 +1,328 @@
+"""What was measured: the folder of a run, or a result of the pipeline benchmark, as a configuration and targets."""
+
+import itertools
+import json
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from configs import loading
+from configs.errors import Contradiction, InputMissing
+from configs.schema import Config
+from learner.plan.costs import Draw, Lognormal, Recorded, Workload
+from learner.report.metrics import FILE, read_rows
+from replay.journal import JournalReader
+from replay.messages import Group
+
+Row = Mapping[str, Any]
+SYNC, EPISODE = "weight_sync/", "episode/"
+WARM_STEPS, FEWEST_STEPS = 5, 10
+"""Steps of a run that do not count, and how many must be left."""
+CPU_NAMES = (
+    "rollout/decode_step_s", "rollout/decode_answer_s", "rollout/prefill_token_s", "rollout/cores", "replay/cores",
+    "trainer/cores", "trainer/update_cpu_s",
+)  # fmt: skip
+"""What is needed of a run on a CPU, in the order of `_used`."""
+GAP = 10.0
+"""Times as long as usual between two rows is no step."""
+UNDISTURBED = 0.1
+"""Quantile of what is timed by the wall, where processes share cores: the quick ones waited for no other."""
+MOST_GROUPS = 2048
+"""Groups of the journal that lengths are taken from, the newest ones."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One run or case, per step, in seconds. None: not known."""
+
+    name: str
+    config: Config
+    workload: Workload
+    step_s: float | None
+    train_s: float
+    roll_s: float | None = None
+    """T_roll: a step without its update."""
+    busy_s: float | None = None
+    """Time that an engine had requests, in a step."""
+    group_s: float | None = None
+    """Mean from lease to the group's last token."""
+    update_fit: tuple[float, float] | None = None
+    """(seconds, seconds a trained token) of an update, where steps had different numbers of them."""
+    commit_s: float = 0.0
+    record_s: float = 0.0
+    publish_s: float = 0.0
+    pause_s: float = 0.0
+    flat_share: float = 0.0
+    turn_s: float = 0.0
+    turn_tokens: float = 0.0
+    cores: int = 0
+    used: "Used | None" = None
+    """On a CPU."""
+
+    @property
+    def is_run(self) -> bool:
+        """Not a case of the benchmark."""
+        return not self.name.startswith("case ")
+
+    @property
+    def engines(self) -> int:
+        return self.config.num_rollout_devices // self.config.placement.tensor_parallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Used:
+    """CPU that processes used, and that engines measured of their own work, in seconds."""
+
+    decode_step_s: float
+    decode_answer_s: float
+    prefill_token_s: float
+    rollout_s: float
+    """Of all rollout servers and their children, in a step."""
+    replay_s: float
+    trainer_s: float
+    """Of rank 0."""
+    update_s: float
+    """Of that, in the update."""
+
+
+def read(source: Path, overrides: Sequence[str] = (), cores: int = 0) -> list[Measured]:
+    """Every case behind a path. Raises ConfigError, MetricsError, JournalError."""
+    if source.is_dir():
+        return [of_run(source, cores)]
+    if not source.is_file():
+        raise InputMissing(f"{source}: no run folder and no JSON file of `python -m scripts.bench pipeline --out`")
+    try:
+        found = json.loads(source.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputMissing(f"{source}: not JSON: {error}") from error
+    cases = [of_case(case, overrides) for case in _cases(found)]
+    if not cases:
+        raise InputMissing(f"{source}: holds no case with `t_rollout`, `t_train`, `t_step` and `settings`")
+    return cases
+
+
+def check(config: Config) -> None:
+    """Refuse what the simulation has no part for. Raises ConfigError."""
+    placement = config.placement
+    if placement.share_gpus:
+        raise Contradiction("placement.share_gpus: true: the advisor knows only sides with devices of their own")
+    for role in ("critic", "reference"):
+        if (where := getattr(placement, role)) != "learner":
+            raise Contradiction(
+                f"placement.{role}: {where!r}: the advisor knows no ranks beside the learner's; plan without"
+            )
+
+
+def _cases(found: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(found, dict) and {"t_rollout", "t_train", "t_step", "settings", "config"} <= found.keys():
+        yield found
+    elif isinstance(found, dict | list):
+        for inner in found.values() if isinstance(found, dict) else found:
+            yield from _cases(inner)
+
+
+# ---- a run ------------------------------------------------------------------------------------------------
+
+
+def of_run(folder: Path, cores: int = 0) -> Measured:
+    """A run folder: config.yaml, metrics.jsonl and, for lengths, the journal."""
+    config = loading.load(str(folder / "config.yaml"))
+    steps = [row for row in read_rows(folder / FILE) if "step" in row][WARM_STEPS:]
+    if len(steps) < FEWEST_STEPS:
+        raise InputMissing(
+            f"{folder}: {len(steps)} steps after the first {WARM_STEPS}; at least {FEWEST_STEPS} are needed to take"
+            " times from"
+        )
+    groups = list(_groups(folder / "journal"))
+    if config.placement.device != "cpu":
+        return measured(str(folder), config, steps, groups)
+    if missing := [name for name in CPU_NAMES if steps[-1].get(name) is None]:
+        raise InputMissing(
+            f"{folder}: its rows have no {', '.join(missing)}, without which nothing is known of processes that share"
+            " CPU cores; they are written since 0.1 with rollout.engine: torch, so run it again"
+        )
+    return measured(str(folder), config, steps, groups, cores=cores)
+
+
+def _groups(journal: Path) -> Iterator[Group]:
+    """The newest groups; none where the journal has no file any more."""
+    reader = JournalReader(journal)
+    places = [record.location for record in reader.records() if record.kind == "group"] if journal.is_dir() else []
+    for place in places[-MOST_GROUPS:]:
+        group = reader.read(place)
+        if isinstance(group, Group):
+            yield group
+
+
+def measured(
+    name: str, config: Config, steps: Sequence[Row], groups: Sequence[Group] = (), *, cores: int = 0
+) -> Measured:
+    """From rows of metrics.jsonl, and groups where there are any."""
+
+    def values(key: str) -> list[float]:
+        return [row[key] for row in steps if row.get(key) is not None]
+
+    def mean(key: str) -> float:
+        return statistics.fmean(values(key) or [0.0])
+
+    def usual(found: list[float]) -> float:
+        return float(np.quantile(found or [0.0], UNDISTURBED) if cores else np.mean(found or [0.0]))
+
+    step_s, turns = _step_s(steps), max(1, round(mean(f"{EPISODE}turns")))
+    idle = [row["rollout/idle_ratio"] for row in steps if row.get("rollout/idle_ratio") is not None]
+    return Measured(
+        name=name,
+        config=config,
+        workload=_workload(config, steps, groups),
+        step_s=step_s,
+        train_s=mean("timing_s/update_actor"),
+        busy_s=(1 - statistics.fmean(idle)) * step_s if idle else None,
+        group_s=statistics.fmean(group.generate_s for group in groups) if groups else None,
+        update_fit=_update_fit(config, steps, "trainer/update_cpu_s" if cores else "timing_s/update_actor"),
+        commit_s=usual(values("timing_s/param_sync")),
+        record_s=max(0.0, usual(_between(steps))),
+        publish_s=usual(values("weight_sync/seconds")),
+        pause_s=usual(values(f"{SYNC}apply_s")),
+        flat_share=mean("reward/flat_groups_ratio") if config.algorithm.flat_groups_are_left_out else 0.0,
+        turn_s=mean(f"{EPISODE}environment_s") / turns,
+        turn_tokens=mean(f"{EPISODE}environment_tokens") / turns,
+        cores=cores,
+        used=_used(mean, step_s) if cores else None,
+    )
+
+
+def _between(steps: Sequence[Row]) -> list[float]:
+    """Seconds of the learner between two steps; empty where rows do not say."""
+    pairs = [(a, b) for a, b in itertools.pairwise(steps) if b.get("timing_s/step") is not None]
+    return [b["time"] - a["time"] - b["timing_s/step"] for a, b in pairs]
+
+
+def _used(mean: Callable[[str], float], step_s: float) -> Used:
+    decode, answer, prefill, rollout, replay, trainer, update = map(mean, CPU_NAMES)
+    return Used(
+        decode_step_s=decode,
+        decode_answer_s=answer,
+        prefill_token_s=prefill,
+        rollout_s=rollout * step_s,
+        replay_s=replay * step_s,
+        trainer_s=trainer * step_s,
+        update_s=update,
+    )
+
+
+def _step_s(steps: Sequence[Row]) -> float:
+    """Mean seconds from row to row, those over a restart or an evaluation that all wait for left out."""
+    gaps = [b["time"] - a["time"] for a, b in itertools.pairwise(steps)]
+    usual = statistics.fmean(sorted(gaps)[: max(1, len(gaps) * 9 // 10)])
+    return statistics.fmean([gap for gap in gaps if gap <= GAP * usual] or gaps)
+
+
+def _workload(config: Config, steps: Sequence[Row], groups: Sequence[Group]) -> Workload:
+    prompt = round(statistics.fmean(row["prompt_length/mean"] for row in steps))
+    more = _episodes(config, steps, prompt)
+    if groups:
+        lengths = [_sampled(group).tolist() for group in groups]
+        everything = np.concatenate([np.asarray(each) for each in lengths])
+        said = (
+            f"{len(groups)} groups of the journal, mean {everything.mean():.0f}, 95th percentile"
+            f" {np.quantile(everything, 0.95):.0f}, longest {everything.max()}"
+        )
+        return Workload(Recorded(tuple(map(tuple, lengths))), prompt, said, **more)
+    mean = statistics.fmean(row["response_length/mean"] - row.get(f"{EPISODE}environment_tokens", 0.0) for row in steps)
+    longest = statistics.fmean(row["response_length/max"] for row in steps)
+    said = f"assumed lognormal by the mean {mean:.0f} and the longest of a step {longest:.0f}: no journal was read"
+    return Workload(_of_two(mean, longest, config), prompt, said, **more)
+
+
+def _episodes(config: Config, steps: Sequence[Row], prompt: int) -> dict[str, int]:
+    """Turns of an episode, and tokens of it that the policy has not sampled beside the first prompt: means."""
+    if config.environment.function is None or any(f"{EPISODE}turns" not in row for row in steps):
+        return {}
+    whole = statistics.fmean(row["perf/total_num_tokens"] for row in steps) / config.trajectories_per_step
+    sampled = statistics.fmean(row["response_length/mean"] - row[f"{EPISODE}environment_tokens"] for row in steps)
+    turns = statistics.fmean(row[f"{EPISODE}turns"] for row in steps)
+    return {"turns": max(1, round(turns)), "more_tokens": max(0, round(whole - prompt - sampled))}
+
+
+def _sampled(group: Group) -> NDArray[np.int64]:
+    """[n] tokens that the policy has sampled for each trajectory."""
+    sampled = np.concatenate([[0], np.cumsum(group.loss_mask, dtype=np.int64)])
+    ends = np.cumsum(group.lengths, dtype=np.int64)
+    if group.samples.size:
+        ends = ends[np.cumsum(group.samples, dtype=np.int64) - 1]
+    found: NDArray[np.int64] = np.diff(sampled[ends], prepend=0)
+    return found
+
+
+def _of_two(mean: float, longest: float, config: Config) -> Draw:
+    """Lognormal lengths whose mean and expected longest of a step are as measured."""
+    n, cap = config.trajectories_per_step, config.rollout.max_new_tokens
+    quantile = statistics.NormalDist().inv_cdf(1 - 1 / (n + 1))
+    low, high = 0.0, 3.0
+    for _ in range(40):  # longest / mean of a lognormal: exp(z·sigma - sigma² / 2), which grows up to sigma = z
+        sigma = (low + high) / 2
+        low, high = (sigma, high) if np.exp(quantile * sigma - sigma**2 / 2) < longest / mean else (low, sigma)
+    return Lognormal(mean * float(np.exp(-(sigma**2) / 2)), sigma, cap)
+
+
+def _update_fit(config: Config, steps: Sequence[Row], name: str) -> tuple[float, float] | None:
+    """Least squares of the update's seconds over its trained tokens, where those differ enough from step to step."""
+    flat = config.algorithm.flat_groups_are_left_out
+    tokens = [row["perf/total_num_tokens"] * (1 - flat * row.get("reward/flat_groups_ratio", 0.0)) for row in steps]
+    seconds = [row[name] for row in steps]
+    if np.std(tokens) < 0.1 * np.mean(tokens):
+        return None
+    slope, start = np.polyfit(tokens, seconds, 1)
+    return (float(start), float(slope)) if slope > 0 and start > 0 else None
+
+
+# ---- a case of the benchmark --------------------------------------------------------------------------------
+
+
+def of_case(case: Mapping[str, Any], overrides: Sequence[str] = ()) -> Measured:
+    """A result of `python -m scripts.bench pipeline`, whose lengths follow from its settings."""
+    settings = case["settings"]
+    split = str(case["config"]).partition("@")[2]
+    given = {
+        "rollout.engine": "sglang",
+        "rollout.group_size": settings["group_size"],
+        "rollout.groups_per_step": settings["groups"],
+        "rollout.max_new_tokens": settings["length_cap"],
+        "rollout.max_running": settings["max_running"],
+        "data.max_prompt_tokens": settings["prompt"],
+        "replay.async_lag": settings["lag"],
+        "run.seed": settings["seed"],
+        "learner.max_tokens_per_microbatch": max(
+            settings["microbatch_tokens"], settings["prompt"] + settings["length_cap"]
+        ),
+        "learner.lr": settings["lr"],
+        "placement.split": split,
+        "model.path": "model",
+        "data.train": "prompts.jsonl",
+        "evaluation.every_steps": 0,
+    }
+    config = loading.parse("{}", f"case {case['config']}", [*(f"{k}={v}" for k, v in given.items()), *overrides])
+    median, sigma, cap = settings["length_median"], settings["length_sigma"], settings["length_cap"]
+    pause = case.get("pause_ms_p50")
+    idle = case.get("rollout_idle")
+    return Measured(
+        name=f"case {case['config']}, {settings['groups']} groups, {settings['max_running']} running",
+        config=config,
+        workload=Workload(
+            Lognormal(median, sigma, cap),
+            settings["prompt"],
+            f"lognormal, median {median}, sigma {sigma:g}, cut at {cap}, as the benchmark forces them",
+        ),
+        step_s=case["t_step"],
+        train_s=case["t_train"],
+        roll_s=case["t_rollout"],
+        busy_s=(1 - idle) * case["t_step"] if idle is not None else None,
+        commit_s=case.get("param_sync_s") or 0.0,
+        publish_s=case.get("sync_s") or 0.0,
+        pause_s=(pause or 0.0) / 1000,
+    )

@@ -1,0 +1,1 @@
+"""What processes use (memory, descriptors, threads, device), how it grows, and where that can be read."""

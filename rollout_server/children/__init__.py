@@ -1,0 +1,7 @@
+"""Processes for code of the user: rewards, environments and programs that a policy wrote.
+
+process     starts a child, reads its prints, kills it with all that it has started
+supervisor  stands between, so that nothing outlives the child
+loading     the module that a key of the configuration names
+frames      messages: a length, then msgpack
+"""

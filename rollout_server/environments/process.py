@@ -1,0 +1,312 @@
+"""The rollout server's side of an environment process: starts it, runs episodes in it, kills it when it hangs.
+
+A turn of the engine, and what the function does between two turns, may take environment.turn_timeout_s each. An episode
+that is called off is cancelled in its process; a process that does not answer that is killed, with all that it has
+started, and its other episodes begin again elsewhere.
+"""
+
+import asyncio
+import itertools
+import logging
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+from configs.environment import Environment
+from rollout_server.children.frames import pack
+from rollout_server.children.process import ChildProcess, start
+from rollout_server.engines.base import EngineError
+from rollout_server.environments import EnvironmentFailed, EpisodeOver
+from rollout_server.environments.protocol import OVER, read_outcome, receive, shown
+from rollout_server.environments.session import Session
+from rollout_server.generate import LeaseFailed
+from rollout_server.tasks import TaskError
+
+log = logging.getLogger(__name__)
+START_TIMEOUT_S = 120.0
+"""For the imports of the function; its episodes have limits of their own."""
+CANCEL_S = 2.0
+"""For a process to say that it has cancelled an episode."""
+FAILED = "environment_error"
+"""Reason of a lease that failed by its environment."""
+WORKER = "rollout_server.environments.worker"
+NAMES = {kind: name for name, kind in OVER.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What an episode's function has returned."""
+
+    reward: float | None
+    metrics: dict[str, float]
+    leave_out: list[int]
+    blocked_s: float
+    environment_s: float
+    """The function's own time, between turns."""
+
+
+@dataclass(slots=True, eq=False)
+class _Episode:
+    number: int
+    session: Session
+    timeout_s: float
+    child: ChildProcess
+    """That runs it."""
+    result: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    turns: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """By call: what the function waits for."""
+    given: dict[int, int] = field(default_factory=dict)
+    """By call: the number of the turn that answered it."""
+    own_s: float = 0.0
+    own_since: float = 0.0
+    timer: asyncio.TimerHandle | None = None
+    has_ended: bool = False
+    """The process has said how the function ended, so there is nothing left to cancel."""
+
+    def fail(self, error: BaseException) -> None:
+        if not self.result.done():
+            self.result.set_exception(error)
+
+    def answered(self, call: int, task: asyncio.Task[None]) -> None:
+        """A call has ended. What nothing provides for fails the episode: otherwise it would wait for its answer."""
+        del self.turns[call]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.fail(LeaseFailed(FAILED, f"an unexpected {type(error).__name__}: {error}"))
+        if not self.turns and not self.result.done():
+            self.functions_turn()
+
+    def functions_turn(self) -> None:
+        """The function has all that it asked for: its own time begins."""
+        loop = asyncio.get_running_loop()
+        self.own_since = loop.time()
+        self.timer = loop.call_later(self.timeout_s, self._late)
+
+    def engines_turn(self) -> None:
+        """The function waits for a turn."""
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+            self.own_s += asyncio.get_running_loop().time() - self.own_since
+
+    def _late(self) -> None:
+        turns = self.session.recorder.num_turns
+        self.fail(
+            LeaseFailed(
+                FAILED,
+                f"the environment took longer than environment.turn_timeout_s = {self.timeout_s:g} after {turns} turns",
+            )
+        )
+
+
+class EnvironmentProcess:
+    """One process at a time; after its death the next `ensure` starts a fresh one."""
+
+    def __init__(
+        self, environment: Environment, name: str, hidden: frozenset[str] = frozenset(), *, temperature: float = 1.0
+    ) -> None:
+        """A process that gets none of the `hidden` variables. `temperature` is rollout.temperature."""
+        self.name = name
+        self._temperature = temperature
+        self._hidden = hidden
+        self._settings = environment
+        self._child: ChildProcess | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._killing: asyncio.Future[None] | None = None
+        self._episodes: dict[int, _Episode] = {}
+        self._cancelled: dict[int, asyncio.TimerHandle] = {}
+        self._numbers = itertools.count()
+        self._starting = asyncio.Lock()
+        self._killed = ""
+        """Why this side has ended the process."""
+
+    @property
+    def load(self) -> int:
+        """Episodes in it."""
+        return len(self._episodes)
+
+    async def ensure(self) -> None:
+        """Start the process, unless it runs. Raises EnvironmentFailed: it cannot load the function."""
+        async with self._starting:
+            if self._child is not None and self._reading is not None and not self._reading.done():
+                return
+            await self.stop()
+            child = self._child = await start(WORKER, self.name, self._hidden)
+            order = {
+                "function": self._settings.function,
+                "options": self._settings.options,
+                "temperature": self._temperature,
+            }
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    child.writer.write(pack(order))
+                    answer = await receive(child.reader)
+            except (TimeoutError, asyncio.IncompleteReadError, ValueError, OSError) as error:
+                last = child.last_line()
+                await self.stop()
+                raise EnvironmentFailed(
+                    f"environment.function: {self._settings.function!r} could not be loaded: {error or 'it takes too'}"
+                    f" {last}"
+                ) from error
+            if answer != {"ready": True}:
+                await self.stop()
+                raise EnvironmentFailed(str(answer.get("error") if isinstance(answer, dict) else shown(answer)))
+            self._killed = ""
+            self._reading = asyncio.create_task(self._read(child))
+
+    async def run(self, row: dict[str, Any], session: Session) -> Outcome:
+        """One episode. Raises LeaseFailed, EngineError, TaskError: it has failed."""
+        assert self._child is not None
+        episode = _Episode(next(self._numbers), session, self._settings.turn_timeout_s, self._child)
+        self._episodes[episode.number] = episode
+        session.on_abort = lambda: episode.fail(LeaseFailed("aborted", "the episode was called off"))
+        try:
+            self._send(["start", episode.number, row, session.seed, session.prompt_seed])
+            episode.functions_turn()
+            async with asyncio.timeout(self._settings.episode_timeout_s) as limit:
+                return await episode.result
+        except TimeoutError as error:
+            assert limit.expired()
+            raise LeaseFailed(
+                FAILED, f"the episode took longer than environment.episode_timeout_s = {limit_of(self._settings)}"
+            ) from error
+        finally:
+            self._leave(episode)
+
+    def _leave(self, episode: _Episode) -> None:
+        """Forget an episode; where its function still runs, end that."""
+        if self._episodes.pop(episode.number, None) is None:
+            return
+        episode.engines_turn()
+        for turn in list(episode.turns.values()):
+            turn.cancel()
+        # Of a process that has ended nothing is left to cancel, and the next one must not pay for its silence.
+        lives = episode.child is self._child and self._reading is not None and not self._reading.done()
+        if lives and not episode.has_ended:
+            self._send(["cancel", episode.number])
+            self._cancelled[episode.number] = asyncio.get_running_loop().call_later(CANCEL_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._killing = asyncio.ensure_future(self._kill())
+
+    async def _kill(self) -> None:
+        """The process does not even cancel an episode: something blocks its event loop."""
+        said = self._child.last_line() if self._child is not None else ""
+        self._killed = f"it did not cancel an episode within {CANCEL_S:g} s; its last output: {said}"
+        log.error("%s: %s; it is killed", self.name, self._killed)
+        if self._child is not None:
+            await self._child.end()
+
+    async def _read(self, child: ChildProcess) -> None:
+        """Messages of the process, until it ends."""
+        why = "it hung up"
+        try:
+            while True:
+                self._take(await receive(child.reader))
+        except (ValueError, TypeError, LookupError) as error:
+            why = f"it sent garbage: {error}"
+            await child.end()
+        except (asyncio.IncompleteReadError, OSError):
+            await child.end()
+        for handle in self._cancelled.values():
+            handle.cancel()
+        self._cancelled.clear()
+        last = child.last_line()
+        for episode in list(self._episodes.values()):
+            if self._killed:  # for another's sake
+                episode.fail(LeaseFailed("aborted", f"{self.name} was killed: {self._killed}"))
+            else:
+                code = child.process.returncode
+                episode.fail(LeaseFailed(FAILED, f"{self.name} died: {why} (exit code {code}); last output: {last}"))
+
+    def _take(self, message: Any) -> None:
+        kind, number, *rest = message
+        if (handle := self._cancelled.get(number)) is not None and kind not in ("ask", "leave"):
+            handle.cancel()
+            del self._cancelled[number]
+        if (episode := self._episodes.get(number)) is None:
+            return
+        if kind in ("done", "failed", "cancelled"):
+            episode.has_ended = True
+        if kind == "ask":
+            self._ask(episode, *rest)
+        elif kind == "leave":
+            self._call_off(episode, rest[0])
+        elif kind == "done":
+            episode.engines_turn()
+            outcome = Outcome(**read_outcome(rest[0]), environment_s=episode.own_s)
+            if not episode.result.done():
+                episode.result.set_result(outcome)
+        elif kind == "failed":
+            episode.fail(LeaseFailed(FAILED, str(rest[0])))
+        elif kind == "cancelled":
+            episode.fail(LeaseFailed(FAILED, "the function has cancelled itself"))
+
+    def _ask(self, episode: _Episode, call: int, what: str, arguments: dict[str, Any]) -> None:
+        if call in episode.turns:
+            raise ValueError(f"two calls with number {shown(call)}")
+        if not episode.turns:
+            episode.engines_turn()
+        task = episode.turns[call] = asyncio.create_task(self._answer(episode, call, what, dict(arguments)))
+        task.add_done_callback(partial(episode.answered, call))
+
+    def _call_off(self, episode: _Episode, call: int) -> None:
+        """The function does not wait for a call any more; its answer may be under way already."""
+        if (running := episode.turns.get(call)) is not None:
+            running.cancel()
+        if (number := episode.given.pop(call, None)) is not None:
+            episode.session.forget(number)
+
+    async def _answer(self, episode: _Episode, call: int, what: str, arguments: dict[str, Any]) -> None:
+        try:
+            value = await self._value(episode.session, what, arguments)
+        except EpisodeOver as over:
+            self._send(["over", episode.number, call, NAMES[type(over)], str(over)])
+        except TaskError as error:
+            self._send(["over", episode.number, call, "refused", str(error)])
+        except (LeaseFailed, EngineError) as error:
+            episode.fail(error)
+        except (TypeError, ValueError, KeyError) as error:  # of what the function has given
+            episode.fail(LeaseFailed(FAILED, f"{shown(arguments)} cannot be asked of the engine: {error}"))
+        else:
+            if what == "turn":
+                episode.given[call] = value["number"]
+            self._send(["answer", episode.number, call, value])
+
+    async def _value(self, session: Session, what: str, arguments: dict[str, Any]) -> Any:
+        match what:
+            case "encode":
+                return await session.beside(session.task.encode_text, str(arguments["text"]))
+            case "decode":
+                return await session.beside(session.task.decode, list(arguments["token_ids"]))
+            case "pieces":
+                return await session.beside(session.task.pieces, list(arguments["token_ids"]))
+            case "turn":
+                limit = self._settings.turn_timeout_s
+                try:
+                    async with asyncio.timeout(limit):
+                        return asdict(await session.turn(**arguments))
+                except TimeoutError as error:
+                    raise LeaseFailed(
+                        FAILED, f"a turn took longer than environment.turn_timeout_s = {limit:g}"
+                    ) from error
+            case _:
+                raise TaskError(f"{shown(what)} is nothing that can be asked")
+
+    def _send(self, message: list[Any]) -> None:
+        if self._child is not None and not self._child.writer.is_closing():
+            self._child.writer.write(pack(message))
+
+    async def stop(self) -> None:
+        """Kill the process and everything that it has started, and reap it."""
+        child, reading = self._child, self._reading
+        if child is not None:
+            await child.end()
+            child.writer.close()
+        if reading is not None:
+            await asyncio.wait([reading], timeout=CANCEL_S)
+        self._child = self._reading = None
+
+
+def limit_of(settings: Environment) -> str:
+    """environment.episode_timeout_s, to be read."""
+    return f"{settings.episode_timeout_s:g}"

@@ -1,0 +1,144 @@
+"""An episode's end towards the engine: encodes contexts, samples turns within limits, records every token.
+
+It serves whatever speaks for an agent: the environment's process (environments/process.py), in which a function of the
+user runs, or an OpenAI-compatible endpoint (rollout_server/agents).
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from replay.prompts import stream_seed
+from rollout_server.engines.base import Completion, Engine, Pictures, Sampling
+from rollout_server.environments import ContextFull, NoMoreTurns, Turn
+from rollout_server.environments.conversation import Context, Conversation, Tools
+from rollout_server.environments.recorder import Recorder
+from rollout_server.environments.tool_calls import message_of
+from rollout_server.generate import LeaseFailed
+from rollout_server.tasks import Task, TaskError
+from rollout_server.tasks.pictures import Seen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an episode may use; tokens and numbers."""
+
+    max_new_tokens: int
+    """Of a sample behind its prompt, tokens of the environment included."""
+    max_context: int
+    """Prompt and all that follows."""
+    max_turns: int
+
+
+class Session:
+    """The turns of one episode."""
+
+    def __init__(
+        self, name: str, engine: Engine, task: Task, texts: Executor, *, sampling: Sampling, limits: Limits,
+        pinned: int | None = None, prompt_seed: int = 0, seen: Seen | None = None,
+    ) -> None:  # fmt: skip
+        """`sampling.seed` is the episode's: each turn has a stream of its own. `texts` encodes and decodes, one thread.
+
+        `seen` are pictures of the row, which contexts may begin with.
+
+        The engine knows the turns as `name`/0, `name`/1 and so on.
+        """
+        self.name, self.seed, self.prompt_seed, self.task = name, sampling.seed, prompt_seed, task
+        self.recorder = Recorder(limits.max_new_tokens)
+        self.on_abort: Callable[[], None] = lambda: None
+        """Called once when the episode is called off; whatever runs it sets this."""
+        self.aborted = False
+        self._engine, self._texts = engine, texts
+        self._sampling, self._limits, self._pinned = sampling, limits, pinned
+        self._seen, self._conversation = seen, Conversation(task, None if seen is None else seen.expand)
+        self._begun = 0
+        self._answers: dict[int, Completion] = {}
+        self._running: set[str] = set()
+
+    async def turn(self, context: Context, *, tools: Tools = None, max_new_tokens: int | None = None) -> Turn:
+        """Sample an answer to a context of text, token ids or messages.
+
+        Raises:
+            ContextFull, NoMoreTurns: a limit is reached.
+            LeaseFailed: the episode was called off.
+            TaskError: the context cannot be encoded, or max_new_tokens is no number of tokens.
+            EngineError: the engine refuses or has died.
+        """
+        if max_new_tokens is not None and (type(max_new_tokens) is not int or max_new_tokens < 1):
+            raise TaskError(f"max_new_tokens {max_new_tokens!r}: take 1 or more, or None for all that is left")
+        number, self._begun = self._begun, self._begun + 1
+        if number >= self._limits.max_turns:
+            raise NoMoreTurns(f"the episode has had its {self._limits.max_turns} turns (environment.max_turns)")
+        ids = await self.beside(self._conversation.encode, context, tools)
+        room = self._room(ids)
+        if room < 1:
+            raise ContextFull(
+                f"turn {number} has a context of {len(ids)} tokens, and no room for an answer:"
+                f" {self._limits.max_new_tokens} tokens behind a prompt (rollout.max_new_tokens),"
+                f" {self._limits.max_context} in all"
+            )
+        shown = None if self._seen is None else await self.beside(self._seen.shown_in, ids)
+        answer = await self._sampled(ids, shown, number, min(room, max_new_tokens or room))
+        self.recorder.add(ids, answer, number)
+        self._answers[number] = answer
+        token_ids = answer.token_ids.tolist()
+        try:
+            text = await self.beside(self.task.decode, token_ids)
+        except asyncio.CancelledError:
+            self.forget(number)
+            raise
+        message = message_of(text, number)
+        self._conversation.answered(context, tools, ids + token_ids, text, message)
+        return Turn(
+            number=number,
+            text=text,
+            message=message,
+            token_ids=token_ids,
+            context=ids,
+            finish_reason=answer.finish_reason,
+            room=self._room(ids + token_ids),
+            logprobs=answer.logprobs.tolist(),
+            versions=answer.versions.tolist(),
+        )
+
+    @property
+    def last(self) -> Completion | None:
+        """The newest answer."""
+        return next(reversed(self._answers.values()), None)
+
+    def forget(self, number: int) -> None:
+        """Take back a turn whose answer nothing has received: it was called off when it had ended already."""
+        self._answers.pop(number, None)
+        self.recorder.forget(number)
+
+    def _room(self, ids: Sequence[int]) -> int:
+        return self.recorder.room(ids, max_context=self._limits.max_context)
+
+    async def _sampled(self, ids: list[int], shown: Pictures | None, number: int, max_new_tokens: int) -> Completion:
+        if self.aborted:
+            raise LeaseFailed("aborted", "the episode was called off")
+        sampling = replace(self._sampling, seed=stream_seed(self.seed, number, 0), max_new_tokens=max_new_tokens)
+        name = f"{self.name}/{number}"
+        self._running.add(name)
+        try:
+            given: dict[str, Any] = {} if shown is None else {"pictures": shown}
+            (answer,) = await self._engine.generate(ids, sampling, 1, request_id=name, pinned=self._pinned, **given)
+        finally:
+            self._running.discard(name)
+        if answer.finish_reason == "abort":
+            raise LeaseFailed("aborted", f"turn {number} was called off")
+        return answer
+
+    def abort(self) -> None:
+        """Call the episode off, in the middle of a turn or between two."""
+        if not self.aborted:
+            self.aborted = True
+            for name in self._running:
+                self._engine.abort(name)
+            self.on_abort()
+
+    async def beside(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a long call in the thread of the tokenizer: the loop also serves the engine."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, call, *arguments)

@@ -1,0 +1,81 @@
+"""The built-in tool loop: `environment.function: tools`. Turns and tools alternate until an answer calls none.
+
+options  tools: names of environments/tools.py, `path/to/file.py:function`, `mcp:command with arguments`
+         system: text of a system message, put before the prompt
+         max_tool_chars: what a tool says is cut there (default 4096)
+         tool_timeout_s: a tool that takes longer has failed (default 20)
+         allow_unisolated: let the Python tool run programs where the machine cannot isolate them (default no)
+
+What is wrong with a call (no JSON, an unknown tool, an exception) is what the tool says: the episode goes on, and the
+policy may learn from it. The last answer is judged by reward.function.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_server.environments import EnvironmentFailed, EpisodeOver, Trajectory
+from rollout_server.environments.client import Client
+from rollout_server.environments.tool_calls import Tool, sendable
+from rollout_server.environments.tools import load_tools
+
+OPTIONS = {"tools", "system", "max_tool_chars", "tool_timeout_s", "allow_unisolated"}
+_tools: dict[str, Tool] = {}
+
+
+def prepare(options: Mapping[str, Any]) -> None:
+    """Load the tools. Raises EnvironmentFailed: an option or a tool cannot be used."""
+    if strange := sorted(set(options) - OPTIONS):
+        raise EnvironmentFailed(f"environment.options.{strange[0]}: unknown; the tool loop has {sorted(OPTIONS)}")
+    _tools.clear()
+    allowed = options.get("allow_unisolated", False) is True
+    tools = options.get("tools") or ["calculator"]
+    _tools.update(load_tools([tools] if isinstance(tools, str) else tools, allow_unisolated=allowed))
+
+
+async def rollout(row: dict[str, Any], client: Client) -> Trajectory:
+    """One conversation with tools; reward.function judges its last answer."""
+    messages = [{"role": "system", "content": client.options["system"]}] if "system" in client.options else []
+    prompt = row["prompt"]
+    messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    tools = [tool.schema for tool in _tools.values()]
+    counts = {"episode/tool_calls": 0.0, "episode/tool_errors": 0.0}
+    while True:
+        try:
+            turn = await client.generate(messages, tools=tools)
+        except EpisodeOver as over:
+            if not counts["episode/tool_calls"]:
+                raise
+            return Trajectory(metrics={**counts, f"episode/{type(over).__name__}": 1.0})
+        calls = turn.message.get("tool_calls")
+        if not calls or turn.finish_reason == "length":
+            return Trajectory(metrics=counts)
+        said = await asyncio.gather(*(use(call, client.options) for call in calls))
+        counts["episode/tool_calls"] += len(calls)
+        counts["episode/tool_errors"] += sum(failed for _, failed in said)
+        names = [(call["id"], call["function"]["name"]) for call in calls]
+        results = [
+            {"role": "tool", "tool_call_id": number, "name": name, "content": text}
+            for (number, name), (text, _) in zip(names, said, strict=True)
+        ]
+        messages = [*messages, turn.message, *results]
+
+
+async def use(call: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str, bool]:
+    """What a tool says to a call, and whether it has failed. Never raises for what the policy has written."""
+    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    most, limit_s = int(options.get("max_tool_chars", 4096)), float(options.get("tool_timeout_s", 20.0))
+    if name not in _tools:
+        known = ", ".join(_tools)
+        return (f"error: no tool {name!r}; there are {known}" if name else "error: the call is no JSON"), True
+    try:
+        values = json.loads(arguments) if arguments.strip() else {}
+        if not isinstance(values, dict):
+            return "error: the arguments are no JSON object", True
+        async with asyncio.timeout(limit_s):
+            return sendable(str(await _tools[name].call(**values))[:most]), False
+    except TimeoutError:
+        return f"error: {name} took longer than {limit_s:g} s", True
+    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
+        return sendable(f"error: {type(error).__name__}: {error}"[:most]), True

@@ -1,0 +1,147 @@
+"""The command `slipstream`: its table, help, names, and completions by a real bash."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from configs import command
+from configs.command import COMMANDS, available, completion
+from configs.loading import leaf_keys
+from tests.test_docs import help_of
+
+ROOT = Path(__file__).parents[2]
+WANTED = {"train", "playback", "launch", "start-replay", "start-rollout", "doctor", "top", "fit", "try-reward", "keys"}
+LIGHT = (
+    "learner.main",
+    "learner.launch",
+    "learner.doctor",
+    "learner.report.top",
+    "learner.report.lag",
+    "replay.keys",
+    "configs.errors",
+    "replay.hang",
+)
+"""Of the modules, those whose parser is built without torch."""
+
+
+def test_the_console_script_is_the_table():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["scripts"] == {"slipstream": "configs.command:main"}
+    assert set(available()) >= WANTED and all(COMMANDS[name].does for name in WANTED)
+
+
+def test_the_help_fits_a_screen_with_every_command(monkeypatch, capsys):
+    monkeypatch.setattr(command, "available", lambda: COMMANDS)
+    assert command.main([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
+    assert [name for name in COMMANDS if not any(name in line for line in lines)] == []
+
+
+def test_a_command_imports_its_module_alone():
+    program = (
+        "import sys; from configs.command import main; code = main(['lag', '--help']) "
+        "if False else main(['--help']); found = {'learner', 'replay', 'rollout_server', 'torch'} & set(sys.modules);"
+        "import configs.command as c; c.importlib.import_module = lambda name: sys.exit(name); "
+        "assert 'torch' not in sys.modules and 'learner.main' not in sys.modules, found; main(['start-rollout'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.strip() == "rollout_server.main", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("trian", "did you mean 'train'?"), ("dotcor", "did you mean 'doctor'?"), ("xyz", "there are train, playback,")],
+)
+def test_an_unknown_name_suggests_the_nearest(capsys, name, words):
+    assert command.main([name]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_first_arguments_of_a_name_come_before_the_users(monkeypatch):
+    seen = []
+    monkeypatch.setattr("learner.main.main", lambda: seen.append(list(sys.argv)) or 0)
+    monkeypatch.setattr(sys, "argv", ["slipstream"])
+    assert command.main(["playback", "runs/x", "--steps", "3"]) == 0
+    assert command.main(["playback", "--help"]) == 0
+    assert seen == [["slipstream playback", "--replay", "runs/x", "--steps", "3"], ["slipstream playback", "--help"]]
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_usage_names_how_it_was_started(module, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [module])
+    assert command.program(module) == f"python -m {module}"
+    assert help_of(module).startswith(f"usage: python -m {module}")
+    for name in [name for name, each in COMMANDS.items() if each.module == module]:
+        monkeypatch.setattr(sys, "argv", [f"slipstream {name}"])
+        assert command.program(module) == f"slipstream {name}"
+
+
+def test_every_parser_asks_how_it_was_started():
+    asking = []
+    for module in {each.module for each in available().values()}:
+        spec = importlib.util.find_spec(command.entry_module(module))
+        assert spec is not None and spec.origin is not None
+        text = Path(spec.origin).read_text(encoding="utf-8")
+        asking += [] if re.search(rf"prog=program\(\"{re.escape(module)}\"\)", text) else [module]
+    assert asking == []
+
+
+# ---- completion -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_completion_offers_the_options_that_the_help_shows(module):
+    shown = {word.strip("[],.") for word in help_of(module).replace("=", " ").split() if word.startswith(("--", "[--"))}
+    offered = set(completion.options_of(module))
+    assert offered - {"--help"} <= shown, "offers what the parser does not take"
+    assert {word for word in shown if word in offered or word in ("--config", "--set", "--steps")} <= offered
+
+
+def completed(script: Path, *lines: str) -> list[list[str]]:
+    """What bash would complete each line to."""
+    program = f"source {script}\n" + "".join(
+        f"COMP_LINE='{line}' COMP_POINT={len(line)}; COMPREPLY=(); _slipstream; echo \"${{COMPREPLY[*]}}\"\n"
+        for line in lines
+    )
+    done = subprocess.run(["bash", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
+    return [line.split() for line in done.stdout.split("\n")[:-1]]
+
+
+def test_bash_completes_names_options_presets_paths_keys_and_values(tmp_path):
+    script = tmp_path / "slipstream.bash"
+    script.write_text(completion.script("bash"))
+    names, options, presets, paths, keys, values, shells = completed(
+        script,
+        "slipstream tr",
+        "slipstream fit --est",
+        "slipstream train --config quick",
+        "slipstream doctor --config configs/qui",
+        "slipstream train --set replay.async",
+        "slipstream train --set replay.on_stale=d",
+        "slipstream completion f",
+    )
+    assert names[0] == "train" and "try-reward" in names and options == ["--estimate"] and presets == ["quickstart"]
+    assert paths == ["configs/quickstart.yaml"] and keys == ["replay.async_lag="]
+    assert values == ["drop"], "what stands after the `=`, at which bash cuts words"
+    assert shells == ["fish"]
+    assert all(f"{key}=" in script.read_text() for key in leaf_keys())
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_get_the_same_words(shell, tmp_path):
+    script = completion.script(shell)
+    assert [
+        word for word in ("train", "doctor", "learner.lr=", "quickstart", "replay.on_stale=drop") if word not in script
+    ] == []
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed, so its parser does not read the script here")
+    (tmp_path / "script").write_text(script)
+    subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=30, env=os.environ)

@@ -1,0 +1,14 @@
+"""What each test leaves as it found it."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from replay.hang import registry
+
+
+@pytest.fixture(autouse=True)
+def _no_run_of_an_earlier_test() -> Iterator[None]:
+    """A launcher that a test calls in this process notes itself; later messages would name that run's reports."""
+    yield
+    registry.own = None

@@ -1,0 +1,187 @@
+"""Faults planted in a running job: it ends within 30 s, and its last line has cause, remedy and code.
+
+`-s` prints a table: fault, seconds from the fault to the end of the run, and that line.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from replay.hang import __main__ as by_hand
+from replay.keys import make
+from tests.support.runs import Run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+LIMIT_S = 30.0
+QUICK = ("network.silent_after_s=2", "network.heartbeat_s=0.3", "rollout.wait_for_servers_s=2", "rollout.restarts=0")
+REWARD = """
+import os, time, zlib
+
+def compare_with_service(answer):
+    while os.path.exists({flag!r}):
+        time.sleep(0.01)
+    return {score}
+
+def reward(sample):
+    return compare_with_service(sample["completion"])
+"""
+SPREAD = "zlib.crc32(answer.encode()) / 2**32"
+
+
+def pid_of(run: Run, name: str) -> int:
+    """Of a process of the run, as it has noted itself."""
+    return int(json.loads((run.folder / "processes" / f"{name}.json").read_text())["pid"])
+
+
+def ending(run: Run, fault: str, began: float) -> str:
+    """The last line of a run that has failed in time."""
+    assert run.wait(90) == 1, run.text()[-3000:]
+    seconds, line = time.monotonic() - began, run.text().splitlines()[-1]
+    assert seconds < LIMIT_S and line.startswith("slipstream: run stopped: "), (seconds, line)
+    assert re.search(r" \[SLIP-[A-Z]+-\d\d\]$", line), line
+    table(fault, seconds, line)
+    return line
+
+
+def table(fault: str, seconds: float, line: str) -> None:
+    sys.stdout.write(f"\n| {fault} | {seconds:.1f} | `{line}` |\n")
+
+
+def hang_report(run: Run, line: str) -> str:
+    """The one that the line names."""
+    found = re.search(r"hang report: (\S+\.txt)", line)
+    assert found is not None, line
+    return Path(found[1]).read_text()
+
+
+def suspects(text: str) -> list[str]:
+    return text.partition("SUSPECTS\n")[2].partition("\n\n")[0].splitlines()
+
+
+def reward_file(folder: Path, flag: Path, score: str = SPREAD) -> str:
+    (folder / "judge.py").write_text(REWARD.format(flag=str(flag), score=score))
+    return f"reward.function={folder}/judge.py:reward"
+
+
+def test_a_rollout_server_that_stands_still(launch):
+    run = launch(*QUICK, steps=10_000)
+    run.wait_for_step(1)
+    pid = pid_of(run, "rollout-0")
+    os.kill(pid, signal.SIGSTOP)
+    line = ending(run, "SIGSTOP of the only rollout server (a cut network looks the same)", time.monotonic())
+    assert (
+        "no rollout server for 2 s (rollout.wait_for_servers_s)" in line
+        and "[silent]" in line
+        and line.endswith("[SLIP-RUN-03]")
+    )
+    text = hang_report(run, line)
+    (suspect,) = [one for one in suspects(text) if one.startswith("rollout-0")]
+    assert suspect.startswith(f"rollout-0 (pid {pid}) is stopped (SIGSTOP) and did not answer; it owes replay")
+    assert "a sign of rollout-0, which holds" in text and "(network.silent_after_s)" in text
+    assert "STACKS OF learner-0" in text and "in take" in text, "the learner waits for its batch"
+    assert "replay WARNING replay: lost 'rollout-0'" in run.log("replay") and "launcher " in run.log("launcher")
+    assert run.nothing_left(), "stopped processes as well"
+
+
+@pytest.mark.slow
+def test_a_replay_that_stands_still(launch):
+    run = launch(*QUICK, "learner.restarts=0", steps=10_000)
+    run.wait_for_step(1)
+    os.kill(pid_of(run, "replay"), signal.SIGSTOP)
+    line = ending(run, "SIGSTOP of replay", time.monotonic())
+    assert "but replay at tcp://" in line and "(network.silent_after_s)" in line and "SLIP-NET-02" in line
+    assert any(one.startswith("replay (pid") and "is stopped" in one for one in suspects(hang_report(run, line)))
+
+
+@pytest.mark.slow
+def test_a_learner_rank_that_stands_still(launch, capsys):
+    run = launch("learner.batch_deadline_s=6", "learner.restarts=0", split="1:2", steps=10_000)
+    run.wait_for_step(1)
+    os.kill(pid_of(run, "learner-1"), signal.SIGSTOP)
+    began = time.monotonic()
+    assert by_hand.main([str(run.folder)]) == 0
+    path, *found = capsys.readouterr().out.splitlines()
+    assert any(one.startswith("learner-1 (pid") for one in found) and "replay: version" in Path(path).read_text()
+    run.wait_until(lambda: "does not leave" in run.text(), "the first line that says why", LIMIT_S)
+    (line,) = [line for line in run.text().splitlines() if "does not leave" in line]
+    with capsys.disabled():
+        table("SIGSTOP of learner rank 1", time.monotonic() - began, line)
+    assert "learner rank 0 breaks off" in line and "learner.batch_deadline_s" in hang_report(run, line)
+    assert any(one.startswith("learner-1 (pid") and "is stopped" in one for one in suspects(hang_report(run, line)))
+    assert run.wait(90) == 1
+    assert "learner rank 0 breaks off" in run.text().splitlines()[-1], "torchrun's own SIGKILL is not the cause"
+
+
+@pytest.mark.slow
+def test_a_reward_that_does_not_return(launch, tmp_path):
+    flag = tmp_path / "stuck"
+    settings = ("reward.timeout_s=0.5", "reward.max_error_rate=0")
+    run = launch(reward_file(tmp_path, flag), *settings, steps=10_000)
+    run.wait_for_step(1)
+    flag.touch()
+    line = ending(run, "a reward function that never returns", time.monotonic())
+    assert re.search(r"timed out after 0.5 s at \S+judge.py:6 in compare_with_service", line), line
+    assert "reward.max_error_rate" in line and "[SLIP-REWARD-03]" in line
+
+
+@pytest.mark.slow
+def test_a_reward_that_is_constant(launch, tmp_path):
+    run = launch(reward_file(tmp_path, tmp_path / "no", "0.5"), "limits.flat_reward_steps=3", steps=10_000)
+    run.wait_until(lambda: "ready at" in run.log("replay"), "replay")
+    line = ending(run, "a reward function that always returns 0.5", time.monotonic())
+    assert "every group's rewards are equal" in line and "judge.py" in line and "[SLIP-GUARD-02]" in line
+
+
+@pytest.mark.slow
+def test_a_learning_rate_of_nothing(launch):
+    run = launch("learner.lr=1e-60", "limits.zero_gradient_steps=3", steps=10_000)
+    run.wait_until(lambda: "ready at" in run.log("replay"), "replay")
+    line = ending(run, "learner.lr of 1e-60: no weight changes", time.monotonic())
+    assert "no weight has changed" in line and "raise learner.lr" in line and "[SLIP-GUARD-04]" in line
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed(launch):
+    run = launch(*QUICK, steps=10_000)
+    run.wait_for_step(1)
+    pid = pid_of(run, "rollout-0")
+    os.kill(pid, signal.SIGKILL)
+    line = ending(run, "SIGKILL of the only engine", time.monotonic())
+    assert "no rollout server for 2 s" in line and "[SLIP-RUN-03]" in line
+    died = rf"rollout-0 \(pid {pid}\) died: killed by SIGKILL \[closed\].*no restart left .*\[SLIP-RUN-01\]$"
+    assert re.search(died, run.text(), re.MULTILINE)
+    assert re.search(f"launcher WARNING {died}", run.log("launcher"), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_in_the_middle(launch):
+    run = launch("learner.batch_deadline_s=4", "replay.restarts=0", "learner.restarts=0", steps=10_000)
+    run.wait_for_step(1)
+    (segment, *_) = sorted((run.folder / "journal").glob("*.seg"))[-1:]
+    size = segment.stat().st_size
+    resource.prlimit(pid_of(run, "replay"), resource.RLIMIT_FSIZE, (size, size))
+    line = ending(run, "the journal's file cannot grow (RLIMIT_FSIZE)", time.monotonic())
+    assert "for the disk of its journal" in line and "journal/" in line and "[SLIP-JOURNAL-03]" in line
+
+
+@pytest.mark.slow
+def test_a_rollout_server_with_the_keys_of_another_run(launch, tmp_path):
+    for folder in ("keys", "others"):
+        make(tmp_path / folder, [], force=False)
+    run = launch(f"network.keys={tmp_path}/keys", steps=10_000)
+    run.wait_for_step(1)
+    began = time.monotonic()
+    stranger = launch.server(run, "stranger", settings=("--set", f"network.keys={tmp_path}/others"))
+    assert stranger.wait(60) != 0
+    seconds, line = time.monotonic() - began, stranger.text().strip().splitlines()[-1]
+    assert seconds < LIMIT_S and "others/server.key" in line and "copy that file" in line and "[SLIP-KEYS-04]" in line
+    table("a rollout server with the keys of another run", seconds, line)
+    run.wait_for_step(run.steps()[-1]["training/global_step"] + 1)

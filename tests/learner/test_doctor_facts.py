@@ -1,0 +1,177 @@
+"""What doctor makes of facts: side by side, of devices, of links; and how it reads them from a machine."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import load
+from learner.doctor import compare, facts, machine
+from learner.doctor.disk import room
+from learner.doctor.findings import Finding
+from learner.doctor.places import Place, places_of
+from learner.policy.memory import GIB, Sizes
+
+CONFIG = load("quickstart", ["placement.device=cpu", "weight_bus.backend=gloo"])
+OVER_NCCL = load("quickstart", ["placement.device=cuda", "weight_bus.backend=nccl"])
+ITS = {
+    "python": "3.11.7",
+    "versions": {"torch": "2.13.0", "nccl": "2.27.3", "transformers": "5.12.1"},
+    "pins": [],
+    "code": "aa",
+    "environment": {"NCCL_CUMEM_ENABLE": "0", "CUDA_VISIBLE_DEVICES": "0"},
+    "model": {"tokenizer": "t", "chat_template": "c", "vocab_size": "64", "eos_token_ids": "2", "architecture": "a"},
+    "keys": None,
+}
+LEARNER, ROLLOUT = (replace(place, planned=frozenset()) for place in places_of(CONFIG, None, "python"))
+
+
+def side_by_side(config: Any = CONFIG, **its: Any) -> list[Finding]:
+    """Of a learner with ITS and a rollout place that differs by `its`."""
+    found = compare.compared(config, {LEARNER: ITS, ROLLOUT: {**ITS, **its}}, {LEARNER: (0.0, 0.01)})
+    return [finding for finding in found if finding.severity != "ok"]
+
+
+def test_what_is_alike_is_in_order_and_own_devices_do_not_count():
+    assert (
+        side_by_side(environment={"NCCL_CUMEM_ENABLE": "0", "CUDA_VISIBLE_DEVICES": "1", "NCCL_IB_HCA": "mlx5_1"}) == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("its", "severity", "words"),
+    [
+        (
+            {"environment": {"NCCL_CUMEM_ENABLE": "1"}},
+            "stop",
+            ["is 0 at learner of node0, 1 at rollout", "network.env"],
+        ),
+        (
+            {"environment": ITS["environment"] | {"UCX_TLS": "tcp"}},
+            "warn",
+            ["UCX_TLS is not set at learner", "tcp at ro"],
+        ),
+        (
+            {"versions": ITS["versions"] | {"nccl": "2.28.9"}},
+            "stop",
+            ["nccl is 2.27.3 at learner", "same PyTorch on both"],
+        ),
+        (
+            {"versions": ITS["versions"] | {"torch": "2.11.0"}},
+            "warn",
+            ["torch is 2.13.0 at", "pip install the same torch"],
+        ),
+        ({"code": "bb"}, "warn", ["slipstream's own code is aa at learner", "same release on all nodes"]),
+        ({"pins": ["sglang wants torch==2.11.0, 2.13.0 is installed"]}, "warn", ["rollout of node0: sglang wants"]),
+        ({"model": ITS["model"] | {"eos_token_ids": "3"}}, "stop", ["eos_token_ids differs", "copy one model folder"]),
+        ({"model": {"error": "config.json: missing"}}, "stop", ["model: rollout of node0: config.json: missing"]),
+    ],
+)
+def test_what_differs_is_named_with_both_values_and_a_way_out(its, severity, words):
+    (finding,) = side_by_side(OVER_NCCL, **its)
+    assert finding.severity == severity and [word for word in words if word not in finding.line] == [], finding.line
+
+
+def test_keys_of_another_folder_and_clients_that_are_not_admitted():
+    mine = {"server": "S" * 40, "client": "L", "name": "learner", "admits": ["L", "N"]}
+    its = {LEARNER: ITS | {"keys": mine}}
+    good = list(compare.keys({**its, ROLLOUT: ITS | {"keys": {**mine, "client": "N", "admits": []}}}))
+    assert [finding.severity for finding in good] == ["ok"]
+    wrong = {"server": "T" * 40, "client": "X", "name": "node1", "admits": []}
+    found = list(compare.keys({**its, ROLLOUT: ITS | {"keys": wrong}}))
+    assert ["copy server.key" in found[0].line, "--export-node node1" in found[1].line] == [True, True]
+
+
+def test_a_clock_counts_by_more_than_it_was_measured_with():
+    def severity(ahead: float, doubt: float) -> list[str]:
+        return [finding.severity for finding in compare.clock({ROLLOUT: (ahead, doubt)})]
+
+    assert (severity(1.5, 0.1), severity(-1.5, 0.1), severity(1.5, 0.6)) == (["warn"], ["warn"], ["ok"])
+
+
+# ---- a machine ------------------------------------------------------------------------------------------
+
+TOPOLOGY = """\
+\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-31\t0
+GPU1\tNV18\t X \tSYS\tPIX\t0-31\t0
+GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1
+NIC0\tPIX\tPIX\tSYS\t X
+
+Legend:
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+"""
+GPU = {"index": "0", "name": "NVIDIA H200", "memory.total": "143771", "memory.used": "4", "driver_version": "570"}
+
+
+def devices(**its: Any) -> dict[str, str]:
+    """The first finding of each check, of three GPUs."""
+    found = {"gpus": [GPU] * 3, "links": {}, "peer_access": {}, "infiniband": {}, **its}
+    listed = [(each.check, f"{each.severity} {each.line}") for each in machine.devices(OVER_NCCL, found, 3, "")]
+    return dict(reversed(listed))
+
+
+def test_the_matrix_of_nvidia_smi_is_read_by_pairs():
+    assert facts.matrix(TOPOLOGY) == {"GPU0-GPU1": "NV18", "GPU0-GPU2": "SYS", "GPU1-GPU2": "SYS"}
+    assert facts.matrix("") == facts.matrix("No devices were found\n") == {}
+
+
+def test_devices_that_are_busy_mixed_far_or_without_peer_access():
+    assert devices()["GPU"] == "ok GPU: 3 x NVIDIA H200, 143771 MiB"
+    far = devices(links=facts.matrix(TOPOLOGY))["NVLink"]
+    assert far.startswith("warn NVLink: no NVLink between GPU0-GPU2, GPU1-GPU2 (SYS)")
+    assert devices(links={"GPU0-GPU1": "NV18"})["NVLink"] == "ok NVLink: pairs of GPUs: 1 x NV18"
+    assert "NCCL_P2P_DISABLE" in devices(links={"GPU0-GPU1": "NV18"}, peer_access={"GPU0-GPU1": "CNS"})["P2P"]
+    assert devices(gpus=[GPU, GPU | {"memory.used": "40960"}, GPU])["GPU"].startswith("warn GPU: GPU 0 has 40.0 GiB in")
+    assert devices(gpus=[GPU] * 2)["GPU"].startswith("stop GPU: 3 GPU(s) are placed here, nvidia-smi shows 2")
+    assert devices(gpus=[GPU, GPU, GPU | {"name": "T4"}])["GPU"].startswith("warn GPU: several kinds")
+    assert devices(gpus=[])["GPU"] == (
+        "stop GPU: 3 GPU(s) are placed here, nvidia-smi shows 0; correct placement, or the driver and the container's"
+        " --gpus"
+    )
+
+
+def test_infiniband_ports_are_read_and_one_that_is_down_is_named(tmp_path: Path):
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        for file, text in (("state", state), ("link_layer", "InfiniBand"), ("rate", "400 Gb/sec (4X NDR)")):
+            (port / file).write_text(text + "\n")
+    found = facts.infiniband(tmp_path)
+    assert found["mlx5_0:1"] == "ACTIVE InfiniBand 400 Gb/sec (4X NDR)"
+    assert devices(infiniband=found)["InfiniBand"].startswith("warn InfiniBand: not active: mlx5_1:1; ibstat")
+    assert devices()["InfiniBand"].startswith("ok")
+
+
+def test_shared_memory_and_disks_are_held_against_what_a_run_writes(tmp_path: Path):
+    sizes = Sizes.of(
+        {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8}
+    )  # 8B
+    config = load("quickstart", ["placement.device=cuda", "rollout.engine=sglang", f"run.dir={tmp_path}"])
+    found = [machine.shared_memory(config, sizes, free * GIB, 1, "") for free in (64, 12, 1)]
+    assert [each.severity for each in found] == ["ok", "warn", "stop"] and "docker run --shm-size" in found[2].line
+    assert "one checkpoint and the journal take" in room(config, replace(sizes, layers=100_000)).line
+
+
+def test_pins_that_are_broken_are_found(monkeypatch: pytest.MonkeyPatch):
+    real = facts.metadata.version
+    monkeypatch.setattr(facts.metadata, "version", lambda name: "1.0.0" if name == "msgpack" else real(name))
+    assert "slipstream-rl wants msgpack>=1.0.8, 1.0.0 is installed" in facts.broken_pins()
+
+
+def test_a_place_is_made_of_the_plan(tmp_path: Path):
+    """Also over ssh: the words and the environment that the node's own processes get."""
+    settings = ["placement.split=null", "placement.learner=node0:0", "placement.rollout=node1:0-1"]
+    config = load("quickstart", [*settings, "network.insecure=true", "placement.device=cuda", "weight_bus.port=5760"])
+    (tmp_path / "hosts").write_text("node0 10.0.0.1 ssh=a\nnode1 10.0.0.2 ssh=b\n")
+    learner, rollout = places_of(config, tmp_path / "hosts", "/env/bin/python")
+    assert isinstance(learner, Place) and str(learner) == "learner of node0" and str(rollout) == "rollout of node1"
+    assert dict(learner.ports) == {"network.replay_port": 5757, "weight_bus.port": 5760}
+    assert rollout.config.network.host == "10.0.0.2" and rollout.command[:-1][0] == "ssh"
+    assert "env OMP_NUM_THREADS=1 NCCL_CUMEM_ENABLE=0" in rollout.command[-1]
+    assert rollout.command[-1].endswith("CUDA_VISIBLE_DEVICES=0 /env/bin/python -m learner.doctor.probe")
+    with pytest.raises(ValueError, match="give --hosts FILE"):
+        places_of(config, None, "python")

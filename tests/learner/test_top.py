@@ -1,0 +1,67 @@
+"""`slipstream top`: a run that lives, one that has ended, and what is no run."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from configs import load
+from configs.loading import dump
+from learner.report import top
+from replay import keys as make_keys
+from replay.channel import load_keys
+from tests.security import served_replay
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """What a run leaves: configuration, two steps, a log with a guard."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "config.yaml").write_text(dump(load("quickstart", ["placement.device=cpu", "learner.total_steps=3"])))
+    rows = [{"step": step, "time": 1000.0 + step, "critic/score/mean": step / 4} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = (
+        "2026-11-23 01:00:00,000 learner-0 WARNING guard: step 2: (limits.ess) low\n2026-11-23 01:00:00,000 x INFO y\n"
+    )
+    (tmp_path / "logs" / "learner-0.log").write_text(log)
+    return tmp_path
+
+
+def test_a_run_that_has_ended_shows_what_it_came_to(run_dir, capsys):
+    (run_dir / "logs" / "replay.log").write_text("replay ready at tcp://127.0.0.1:9\n")
+    assert top.main([str(run_dir)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "learner-0: guard: step 2: (limits.ess) low"
+    assert [line.split("  ")[0] for line in said[1:3]] == ["step 1/3", "step 2/3"]
+    assert said[-1].startswith("reward 0.25 →")
+
+
+def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_path, monkeypatch, capsys):
+    """Over sockets with keys, as the launcher asks."""
+    make_keys.make(tmp_path / "keys", ["node1"], force=False)
+    config = load("quickstart", ["placement.device=cpu", f"network.keys={tmp_path}/keys"])
+    (run_dir / "config.yaml").write_text(dump(config))
+    monkeypatch.setattr(top, "LOOK_S", 0.01)
+    monkeypatch.setattr(top, "ANSWER_S", 0.2)
+    monkeypatch.setattr("learner.report.live_view.QUIET_S", 0.0)
+    with served_replay.served(load_keys(tmp_path / "keys")) as replay:
+        (run_dir / "logs" / "replay.log").write_text(f"replay ready at {replay.address}\n")
+        folder = top.Folder(run_dir)
+        status = folder.status()
+        assert status is not None and status["groups"]["max"] > 0
+        view = top.LiveView(folder.config, "plain")
+        top.watch(folder, view, once=True)
+        assert "replay waits" in capsys.readouterr().out
+        view = top.LiveView(folder.config, "plain")
+        view.update(status, [])
+        monkeypatch.setattr(top, "SILENT_LOOKS", 2)
+    started = time.monotonic()
+    top.watch(folder, view, once=False)
+    assert time.monotonic() - started < 10
+    assert f"replay at {replay.address} does not answer: the run has ended" in capsys.readouterr().out
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    assert top.main([str(tmp_path)]) == 2
+    assert "config.yaml is missing; name the folder of a run" in capsys.readouterr().err

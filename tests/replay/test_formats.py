@@ -1,0 +1,321 @@
+"""Every form of data gives the rows of its file, at any size; what was written to a file since is noticed."""
+
+import json
+import os
+import socket
+import subprocess
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from replay.prompts import DataError, PromptSource, load_rows, read_rows
+from replay.prompts.formats import columns, jsonl
+from tests.replay.test_prompts import CONVENTIONS
+from tests.replay.test_prompts import jsonl as write_jsonl
+
+zstandard = pytest.importorskip("zstandard", reason="extra zstd is not installed")
+RAW = [{"prompt": f"é{n}", "answer": n, "extra_info": {"n": [n, None]}} for n in range(300)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "slipstream" / "data"
+
+
+@pytest.fixture(params=["small", "large"])
+def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is small, or every file is large."""
+    if request.param == "large":
+        make_large(monkeypatch)
+
+
+def make_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replay.prompts.formats.WHOLE_BYTES", 0)
+    monkeypatch.setattr(jsonl, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(columns, "ROWS_PER_BATCH", 7)
+
+
+def one_jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
+    return str(write_jsonl(folder, *rows, name="rows.jsonl"))
+
+
+def one_parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
+    parquet.write_table(
+        pyarrow.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=max(64, len(rows) // 4)
+    )
+    return str(folder / "rows.parquet")
+
+
+def one_zst(folder: Path, rows: list[dict[str, Any]]) -> str:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "rows.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
+    return str(folder / "rows.jsonl.zst")
+
+
+def shards(folder: Path, rows: list[dict[str, Any]]) -> str:
+    (folder / "shards").mkdir(exist_ok=True)
+    write_jsonl(folder / "shards", *rows[:100], name="a.jsonl")
+    one_parquet(folder, rows[100:200])
+    (folder / "rows.parquet").rename(folder / "shards" / "b.parquet")
+    one_zst(folder, rows[200:])
+    (folder / "rows.jsonl.zst").rename(folder / "shards" / "c.jsonl.zst")
+    return str(folder / "shards")
+
+
+def pattern(folder: Path, rows: list[dict[str, Any]]) -> str:
+    write_jsonl(folder, *rows[:200], name="part-00.jsonl")
+    write_jsonl(folder, *rows[200:], name="part-01.jsonl")
+    return str(folder / "part-0?.jsonl")
+
+
+def saved(folder: Path, rows: list[dict[str, Any]]) -> str:
+    datasets = pytest.importorskip("datasets", reason="extra datasets is not installed")
+    datasets.Dataset.from_list(rows).save_to_disk(str(folder / "rows"))
+    return str(folder / "rows")
+
+
+def split_of_saved(folder: Path, rows: list[dict[str, Any]]) -> str:
+    datasets = pytest.importorskip("datasets", reason="extra datasets is not installed")
+    data = datasets.Dataset.from_list(rows)
+    datasets.DatasetDict({"train": data.select([0]), "held": data}).save_to_disk(str(folder / "splits"))
+    return f"{folder / 'splits'}?split=held"
+
+
+def own_class(folder: Path, rows: list[dict[str, Any]]) -> str:
+    (folder / "mine.py").write_text(
+        f"ROWS = {rows!r}\n\nclass Mine:\n    def __init__(self, first=0):\n        self.rows = ROWS[first:]\n"
+        "    def __len__(self):\n        return len(self.rows)\n"
+        "    def __getitem__(self, number):\n        return self.rows[number]\n"
+    )
+    return f"{folder / 'mine.py'}:Mine?first=0"
+
+
+FORMS: list[Callable[[Path, list[dict[str, Any]]], str]] = [
+    one_jsonl, one_parquet, one_zst, shards, pattern, saved, split_of_saved, own_class,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", FORMS)
+@pytest.mark.usefixtures("_size")
+def test_each_form_gives_its_rows_by_number_and_in_order(tmp_path: Path, write: Any) -> None:
+    given = write(tmp_path, RAW)
+    rows = load_rows(given)
+    assert len(rows) == 300
+    for number in (299, 0, 150, 99, 100, 199, 200, 63, 64):
+        assert (rows[number]["prompt"], rows[number]["ground_truth"]) == (f"é{number}", number)
+        assert rows[number]["extra_info"] == {"n": [number, None]}
+    assert rows[:] == list(read_rows(given))
+    again = load_rows(given)
+    assert again.fingerprint == rows.fingerprint and again[7] == rows[7]
+
+
+@pytest.mark.parametrize("write", [one_jsonl, one_parquet, one_zst, shards, saved])
+@pytest.mark.usefixtures("_size")
+def test_a_changed_file_has_another_fingerprint_and_a_copied_one_the_same(tmp_path: Path, write: Any) -> None:
+    """Also where size and time of the last change are those of before."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    before = load_rows(write(tmp_path / "a", RAW))
+    assert load_rows(write(tmp_path / "b", RAW)).fingerprint == before.fingerprint
+    files = [file for file in (tmp_path / "a").rglob("*") if file.is_file()]
+    times = {file.name: file.stat() for file in files}
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other", [*RAW[:250], RAW[250] | {"answer": 251}, *RAW[251:]])
+    for file in files:  # in place, as an editor does it
+        file.write_bytes((tmp_path / "other" / file.relative_to(tmp_path / "a")).read_bytes())
+        os.utime(file, ns=(times[file.name].st_atime_ns, times[file.name].st_mtime_ns))
+    given = str(tmp_path / "a" / ("shards" if write is shards else files[0].name if write is not saved else "rows"))
+    after = load_rows(given)
+    assert after[250]["ground_truth"] == 251
+    assert after.fingerprint != before.fingerprint
+
+
+def test_a_large_file_is_indexed_once_and_an_old_index_is_deleted(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_large(monkeypatch)
+    given = one_jsonl(tmp_path, RAW)
+    load_rows(given)
+    (entry,) = cache.iterdir()
+    monkeypatch.setattr(jsonl, "_index", lambda *_: pytest.fail("the file is read again"))
+    assert load_rows(given)[299]["ground_truth"] == 299
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    make_large(monkeypatch)
+    assert len(load_rows(one_jsonl(tmp_path, RAW[:200]))) == 200
+    assert [found.name == entry.name for found in cache.iterdir()] == [False]
+
+
+def packed(first: int, last: int) -> bytes:
+    return zstandard.compress("".join(json.dumps(row) + "\n" for row in RAW[first:last]).encode())
+
+
+@pytest.mark.usefixtures("_size")
+def test_a_zst_file_of_several_frames_is_read_to_its_end(tmp_path: Path) -> None:
+    """As `cat a.zst b.zst` and compressors with several threads write it; those put in frames of their own to skip."""
+    skipped = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"xyz"
+    file = tmp_path / "rows.jsonl.zst"
+    file.write_bytes(packed(0, 100) + skipped + packed(100, 150) + packed(150, 300))
+    rows = load_rows(str(file))
+    assert [row["ground_truth"] for row in rows] == list(range(300))
+    assert rows[:] == list(read_rows(str(file)))
+
+
+@pytest.mark.parametrize("cut", ["a byte", "half"])
+def test_a_zst_file_that_was_cut_off_is_refused(tmp_path: Path, cut: str) -> None:
+    """Also where what is left holds whole rows alone."""
+    whole, half = packed(0, 300), packed(0, 150)
+    file = tmp_path / "rows.jsonl.zst"
+    file.write_bytes(whole[:-1] if cut == "a byte" else half + whole[: len(whole) // 2])
+    for read in (lambda: list(read_rows(str(file))), lambda: load_rows(str(file))):
+        with pytest.raises(DataError, match="ends in the middle of its data"):
+            read()
+
+
+def test_a_saved_dataset_that_is_written_over_is_noticed(tmp_path: Path) -> None:
+    """Its files are mapped, and saved again they would be other rows in the place of those that were hashed."""
+    rows = load_rows(saved(tmp_path, RAW))
+    assert rows[7]["ground_truth"] == 7
+    saved(tmp_path, [row | {"answer": -1} for row in RAW])
+    with pytest.raises(DataError, match="was changed while the run reads it"):
+        rows[7]
+
+
+@pytest.mark.usefixtures("_size")
+def test_what_would_lose_a_value_is_refused(tmp_path: Path) -> None:
+    twice = write_jsonl(tmp_path, RAW[0], '{"prompt": "a", "answer": 1, "prompt": "b"}', name="twice.jsonl")
+    with pytest.raises(DataError, match="row 2: not readable as JSON: the key 'prompt' stands there twice"):
+        load_rows(twice)
+    table = pyarrow.Table.from_arrays([pyarrow.array([text]) for text in "abc"], names=["prompt", "answer", "prompt"])
+    parquet.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(DataError, match="has two columns 'prompt'; remove one"):
+        load_rows(tmp_path / "t.parquet")
+    parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "empty.parquet")
+    with pytest.raises(DataError, match="has no rows"):
+        load_rows(tmp_path / "empty.parquet")
+
+
+def test_what_a_killed_process_was_making_is_deleted(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_large(monkeypatch)
+    cache.mkdir(parents=True)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = socket.gethostname()
+    dead, alive, elsewhere = (
+        cache / f"making-{name}-x_1" for name in (f"{host}-{ended.pid}", f"{host}-{os.getpid()}", "other-host-1")
+    )
+    for folder in (dead, alive, elsewhere):
+        folder.mkdir()
+    load_rows(one_jsonl(tmp_path, RAW))
+    assert [folder.exists() for folder in (dead, alive, elsewhere)] == [False, True, True]
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_large(monkeypatch)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"data\.cache: .*cannot be written"):
+        load_rows(one_jsonl(tmp_path, RAW), cache=tmp_path / "file" / "cache")
+
+
+def test_broken_rows_of_a_large_file_wait_for_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_large(monkeypatch)
+    monkeypatch.setattr("replay.prompts.dataset.SAMPLED", 3)
+    rows: list[Any] = [*RAW]
+    rows[17] = '{"prompt": "cut'
+    source = PromptSource(load_rows(write_jsonl(tmp_path, *rows)), shuffle=False, seed=0)
+    found = [source.next()[2] for _ in range(300)]
+    assert [number for number, row in enumerate(found) if "broken" in row] == [17]
+    assert "row 18" in found[17]["broken"] and "JSON" in found[17]["broken"]
+    rows[-1] = '{"prompt": 7, "answer": 1}'  # the last row is in the sample
+    with pytest.raises(DataError, match="row 300, column 'prompt'"):
+        load_rows(write_jsonl(tmp_path, *rows))
+
+
+@pytest.mark.parametrize("name", CONVENTIONS)
+def test_each_convention_is_read_from_a_saved_dataset(tmp_path: Path, name: str) -> None:
+    raw, *wanted = CONVENTIONS[name]
+    row = load_rows(saved(tmp_path, [raw, raw]))[1]
+    assert [row[key] for key in ("prompt", "ground_truth", "extra_info", "columns")] == wanted
+    assert row["data_source"] == raw.get("data_source", "rows")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("rows.jsonl?seed=1", "files take no options; leave out seed"),
+        ("none.jsonl", "no such file"),
+        ("part-*.jsonl", "no file is named like that"),
+        ("empty", "is a folder without a file that ends in .jsonl, .jsonl.zst, .parquet"),
+        ("broken.jsonl.zst", "not readable as zstd"),
+        ("splits?split=tast", "has no split 'tast'; add ?split= with one of train, held"),
+        ("splits?splat=held", "unknown option 'splat'"),
+        ("mine.py:Other", "has no class 'Other'; it has Mine"),
+        ("mine.py:Mine?second=1", "unexpected keyword argument 'second'"),
+        ("gone.py:Mine", "no file 'gone.py'"),
+        ("raises.py:Mine", "importing it fails: ZeroDivisionError"),
+        ("reasoning_gym:chain_sam", "no family 'chain_sam'; it has"),
+        ("reasoning_gym:chain_sum?min_termz=2", "refuses this: TypeError"),
+        ("reasoning_gym:chain_sum?min_terms=9", "refuses this: AssertionError: max_terms must be"),
+        ("reasoning_gym:chain_sum?level=99", "level is 99; take 0 to 10"),
+        ("reasoning_gym:chain_sum?level=1&min_terms=1", "min_terms follows from the level"),
+        ("reasoning_gym:chain_sum?seed=x", "seed is 'x'; give an integer"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, said: str) -> None:
+    if given.startswith("reasoning_gym"):
+        pytest.importorskip("reasoning_gym", reason="extra reasoning-gym is not installed")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.jsonl.zst").write_bytes(b"no zstd")
+    (tmp_path / "raises.py").write_text("1 / 0")
+    one_jsonl(tmp_path, RAW[:2])
+    own_class(tmp_path, RAW[:2])
+    if given.startswith("splits"):
+        split_of_saved(tmp_path, RAW[:2])
+    with pytest.raises(DataError) as raised:
+        load_rows(given)
+    assert said in str(raised.value) and str(raised.value).startswith((given, given.partition("?")[0]))
+
+
+def test_generated_rows_follow_from_seed_and_number() -> None:
+    pytest.importorskip("reasoning_gym", reason="extra reasoning-gym is not installed")
+    given = "reasoning_gym:chain_sum?min_terms=2&max_terms=3&seed=1"
+    rows, other = load_rows(given), load_rows(given.replace("seed=1", "seed=2"))
+    assert rows.is_endless and rows[70_000] == load_rows(given)[70_000]
+    assert (
+        rows[3]["prompt"][0]["content"].startswith("State the final answer") and rows[3]["data_source"] == "chain_sum"
+    )
+    assert load_rows(given + "&form=text")[3]["prompt"] == rows[3]["prompt"][0]["content"]
+    # as the package counts, seed 2 would give the rows of seed 1 again, one further on
+    shared = {str(row["prompt"]) for row in rows[:900]} & {str(row["prompt"]) for row in other[:900]}
+    assert len(shared) < 90
+    assert rows.fingerprint == load_rows(given).fingerprint != other.fingerprint
+    source = PromptSource(rows, shuffle=True, seed=0)
+    assert [source.next()[:2] for _ in range(3)] == [(0, 0), (0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("write", [one_jsonl, one_parquet])
+def test_what_is_held_does_not_grow_with_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
+    """An index or an order in memory would be 240 kB each."""
+    make_large(monkeypatch)
+    monkeypatch.setattr(columns, "ROWS_PER_BATCH", 4096)
+    monkeypatch.setattr("replay.prompts.dataset.SAMPLED", 64)
+    monkeypatch.setattr("replay.prompts.source.SORTED_ROWS", 1000)
+    monkeypatch.setattr("replay.prompts.order.SORTED_ROWS", 1000)
+    given = write(tmp_path, [{"prompt": "x", "answer": 1}] * 30_000)
+    load_rows(given)  # imports and the index
+    arrow = pyarrow.total_allocated_bytes()
+    tracemalloc.start()
+    source = PromptSource(load_rows(given), shuffle=True, seed=0)
+    assert len({source.next()[1] for _ in range(500)}) == 500
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 120_000 and pyarrow.total_allocated_bytes() - arrow < 200_000

@@ -1,0 +1,55 @@
+"""Long operations say where they stand, quick ones say nothing."""
+
+import logging
+import time
+
+import pytest
+
+from learner.checkpoints.folders import bytes_in
+from replay.progress import EVERY_S, Progress
+
+
+def test_a_long_operation_says_where_it_stands_and_that_it_is_done():
+    said: list[str] = []
+    with Progress("loading weights", total=10.0, unit="GiB", say=said.append, every_s=0.02) as progress:
+        progress.add(2.5)
+        time.sleep(0.07)
+    assert said[0] == "progress: loading weights: 2.5 of 10 GiB (25%), 0 s so far, about 0 s left"
+    assert said[-1] == "progress: loading weights: done after 0 s" and 3 <= len(said) <= 5
+    time.sleep(0.05)
+    assert len(said) <= 5, "its thread has ended"
+
+
+def test_a_blocking_call_has_lines_too_and_one_that_raises_breaks_off(caplog):
+    caplog.set_level(logging.INFO)
+    with pytest.raises(OSError), Progress("exporting", every_s=0.02):
+        time.sleep(0.05)
+        raise OSError
+    assert caplog.messages[0] == "progress: exporting: 0 s so far"
+    assert caplog.messages[-1] == "progress: exporting: broke off after 0 s"
+
+
+def test_a_quick_operation_says_nothing(caplog):
+    caplog.set_level(logging.INFO)
+    with Progress("a short one", total=3) as progress:
+        progress.add(3)
+    assert caplog.messages == [] and EVERY_S == 10.0
+
+
+def test_what_is_done_may_be_measured(tmp_path):
+    progress = Progress("writing", total=10.0, unit="B", measure=lambda: float(bytes_in(tmp_path)))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b").write_text("12345")
+    assert "5 of 10 B (50%)" in progress.text(progress._started + 7) and "about 7 s left" in progress.text(
+        progress._started + 7
+    )
+
+
+def test_the_time_left_follows_from_what_is_done():
+    progress = Progress("reading", total=4.0, unit="GB")
+    progress._started = 100.0
+    assert progress.text(130.0) == "progress: reading: 0 of 4 GB (0%), 30 s so far"
+    progress.add(1.0)
+    assert progress.text(130.0) == "progress: reading: 1 of 4 GB (25%), 30 s so far, about 90 s left"
+    progress.add(9.0)
+    assert progress.text(130.0).endswith("(100%), 30 s so far, about 0 s left")

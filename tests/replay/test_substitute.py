@@ -1,0 +1,101 @@
+"""on_stale substitute: a group past its deadline gives its place to the next one, once, counted, and for good."""
+
+import pytest
+from simulated_run import config, group_message, lease, sent, service
+
+from replay import messages as m
+from replay.desks.leases import SlotState
+
+OPTIONS = {"replay__on_stale": "substitute", "replay__substitute_after_s": 5.0, "replay__lease_s": 100}
+GROUPS = 4
+
+
+def started(count=8):
+    """Ranks ask for batch 1; server 'a' holds `count` leases since 0 s."""
+    made = service(**OPTIONS)
+    given = lease(made, capacity=count)
+    made.handle("l", m.Take(step=1, rank=0), 0.0)
+    return made, given
+
+
+def finish(made, leases, now=1.0):
+    for given in leases:
+        made.handle("a", group_message(given, [0]), now)
+
+
+def test_the_next_finished_group_takes_the_place_past_the_deadline():
+    made, given = started()
+    finish(made, [*given[:1], *given[2:5]])
+    for now in (2.0, 4.9):
+        made.tick(now)
+        assert not sent(made, "l", m.Batch), "before the deadline it is waited for, as with `wait`"
+    made.tick(5.1)
+    (batch,) = sent(made, "l", m.Batch)
+    assert [tuple(group) for group in batch.group_ids] == [(0, 0), (0, 2), (0, 3), (0, 4)]
+    assert made.counters["dropped/substituted"] == 1
+    assert [cancel.index for cancel in sent(made, "a", m.Cancel)] == [1]
+    sent(made, "a", m.Ack)
+    finish(made, [given[1]], 6.0)
+    assert [ack.status for ack in sent(made, "a", m.Ack)] == ["superseded"], "late, it is not trained either"
+    assert (0, 1) not in made.buffer.slots
+
+
+def test_its_slot_goes_to_the_next_prompt():
+    made, given = started()
+    finish(made, [*given[:1], *given[2:5]])
+    made.tick(5.1)
+    made.handle("l", m.Committed(step=1, digest="d1"), 5.2)
+    after = lease(made, capacity=50, version=1, now=5.3)
+    assert [each.index for each in after] == [8, 9, 10, 11, 12], "four that were trained, and one in its place"
+
+
+@pytest.mark.parametrize("finished", [[], [0, 2, 3], [4, 5, 6]])
+def test_nothing_is_dropped_unless_the_batch_is_whole_without_it(finished):
+    made, given = started()
+    finish(made, [given[number] for number in finished])
+    made.tick(9.0)
+    assert not made.counters["dropped/substituted"] and made.buffer.count(SlotState.LEASED) == 8 - len(finished)
+
+
+def test_a_group_that_was_just_leased_is_waited_for_and_no_older_one_goes_in_vain():
+    made, given = started(5)
+    finish(made, given[1:4])
+    lease(made, capacity=8, now=6.0)  # three more, in the places after
+    made.handle("a", group_message(given[4], [0]), 6.0)
+    made.tick(6.1)
+    assert made.counters["dropped/substituted"] == 1 and sent(made, "l", m.Batch)
+
+
+def test_nothing_is_dropped_while_a_younger_group_is_waited_for_as_well():
+    made, given = started(3)
+    later = lease(made, capacity=6, now=6.0)
+    finish(made, [*given[1:], *later[1:]], 6.0)
+    made.tick(6.1)
+    assert not made.counters["dropped/substituted"], "group 3 has just begun: group 0 may well be there before it"
+    made.handle("a", m.Heartbeat(), 11.1)
+    made.tick(11.2)
+    assert made.counters["dropped/substituted"] == 2 and sent(made, "l", m.Batch)
+
+
+def test_it_counts_from_the_first_lease_over_attempts():
+    made, given = started()
+    finish(made, [*given[:1], *given[2:5]])
+    cancel = m.Cancel(pass_=0, index=1, attempt=1, reason="engine_error")
+    made.handle("a", cancel, 4.0)
+    lease(made, "b", capacity=3, now=4.0)
+    made.tick(5.1)
+    assert sent(made, "l", m.Batch) and made.counters["dropped/substituted"] == 1
+
+
+def test_no_token_above_the_bound_comes_in():
+    made, leases = started()
+    slot = made.buffer.slots[(0, 7)]
+    slot.min_version = 1
+    given = next(each for each in leases if each.index == 7)
+    made.handle("a", group_message(given, [0]), 1.0)
+    assert "needs 1 or newer" in sent(made, "a", m.Ack)[-1].reason
+
+
+def test_at_lag_0_nothing_could_take_the_place():
+    with pytest.raises(ValueError, match=r"at replay\.async_lag 0"):
+        config(replay__async_lag=0, replay__on_stale="substitute")

@@ -1,0 +1,126 @@
+"""Bodies of requests without a server: whatever they hold is understood or refused, and answers have their parts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from configs import Config
+from learner.examples.calculator import save_tokenizer
+from learner.launch.reward_source import problem_with_agent
+from rollout_server.agents.answers import CHUNK_CHARS, message_of, stream, whole
+from rollout_server.agents.program import AgentFailed, reward_of
+from rollout_server.agents.requests import Asked, Refused, Rules, read
+from rollout_server.environments import Turn
+from rollout_server.environments import tool_calls as parsing
+from rollout_server.environments.conversation import Conversation
+from rollout_server.tasks import Task
+
+NAMES = ("model", "messages", "prompt", "tools", "n", "stream", "logprobs", "max_tokens", "stop", "tool_choice", "x")
+TEXTS = ("", "auto", "policy", "user", "x")
+"""Some, since a strategy for any text takes a second to build."""
+VALUES = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.sampled_from(TEXTS),
+    lambda inner: some.lists(inner, max_size=3) | some.dictionaries(some.sampled_from((*NAMES, "role")), inner),
+    max_leaves=6,
+)
+RULES = Rules(temperature=0.8)
+TOOL = {"type": "function", "function": {"name": "add"}}
+USER = {"role": "user", "content": "1+2"}
+
+
+@given(some.dictionaries(some.sampled_from(NAMES), VALUES), some.booleans(), some.booleans())
+def test_any_body_is_understood_or_refused(body: dict[str, Any], is_chat: bool, is_valid: bool) -> None:
+    if is_valid:
+        body = {**body, "model": "policy", "messages": [USER], "prompt": "1+2"}
+    try:
+        asked = read(json.dumps(body).encode(), RULES, is_chat=is_chat)
+    except Refused as refused:
+        assert refused.status in (400, 404) and refused.body()["error"]["message"]
+    else:
+        assert asked.context and 1 <= asked.n <= 64 and (asked.max_new_tokens is None or asked.max_new_tokens >= 1)
+
+
+def asked_with(**changes: Any) -> Asked:
+    return read(json.dumps({"model": "policy", "messages": [USER], **changes}).encode(), RULES, is_chat=True)
+
+
+def test_what_is_the_run_s_own_is_taken_and_may_be_ignored() -> None:
+    assert asked_with(temperature=0.8, top_p=1.0, logit_bias={}, seed=3, stop=[]).max_new_tokens is None
+    assert asked_with(max_tokens=9, max_completion_tokens=5).max_new_tokens == 5
+    assert asked_with(tools=[TOOL], tool_choice="none").tools is None and asked_with(tools=[TOOL]).tools == [TOOL]
+    body = json.dumps({"model": "policy", "messages": [USER], "temperature": 0, "beam_width": 4}).encode()
+    with pytest.raises(Refused, match=r"temperature: 0 is not the run's own rollout.temperature 0\.8"):
+        read(body, RULES, is_chat=True)
+    lenient = Rules(temperature=0.8, ignores=True)
+    assert read(body, lenient, is_chat=True).context == [USER]
+    with pytest.raises(Refused, match="stop"):
+        read(body.replace(b'"beam_width": 4', b'"stop": "x"'), lenient, is_chat=True)
+
+
+def turn_of(text: str, finish_reason: str = "stop") -> Turn:
+    message, ids = parsing.message_of(text, 0), list(range(len(text)))
+    return Turn(
+        number=0, text=text, message=message, token_ids=ids, context=[1, 2], finish_reason=finish_reason, room=9,
+        logprobs=[-0.5] * len(ids), versions=[0] * len(ids),
+    )  # fmt: skip
+
+
+def test_a_stream_adds_up_to_the_whole() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    for text, tools in ((call, [TOOL]), ("x" * (CHUNK_CHARS + 1), [TOOL]), (call, None)):
+        asked = asked_with(tools=tools, stream=True, stream_options={"include_usage": True}, logprobs=True)
+        turn, pieces = turn_of(text), [list(text)]
+        (choice,) = whole("a", asked, [turn], pieces, is_chat=True)["choices"]
+        events = [event.removeprefix(b"data: ").strip() for event in stream("a", asked, [turn], pieces, is_chat=True)]
+        assert events.pop() == b"[DONE]"
+        *chunks, last = map(json.loads, events)
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(text)
+        deltas = [chunk["choices"][0] for chunk in chunks]
+        content = "".join(one["delta"].get("content", "") for one in deltas)
+        calls = [call for one in deltas for call in one["delta"].get("tool_calls", ())]
+        assert (content or None) == choice["message"]["content"]
+        wanted = [one["function"]["arguments"] for one in choice["message"].get("tool_calls", ())]
+        assert ["".join(call["function"]["arguments"] for call in calls)] == (wanted or [""])
+        assert deltas[-1]["finish_reason"] == choice["finish_reason"] == ("tool_calls" if wanted else "stop")
+        assert [one["logprobs"] for one in deltas if one["logprobs"]] == [choice["logprobs"]]
+    cut = message_of(turn_of(call[:-12], "length"), asked_with(tools=[TOOL]))
+    assert cut == {"role": "assistant", "content": call[:-12]}, "a call that was cut is no call"
+
+
+def test_an_answer_may_come_back_as_text_or_as_calls(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}<eos>{% endfor %}"
+    )
+    model = {"path": str(tmp_path), "chat_template": template}
+    task = Task(Config.model_validate({"model": model, "data": {"train": "none.jsonl"}}))
+    text = '<tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}</tool_call>'
+    message, conversation = parsing.message_of(text, 0), Conversation(task)
+    first = conversation.encode([USER])
+    ids = [*first, 9, 9, 9]
+    conversation.answered([USER], None, ids, text, message)
+    for back in (message, {**message, "content": None}, {"role": "assistant", "content": text}):
+        assert conversation.encode([USER, back, USER])[: len(ids)] == ids
+    assert task.render([message], None) == '{"expression": "1+2"}<eos>', "a template gets values, not text of JSON"
+
+
+def test_the_last_line_says_the_reward() -> None:
+    assert reward_of('{"reward": 0.5, "moves": 7}') == {"score": 0.5, "moves": 7}
+    assert reward_of('{"score": 1}') == {"score": 1}
+    assert reward_of("42") is reward_of("the answer is 42") is reward_of("") is None, "an answer is no reward"
+    with pytest.raises(AgentFailed, match="without `reward`"):
+        reward_of('{"rewrd": 1.0}')
+
+
+def test_files_that_are_not_there_are_seen_before_a_run(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("async def main(row, base_url, api_key): ...\n")
+    there, missing = str(tmp_path / "agent.py"), str(tmp_path / "agnet.py")
+    for options in ({"command": ["python", there]}, {"function": f"{there}:main"}, {"command": ["node", "agent.js"]}):
+        assert problem_with_agent(options) is None
+    for options in ({"command": ["python", missing]}, {"function": f"{missing}:main"}, {"function": f"{there}:mian"}):
+        assert problem_with_agent(options)

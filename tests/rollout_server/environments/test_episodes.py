@@ -1,0 +1,280 @@
+"""Episodes in a real process over the torch engine: what they leave, and how each of their failures ends."""
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_generator import PROMPT, PROMPT_TOKENS, config_of
+
+from configs import Config, ConfigError
+from replay import messages as m
+from replay.desks.leases import Slot
+from replay.desks.validation import Bounds, problem_with
+from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.environments import EnvironmentFailed, process
+from rollout_server.environments.conversation import Conversation
+from rollout_server.environments.episodes import EpisodeGenerator
+from rollout_server.environments.pool import environments_of
+from rollout_server.generate import LeaseFailed
+from rollout_server.rewards import RewardOutcome, Sample
+from rollout_server.tasks import Task
+from tests.support.waiting import eventually
+
+FUNCTIONS = Path(__file__).with_name("functions.py")
+GROUP, CAP = 3, 24
+
+
+class Judge:
+    """In place of reward processes: an answer's reward is its length."""
+
+    async def score(self, samples: list[Sample]) -> list[RewardOutcome]:
+        return [RewardOutcome(score=float(sample["num_tokens"]), seconds=0.0) for sample in samples]
+
+
+@asynccontextmanager
+async def playing(
+    folder: Path, function: str, prompt_tokens: int = PROMPT_TOKENS, **environment: Any
+) -> AsyncIterator[EpisodeGenerator]:
+    plain = config_of(folder, GROUP, CAP).model_dump()
+    plain["data"]["max_prompt_tokens"] = prompt_tokens
+    name = f"{FUNCTIONS}:{function}" if ":" not in function and function != "tools" else function
+    plain["environment"] |= {"function": name, **environment}
+    config = Config.model_validate(plain)
+    engine = TorchEngine(config.model.path, max_context=config.max_context, max_running=16, seed=1)
+    try:
+        async with environments_of(config.environment, frozenset({"JUDGE_WORD"})) as environments:
+            assert environments is not None
+            yield EpisodeGenerator(config, engine, Task(config), Judge(), environments=environments)  # type: ignore[arg-type]
+    finally:
+        await engine.close()
+
+
+def lease(index: int = 1, **prompt: Any) -> m.Lease:
+    row = {**PROMPT, **prompt}
+    return m.Lease(pass_=0, index=index, attempt=1, min_version=0, lease_s=60.0, seed=index, prompt=row)
+
+
+def accepted(group: m.Group, config: Config) -> bool:
+    slot = Slot((group.pass_, group.index), {}, 0, attempt=1)
+    return problem_with(group, slot, config, Bounds(0, None)) is None
+
+
+async def test_three_turns_are_one_sample_and_the_same_again(folder: Path) -> None:
+    async with playing(folder, "three_turns") as generator:
+        group = await generator.group(lease(), "0/1/1")
+        again = await generator.group(lease(), "0/1/2")
+    assert accepted(group, generator.config)
+    assert not group.samples.size and not group.prompt_lengths.size, "all have the same prompt, which they share"
+    assert len(set(group.rewards.tolist())) > 1, "each episode draws with a seed of its own"
+    ends = np.cumsum(group.lengths)
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        mask, ids = group.loss_mask[start:end], group.token_ids[start:end]
+        assert set(ids[mask == 0].tolist()) <= {7, 8} and not group.logprobs[start:end][mask == 0].any()
+        assert int((mask == 0).sum()) == 4 and mask[0] == mask[-1] == 1
+    for name in ("token_ids", "rewards", "loss_mask"):
+        assert np.array_equal(getattr(group, name), getattr(again, name)), f"{name} differs for the same seeds"
+    assert group.reward_metrics["episode/turns"] == 3.0
+    assert group.reward_metrics["episode/environment_tokens"] == 4.0
+
+
+async def test_samples_of_an_episode_move_as_one_trajectory(folder: Path) -> None:
+    async with playing(folder, "compacts") as generator:
+        group = await generator.group(lease(), "0/1/1")
+    assert accepted(group, generator.config)
+    assert group.samples.tolist() == [2] * GROUP and group.lengths.size == 2 * GROUP
+    assert group.prompt_lengths.tolist() == [2, 3] * GROUP
+    assert group.reward_metrics["told"] == 2.0 and group.reward_metrics["episode/samples"] == 2.0
+
+
+async def test_turns_that_are_left_out_are_context(folder: Path) -> None:
+    async with playing(folder, "leaves_out") as generator:
+        group = await generator.group(lease(), "0/1/1")
+    first = group.loss_mask[: group.lengths[0]].tolist()
+    assert first[0] == 0 and first[-1] == 1 and group.reward_metrics["own"] == 3.0
+
+
+async def test_without_a_reward_the_last_answer_is_judged(folder: Path) -> None:
+    async with playing(folder, "last_answer") as generator:
+        group = await generator.group(lease(), "0/1/1")
+    assert group.rewards.tolist() == group.lengths.tolist()
+
+
+async def test_an_episode_without_room_ends_with_nothing(folder: Path) -> None:
+    async with playing(folder, "never_ends", max_turns=50) as generator:
+        group = await generator.group(lease(), "0/1/1")
+        assert accepted(group, generator.config)
+        assert group.rewards.tolist() == [0.0] * GROUP and int(group.lengths.max()) <= CAP
+        assert group.reward_metrics["episode/ContextFull"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("raises", "KeyError: 'no such game' at .*functions.py"),
+        ("no_turn", "episode 0 ended without a turn"),
+        ("not_a_number", "the reward nan is not a finite number"),
+        ("wrong_ids", "a context is text, token ids or messages"),
+        ("dies", "environment process 0 died: it hung up .exit code 3"),
+    ],
+)
+async def test_a_failed_episode_fails_its_lease_and_the_next_one_runs(folder: Path, function: str, said: str) -> None:
+    async with playing(folder, function) as generator:
+        for attempt in (1, 2):
+            with pytest.raises(LeaseFailed, match=said) as failed:
+                await generator.group(lease(), f"0/1/{attempt}")
+            assert failed.value.reason == "environment_error"
+        await eventually(lambda: not generator.engine.running_tokens(), "requests that nothing waits for end")
+        assert not generator.running_tokens()
+
+
+async def test_the_death_of_a_process_costs_the_next_one_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nothing left to cancel: the process that takes its place must not be killed for its silence."""
+    monkeypatch.setattr(process, "CANCEL_S", 0.2)
+    async with playing(folder, "thinks", options={"sleep_s": 0.6}) as generator:
+        working = asyncio.create_task(generator.group(lease(), "0/1/1"))
+        await eventually(lambda: sum(generator.running_tokens().values()) == 2 * GROUP, "first turns")
+        child = generator.environments._processes[0]._child
+        assert child is not None
+        os.kill(child.process.pid, signal.SIGKILL)
+        with pytest.raises(LeaseFailed, match="environment process 0 died") as failed:
+            await working
+        assert failed.value.reason == "environment_error"
+        group = await generator.group(lease(), "0/1/2")
+    assert accepted(group, generator.config) and group.rewards.tolist() == [1.0] * GROUP
+
+
+async def test_turns_at_once_leave_no_clock_running(folder: Path) -> None:
+    async with playing(folder, "two_at_once", turn_timeout_s=0.6, options={"sleep_s": 0.4}) as generator:
+        group = await generator.group(lease(), "0/1/1")
+    assert 0.8 <= group.reward_metrics["episode/environment_s"] < 1.2, "its own time, without the engine's"
+
+
+async def test_what_goes_wrong_is_said_at_once_and_the_next_episode_runs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with playing(folder, "goes_wrong") as generator:
+        for wrong, reason, said in (
+            ("room", "prompt_too_long", "episode 0 ended without a turn"),
+            ("turn", "environment_error", r"leave_out \[-1\]: episode 0 has had the turns \[0\]"),
+            ("forge", "environment_error", "environment process 0 died: it sent garbage"),
+        ):
+            with pytest.raises(LeaseFailed, match=said) as failed:
+                await generator.group(lease(ground_truth=wrong), f"0/1/{wrong}")
+            assert failed.value.reason == reason
+        for when in ("wait", "late"):
+            group = await generator.group(lease(ground_truth=when), f"0/1/{when}")
+            assert group.lengths.tolist() == [1] * GROUP, "a turn that is not waited for ends, and is not trained"
+            assert group.reward_metrics["episode/turns"] == 1.0
+
+        def encode(*_: Any) -> list[int]:
+            raise IndexError("of a template")
+
+        monkeypatch.setattr(Conversation, "encode", encode)
+        with pytest.raises(LeaseFailed, match="an unexpected IndexError: of a template"):
+            await asyncio.wait_for(generator.group(lease(), "0/1/1"), 20)
+
+
+async def test_an_environment_that_takes_too_long_is_ended(folder: Path) -> None:
+    async with playing(folder, "sleeps", turn_timeout_s=0.3) as generator:
+        with pytest.raises(LeaseFailed, match=r"environment.turn_timeout_s = 0.3 after 1 turns"):
+            await generator.group(lease(), "0/1/1")
+    async with playing(folder, "sleeps", episode_timeout_s=0.3) as generator:
+        with pytest.raises(LeaseFailed, match=r"environment.episode_timeout_s = 0.3"):
+            await generator.group(lease(), "0/1/1")
+
+
+async def test_a_cancelled_lease_ends_in_the_middle_of_a_turn_and_between_two(folder: Path) -> None:
+    for function in ("sleeps", "long_answer"):
+        async with playing(folder, function) as generator:
+            working = asyncio.create_task(generator.group(lease(), "0/1/1"))
+            await eventually(lambda g=generator: sum(g.running_tokens().values()) > 0, "a token")
+            generator.abort("0/1/1")
+            generator.abort("0/9/9")
+            with pytest.raises(LeaseFailed) as failed:
+                await working
+            assert failed.value.reason == "aborted"
+
+
+async def test_a_function_that_blocks_is_named_and_stops_nothing_else(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    async with playing(folder, "blocks", turn_timeout_s=1.5) as generator:
+        others = asyncio.create_task(generator.group(lease(2), "0/2/1"))
+        await asyncio.sleep(0.3)
+        started, longest = time.monotonic(), 0.0
+        blocked = asyncio.create_task(generator.group(lease(1, ground_truth="block"), "0/1/1"))
+        while not (blocked.done() and others.done()):
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - before)
+        reasons = sorted(str(getattr(task.exception(), "reason", task)) for task in (blocked, others))
+        assert reasons[-1] == "environment_error" and set(reasons) <= {"aborted", "environment_error"}
+        assert time.monotonic() - started < 20 and longest < 1.0, "the loop of the engine went on"
+    text = "\n".join(record.getMessage() for record in caplog.records)
+    assert "has blocked the event loop" in text and "functions.py" in text and "in blocks: time.sleep(600)" in text
+
+
+async def test_time_that_a_function_blocks_is_measured(folder: Path) -> None:
+    async with playing(folder, "stutters") as generator:
+        group = await generator.group(lease(), "0/1/1")
+    assert group.reward_metrics["episode/blocked_s"] * GROUP > 1.0
+
+
+async def test_an_evaluation_runs_at_its_version(folder: Path) -> None:
+    wanted = m.EvaluationLease(
+        version=0,
+        set="",
+        greedy=True,
+        first=0,
+        samples=2,
+        seed=1,
+        temperature=1.0,
+        max_new_tokens=CAP,
+        prompts=[PROMPT],
+    )
+    async with playing(folder, "three_turns") as generator:
+        await generator.engine.pin(0)
+        result = await generator.evaluation(wanted)
+        assert result.lengths.size == result.rewards.size == len(result.texts) == 2
+        assert result.texts[0] == result.texts[1], "greedy"
+        with pytest.raises(Exception, match="version 5"):
+            await generator.evaluation(replace(wanted, version=5))
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("not_asynchronous", "take `async def not_asynchronous"),
+        ("nothing", "has no function 'nothing'; it has three_turns"),
+        ("missing.py:rollout", "environment.function: 'missing.py:rollout': no file"),
+    ],
+)
+async def test_a_function_that_cannot_be_used_is_refused_at_the_start(folder: Path, function: str, said: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=said):
+        async with playing(folder, function):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"environment": {"options": {"a": 1}}}, "environment.options: {'a': 1} without environment.function"),
+        ({"environment": {"function": "tools"}, "replay": {"partial_rollouts": True}}, "replay.partial_rollouts: true"),
+        ({"environment": {"function": "tools", "turn_timeout_s": 500}}, "turn_timeout_s: 500 is not below"),
+        ({"environment": {"function": "chess"}}, "'chess' is no environment"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], said: str) -> None:
+    plain: dict[str, Any] = {"model": {"path": "none"}, "data": {"train": "none.jsonl"}}
+    with pytest.raises((ConfigError, ValueError), match=said):
+        Config.model_validate(plain | changes)

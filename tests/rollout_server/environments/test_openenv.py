@@ -1,0 +1,147 @@
+"""Servers of OpenEnv's protocol, as processes on the loopback interface, spoken to by a scripted policy."""
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("aiohttp", reason="the extra `openenv` is not installed")
+
+from rollout_server.environments import EnvironmentFailed, NoMoreTurns, Trajectory, Turn
+from rollout_server.environments.adapters import openenv
+from rollout_server.environments.tool_calls import message_of
+
+HERE = Path(__file__).parent
+ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "Play."}], "columns": {"seed": 4}}
+PYTHON = os.environ.get("SLIPSTREAM_OPENENV_PYTHON") or sys.executable
+"""An interpreter with the package openenv, whose pins engines do not go with."""
+HAS_PACKAGE = sys.executable != PYTHON or all(map(importlib.util.find_spec, ("openenv", "fastmcp", "uvicorn")))
+
+
+class Scripted:
+    """A client whose policy says what it was told to say."""
+
+    def __init__(self, answers: Sequence[str], options: dict[str, Any]) -> None:
+        self.answers, self.options, self.prompt_seed = list(answers), options, 7
+        self.contexts: list[Any] = []
+
+    async def generate(self, context: Any, **_: Any) -> Turn:
+        number = len(self.contexts)
+        if number == len(self.answers):
+            raise NoMoreTurns("that was all")
+        self.contexts.append(context)
+        text = self.answers[number]
+        message = message_of(text, number)
+        return Turn(number=number, text=text, message=message, token_ids=[1], context=[1], finish_reason="stop", room=9)
+
+
+def served(script: str, python: str) -> Iterator[str]:
+    with subprocess.Popen(
+        [python, str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[str]:
+    yield from served("openenv_stand_in.py", sys.executable)
+
+
+@pytest.fixture(scope="module")
+def package() -> Iterator[str]:
+    if not HAS_PACKAGE:
+        pytest.skip("the package openenv is not installed; SLIPSTREAM_OPENENV_PYTHON may name a Python that has it")
+    yield from served("openenv_package.py", PYTHON)
+
+
+@pytest.fixture(params=["stand_in", "package"])
+def url(request: pytest.FixtureRequest) -> str:
+    found: str = request.getfixturevalue(request.param)
+    return found
+
+
+async def play(answers: Sequence[str], row: dict[str, Any] = ROW, **options: Any) -> tuple[Scripted, Trajectory]:
+    await asyncio.to_thread(openenv.prepare, options)
+    client = Scripted(answers, options)
+    return client, await openenv.rollout(row, client)  # type: ignore[arg-type]
+
+
+async def test_an_episode_goes_on_until_the_server_is_done(url: str) -> None:
+    client, played = await play(["3", "9", "5"], url=url)
+    said = [message["content"] for message in client.contexts[2]]
+    assert said == ["Play.\nGuess a number from 1 to 9.", "3", "higher", "9", "lower"], "the row's seed, 4, hides a 5"
+    assert played.reward == pytest.approx(0.8) and played.metrics["episode/finished"] == 1.0
+    assert played.metrics["episode/moves"] == 3.0
+    _, last = await play(["3", "5"], url=url, reward="last", reset={"most": 6})
+    assert last.reward == 1.0
+
+
+async def test_text_and_json_actions_and_a_full_context(url: str) -> None:
+    client, played = await play(["no JSON", '{"message": "5"}'], url=url, action="json", style="text")
+    assert client.contexts[1] == "Play.\nGuess a number from 1 to 9.\nno JSON\nerror: the answer is no JSON object\n"
+    assert (played.reward, played.metrics["episode/invalid_move"]) == (1.0, 1.0)
+    _, cut = await play(["3"], url=url)
+    assert (cut.reward, cut.metrics["episode/finished"]) == (-0.1, 0.0), "what was reached counts"
+
+
+async def test_episodes_wait_for_a_place(url: str) -> None:
+    """The servers have two; a place that is free again is taken."""
+
+    async def one(number: int) -> float:
+        row = {**ROW, "columns": {"seed": number}}
+        client = Scripted(["1", "2", "3"], options)
+        return (await openenv.rollout(row, client)).reward or 0.0  # type: ignore[arg-type]
+
+    options = {"url": [url], "wait_s": 20}
+    await asyncio.to_thread(openenv.prepare, options)
+    rewards = await asyncio.gather(*(one(number) for number in range(6)))
+    assert [round(reward, 1) for reward in rewards] == [1.0, 0.9, 0.8, -0.3, -0.3, -0.3]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("error", "reset: EXECUTION_ERROR: 'no such game'"),
+        ("list", r"the answer to reset is \['observation'\]; expected a type and data"),
+        ("reward", "expected observation, reward and done"),
+        ("end", "the session ended at reset"),
+        ("silent", r"no answer to reset within 0.5 s \(environment.options.wait_s\)"),
+    ],
+)
+async def test_a_server_that_breaks_the_protocol_is_named(stand_in: str, fault: str, said: str) -> None:
+    with pytest.raises(openenv.ServerFailed, match=f"{stand_in}: .*{said}"):
+        await play(["1"], url=stand_in, reset={"fault": fault}, wait_s=0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "options.url: None; give the address of a server"),
+        ({"url": "localhost:8000"}, "options.url: 'localhost:8000'; give"),
+        ({"url": []}, "options.url: an empty list"),
+        ({"url": "http://127.0.0.1:9"}, "does not say what actions are .*; start the server first"),
+        ({"url": "http://127.0.0.1:9", "rewards": "sum"}, "options.rewards: unknown"),
+        ({"url": "http://127.0.0.1:9", "reward": "mean"}, "options.reward: 'mean'; take one of"),
+    ],
+)
+def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(EnvironmentFailed, match=said):
+        openenv.prepare(options)
+
+
+@pytest.mark.parametrize("fields", [{}, {"x": {"type": "integer"}}, {"a": {"type": "string"}, "b": {"type": "string"}}])
+def test_an_action_without_one_text_field_has_to_be_named(fields: dict[str, Any]) -> None:
+    with pytest.raises(EnvironmentFailed, match="name the one that gets the answer's text, or take `json`"):
+        openenv.text_field({"action": {"properties": fields}})
+    assert (
+        openenv.text_field({"action": {"properties": {**fields, "say": {"type": "string"}}, "required": ["say"]}})
+        == "say"
+    )

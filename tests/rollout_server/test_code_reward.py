@@ -1,0 +1,190 @@
+"""The reward for programs: forms of tests, hostile answers, and a machine that cannot isolate them."""
+
+import ast
+import json
+from typing import Any
+
+import pytest
+from reward_runs import sample, score
+
+from configs.rewards import Code
+from rollout_server.rewards import RewardError
+from rollout_server.rewards.built_in import code
+from rollout_server.rewards.built_in.code_asserts import Names, Rest, rest
+from rollout_server.rewards.built_in.code_tests import Checks, Streams, read_tests, same
+from rollout_server.sandbox import probe
+from rollout_server.sandbox.probe import Isolation, isolation
+
+OPTIONS = Code(timeout_s=20.0, total_s=40.0).model_dump(exclude={"weight"})
+STREAMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
+CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
+ASSERTS = ["assert add(1, 2) == 3", "assert add(3, 4) == 7"]
+HUMAN_EVAL = {"test": "def check(candidate):\n    assert candidate(1, 2) == 3\n", "entry_point": "add"}
+OPAQUE = {
+    "test": "def check(candidate):\n    for n in range(3):\n        assert candidate(n, 1) > n\n",
+    "entry_point": "add",
+}
+NEAR = {
+    "test": "import math\nMETADATA = {}\ndef check(candidate):\n    assert abs(candidate(1, 2) - 3) < 1e-6\n"
+    "    assert math.isclose(candidate(1, 1.5), 2.5, rel_tol=1e-6)\n    assert candidate(1, 1) in (2, 3)\n"
+    "    assert candidate(2, 2) == 4\n    assert candidate(1, 2) == candidate(2, 1), 'order'\n",
+    "entry_point": "add",
+}
+"""What counts is a comparison that the answer's interpreter must not make."""
+ADD = "def add(a, b):\n    return a + b"
+
+FORGED = """
+import __main__, json, os, sys
+__main__.results.write(json.dumps(sys.stdin.readline().strip()) + "\\n")
+__main__.results.close()
+os._exit(0)"""
+"""Reads the word that says that tests which do not come apart have passed."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def isolated() -> None:
+    if not isolation().is_whole:
+        pytest.skip(f"this machine: {isolation()}")
+
+
+def judged(program: str, truth: Any, **options: Any) -> dict[str, float]:
+    return code.reward(sample(f"Here:\n```python\n{program}\n```\n", truth), **(OPTIONS | options))
+
+
+@pytest.mark.parametrize(
+    ("program", "truth"),
+    [
+        ("print(sum(map(int, input().split())))", json.dumps(STREAMS)),
+        (ADD, CALLS),
+        ("class Solution:\n    def add(self, a, b):\n        return a + b", CALLS),
+        (ADD, ASSERTS),
+        (ADD, HUMAN_EVAL),
+        (ADD, OPAQUE),
+        (ADD, NEAR),
+        (
+            ADD,
+            {
+                **HUMAN_EVAL,
+                "test": "def check(f):\n    assert twice(f(1, 2)) == 6\n\ndef twice(x):\n    return x * 2\n",
+            },
+        ),
+        (ADD, ["import math", "assert math.isclose(add(1, 2), 3)", "assert isinstance(add(1, 2), int)"]),
+    ],
+)
+def test_right_programs_pass(program: str, truth: Any) -> None:
+    found = judged(program, truth)
+    assert (found["score"], found["passed"], found["timed_out"], found["crashed"]) == (1.0, 1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("program", "truth", "mark"),
+    [
+        ("import os; os._exit(0)", STREAMS, ""),
+        ("import sys; sys.exit(0)", OPAQUE, ""),
+        ("class E:\n  __eq__ = lambda s, o: 1\n  __repr__ = lambda s: '1'\ndef add(a, b): return E()", ASSERTS, ""),
+        ("def add(a, b):\n  while True: pass", HUMAN_EVAL, "timed_out"),
+        ("def add(a, b):\n  while True: print('x' * 9999)", HUMAN_EVAL, "flooded"),
+        (FORGED, NEAR, ""),
+        (
+            "import math\nmath.isclose = isinstance = lambda *a, **k: True\ndef add(a, b): return 0",
+            ["import math", "assert math.isclose(add(1, 2), 3)", "assert isinstance(add(1, 2), str)"],
+            "",
+        ),
+        ("class E:\n  __gt__ = lambda s, o: True\ndef add(a, b): return E()", ["assert (add(1, 2) > 2) == True"], ""),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("print(3)", STREAMS, ""),
+                ("import os; os._exit(0)", OPAQUE, ""),
+                ("import os\ndef add(a, b): os._exit(0)", CALLS, ""),
+                ("import builtins\nbuiltins.AssertionError = None\ndef add(a, b): return 0", ASSERTS, ""),
+                ('import os\nos.write(1, b\'"3"\\n"7"\\n\')\ndef add(a, b): return 0', CALLS, ""),
+                ("syntax error(", ASSERTS, "crashed"),
+                ("import os\nwhile True: os.fork()", STREAMS, "timed_out or crashed"),
+                ("raise SystemExit(3)", CALLS, "crashed"),
+            ]
+        ),
+    ],
+)
+def test_wrong_and_hostile_programs_score_nothing(program: str, truth: Any, mark: str) -> None:
+    seconds = 0.4 if mark.startswith("timed_out") else 20.0
+    found = judged(program, truth, timeout_s=seconds, total_s=30.0)
+    assert found["score"] == 0.0, found
+    assert not mark or any(found[one] == 1.0 for one in mark.split(" or ")), found
+
+
+def test_tests_that_an_answer_could_forge_are_counted() -> None:
+    assert judged(ADD, OPAQUE)["forgeable"] == 1.0 and judged("", ASSERTS)["forgeable"] == 0.0
+
+
+def test_partial_counts_the_tests_that_pass() -> None:
+    assert judged("print(3)", STREAMS, partial=True)["score"] == 0.5
+    assert judged("def add(a, b): return 3", ASSERTS, partial=True)["score"] == 0.5
+    assert judged("def add(a, b): return 3", ASSERTS)["passed"] == 0.5
+
+
+def test_the_last_block_counts_and_none_scores_nothing() -> None:
+    assert code.program_of("```\na\n```\n ```py\nb\n``` c") == "b\n"
+    for answer in ("no block", "```python\nunfinished", "```python\n```", "```bash\nls\n```"):
+        assert code.program_of(answer) is None, answer
+    assert code.reward(sample("none", STREAMS), **OPTIONS)["has_program"] == 0.0
+
+
+def test_what_is_expected_never_enters_the_sandbox() -> None:
+    for truth in (CALLS, ASSERTS, HUMAN_EVAL):
+        (test,) = read_tests(truth, 20)
+        assert isinstance(test, Checks)
+        given = test.stdin().decode() + "".join(test.files("").values())
+        assert test.expected and "7" not in given.replace(test.word, "") and "== 3" not in given
+    (stream, _) = read_tests(STREAMS, 20)
+    assert isinstance(stream, Streams) and stream.stdin() == b"1 2\n"
+
+
+@pytest.mark.parametrize(
+    ("test", "calls", "condition"),
+    [
+        ("abs(f(1)[0] - 2) < 1", ("f(1)[0]",), "abs(_value_0 - 2) < 1"),
+        ("f(f(1)) in g().rows(2)", ("f(f(1))", "g().rows(2)"), "_value_0 in _value_1"),
+        ("all(f(x) == y for x, y in [(1, 2)])", None, None),
+        ("f(1) == wanted", None, None),
+        ("abs(1) == abs(2)", None, None),
+        ("f is not None", None, None),
+    ],
+)
+def test_a_condition_comes_apart_where_no_other_name_is_in_it(test: str, calls: Any, condition: str | None) -> None:
+    names = Names.of([], None)
+    found = rest(ast.parse(test, mode="eval").body, names)
+    assert found == (None if condition is None else Rest(calls, condition))
+
+
+@pytest.mark.parametrize(
+    "truth", [None, 3, "no tests", [], {}, {"inputs": ["1"], "outputs": []}, ["assert ("], "{broken"]
+)
+def test_rows_without_tests_are_errors(truth: Any) -> None:
+    with pytest.raises(ValueError, match="ground_truth"):
+        read_tests(truth, 20)
+
+
+def test_values_are_compared_without_running_anything() -> None:
+    assert same(1, 1.0) and same(0.1 + 0.2, 0.3) and same([1, (2,)], [1, (2,)])
+    assert not same(True, 1) and not same((1,), [1]) and not same(float("nan"), float("nan")) and not same("1", 1)
+    assert not same(10**400, 1.5)
+
+
+def test_without_isolation_code_is_refused_unless_a_key_allows_it(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    nothing = Isolation(is_whole=False, possible=("files", "network"), reason="unshare: Operation not permitted")
+    for module in (probe, code):
+        monkeypatch.setattr(module, "isolation", lambda: nothing)
+    with pytest.raises(RewardError, match=r"may read and write files.*; connect.*allow_unisolated: true"):
+        code.prepare(allow_unisolated=False)
+    code.prepare(allow_unisolated=True)
+    assert "WARNING: programs cannot be isolated here (unshare: Operation not permitted)" in capsys.readouterr().err
+
+
+def test_in_a_reward_process() -> None:
+    """With its limits, its supervisor and its private channel around the sandbox."""
+    truth = json.dumps(STREAMS)
+    program = "```python\nprint(sum(map(int, input().split())))\n```"
+
+    (good, bad) = score({"code": {"weight": 2.0, "timeout_s": 7.0}}, program, "nothing", truth=truth)
+    assert (good.score, bad.score, good.error) == (2.0, 0.0, None)
