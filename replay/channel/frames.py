@@ -73,9 +73,9 @@ def dtype_of(hint: Any) -> str:
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is NDArray:
-        return np.dtype(*arguments).name
+        return str(np.dtype(*arguments).name)
     if origin is np.ndarray:
-        return np.dtype(*get_args(arguments[1])).name
+        return str(np.dtype(*get_args(arguments[1])).name)
     return ""
 
 
