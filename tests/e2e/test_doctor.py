@@ -283,10 +283,12 @@ def test_a_wrong_curve_key_is_named_and_the_right_one_passes(examine, tmp_path):
 
 
 def test_the_part_of_every_start_takes_less_than_a_second_and_loads_no_torch(tmp_path):
+    """Of its own and its children's processor time; it has no connection to wait for."""
     program = (
-        "import sys, time; from configs import load; from learner.doctor.brief import at_start;"
-        "config = load('quickstart', sys.argv[1:]); started = time.monotonic(); found = list(at_start(config));"
-        "assert time.monotonic() - started < 1, time.monotonic() - started; assert 'torch' not in sys.modules;"
+        "import os, socket, sys; from configs import load; from learner.doctor.brief import at_start;"
+        "config = load('quickstart', sys.argv[1:]); socket.socket = None; before = sum(os.times()[:4]);"
+        "found = list(at_start(config)); took = sum(os.times()[:4]) - before;"
+        "assert took < 1, took; assert 'torch' not in sys.modules;"
         "assert {each.severity for each in found} == {'ok'}, found"
     )
     words = [*SETTINGS, f"run.dir={tmp_path}"]
