@@ -43,6 +43,7 @@ FORKED = (
 PADDING = 4000
 READY_S = 60.0
 RealPopen = subprocess.Popen
+CLOCKS = time.time, time.time_ns
 
 
 class Program:
@@ -122,10 +123,13 @@ def become(argv: Sequence[str], *, ready: int, **settings: Any) -> None:
             os.environ.update(env)
         if (cwd := settings.get("cwd")) is not None:
             os.chdir(cwd)
+        os.closerange(3, ready)
+        os.closerange(ready + 1, 4096)
+        argv = after_site(argv)
         words = [word for word in argv[1:] if word != "-u"]
         set_title(argv)
         os.write(ready, b"x")
-        os.closerange(3, 4096)
+        os.close(ready)
         random.seed()
         logging.root.handlers.clear()
         subprocess.Popen = Popen  # type: ignore[misc]
@@ -145,6 +149,32 @@ def become(argv: Sequence[str], *, ready: int, **settings: Any) -> None:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+
+
+class Replaced(BaseException):
+    """This process would go on as another program; carries its command line."""
+
+
+def after_site(argv: Sequence[str]) -> Sequence[str]:
+    """What a sitecustomize.py of PYTHONPATH makes of a command line: it may go on as another one."""
+    time.time, time.time_ns = CLOCKS
+    folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    file = next((path for folder in folders if (path := Path(folder, "sitecustomize.py")).is_file()), None)
+    if file is None:
+        return argv
+
+    def replace(_: str, words: Sequence[str]) -> None:
+        raise Replaced(words)
+
+    execv, os.execv = os.execv, replace  # type: ignore[assignment]
+    sys.orig_argv = list(argv)
+    try:
+        exec(compile(file.read_text(), str(file), "exec"), {"__name__": "sitecustomize", "__file__": str(file)})
+    except Replaced as anew:
+        (argv,) = anew.args
+    finally:
+        os.execv = execv
+    return argv
 
 
 def set_title(argv: Sequence[str]) -> None:

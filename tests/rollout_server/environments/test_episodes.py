@@ -184,8 +184,8 @@ async def test_what_goes_wrong_is_said_at_once_and_the_next_episode_runs(
 
 
 async def test_an_environment_that_takes_too_long_is_ended(folder: Path) -> None:
-    async with playing(folder, "sleeps", turn_timeout_s=0.3) as generator:
-        with pytest.raises(LeaseFailed, match=r"environment.turn_timeout_s = 0.3 after 1 turns"):
+    async with playing(folder, "sleeps", turn_timeout_s=1.5) as generator:
+        with pytest.raises(LeaseFailed, match=r"environment.turn_timeout_s = 1.5 after 1 turns"):
             await generator.group(lease(), "0/1/1")
     async with playing(folder, "sleeps", episode_timeout_s=0.3) as generator:
         with pytest.raises(LeaseFailed, match=r"environment.episode_timeout_s = 0.3"):

@@ -118,7 +118,7 @@ async def test_episodes_wait_for_a_place(url: str) -> None:
 )
 async def test_a_server_that_breaks_the_protocol_is_named(stand_in: str, fault: str, said: str) -> None:
     with pytest.raises(openenv.ServerFailed, match=f"{stand_in}: .*{said}"):
-        await play(["1"], url=stand_in, reset={"fault": fault}, wait_s=0.5)
+        await play(["1"], url=stand_in, reset={"fault": fault}, wait_s=0.5 if fault == "silent" else 20.0)
 
 
 @pytest.mark.parametrize(
