@@ -11,6 +11,7 @@ that one has started or ended. The padding is where forked programs write their 
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -190,6 +191,8 @@ def serve(channel: socket.socket) -> None:
     sys.path[0] = str(ROOT)
     for module in PRELOADED.split():
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # or each forked program would look for garbage in all this, and so copy its pages
     running: dict[int, Child] = {}
     lines = channel.makefile("rwb", buffering=0)
     while True:

@@ -414,6 +414,4 @@ def test_a_lost_process_of_a_living_receiver_costs_one_epoch(pair, caplog):
     for rollout in (spared, shaken):
         rollout.join(20.0)
     assert processes(os.getpid()) == [], "no process is left"
-    assert caplog.text.count("weight bus: ucc is plugin torch_ucc ucc-stub(gloo), over lo") == 1, (
-        "once for each end: of 'spared'"
-    )
+    assert caplog.text.count("weight bus: ucc is plugin torch_ucc ucc-stub(gloo), over lo") == 1, "of 'spared'"
