@@ -4,8 +4,8 @@ Nine tenths of what a learner rank or a rollout server costs in a test are its i
 of its own all the same: with its command line, environment, output, session, parent and exit code, and what it starts
 itself (the launcher its children, torchrun its ranks) is forked from it again. Tests of the start use subprocess.
 
-The zygote is `python tests/support/forking.py FD PADDING`; each line from FD asks for a program, each line to it says
-that one has started or ended. The padding is where forked programs write their command lines (see `set_title`).
+The zygote is `python tests/support/forking.py FD MODULES PADDING`; each line from FD asks for a program, each line to
+it says that one has started or ended. The padding is where forked programs write their command lines (`set_title`).
 """
 
 import atexit
@@ -134,7 +134,8 @@ def become(argv: Sequence[str], *, ready: int, **settings: Any) -> None:
         random.seed()
         logging.root.handlers.clear()
         subprocess.Popen = Popen  # type: ignore[misc]
-        sys.modules[TORCHRUN_POPEN].Popen = Popen  # type: ignore[attr-defined]
+        if TORCHRUN_POPEN in sys.modules:
+            sys.modules[TORCHRUN_POPEN].Popen = Popen  # type: ignore[attr-defined]
         sys.argv = [words[1], *words[2:]]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         code = 0
@@ -186,10 +187,10 @@ def set_title(argv: Sequence[str]) -> None:
     ctypes.memmove(start, text[: size - 1].ljust(size, b"\0"), size)
 
 
-def serve(channel: socket.socket) -> None:
+def serve(channel: socket.socket, preloaded: str) -> None:
     """Fork programs on request until the tests have ended."""
     sys.path[0] = str(ROOT)
-    for module in PRELOADED.split():
+    for module in preloaded.split():
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # or each forked program would look for garbage in all this, and so copy its pages
@@ -216,10 +217,11 @@ def serve(channel: socket.socket) -> None:
 class Zygote:
     """The tests' end: starts programs, and hears when they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: str = PRELOADED) -> None:
+        """Args: preloaded: modules that its programs find imported."""
         self._channel, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), "x" * PADDING],
+            [sys.executable, __file__, str(theirs.fileno()), preloaded, "x" * PADDING],
             cwd=ROOT,
             pass_fds=[theirs.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -270,4 +272,4 @@ class Started(Program):
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])
