@@ -162,7 +162,8 @@ def after_site(argv: Sequence[str]) -> Sequence[str]:
     time.time, time.time_ns = CLOCKS
     folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     file = next((path for folder in folders if (path := Path(folder, "sitecustomize.py")).is_file()), None)
-    if file is None:
+    begun_with = getattr(sys.modules.get("sitecustomize"), "__file__", None)
+    if file is None or str(file) == begun_with:  # the zygote itself began with it
         return argv
 
     def replace(_: str, words: Sequence[str]) -> None:
