@@ -1,11 +1,16 @@
-"""What each test leaves as it found it."""
+"""What each test leaves as it found it, and what holds for all of them."""
 
 import gc
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from replay.hang import registry
+
+# a busy machine takes longer for one example than any bound that would say something
+hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)

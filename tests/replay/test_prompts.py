@@ -209,7 +209,7 @@ def test_values_become_plain() -> None:
         plain(deep, "c", place)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_rows=st.integers(1, 40), seed=st.integers(0, 2**31 - 1), shuffle=st.booleans(), passes=st.integers(1, 3))
 def test_every_pass_covers_every_row_once(num_rows: int, seed: int, shuffle: bool, passes: int) -> None:
     source = source_of(num_rows, shuffle=shuffle, seed=seed)
@@ -222,7 +222,7 @@ def test_every_pass_covers_every_row_once(num_rows: int, seed: int, shuffle: boo
             assert [index for _, index, _ in taken] == list(range(num_rows))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(num_rows=st.integers(1, 20), seed=st.integers(0, 1000), data=st.data())
 def test_restore_resumes_exactly(num_rows: int, seed: int, data: st.DataObject) -> None:
     source = source_of(num_rows, seed=seed)
