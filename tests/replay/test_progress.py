@@ -23,17 +23,18 @@ def test_a_long_operation_says_where_it_stands_and_that_it_is_done():
 def test_a_blocking_call_has_lines_too_and_one_that_raises_breaks_off(caplog):
     caplog.set_level(logging.INFO)
     with pytest.raises(OSError), Progress("exporting", every_s=0.02):
-        until(lambda: caplog.messages, "a line")
+        until(lambda: "exporting" in caplog.text, "a line")
         raise OSError
-    assert re.fullmatch(r"progress: exporting: \d+ s so far", caplog.messages[0])
-    assert re.fullmatch(r"progress: exporting: broke off after \d+ s", caplog.messages[-1])
+    first, *_, last = [said for said in caplog.messages if "exporting" in said]
+    assert re.fullmatch(r"progress: exporting: \d+ s so far", first)
+    assert re.fullmatch(r"progress: exporting: broke off after \d+ s", last)
 
 
 def test_a_quick_operation_says_nothing(caplog):
     caplog.set_level(logging.INFO)
     with Progress("a short one", total=3) as progress:
         progress.add(3)
-    assert caplog.messages == [] and EVERY_S == 10.0
+    assert not any("a short one" in said for said in caplog.messages) and EVERY_S == 10.0
 
 
 def test_what_is_done_may_be_measured(tmp_path):

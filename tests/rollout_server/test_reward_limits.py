@@ -239,13 +239,12 @@ async def test_concurrent_calls_do_not_mix(grader: str) -> None:
 async def test_asynchronous_functions_run_at_once_and_keep_their_loop(
     grader: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_server.rewards.process.ASYNC_GRACE_S", 0.3)
-
-    async with pool_of(f"{grader}:later", timeout_s=0.8) as pool:
-        outcomes = await pool.score([sample("ok")] * 20)
-        assert [outcome.score for outcome in outcomes] == [1.0] * 20
-        assert max(outcome.metrics["at_once"] for outcome in outcomes) == 20
-        for slow, kills in (("wait 600", False), ("hang", True)):
+    for slow, kills, grace_s in (("wait 600", False, 20.0), ("hang", True, 0.3)):
+        monkeypatch.setattr("rollout_server.rewards.process.ASYNC_GRACE_S", grace_s)
+        async with pool_of(f"{grader}:later", timeout_s=0.8) as pool:
+            outcomes = await pool.score([sample("ok")] * 20)
+            assert [outcome.score for outcome in outcomes] == [1.0] * 20
+            assert max(outcome.metrics["at_once"] for outcome in outcomes) == 20
             outcomes = await pool.score([sample("ok"), sample(slow), sample("ok")])
             said = [outcome.error for outcome in outcomes]
             assert said[0] is None and said[2] is None and str(said[1]).startswith("timed out after 0.8 s")
