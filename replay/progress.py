@@ -65,6 +65,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._over.set()
+        self._thread.join()  # a line that it has begun comes before the last one
         if self._lines:
             how = "done" if kind is None else "broke off"
             self._say(f"progress: {self._what}: {how} after {time.monotonic() - self._started:.0f} s")

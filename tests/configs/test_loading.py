@@ -33,7 +33,7 @@ def refused(*overrides: str) -> str:
 TRICKY = ["1e5", "0x1f", "0o17", "1_000", "6:20", "on", "null", "~", "2024-01-01", ".5", "1.", "nan", ".inf", "#", "="]
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(st.lists(st.from_regex(r"[-+]?[0-9.:_xoe]{1,6}", fullmatch=True) | st.text(max_size=8), max_size=20))
 def test_text_that_looks_like_something_else_survives_a_round_trip(texts):
     tree = load("quickstart").model_dump(mode="json")
@@ -250,7 +250,6 @@ def test_flags_are_aliases_of_keys_and_set_wins():
     assert given("") == load("quickstart") and set(FLAGS.values()) <= set(leaf_keys())
 
 
-@settings(deadline=None)
 @given(st.text(max_size=20), st.text(max_size=20))
 @example("a", "08")
 @example("a", "!!int x")

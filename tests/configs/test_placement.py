@@ -188,7 +188,7 @@ def test_one_node_of_a_plan_needs_no_other_but_the_first():
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_gpu_has_one_process_and_engines_stay_on_their_node(data):
     tensor_parallel = data.draw(st.sampled_from([1, 2, 4]))
     rollout, learner = [], []

@@ -117,11 +117,11 @@ def test_a_shell_for_rollout_servers_with_another_cumem_is_named(monkeypatch, ca
 
 
 def test_a_place_that_does_not_answer_is_named_and_its_probe_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("learner.doctor.examination.START_S", 0.3)
+    monkeypatch.setattr("learner.doctor.examination.START_S", 2.0)
     python = interpreter(tmp_path, f"echo $$ >{tmp_path}/pid; echo a line of no account; exec sleep 60")
     config = load("quickstart", SETTINGS)
     (finding,), _ = of_places(config, places_of(config, None, python)[1:], [])
-    assert finding.severity == "stop" and "rollout of node0: no answer within 0 s [silent]" in finding.line
+    assert finding.severity == "stop" and "rollout of node0: no answer within 2 s [silent]" in finding.line
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
@@ -283,10 +283,12 @@ def test_a_wrong_curve_key_is_named_and_the_right_one_passes(examine, tmp_path):
 
 
 def test_the_part_of_every_start_takes_less_than_a_second_and_loads_no_torch(tmp_path):
+    """Of its own and its children's processor time; it has no connection to wait for."""
     program = (
-        "import sys, time; from configs import load; from learner.doctor.brief import at_start;"
-        "config = load('quickstart', sys.argv[1:]); started = time.monotonic(); found = list(at_start(config));"
-        "assert time.monotonic() - started < 1, time.monotonic() - started; assert 'torch' not in sys.modules;"
+        "import os, socket, sys; from configs import load; from learner.doctor.brief import at_start;"
+        "config = load('quickstart', sys.argv[1:]); socket.socket = None; before = sum(os.times()[:4]);"
+        "found = list(at_start(config)); took = sum(os.times()[:4]) - before;"
+        "assert took < 1, took; assert 'torch' not in sys.modules;"
         "assert {each.severity for each in found} == {'ok'}, found"
     )
     words = [*SETTINGS, f"run.dir={tmp_path}"]

@@ -19,11 +19,11 @@ LATE = "late-1"
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory, sort6):
+def played(tmp_path_factory, sort6, zygote):
     """(folder, last line) of a run with 1, then 2, then 1 rollout server."""
     work = tmp_path_factory.mktemp("elastic") / "work"
     where = ("--work", str(work), "--data", str(sort6.folder))
-    return work / "cluster", run_campaign("elastic", "--short", "--seed", "0", *where)[0]
+    return work / "cluster", run_campaign("elastic", "--short", "--seed", "0", *where, zygote=zygote)[0]
 
 
 def test_a_server_joins_in_the_middle_of_an_update_and_is_killed_and_no_group_is_lost(played):

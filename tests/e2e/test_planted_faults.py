@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from learner.report.top import Folder
 from replay.hang import __main__ as by_hand
 from replay.keys import make
 from tests.support.runs import Run
@@ -55,6 +56,13 @@ def table(fault: str, seconds: float, line: str) -> None:
     sys.stdout.write(f"\n| {fault} | {seconds:.1f} | `{line}` |\n")
 
 
+def waits_for_a_batch(run: Folder) -> bool:
+    """Whether the learner waits for groups that rollout-0 holds, as replay sees it."""
+    status = run.status() or {"peers": [], "waits": []}
+    leased = any(peer["name"] == "rollout-0" and peer.get("leases") for peer in status["peers"])
+    return leased and any(wait["who"] == "learner" and "batch" in wait["for"] for wait in status["waits"])
+
+
 def hang_report(run: Run, line: str) -> str:
     """The one that the line names."""
     found = re.search(r"hang report: (\S+\.txt)", line)
@@ -71,9 +79,14 @@ def reward_file(folder: Path, flag: Path, score: str = SPREAD) -> str:
     return f"reward.function={folder}/judge.py:reward"
 
 
-def test_a_rollout_server_that_stands_still(launch):
-    run = launch(*QUICK, steps=10_000)
-    run.wait_for_step(1)
+def test_a_rollout_server_that_stands_still(launch, tmp_path):
+    """While the learner waits for a batch of its, and for nothing else."""
+    flag = tmp_path / "stuck"
+    flag.touch()
+    run = launch(*QUICK, reward_file(tmp_path, flag), "reward.timeout_s=60", steps=10_000)
+    run.replay_address()
+    seen = Folder(run.folder)
+    run.wait_until(lambda: waits_for_a_batch(seen), "leased groups, and a learner that waits for them")
     pid = pid_of(run, "rollout-0")
     os.kill(pid, signal.SIGSTOP)
     line = ending(run, "SIGSTOP of the only rollout server (a cut network looks the same)", time.monotonic())

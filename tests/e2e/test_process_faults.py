@@ -164,7 +164,8 @@ def test_planted_faults_on_the_bus_are_named_and_the_next_version_is_served(laun
     for fault, (_, words) in FAULTS.items():
         lines = [line for line in run.log("learner-0").splitlines() if re.search(words, line)]
         assert lines and f"v{planted(fault)}" in lines[0], (fault, run.log("learner-0")[-3000:])
-    assert max(row["timing_s/publish_wait"] for row in steps) <= deadline + 1, "no step waits longer than the deadline"
+    waited = max(row["timing_s/publish_wait"] for row in steps)
+    assert waited <= deadline + 5, "no step waits longer than the deadline, and what a busy machine adds"
     assert all(max(map(int, row["training/lag_histogram"])) <= 1 for row in steps)
     groups = run.groups()
     assert len(groups) == len(set(groups))

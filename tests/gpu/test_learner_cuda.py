@@ -288,7 +288,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     save_model(folder / "model", "qwen3", tied=True, vocab_size=65, intermediate_size=191)
     where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     program = Path(__file__).with_name("learner_cuda_rank.py")
-    return two_ranks(program, folder, lambda rank: where | {"LOCAL_RANK": str(rank)}, deadline_s=150)
+    return two_ranks(program, folder, lambda rank: where | {"LOCAL_RANK": str(rank)}, deadline_s=150, forks=False)
 
 
 def test_two_ranks_train_digest_and_resume_over_nccl(seen: list[dict[str, Any]]) -> None:

@@ -113,7 +113,7 @@ spans = st.lists(st.tuples(st.integers(0, 900), st.integers(1, 99), st.sampled_f
 
 
 @given(spans)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_bins_of_a_crowded_window_add_up_to_its_spans(drawn):
     lane = pipeline.Lane("x")
     at = START

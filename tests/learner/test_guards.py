@@ -273,7 +273,7 @@ def test_the_lag_is_lowered_one_by_one_and_waits_for_younger_batches():
 RULES = "warn below 0.9, skip below 0.5 for 2, lower_lag below 0.6, stop below 0.1 for 3"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([0.05, 0.3, 0.55, 0.8, 0.95]), min_size=2, max_size=30), st.data())
 def test_guards_go_on_from_a_checkpoint_as_if_nothing_had_been(values: list[float], data: st.DataObject):
     cut = data.draw(st.integers(0, len(values)))

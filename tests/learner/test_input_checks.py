@@ -207,7 +207,7 @@ def functions(draw: st.DrawFn) -> str:
 
 
 @given(functions())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_parameters_are_refused_that_the_rollout_servers_refuse(source):
     assert (problem_with_signature(ast.parse(source), "f") is None) == is_accepted(source)
 

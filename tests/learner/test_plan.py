@@ -82,7 +82,7 @@ def engine_of(clock, costs, done, **given):
     return SimulatedEngine(clock, costs, **{"max_running": 8, "prompt_tokens": 0} | given, done=done.append)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     groups=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=5), min_size=1, max_size=6),
     running=st.integers(1, 8),

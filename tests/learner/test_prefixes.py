@@ -115,7 +115,7 @@ MASK = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 GROUP = st.tuples(st.integers(1, 12), st.lists(MASK, min_size=1, max_size=4))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(GROUP, min_size=1, max_size=4), st.integers(1, 3), st.integers(0, 100))
 def test_logprobs_and_gradients_are_those_of_prompts_that_are_not_shared(
     policy: Policy, groups: list[tuple[int, list[list[int]]]], num_microbatches: int, seed: int

@@ -66,7 +66,7 @@ def test_a_trajectory_without_tokens_in_the_loss_is_left_out() -> None:
     assert laid_out(batch_of(masked, STEP), [1.5, -0.5])[0].input_ids.tolist() == [[6, 4]]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 4))
 def test_ranks_and_rows_share_out_every_trained_token_once(seed: int, ranks: int, microbatches: int) -> None:
     trajectories = random_step(9, seed=seed)

@@ -70,7 +70,7 @@ def pieces(group: m.Group) -> list[tuple[int, list[int], list[int], list[float],
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10_000), st.integers(1, 3), st.sampled_from(["token", "sequence", "constant"]))
 def test_samples_of_an_episode_share_its_reward_and_no_token_is_lost(seed: int, ranks: int, how: str) -> None:
     rng = np.random.default_rng(seed)

@@ -116,7 +116,7 @@ def read(samples: SampleQueue, microbatch: int) -> list[Any]:
     return [samples.get(timeout=5) for _ in range(microbatch)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 5), st.integers(0, 1))
 def test_every_update_is_one_batch_while_trl_reads_ahead(full: int, microbatch: int, steps: int, short: int) -> None:
     """As accelerate and transformers read: all microbatches of an update before it, and one more."""

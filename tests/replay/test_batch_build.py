@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulated_run import config
 
@@ -110,7 +110,6 @@ def test_a_batch_says_how_long_prompts_and_answers_are_and_how_long_they_took() 
     assert part.stats["timing_s/gen"] == 2.5
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 100), st.booleans()), min_size=4, max_size=60),
     ranks=st.integers(1, 4),

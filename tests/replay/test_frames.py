@@ -47,7 +47,7 @@ def sealed(header: Any, arrays: list[bytes]) -> list[bytes]:
     return [packed[:-CRC_BYTES] + checksum(packed[:-CRC_BYTES], arrays), *arrays]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(message=MESSAGES, run_id=st.text(max_size=10), sequence=st.integers(0, 2**62))
 def test_every_message_survives_the_trip(message: Message, run_id: str, sequence: int) -> None:
     envelope = decode(wire(message, run_id, sequence), EVERY)
@@ -60,14 +60,14 @@ def test_every_message_survives_the_trip(message: Message, run_id: str, sequence
             assert received == sent and type(received) is type(sent)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.binary(max_size=64), max_size=4))
 def test_random_bytes_raise_only_wire_errors(frames: list[bytes]) -> None:
     with pytest.raises(WireError):
         decode(frames, EVERY)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(message=MESSAGES, seed=st.integers(0, 2**32))
 def test_flipped_and_cut_bytes_raise_only_wire_errors(message: Message, seed: int) -> None:
     """And whatever else the fuzzer does to frames, headers and values; half of them get the right checksum again."""

@@ -21,7 +21,7 @@ def first_file(folder: Path) -> Path:
     return path_of(folder, 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seed=st.integers(0, 2**32), flushes=st.lists(st.integers(0, 5), max_size=6), small=st.booleans())
 def test_what_was_flushed_is_read_back_in_order(tmp_path_factory, seed, flushes, small):
     folder, rng = tmp_path_factory.mktemp("journal"), random.Random(seed)

@@ -322,7 +322,7 @@ def write_until_the_power_fails(books: Books, rng: random.Random, fsync: str) ->
     return sure
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), fsync=st.sampled_from(["every", "interval"]), fails_at=st.integers(2, 60))
 def test_a_power_failure_takes_nothing_that_was_synced(tmp_path_factory, seed, fsync, fails_at):
     root, rng = tmp_path_factory.mktemp("power"), random.Random(seed)

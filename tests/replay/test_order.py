@@ -36,7 +36,7 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(size=st.integers(1, 1500), key=st.integers(0, 2**64 - 1))
 def test_a_scattered_order_has_every_row_once(size: int, key: int) -> None:
     order = Scattered(size, key)
@@ -55,7 +55,7 @@ def test_a_scattered_order_never_changes() -> None:
     assert abs(spread.mean() / 10**7 - 0.5) < 0.03 and abs(np.corrcoef(spread[1:], spread[:-1])[0, 1]) < 0.1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(1, 12), min_size=2, max_size=4),
     weights=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
@@ -89,7 +89,7 @@ def test_without_weights_a_pass_over_all_has_every_row_once() -> None:
     assert {source.next()[0] for _ in range(42)} == {1}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     curriculum=st.sampled_from(["none", "difficulty", "pass_rate"]),
     before=st.integers(0, 50),

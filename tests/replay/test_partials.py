@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from replay.desks.leases import Slot
@@ -161,7 +161,6 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(OPERATIONS)
 def test_memory_is_bounded_and_counted_right(operations: list[tuple[int, int, int, int, bool]]) -> None:
     groups = 6

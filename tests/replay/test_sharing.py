@@ -47,7 +47,7 @@ def test_from_where_on_it_pays(size: int, times: int) -> None:
 GROUP = st.tuples(st.integers(1, 300), st.lists(st.integers(1, 900), min_size=4, max_size=4), st.booleans())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     groups=st.lists(GROUP, min_size=1, max_size=9),
     ranks=st.integers(1, 4),

@@ -39,7 +39,7 @@ def config(folder: Path, *settings: str) -> Config:
 # ---- slopes -----------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     slope=st.floats(-1000, 1000),
     level=st.floats(0, 1e6),

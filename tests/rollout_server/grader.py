@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 
 HELD: list[Any] = []
+UNDER_WAY: list[int] = []
 
 
 def grade(sample: dict[str, Any]) -> float | dict[str, float]:
@@ -31,8 +32,12 @@ async def later(sample: dict[str, Any]) -> float | dict[str, float]:
     HELD[:1] = [loop]
     word, _, argument = sample["completion"].partition(" ")
     if word in ("ok", "wait"):
+        UNDER_WAY.append(1)
         await asyncio.sleep(float(argument or 0.1))
-        return 1.0
+        most = len(UNDER_WAY)
+        await asyncio.sleep(0)  # all whose time has come have counted
+        UNDER_WAY.pop()
+        return {"score": 1.0, "at_once": float(most)}
     return grade(sample)
 
 
@@ -45,6 +50,17 @@ def trl(completions: list[str], **columns: list[Any]) -> list[float]:
 def sleep(seconds: str = "600") -> float:
     time.sleep(float(seconds))
     return 1.0
+
+
+def spread(seconds: str) -> dict[str, float]:
+    return {"score": sleep(seconds), "pid": os.getpid()}
+
+
+def noted(argument: str) -> float:
+    """One line of a file for each answer that is judged."""
+    note, seconds = argument.split()
+    note_down(note, "judged\n")
+    return sleep(seconds)
 
 
 def segfault(_: str) -> float:
@@ -212,7 +228,7 @@ def bomb(note: str) -> float:
 
 
 def comet(note: str) -> float:
-    """A process that is never the same: each lives as long as it takes to start the next one."""
+    """A process that is never the same: each lives as long as it takes to start the next one; this one dies."""
     if os.fork() == 0:
         os.setsid()
         end = time.monotonic() + 30
@@ -221,12 +237,16 @@ def comet(note: str) -> float:
                 os._exit(0)
             note_down(note, ".")
         os._exit(0)
-    return sleep()
+    while not Path(note).exists() or Path(note).stat().st_size < 5:
+        time.sleep(0.005)
+    os._exit(9)
 
 
 BEHAVIOUR: dict[str, Callable[[str], Any]] = {
     "score": lambda value: {"score": float(value), "pid": os.getpid()},
     "sleep": sleep,
+    "spread": spread,
+    "noted": noted,
     "hang": lambda _: sleep(),
     # catastrophic backtracking, in C and with the interpreter's lock held, as the policy's answer may cause it
     "hold": lambda _: float(bool(re.match("(a+)+$", "a" * 64 + "b"))),

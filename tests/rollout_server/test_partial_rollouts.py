@@ -260,7 +260,7 @@ GROWTH = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rounds=st.lists(GROWTH, max_size=6), most=st.integers(1, 9), restart_at=st.integers(0, 8))
 def test_whatever_grows_replay_ends_up_with_it(
     rounds: list[list[tuple[str, int, int, str]]], most: int, restart_at: int

@@ -101,7 +101,7 @@ def test_numeric_compares_numbers_not_text() -> None:
             numeric(sample(truth=truth))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(-(10**20), 10**20), st.integers(0, 6))
 def test_numeric_reads_what_python_formats(number: int, places: int) -> None:
     text = f"{Decimal(number).scaleb(-places):,f}"
@@ -365,7 +365,7 @@ data = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.binary(max_size=200) | st.lists(st.lists(data, min_size=5, max_size=5), max_size=3).map(msgpack.packb))
 def test_any_other_reply_raises_only_value_errors(body: bytes) -> None:
     try:

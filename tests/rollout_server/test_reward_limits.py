@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from rollout_server.children.process import MAX_LOGGED_LINES, without_secrets
 from rollout_server.rewards import RewardError
 from rollout_server.rewards.process import RewardProcess
 from rollout_server.rewards.protocol import MAX_ERROR_CHARS
+from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 MEMORY = 192 * 1024**2
@@ -90,7 +92,7 @@ def test_secrets_stay_out_of_the_environment() -> None:
 
 @pytest.mark.parametrize(
     ("how", "started", "error"),
-    [("bomb", 64, "timed out after 1 s"), ("daemon_then_die", 1, "exit code 9"), ("daemon", 1, None)],
+    [("bomb", 64, "timed out after 3 s"), ("daemon_then_die", 1, "exit code 9"), ("daemon", 1, None)],
 )
 async def test_what_a_worker_started_is_killed_with_it(
     grader: str, tmp_path: Path, how: str, started: int, error: str | None
@@ -98,7 +100,7 @@ async def test_what_a_worker_started_is_killed_with_it(
     """Daemons that left its group and session too; one whose worker lives on lives until that ends."""
     note = tmp_path / "pids"
 
-    async with pool_of(f"{grader}:grade", timeout_s=1.0, **SMALL) as pool:
+    async with pool_of(f"{grader}:grade", timeout_s=3.0, **SMALL) as pool:
         (outcome,) = await pool.score([sample(f"{how} {note}")])
         pids = list(map(int, note.read_text().split()))
         assert len(pids) >= started
@@ -111,8 +113,8 @@ async def test_what_a_worker_started_is_killed_with_it(
 
 def test_a_process_that_never_stays_the_same_is_caught(grader: str, tmp_path: Path) -> None:
     note = tmp_path / "generations"
-    (outcome,) = score(f"{grader}:grade", f"comet {note}", timeout_s=0.5, **SMALL)
-    assert str(outcome.error).startswith("timed out after 0.5 s")
+    (outcome,) = score(f"{grader}:grade", f"comet {note}", **SMALL)
+    assert "exit code 9" in str(outcome.error)
     generations = note.stat().st_size
     assert generations > 3
     time.sleep(0.3)
@@ -209,12 +211,11 @@ def test_only_the_culprits_get_an_error(grader: str) -> None:
 
 
 async def test_slow_calls_are_spread_and_each_has_the_whole_timeout(grader: str) -> None:
-    async with pool_of(f"{grader}:grade", workers=4, timeout_s=1.0) as pool:
-        start = time.monotonic()
-        outcomes = await pool.score([sample("sleep 0.6")] * 8)
+    async with pool_of(f"{grader}:grade", workers=4, timeout_s=1.8) as pool:
+        outcomes = await pool.score([sample("spread 1")] * 8)
+        # Two of each worker, which a timeout for its whole request would fail.
         assert [outcome.score for outcome in outcomes] == [1.0] * 8
-        # One after another they would take 4.8 s, and a timeout for the whole request would fail them.
-        assert time.monotonic() - start < 4.0
+        assert sorted(Counter(outcome.metrics["pid"] for outcome in outcomes).values()) == [2, 2, 2, 2]
 
 
 async def test_quick_calls_of_a_group_are_one_request(grader: str) -> None:
@@ -238,14 +239,12 @@ async def test_concurrent_calls_do_not_mix(grader: str) -> None:
 async def test_asynchronous_functions_run_at_once_and_keep_their_loop(
     grader: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_server.rewards.process.ASYNC_GRACE_S", 0.3)
-
-    async with pool_of(f"{grader}:later", timeout_s=0.8) as pool:
-        start = time.monotonic()
-        outcomes = await pool.score([sample("ok")] * 20)
-        assert [outcome.score for outcome in outcomes] == [1.0] * 20
-        assert time.monotonic() - start < 1.9, "one after another they would take 2 s"
-        for slow, kills in (("wait 600", False), ("hang", True)):
+    for slow, kills, grace_s in (("wait 600", False, 20.0), ("hang", True, 0.3)):
+        monkeypatch.setattr("rollout_server.rewards.process.ASYNC_GRACE_S", grace_s)
+        async with pool_of(f"{grader}:later", timeout_s=0.8) as pool:
+            outcomes = await pool.score([sample("ok")] * 20)
+            assert [outcome.score for outcome in outcomes] == [1.0] * 20
+            assert max(outcome.metrics["at_once"] for outcome in outcomes) == 20
             outcomes = await pool.score([sample("ok"), sample(slow), sample("ok")])
             said = [outcome.error for outcome in outcomes]
             assert said[0] is None and said[2] is None and str(said[1]).startswith("timed out after 0.8 s")
@@ -253,12 +252,11 @@ async def test_asynchronous_functions_run_at_once_and_keep_their_loop(
 
 
 async def test_asynchronous_calls_of_several_groups_run_at_once_and_a_culprit_is_found(grader: str) -> None:
-    """As of a function that asks a service: 9 groups one after the other would take 3.6 s in one process."""
+    """As of a function that asks a service."""
     async with pool_of(f"{grader}:later", timeout_s=5.0) as pool:
-        start = time.monotonic()
-        results = await asyncio.gather(*(pool.score([sample("wait 0.4")] * 4) for _ in range(9)))
+        results = await asyncio.gather(*(pool.score([sample("wait 0.2")] * 4) for _ in range(9)))
         assert all(outcome.score == 1.0 for outcomes in results for outcome in outcomes)
-        assert time.monotonic() - start < 2.8
+        assert max(outcome.metrics["at_once"] for outcomes in results for outcome in outcomes) >= 32
         results = await asyncio.gather(
             *(pool.score([sample("wait 0.1"), sample(word)]) for word in ("exit", "ok", "ok"))
         )
@@ -296,15 +294,15 @@ async def test_close_leaves_no_process_and_ends_waiting_calls(grader: str) -> No
         assert len(set(pids)) == 2 and not alive(pids)
 
 
-async def test_a_cancelled_call_does_not_hurt_the_next(grader: str) -> None:
-    async with pool_of(f"{grader}:grade", timeout_s=1.0) as pool:
-        start = time.monotonic()
-        calls = [asyncio.create_task(pool.score([sample("sleep 0.3")] * 3)) for _ in range(3)]
-        await asyncio.sleep(0.02)
+async def test_a_cancelled_call_does_not_hurt_the_next(grader: str, tmp_path: Path) -> None:
+    note = tmp_path / "judged"
+    async with pool_of(f"{grader}:grade") as pool:
+        calls = [asyncio.create_task(pool.score([sample(f"noted {note} 0.1")] * 3)) for _ in range(3)]
+        await eventually(note.exists, "the first of nine answers is being judged")
         for call in calls:
             call.cancel()
         assert (await pool.score([sample("score 2")]))[0].score == 2.0
-        assert time.monotonic() - start < 2.6, "all nine would take 2.7 s"
+        assert len(note.read_text().split()) <= 3, "no request is judged that was not under way"
 
 
 def test_a_function_that_cannot_be_loaded_fails_start(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_dtype_is_kept(folder: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 90), max_size=40), st.integers(1, 200))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_batches_hold_every_row_once_within_their_budget(lengths: list[int], budget: int) -> None:
     made = batches(dict(enumerate(lengths)), budget)
     assert sorted(key for batch in made for key in batch) == list(range(len(lengths)))

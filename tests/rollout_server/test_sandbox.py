@@ -156,7 +156,7 @@ except OSError:
     ended = boxed(bomb, limits=Limits(seconds=3.0, processes=12))
     assert (ended.how, ended.code) == ("timed_out", None) and time.monotonic() - start < 15
     assert 0 < int(ended.out) <= 12
-    assert not alive(sleepers(), within_s=5.0)
+    assert not alive(sleepers())
 
 
 def sleepers() -> list[int]:
@@ -211,7 +211,7 @@ if os.fork() == 0:
 print("done", flush=True)
 """
     assert boxed(program).out == b"done\n"
-    assert not alive(sleepers(), within_s=5.0)
+    assert not alive(sleepers())
 
 
 def test_not_isolated_a_program_has_limits_and_an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ print(sorted(os.environ), resource.getrlimit(resource.RLIMIT_AS)[0], os.listdir(
     ended = boxed(program, limits=Limits(seconds=2.0, memory_bytes=10**9), isolated=False)
     names, rest = ended.out.decode().split("] ", 1)
     assert "SLIPSTREAM_TEST_KEY" not in names and rest == "1000000000 ['main.py']\n"
-    assert not alive(sleepers(), within_s=5.0)
+    assert not alive(sleepers())
     assert boxed("while True: pass", limits=Limits(seconds=0.3), isolated=False).how == "timed_out"
 
 

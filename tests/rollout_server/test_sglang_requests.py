@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.loading import load
@@ -48,7 +48,6 @@ def spans_of(versions: list[int]) -> list[dict[str, Any]]:
 # ---- versions ---------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(TRUE_VERSIONS)
 def test_spans_give_each_token_its_version_and_one_that_may_be_booked_late_the_older(versions: list[int]) -> None:
     first = {span["start"] for span in spans_of(versions)} - {0}
@@ -70,7 +69,6 @@ def test_spans_that_say_too_little_are_refused(spans: list[dict[str, Any]], said
         versions_from_spans(spans, 4, 0)
 
 
-@settings(deadline=None)
 @given(count=st.integers(1, 60), updates=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 16)), max_size=4))
 def test_without_spans_no_token_is_called_newer_than_it_is(count: int, updates: list[tuple[int, int]]) -> None:
     """`updates`: where each began, and how many tokens in doubt there were."""

@@ -25,7 +25,7 @@ from replay.channel.roster import LOOK_S, Roster, name_of, user_id
 from tests.support.waiting import PATIENT_S
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 40) | st.integers(0, 4 * WINDOW) | st.integers(0, 2**62), max_size=80))
 def test_every_number_is_taken_once_and_none_from_before_the_window(numbers: list[int]) -> None:
     window, taken, highest = Window(), set(), -1

@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
 
 from configs.infrastructure import WeightBus
+from tests.support.forking import Started, Zygote
 from tests.support.waiting import until
 from weight_bus import BusClosed, Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError
 from weight_bus.digest import combined, slice_digest
@@ -195,27 +197,37 @@ def together(*calls: Callable[[], object]) -> list[TransportError | None]:
 class Process:
     """A receiver process, and the lines that it has printed."""
 
-    def __init__(self, publisher: Publisher, name: str, *faults: str, **environment: str) -> None:
+    def __init__(
+        self, publisher: Publisher, name: str, *faults: str, zygote: Zygote | None = None, **environment: str
+    ) -> None:
         paths = [environment.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", ""), str(ROOT)]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable, "-m", "tests.support.bus_receiver", publisher.address, name, *faults]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-        self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=environment)
-        self.lines: list[str] = []
-        threading.Thread(target=self._read, daemon=True).start()
+        self._output = NamedTemporaryFile()  # noqa: SIM115 - it goes with the process
+        self.process: subprocess.Popen[bytes] | Started
+        if zygote is None:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=self._output, env=environment)
+        else:
+            self.process = zygote.start(command, output=Path(self._output.name), env=environment)
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.strip())
+    @property
+    def lines(self) -> list[str]:
+        said = Path(self._output.name).read_text().splitlines()
+        return [line for line in said if not line.startswith("weight bus: ")]  # warnings, of a forked one
 
 
 @contextmanager
 def receiver_process(
-    publisher: Publisher, name: str, *faults: str, joins_in_s: float = 60.0, **environment: str
+    publisher: Publisher,
+    name: str,
+    *faults: str,
+    joins_in_s: float = 60.0,
+    zygote: Zygote | None = None,
+    **environment: str,
 ) -> Iterator[Process]:
-    """Joined, unless `joins_in_s` is 0; killed at the end."""
-    made = Process(publisher, name, *faults, **environment)
+    """Joined, unless `joins_in_s` is 0; killed at the end. Forked, where there is a zygote."""
+    made = Process(publisher, name, *faults, zygote=zygote, **environment)
     try:
         if joins_in_s:
             until(lambda: name in publisher.members(), f"{name} joins", joins_in_s)

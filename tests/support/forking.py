@@ -4,13 +4,14 @@ Nine tenths of what a learner rank or a rollout server costs in a test are its i
 of its own all the same: with its command line, environment, output, session, parent and exit code, and what it starts
 itself (the launcher its children, torchrun its ranks) is forked from it again. Tests of the start use subprocess.
 
-The zygote is `python tests/support/forking.py FD PADDING`; each line from FD asks for a program, each line to it says
-that one has started or ended. The padding is where forked programs write their command lines (see `set_title`).
+The zygote is `python tests/support/forking.py FD MODULES PADDING`; each line from FD asks for a program, each line to
+it says that one has started or ended. The padding is where forked programs write their command lines (`set_title`).
 """
 
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import logging
@@ -43,6 +44,7 @@ FORKED = (
 PADDING = 4000
 READY_S = 60.0
 RealPopen = subprocess.Popen
+CLOCKS = time.time, time.time_ns
 
 
 class Program:
@@ -122,14 +124,18 @@ def become(argv: Sequence[str], *, ready: int, **settings: Any) -> None:
             os.environ.update(env)
         if (cwd := settings.get("cwd")) is not None:
             os.chdir(cwd)
+        os.closerange(3, ready)
+        os.closerange(ready + 1, 4096)
+        argv = after_site(argv)
         words = [word for word in argv[1:] if word != "-u"]
         set_title(argv)
         os.write(ready, b"x")
-        os.closerange(3, 4096)
+        os.close(ready)
         random.seed()
         logging.root.handlers.clear()
         subprocess.Popen = Popen  # type: ignore[misc]
-        sys.modules[TORCHRUN_POPEN].Popen = Popen  # type: ignore[attr-defined]
+        if TORCHRUN_POPEN in sys.modules:
+            sys.modules[TORCHRUN_POPEN].Popen = Popen  # type: ignore[attr-defined]
         sys.argv = [words[1], *words[2:]]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         code = 0
@@ -147,6 +153,33 @@ def become(argv: Sequence[str], *, ready: int, **settings: Any) -> None:
         os._exit(code)
 
 
+class Replaced(BaseException):
+    """This process would go on as another program; carries its command line."""
+
+
+def after_site(argv: Sequence[str]) -> Sequence[str]:
+    """What a sitecustomize.py of PYTHONPATH makes of a command line: it may go on as another one."""
+    time.time, time.time_ns = CLOCKS
+    folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    file = next((path for folder in folders if (path := Path(folder, "sitecustomize.py")).is_file()), None)
+    begun_with = getattr(sys.modules.get("sitecustomize"), "__file__", None)
+    if file is None or str(file) == begun_with:  # the zygote itself began with it
+        return argv
+
+    def replace(_: str, words: Sequence[str]) -> None:
+        raise Replaced(words)
+
+    execv, os.execv = os.execv, replace  # type: ignore[assignment]
+    sys.orig_argv = list(argv)
+    try:
+        exec(compile(file.read_text(), str(file), "exec"), {"__name__": "sitecustomize", "__file__": str(file)})
+    except Replaced as anew:
+        (argv,) = anew.args
+    finally:
+        os.execv = execv
+    return argv
+
+
 def set_title(argv: Sequence[str]) -> None:
     """Write the command line where /proc/<pid>/cmdline shows it."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
@@ -155,11 +188,13 @@ def set_title(argv: Sequence[str]) -> None:
     ctypes.memmove(start, text[: size - 1].ljust(size, b"\0"), size)
 
 
-def serve(channel: socket.socket) -> None:
+def serve(channel: socket.socket, preloaded: str) -> None:
     """Fork programs on request until the tests have ended."""
     sys.path[0] = str(ROOT)
-    for module in PRELOADED.split():
+    for module in preloaded.split():
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # or each forked program would look for garbage in all this, and so copy its pages
     running: dict[int, Child] = {}
     lines = channel.makefile("rwb", buffering=0)
     while True:
@@ -183,10 +218,11 @@ def serve(channel: socket.socket) -> None:
 class Zygote:
     """The tests' end: starts programs, and hears when they end."""
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: str = PRELOADED) -> None:
+        """Args: preloaded: modules that its programs find imported."""
         self._channel, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno()), "x" * PADDING],
+            [sys.executable, __file__, str(theirs.fileno()), preloaded, "x" * PADDING],
             cwd=ROOT,
             pass_fds=[theirs.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -237,4 +273,4 @@ class Started(Program):
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2])

@@ -93,7 +93,7 @@ class Run:
         return [row for row in self.rows() if "training/lag_histogram" in row]
 
     def ledger(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "ledger.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in Tail(self.folder / "ledger.jsonl").new_lines()]
 
     def groups(self) -> list[tuple[int, int]]:
         """Every trained group, as often as it was trained."""
@@ -104,10 +104,9 @@ class Run:
         return path.read_text() if path.exists() else ""
 
     def replay_address(self) -> str:
-        self.wait_until(lambda: "ready at" in self.log("replay"), "replay's address")
-        found = re.search(r"ready at (\S+)", self.log("replay"))
-        assert found is not None
-        return found[1]
+        found: list[str] = []
+        self.wait_until(lambda: found.extend(re.findall(r"ready at (\S+)\s", self.log("replay"))) or found, "replay")
+        return found[0]
 
     def wait_for_step(self, step: int, timeout: float = 150) -> None:
         self.wait_until(

@@ -184,7 +184,7 @@ def changed(rng: torch.Generator, elements: int, width: int, share: float, small
     return old.view(torch.uint8), new.view(torch.uint8)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**31),
     elements=st.integers(0, 3000),
@@ -211,7 +211,7 @@ def test_a_section_that_is_mostly_new_travels_whole():
     assert coding.encode(old, old.clone(), 2).headers[0] == coding.SAME
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(seed=st.integers(0, 2**31), flips=st.integers(1, 6), cut=st.integers(0, 40))
 def test_damaged_changes_are_refused_or_stay_inside_the_bucket(seed, flips, cut):
     """A damaged change may decode to other numbers, which the digests find; it is never another error."""

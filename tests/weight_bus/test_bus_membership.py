@@ -94,7 +94,6 @@ def test_silence_and_slowness_are_told_apart():
     assert membership.overdue(5.5) == [(quiet, "silent", 5.5), (slow, "slow", 5.5)]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, MAX_RANKS), max_size=12))
 def test_the_ranks_of_all_members_and_the_publisher_are_0_to_size(ranks):
     firsts, size = first_ranks(admitted(made(), asks(f"s{i}", ranks=count)) for i, count in enumerate(ranks))
@@ -248,4 +247,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMembershipAtRandom = Machine.TestCase
-TestMembershipAtRandom.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestMembershipAtRandom.settings = settings(max_examples=60, stateful_step_count=40)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.support import bus_receiver
 from tests.support.bus_receiver import CONFIG, digests, printed, receiver_process, servers, until, weights
+from tests.support.forking import Zygote
 
 ROWS = 8000
 """Buckets of 4 MB: too large for the kernel's socket buffers, so that a sender really waits for the peer."""
@@ -16,10 +17,17 @@ BOUND_S = CONFIG.collective_timeout_s + 4 * CONFIG.heartbeat_s + 3.0
 """Collective timeout, silence and control, and what two busy cores add."""
 
 
+@pytest.fixture(scope="module")
+def zygote():
+    made = Zygote("weight_bus weight_bus.transports.gloo")
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("action", ["kill", "stop"])
-def test_a_peer_lost_mid_broadcast_costs_bounded_time(publisher, action, caplog):
+def test_a_peer_lost_mid_broadcast_costs_bounded_time(publisher, zygote, action, caplog):
     (survivor,) = servers(publisher, "rollout-0")
-    with receiver_process(publisher, "rollout-1", f"{action}@2") as lost:
+    with receiver_process(publisher, "rollout-1", f"{action}@2", zygote=zygote) as lost:
         assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"]
         until(lambda: lost.lines == [line(1)], "the process holds what was sent")
         started = time.monotonic()
@@ -46,9 +54,9 @@ def test_a_peer_lost_mid_broadcast_costs_bounded_time(publisher, action, caplog)
             assert lost.process.wait(20.0) == 0
 
 
-def test_a_peer_killed_between_updates_is_named_before_the_next(publisher):
+def test_a_peer_killed_between_updates_is_named_before_the_next(publisher, zygote):
     servers(publisher, "rollout-0")
-    with receiver_process(publisher, "rollout-1") as lost:
+    with receiver_process(publisher, "rollout-1", zygote=zygote) as lost:
         assert sorted(publish(publisher, 1).served) == ["rollout-0", "rollout-1"]
         lost.process.kill()
         lost.process.wait(10.0)
@@ -57,5 +65,5 @@ def test_a_peer_killed_between_updates_is_named_before_the_next(publisher):
         report = publish(publisher, 2)
         assert report.served == ["rollout-0"] and not report.failed
         assert publisher.stats()["rounds"] == rounds + 1, "no broadcast waited for the dead one until its timeout"
-        with receiver_process(publisher, "rollout-1") as restarted:
+        with receiver_process(publisher, "rollout-1", zygote=zygote) as restarted:
             until(lambda: restarted.lines == [line(2)], "a restarted server of that name is filled")

@@ -116,6 +116,8 @@ class Pair:
         self.root, self.member = make_warm(CONFIG, bus.HOST), make_warm(CONFIG, bus.HOST)
         self.endpoint = self.root.serve()
         self.epoch = 0
+        self.given_away = False
+        """To a bus, which closes both."""
 
     def both(self, call: Callable[[UccCollective, int], object]) -> list[Outcome]:
         """Of a call with each transport and its rank at once, rank 0 in this thread."""
@@ -149,8 +151,9 @@ class Pair:
         assert [said for said, _ in self.send(*buckets)] == ["", ""]
 
     def close(self) -> None:
-        self.root.close()
-        self.member.close()
+        if not self.given_away:
+            self.root.close()
+            self.member.close()
         assert processes(os.getpid()) == [], "no process is left"
 
 
@@ -379,35 +382,36 @@ def test_memory_that_is_not_there_is_an_error_of_the_bus(pair, monkeypatch):
 
 
 @over_the_stub
-def test_a_lost_process_of_a_living_receiver_costs_one_epoch(caplog):
+def test_a_lost_process_of_a_living_receiver_costs_one_epoch(pair, caplog):
+    """The last of the pair's tests, because the bus closes what it is given."""
     caplog.set_level(logging.INFO)
     plan = iter([None, signal.SIGKILL, None, signal.SIGSTOP])
     lost: list[int] = []
-    with stub():
-        before = processes(os.getpid())
-        inner = make_warm(CONFIG, bus.HOST)
+    pair.root.leave()
+    pair.member.leave()
+    pair.given_away = True
 
-        def act(_: torch.Tensor) -> None:
-            number = next(plan, None)
-            if number is not None:
-                lost.append(hit(inner, number))
+    def act(_: torch.Tensor) -> None:
+        number = next(plan, None)
+        if number is not None:
+            lost.append(hit(pair.member, number))
 
-        with bus.learner(CONFIG, transport_factory=make_warm) as publisher:
-            (spared,) = bus.servers(publisher, "spared", factory=make_warm, config=CONFIG)
-            (shaken,) = bus.servers(
-                publisher, "shaken", factory=lambda *_: bus.Faulty(inner, 1, act, before=True), config=CONFIG
-            )
-            for version in (1, 2, 3, 4, 5):
-                epoch = publisher.epoch
-                report = bus.publish(publisher, version)
-                assert sorted(report.served) == ["shaken", "spared"] and report.failed == {}, caplog.text
-                assert (publisher.epoch > epoch) == (version < 5), "a loss costs epochs, and nothing else does"
-                for rollout in (spared, shaken):
-                    assert bus.digests(rollout.engine.live) == bus.digests(bus.weights(version))
-            assert spared.engine.activated == shaken.engine.activated == [1, 2, 3, 4, 5]
-            assert len(lost) == 2 and all(is_gone(pid) for pid in lost)
-            assert publisher.stats()["lost_peers"] == 0, "the receivers themselves live"
-        for rollout in (spared, shaken):
-            rollout.join(20.0)
-        assert processes(os.getpid()) == before, "no process is left"
-    assert caplog.text.count("weight bus: ucc is plugin torch_ucc ucc-stub(gloo), over lo") == 3
+    with bus.learner(CONFIG, transport_factory=lambda *_: pair.root) as publisher:
+        (spared,) = bus.servers(publisher, "spared", factory=make_warm, config=CONFIG)
+        (shaken,) = bus.servers(
+            publisher, "shaken", factory=lambda *_: bus.Faulty(pair.member, 1, act, before=True), config=CONFIG
+        )
+        for version in (1, 2, 3, 4, 5):
+            epoch = publisher.epoch
+            report = bus.publish(publisher, version)
+            assert sorted(report.served) == ["shaken", "spared"] and report.failed == {}, caplog.text
+            assert (publisher.epoch > epoch) == (version < 5), "a loss costs epochs, and nothing else does"
+            for rollout in (spared, shaken):
+                assert bus.digests(rollout.engine.live) == bus.digests(bus.weights(version))
+        assert spared.engine.activated == shaken.engine.activated == [1, 2, 3, 4, 5]
+        assert len(lost) == 2 and all(is_gone(pid) for pid in lost)
+        assert publisher.stats()["lost_peers"] == 0, "the receivers themselves live"
+    for rollout in (spared, shaken):
+        rollout.join(20.0)
+    assert processes(os.getpid()) == [], "no process is left"
+    assert caplog.text.count("weight bus: ucc is plugin torch_ucc ucc-stub(gloo), over lo") == 1, "of 'spared'"

@@ -42,7 +42,7 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torc
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(shape=shapes, dtype=st.sampled_from(DTYPES), data=st.data())
 def test_slices_of_all_kinds_are_walked_in_two_dimensions(shape, dtype, data):
     whole = random_tensor(shape, dtype, 1)
@@ -61,7 +61,7 @@ def test_slices_of_all_kinds_are_walked_in_two_dimensions(shape, dtype, data):
     assert add([walked(found) for found in rows]) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data(), dtype=st.sampled_from([torch.uint8, torch.int16, torch.bfloat16, torch.float32]))
 def test_a_single_changed_element_always_shows(data, dtype):
     whole = random_tensor((50,), dtype, 7)

@@ -59,7 +59,7 @@ async def main(row: dict[str, Any], base_url: str, api_key: str) -> float:
         told["url"] = [answer.status_code, answer.json()["error"]["code"], "", ""]
     held_back: Any = [{"role": "user", "content": "9*9"}]  # which the engine does not answer
     try:
-        await client.with_options(timeout=0.1).chat.completions.create(model="policy", messages=held_back)
+        await client.with_options(timeout=1.0).chat.completions.create(model="policy", messages=held_back)
         told["left"] = "answered"
     except openai.APITimeoutError:
         told["left"] = "left"

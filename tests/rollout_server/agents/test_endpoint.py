@@ -212,7 +212,7 @@ async def test_what_is_refused_says_why_and_records_nothing(talking: Path, tmp_p
 
 async def test_programs_end_and_are_ended_with_all_that_they_started(talking: Path, tmp_path: Path) -> None:
     command = ["python", str(HERE / "program.py"), "48+27"]
-    async with playing(talking, size=1, command=command, turn_timeout_s=3.0) as generator:
+    async with playing(talking, size=1, command=command, turn_timeout_s=6.0) as generator:
         modes = ("rewards", "judged", "leaves", "floods", "crashes", "misspells", "hangs")
         numbered = enumerate(modes, start=1)
         groups = await asyncio.gather(
@@ -239,7 +239,7 @@ async def test_programs_end_and_are_ended_with_all_that_they_started(talking: Pa
     for mode, text in {
         "crashes": "exit code 1; its last line on stderr: no such game",
         "misspells": "a JSON object without `reward`",
-        "hangs": "environment.turn_timeout_s = 3",
+        "hangs": "environment.turn_timeout_s = 6",
     }.items():
         assert isinstance(made[mode], LeaseFailed) and made[mode].reason == "environment_error"
         assert text in made[mode].detail, made[mode]

@@ -153,9 +153,9 @@ async def test_the_death_of_a_process_costs_the_next_one_nothing(folder: Path, m
 
 
 async def test_turns_at_once_leave_no_clock_running(folder: Path) -> None:
-    async with playing(folder, "two_at_once", turn_timeout_s=0.6, options={"sleep_s": 0.4}) as generator:
+    async with playing(folder, "two_at_once", turn_timeout_s=1.8, options={"sleep_s": 1.0}) as generator:
         group = await generator.group(lease(), "0/1/1")
-    assert 0.8 <= group.reward_metrics["episode/environment_s"] < 1.2, "its own time, without the engine's"
+    assert 2.0 <= group.reward_metrics["episode/environment_s"] < 3.0, "its own time, without the engine's"
 
 
 async def test_what_goes_wrong_is_said_at_once_and_the_next_episode_runs(
@@ -184,8 +184,8 @@ async def test_what_goes_wrong_is_said_at_once_and_the_next_episode_runs(
 
 
 async def test_an_environment_that_takes_too_long_is_ended(folder: Path) -> None:
-    async with playing(folder, "sleeps", turn_timeout_s=0.3) as generator:
-        with pytest.raises(LeaseFailed, match=r"environment.turn_timeout_s = 0.3 after 1 turns"):
+    async with playing(folder, "sleeps", turn_timeout_s=1.5) as generator:
+        with pytest.raises(LeaseFailed, match=r"environment.turn_timeout_s = 1.5 after 1 turns"):
             await generator.group(lease(), "0/1/1")
     async with playing(folder, "sleeps", episode_timeout_s=0.3) as generator:
         with pytest.raises(LeaseFailed, match=r"environment.episode_timeout_s = 0.3"):
@@ -208,18 +208,17 @@ async def test_a_function_that_blocks_is_named_and_stops_nothing_else(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    async with playing(folder, "blocks", turn_timeout_s=1.5) as generator:
+    async with playing(folder, "blocks", turn_timeout_s=3.0) as generator:
         others = asyncio.create_task(generator.group(lease(2), "0/2/1"))
-        await asyncio.sleep(0.3)
-        started, longest = time.monotonic(), 0.0
-        blocked = asyncio.create_task(generator.group(lease(1, ground_truth="block"), "0/1/1"))
+        await eventually(generator.running_tokens, "the other one is there")
+        blocked, longest = asyncio.create_task(generator.group(lease(1, ground_truth="block"), "0/1/1")), 0.0
         while not (blocked.done() and others.done()):
             before = time.monotonic()
             await asyncio.sleep(0.01)
             longest = max(longest, time.monotonic() - before)
         reasons = sorted(str(getattr(task.exception(), "reason", task)) for task in (blocked, others))
         assert reasons[-1] == "environment_error" and set(reasons) <= {"aborted", "environment_error"}
-        assert time.monotonic() - started < 20 and longest < 1.0, "the loop of the engine went on"
+        assert longest < 2.5, "the loop of the engine went on"
     text = "\n".join(record.getMessage() for record in caplog.records)
     assert "has blocked the event loop" in text and "functions.py" in text and "in blocks: time.sleep(600)" in text
 

@@ -10,35 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import Scripted
 
 pytest.importorskip("aiohttp", reason="the extra `openenv` is not installed")
 
-from rollout_server.environments import EnvironmentFailed, NoMoreTurns, Trajectory, Turn
+from rollout_server.environments import EnvironmentFailed, Trajectory
 from rollout_server.environments.adapters import openenv
-from rollout_server.environments.tool_calls import message_of
 
 HERE = Path(__file__).parent
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "Play."}], "columns": {"seed": 4}}
 PYTHON = os.environ.get("SLIPSTREAM_OPENENV_PYTHON") or sys.executable
 """An interpreter with the package openenv, whose pins engines do not go with."""
 HAS_PACKAGE = sys.executable != PYTHON or all(map(importlib.util.find_spec, ("openenv", "fastmcp", "uvicorn")))
-
-
-class Scripted:
-    """A client whose policy says what it was told to say."""
-
-    def __init__(self, answers: Sequence[str], options: dict[str, Any]) -> None:
-        self.answers, self.options, self.prompt_seed = list(answers), options, 7
-        self.contexts: list[Any] = []
-
-    async def generate(self, context: Any, **_: Any) -> Turn:
-        number = len(self.contexts)
-        if number == len(self.answers):
-            raise NoMoreTurns("that was all")
-        self.contexts.append(context)
-        text = self.answers[number]
-        message = message_of(text, number)
-        return Turn(number=number, text=text, message=message, token_ids=[1], context=[1], finish_reason="stop", room=9)
 
 
 def served(script: str, python: str) -> Iterator[str]:
@@ -118,7 +101,7 @@ async def test_episodes_wait_for_a_place(url: str) -> None:
 )
 async def test_a_server_that_breaks_the_protocol_is_named(stand_in: str, fault: str, said: str) -> None:
     with pytest.raises(openenv.ServerFailed, match=f"{stand_in}: .*{said}"):
-        await play(["1"], url=stand_in, reset={"fault": fault}, wait_s=0.5)
+        await play(["1"], url=stand_in, reset={"fault": fault}, wait_s=0.5 if fault == "silent" else 20.0)
 
 
 @pytest.mark.parametrize(

@@ -7,34 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import Scripted
 
-from rollout_server.children.frames import pack
-from rollout_server.environments import EnvironmentFailed, NoMoreTurns, Turn, tool_loop, tools
+from rollout_server.environments import EnvironmentFailed, tool_loop, tools
 from rollout_server.environments.adapters import textarena_games
-from rollout_server.environments.tool_calls import message_of
 from rollout_server.environments.tools import calculator, tool_of
 from rollout_server.sandbox import probe
 from rollout_server.sandbox.probe import Isolation, isolation
 
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "48+27"}], "columns": {}, "ground_truth": "75"}
-
-
-class Scripted:
-    """A client whose policy says what it was told to say."""
-
-    def __init__(self, answers: Sequence[str], options: dict[str, Any]) -> None:
-        self.answers, self.options, self.prompt_seed, self.seed = list(answers), options, 5, 6
-        self.contexts: list[Any] = []
-
-    async def generate(self, context: Any, **_: Any) -> Turn:
-        number = len(self.contexts)
-        if number == len(self.answers):
-            raise NoMoreTurns("that was all")
-        self.contexts.append(context)
-        pack(context)
-        text = self.answers[number]
-        message = message_of(text, number)
-        return Turn(number=number, text=text, message=message, token_ids=[1], context=[1], finish_reason="stop", room=9)
 
 
 def call(name: str, **arguments: Any) -> str:

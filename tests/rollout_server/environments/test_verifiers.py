@@ -3,41 +3,24 @@
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from scripted import Scripted
 
 pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
 pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
 
 from rollout_server.environments import EnvironmentFailed, NoMoreTurns, Turn
 from rollout_server.environments.adapters import verifiers_chat, verifiers_tasks
-from rollout_server.environments.tool_calls import message_of
 from scripts import prepare_verifiers
 
 TASKS = {"id": "sum_tasks"}
 TRIES = {"taskset": TASKS, "env": {"id": "two_tries"}}
 SOLVER = {**TRIES, "seat": "solver"}
-
-
-class Scripted:
-    """A client whose policy says what it was told to say."""
-
-    def __init__(self, answers: Sequence[str]) -> None:
-        self.answers, self.temperature = list(answers), 1.0
-        self.contexts: list[Any] = []
-
-    async def generate(self, context: Any, **_: Any) -> Turn:
-        number = len(self.contexts)
-        if number == len(self.answers):
-            raise NoMoreTurns("that was all")
-        self.contexts.append(context)
-        text = self.answers[number]
-        ids: dict[str, Any] = {"token_ids": [1], "context": [1], "finish_reason": "stop", "room": 9}
-        return Turn(number=number, text=text, message=message_of(text, number), logprobs=[-1.0], versions=[0], **ids)
 
 
 @pytest.fixture(autouse=True)

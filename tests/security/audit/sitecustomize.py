@@ -2,7 +2,7 @@
 
 Opt-in: with this folder on PYTHONPATH and SLIPSTREAM_AUDIT naming a folder, each process that starts writes there
 
-    live-<pid>      the command line: the hook is in place
+    live-<pid>      the command line, of a forked one its parent's: the hook is in place
     allowed-<pid>   every place that made code and may, once
     caught-<pid>    the first place that made code and may not, with its stack; the process is killed
 
@@ -57,7 +57,12 @@ def install(folder):
             seen.add((event, where))
             note("allowed", {"event": event, "where": where})
 
-    note("live", {"command": sys.orig_argv})
+    def live():
+        seen.clear()
+        note("live", {"command": sys.orig_argv})
+
+    live()
+    os.register_at_fork(after_in_child=live)
     sys.addaudithook(hook)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forking import Zygote
 from tests.support.runs import Runs, untrained_input
 
 HERE = Path(__file__).parent
@@ -24,15 +25,7 @@ SMALL = (
     "checkpoint.every_steps=2",
     "reward.function=scripts.bench.core:spread",
 )
-PROCESSES = ("learner.main", "learner.train", "replay.main", "rollout_server.main", "rollout_server.rewards.worker")
-
-
-@pytest.fixture
-def launch(tmp_path, tmp_path_factory):
-    """Whole runs without training of the input, every process started for real: each loads the hook."""
-    runs = Runs(tmp_path, untrained_input(tmp_path_factory.mktemp("untrained") / "data"), zygote=None)
-    yield runs
-    runs.close()
+PROCESSES = ("launcher", "learner-0", "replay", "rollout-0")
 
 
 @pytest.fixture
@@ -45,14 +38,25 @@ def reports(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.fixture
+def launch(tmp_path, tmp_path_factory, reports):
+    """Whole runs without training of the input, of programs that are forked with the hook in place."""
+    zygote = Zygote()
+    runs = Runs(tmp_path, untrained_input(tmp_path_factory.mktemp("untrained") / "data"), zygote)
+    yield runs
+    runs.close()
+    zygote.close()
+
+
 def read(folder, kind):
     files = sorted(folder.glob(f"{kind}-*"))
     return [json.loads(line) for file in files for line in file.read_text().splitlines()]
 
 
-def watched(folder):
-    commands = [" ".join(record["command"]) for record in read(folder, "live")]
-    return {name for name in PROCESSES if any(name in command for command in commands)}
+def watched(folder, run):
+    """Names of the run's processes in which the hook is in place."""
+    noted = {path.stem: json.loads(path.read_text())["pid"] for path in (run.folder / "processes").glob("*.json")}
+    return {name for name, pid in noted.items() if (folder / f"live-{pid}").exists()}
 
 
 def test_a_run_with_a_checkpoint_and_a_resume_makes_no_code_from_data(reports, launch):
@@ -60,12 +64,14 @@ def test_a_run_with_a_checkpoint_and_a_resume_makes_no_code_from_data(reports, l
     code = run.wait(140)
     assert read(reports, "caught") == []
     assert code == 0, run.text()[-3000:]
+    assert watched(reports, run) == set(PROCESSES)
     again = launch(*SMALL, steps=3, arguments=("--resume", str(run.folder)))
     code = again.wait(140)
     assert read(reports, "caught") == []
     assert code == 0, again.text()[-3000:]
     assert [row["training/global_step"] for row in again.steps()] == [1, 2, 3]
-    assert watched(reports) == set(PROCESSES)
+    assert watched(reports, again) == set(PROCESSES)
+    assert any("rollout_server.rewards.worker" in record["command"] for record in read(reports, "live"))
     # the resume read a checkpoint, whose metadata is a pickle of ours: the hook sees such things
     allowed = {(record["event"], record["where"]) for record in read(reports, "allowed")}
     assert ("pickle.find_class", "/torch/distributed/checkpoint/") in allowed

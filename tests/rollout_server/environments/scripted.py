@@ -1,0 +1,27 @@
+"""A client in place of the engine's, for environments that are ours."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollout_server.children.frames import pack
+from rollout_server.environments import NoMoreTurns, Turn
+from rollout_server.environments.tool_calls import message_of
+
+
+class Scripted:
+    """A client whose policy says what it was told to say."""
+
+    def __init__(self, answers: Sequence[str], options: Mapping[str, Any] | None = None) -> None:
+        self.answers, self.options, self.temperature = list(answers), options or {}, 1.0
+        self.prompt_seed, self.seed = 5, 6
+        self.contexts: list[Any] = []
+
+    async def generate(self, context: Any, **_: Any) -> Turn:
+        number = len(self.contexts)
+        if number == len(self.answers):
+            raise NoMoreTurns("that was all")
+        self.contexts.append(context)
+        pack(context)
+        text = self.answers[number]
+        ids: dict[str, Any] = {"token_ids": [1], "context": [1], "finish_reason": "stop", "room": 9}
+        return Turn(number=number, text=text, message=message_of(text, number), logprobs=[-1.0], versions=[0], **ids)
