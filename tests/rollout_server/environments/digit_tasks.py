@@ -1,0 +1,25 @@
+"""A taskset of verifiers in the quick start's characters: six digits and `=`, and a reward that differs a lot."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import verifiers.v1 as vf
+
+__all__ = ["DigitTasks"]
+
+
+class DigitTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
+    @vf.reward
+    async def digits(self, trace: Any) -> float:
+        reply = trace.last_reply
+        return sum(letter.isdigit() for letter in reply) / max(1, len(reply))
+
+
+class DigitTasks(vf.Taskset[DigitTask, vf.TasksetConfig]):
+    INFINITE = True
+
+    def load(self) -> Iterator[DigitTask]:
+        number = 0
+        while True:
+            number = (number + 123_457) % 10**6
+            yield DigitTask(vf.TaskData(prompt=f"{number:06}="), self.config.task)
