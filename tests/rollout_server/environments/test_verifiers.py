@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -103,10 +105,70 @@ async def test_no_room_ends_the_episode_and_a_fault_fails_it(tmp_path: Path, mon
         await verifiers_tasks.rollout({"prompt": "1+1", "columns": {}}, client)  # type: ignore[arg-type]
 
 
+def traces(**seats: bool) -> list[Any]:
+    """A trace of each seat; whether it may be trained."""
+    given: dict[str, Any] = {"rewards": {"none": None}, "metrics": {"none": None}, "reward": 1.0}
+    return [
+        SimpleNamespace(id=name, agent=SimpleNamespace(name=name, trainable=trains), **given)
+        for name, trains in seats.items()
+    ]
+
+
+def test_without_a_trace_to_train_the_episode_has_failed() -> None:
+    with pytest.raises(verifiers_tasks.TaskFailed, match="'solver' has played no trace that may be trained; critic"):
+        verifiers_tasks.judged("solver", traces(critic=True), {})
+    with pytest.raises(verifiers_tasks.TaskFailed, match="'solver' has played no trace that may be trained"):
+        verifiers_tasks.judged("solver", traces(critic=True, solver=False), {})
+    found = verifiers_tasks.judged("solver", traces(solver=True), {"solver": [0], "critic": [2, 1]})
+    assert (found.reward, found.metrics, found.leave_out) == (1.0, {}, [1, 2])
+
+
+async def test_a_refused_request_and_proxies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the endpoint refuses fails the episode with its words; no proxy is asked for what is on this machine."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    row = rows(tmp_path)[0]
+    async with prepared({"taskset": TASKS}):
+        played = await verifiers_tasks.rollout(row, Scripted(["3"]))  # type: ignore[arg-type]
+        assert played.reward == 2.0
+        (mine,) = verifiers_tasks._played
+        assert mine.endpoint is not None
+        monkeypatch.setattr(mine.endpoint, "relay_key", "another")
+        with pytest.raises(verifiers_tasks.TaskFailed, match="invalid_api_key|401"):
+            await verifiers_tasks.rollout(row, Scripted(["3"]))  # type: ignore[arg-type]
+        assert not mine.endpoint._episodes and not mine.endpoint._sessions, "every key ends with its episode"
+
+
+async def test_two_first_episodes_start_one_endpoint(tmp_path: Path) -> None:
+    row = rows(tmp_path)[0]
+    async with prepared({"taskset": TASKS}):
+        played = await asyncio.gather(
+            *(verifiers_tasks.rollout(row, Scripted(["3"])) for _ in range(4))  # type: ignore[arg-type]
+        )
+    assert [one.reward for one in played] == [2.0] * 4
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    with pytest.raises(EnvironmentFailed, match=r"needs a package .*slipstream-rl\[verifiers\]"):
+        verifiers_tasks.prepare({"taskset": TASKS})
+
+
+def test_programs_of_the_policy_are_accepted_by_name() -> None:
+    verifiers_tasks.prepare({"taskset": TASKS, "env": {"agent": {"harness": {"id": "bash"}}}, "allow_unisolated": True})
+    with pytest.raises(EnvironmentFailed, match="lets the policy run programs on this machine"):
+        options = {"taskset": TASKS, "env": {"agent": {"harness": {"id": "bash"}}}, "allow_unisolated": "yes"}
+        verifiers_tasks.prepare(options)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({}, "options.taskset: None; name an installed one"),
+        ({"taskset": {"split": "train"}}, "options.taskset: {'split': 'train'}; name an installed one"),
+        ({"taskset": TASKS, "sampling": "perhaps"}, "options.sampling: 'perhaps'; take one of"),
         ({"taskset": TASKS, "task": 1}, "options.task: unknown"),
         ({"taskset": {"id": "no-such-tasks"}}, "'no-such-tasks' cannot be played: .*not found"),
         ({"taskset": {**TASKS, "last": 3}}, "'sum_tasks' cannot be played: .*last"),
