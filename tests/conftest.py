@@ -1,10 +1,13 @@
 """What each test leaves as it found it."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from replay.hang import registry
+from tests.support.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -12,3 +15,19 @@ def _no_run_of_an_earlier_test() -> Iterator[None]:
     """A launcher that a test calls in this process notes itself; later messages would name that run's reports."""
     yield
     registry.own = None
+
+
+@pytest.fixture
+def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """This process as a member of a run: the second line of its only hang report, which says what was waited for."""
+    run_dir = tmp_path / "the-run"
+    (run_dir / "logs").mkdir(parents=True)
+    made = registry.Member(name="me", pid=os.getpid(), host="here", started=0, replay=None, keys=None)
+    monkeypatch.setattr(registry, "own", registry.Own(run_dir, made))
+
+    def second_line() -> str:
+        (path,) = run_dir.glob("hang-*.txt")
+        until(lambda: "LAST LINES" in path.read_text(), "the report is whole")
+        return path.read_text().splitlines()[1]
+
+    return second_line

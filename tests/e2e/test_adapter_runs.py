@@ -106,7 +106,8 @@ def checked(run: Run) -> list[Group]:
     told = sum(int((group.loss_mask == 0).sum()) for group in groups)
     assert told > 0 and all((group.logprobs[group.loss_mask == 0] == 0).all() for group in groups)
     rewards = [round(row["critic/score/mean"], 3) for row in steps]
-    print(f"{len(groups)} groups, {in_loss:.0f} tokens trained, {told} of the environment not; worst {worst:.1e}; {rewards}")
+    tokens = f"{in_loss:.0f} tokens trained, {told} of the environment not"
+    print(f"{len(groups)} groups, {tokens}; probabilities differ by {worst:.1e} at most; rewards {rewards}")
     return groups
 
 

@@ -7,10 +7,12 @@ may be careless: a hang, a crash, garbage or a flood costs the sample that it wa
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,20 @@ def test_only_the_culprits_get_an_error(grader: str) -> None:
         "exit": "died (exit code 3)",
     }
     check_culprits(f"{grader}:grade", named, workers=3, timeout_s=0.8)
+
+
+async def test_late_calls_in_a_row_leave_a_hang_report(
+    grader: str, reported: Callable[[], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with asyncio.timeout(60), pool_of(f"{grader}:grade", timeout_s=0.3) as pool:
+        for text in ("hang", "hang", "score 1", "hang", "hang"):
+            await pool.score([sample(text)])
+        assert "in a row" not in caplog.text, "an answer in time begins the count anew"
+        await pool.score([sample("hang")])
+    assert "3 times in a row was late, the last timed out after 0.3 s" in caplog.text
+    assert re.search(r"; hang report: \S+/hang-\S+\.txt \[slow\]", caplog.text)
+    said = await asyncio.to_thread(reported)
+    assert said.startswith("me waited 0.9 s for reward function") and said.endswith("(reward.timeout_s)"), said
 
 
 async def test_slow_calls_are_spread_and_each_has_the_whole_timeout(grader: str) -> None:

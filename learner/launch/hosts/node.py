@@ -33,6 +33,7 @@ from learner.launch.preflight import check_available
 from learner.launch.reward_servers import RewardServers
 from learner.launch.servers import LocalServers, RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals
+from replay import hang
 from replay.channel import ChannelError
 from replay.lifeline import PARENT
 
@@ -80,7 +81,10 @@ class RunEnd:
     def __init__(self, config: Config, address: str) -> None:
         self._config, self._address = config, address
         self._look_at = 0.0
-        self._deadline = time.monotonic() + config.rollout.wait_for_servers_s
+        self._limit = (config.rollout.wait_for_servers_s, "rollout.wait_for_servers_s")
+        self._deadline = time.monotonic() + self._limit[0]
+        self.silence: tuple[float, str] | None = None
+        """Seconds and their key, where replay was silent for too long."""
 
     def is_here(self, now: float) -> bool:
         """Whether the run has ended, or replay was silent for too long. Raises ChannelError: it refuses this node."""
@@ -89,8 +93,10 @@ class RunEnd:
         self._look_at = now + LOOK_S
         answer = ask_replay(self._config, self._address, 1.0)
         if answer is None:
-            return now > self._deadline
-        self._deadline = now + 2 * self._config.network.silent_after_s
+            self.silence = self._limit if now > self._deadline else None
+            return self.silence is not None
+        self._limit = (2 * self._config.network.silent_after_s, "twice network.silent_after_s")
+        self._deadline = now + self._limit[0]
         return bool(answer.state["ended"])
 
 
@@ -142,6 +148,10 @@ class Node:
                 rewards.watch(run_is_over=True)
                 servers.watch(run_is_over=True)
                 self._breathe()
+            if end.silence is not None:
+                limit_s, key = end.silence
+                said = self._report(f"a sign of replay at {plan.replay}", limit_s, key)
+                show(f"{node} waited {limit_s:g} s for replay at {plan.replay} ({key}) and ends{said} [silent]")
             self._show_logs()
         finally:
             ignore_signals()
@@ -193,11 +203,19 @@ class Node:
             if answer is not None:
                 return answer.run_name
             self._breathe()
+        key = "rollout.wait_for_servers_s"
         raise ChannelError(
-            f"{self.assignment.spec.node} waited {limit:g} s for replay at {address} (rollout.wait_for_servers_s):"
-            " nothing came; is it started, and does a firewall let this node through?",
+            f"{self.assignment.spec.node} waited {limit:g} s for replay at {address} ({key}): nothing came; is it"
+            " started, and does a firewall let this node through?"
+            f"{self._report(f'replay at {address}', limit, key)}",
             "silent",
         )
+
+    def _report(self, what: str, waited_s: float, key: str) -> str:
+        """The hang report of this node, which is noted as a process of the run only now that it has waited in vain."""
+        name = f"node-{self.assignment.spec.node}"
+        hang.begin(name, self.config.run_dir, replay=self.assignment.plan.replay, keys=self.config.network.keys)
+        return hang.expired(what, owed_by=("replay",), waited_s=waited_s, key=key)
 
     def _child(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
         self._tails.setdefault(log, Tail.from_end(log))

@@ -136,7 +136,7 @@ async def test_a_refused_request_and_proxies(tmp_path: Path, monkeypatch: pytest
         (mine,) = verifiers_tasks._played
         assert mine.endpoint is not None
         monkeypatch.setattr(mine.endpoint, "relay_key", "another")
-        with pytest.raises(verifiers_tasks.TaskFailed, match="invalid_api_key|401"):
+        with pytest.raises(verifiers_tasks.TaskFailed, match=r"invalid_api_key|401"):
             await verifiers_tasks.rollout(row, Scripted(["3"]))  # type: ignore[arg-type]
         assert not mine.endpoint._episodes and not mine.endpoint._sessions, "every key ends with its episode"
 
