@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +67,21 @@ def test_a_node_that_fails_is_named_with_its_reason(start, ssh, settings, reason
     assert process.returncode == 1
     assert f"[node0] {reason.partition(': ')[2]}" in said
     assert f"node0 (10.0.0.1) failed: {reason}" in said
+
+
+def test_an_address_that_is_a_loopback_one_on_its_node_is_refused_there(start, tmp_path):
+    """127.0.1 stands for a name that the node's /etc/hosts has in its loopback line, as Debian writes it."""
+    (tmp_path / "hosts").write_text(HOSTS.replace("10.0.0.1", "127.0.1"))
+    began = time.monotonic()
+    process = start("start_learner", 'exec bash -c "$2"', "placement.device=cpu")
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and time.monotonic() - began < 30
+    line = said.splitlines()[-1]
+    assert line.startswith(
+        "slipstream: node0 (127.0.1) failed: exit code 2: slipstream: refused: host file: '127.0.1'"
+    ), said
+    assert "is 127.0.0.1 on that machine, where no other node reaches it; write the machine's address" in line
+    assert line.endswith("[SLIP-CONFIG-12]")
 
 
 def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_are_ended(start, tmp_path):
@@ -235,7 +251,7 @@ def test_nodes_that_do_not_end_leave_a_hang_report(tmp_path, monkeypatch, capsys
     (path,) = (tmp_path / "job").glob("hang-*.txt")
     said = "launch waited 0.3 s for the end of the nodes from node1 (a fixed deadline)"
     assert path.read_text().splitlines()[1] == said
-    assert f"node1 still run 0.3 s after another node has ended; hang report: {path} [slow]" in capsys.readouterr().out
+    assert f"node1 still run 0.3 s after another node has ended; hang report: {path} [slow]" in capsys.readouterr().err
 
 
 # ---- this machine ---------------------------------------------------------------------------------------

@@ -210,6 +210,17 @@ def test_only_the_culprits_get_an_error(grader: str) -> None:
     check_culprits(f"{grader}:grade", named, workers=3, timeout_s=0.8)
 
 
+def test_a_process_that_something_killed_is_told_from_one_that_hung_up(tmp_path: Path) -> None:
+    (tmp_path / "judge.py").write_text(
+        "import os, signal\n\n\ndef killed(sample):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def hung_up(sample):\n    os.closerange(3, 256)\n    import time\n    time.sleep(60)\n"
+    )
+    (killed,) = score(f"{tmp_path}/judge.py:killed", "a")
+    assert "(signal SIGKILL), as the kernel ends processes where a machine or a cgroup is" in str(killed.error)
+    (hung_up,) = score(f"{tmp_path}/judge.py:hung_up", "a")
+    assert "(signal SIGKILL)" in str(hung_up.error) and "kernel" not in str(hung_up.error)
+
+
 async def test_late_calls_in_a_row_leave_a_hang_report(
     grader: str, reported: Callable[[], str], caplog: pytest.LogCaptureFixture
 ) -> None:

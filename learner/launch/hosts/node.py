@@ -10,6 +10,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from configs.errors import BadHosts
 from configs.loading import ConfigError
-from configs.schema import Config
+from configs.schema import Config, is_loopback
 from learner.launch import children
 from learner.launch.children import Child, Tail
 from learner.launch.hosts.key_files import write_keys
@@ -61,6 +62,7 @@ def main() -> int:
     try:
         spec = read_spec(first_line()) if args.stdin else spec_of_arguments(args)
         assignment = resolve(spec, host=args.host, renumber=args.renumber)
+        check_address(assignment.config, spec.node)
         write_keys(assignment.config.network.keys, spec.keys)
         node = Node(assignment, lifeline=args.stdin, resume_if_begun=args.resume_if_begun)
         return node.run_learner() if spec.role == "learner" else node.run_servers()
@@ -73,6 +75,23 @@ def main() -> int:
     except (Interrupted, BrokenPipeError) as ended:
         show(f"ended: {ended}")
         return 130
+
+
+def check_address(config: Config, node: str) -> None:
+    """Raises ConfigError: the node's name means a loopback address on this machine, where no other node reaches it."""
+    host = config.network.host
+    if len(config.shares) < 2:
+        return
+    try:
+        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        return  # what binds it names it; a name server of a cluster may be late
+    if all(map(is_loopback, found)):
+        raise BadHosts(
+            f"host file: {host!r}, the address of {node}, is {found[0]} on that machine, where no other node reaches"
+            f" it; write the machine's address on the network into the host file (`hostname -I` on {node} shows it), or"
+            f" take {host!r} out of the loopback line of its /etc/hosts"
+        )
 
 
 class RunEnd:

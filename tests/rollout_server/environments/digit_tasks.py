@@ -10,9 +10,8 @@ __all__ = ["DigitTasks"]
 
 class DigitTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
-    async def digits(self, trace: Any) -> float:
-        reply = trace.last_reply
-        return sum(letter.isdigit() for letter in reply) / max(1, len(reply))
+    async def spread(self, trace: Any) -> float:
+        return sum(map(ord, trace.last_reply)) % 97 / 97
 
 
 class DigitTasks(vf.Taskset[DigitTask, vf.TasksetConfig]):

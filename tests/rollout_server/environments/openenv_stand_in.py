@@ -1,6 +1,6 @@
 """`python openenv_stand_in.py [PLACES]`: the same game in OpenEnv's messages, without its package; prints its port.
 
-`reset` with a `fault` makes it break the protocol in that way.
+`reset` with a `fault` makes it break the protocol in that way; with `graded`, wrong answers differ in their rewards.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ async def play(request: web.Request) -> web.WebSocketResponse:
         return ws
     taken += 1
     try:
-        secret, steps = 0, 0
+        secret, steps, graded = 0, 0, False
         async for message in ws:
             asked = json.loads(message.data) if message.type is WSMsgType.TEXT else {"type": "close"}
             data = asked.get("data", {})
@@ -56,7 +56,7 @@ async def play(request: web.Request) -> web.WebSocketResponse:
                 await ws.send_json(FAULTS[fault])
             elif asked["type"] == "reset":
                 most = data.get("most", 9)
-                secret, steps = data["seed"] % most + 1, 0
+                secret, steps, graded = data["seed"] % most + 1, 0, data.get("graded", False)
                 await ws.send_json(hint(f"Guess a number from 1 to {most}.", None, False))
             else:
                 assert set(data) == {"message"}, data
@@ -64,7 +64,8 @@ async def play(request: web.Request) -> web.WebSocketResponse:
                 guess = int(data["message"]) if data["message"].isdigit() else 0
                 words = "higher" if guess < secret else "lower"
                 right = guess == secret
-                await ws.send_json(hint("right" if right else words, 1.0 if right else -0.1, right or steps >= 3))
+                wrong = -(sum(map(ord, data["message"])) % 7) / 10 if graded else -0.1
+                await ws.send_json(hint("right" if right else words, 1.0 if right else wrong, right or steps >= 3))
     finally:
         taken -= 1
     return ws
