@@ -53,7 +53,7 @@ class Allocation:
 
     def _address(self, machine: str) -> str:
         said = _said(self.step(machine, ["bash", "-c", ADDRESS]), f"{machine} was not asked for its address")
-        if not said:
+        if not said or not said[-1].strip():
             raise BadHosts(
                 f"--slurm: {machine} shows no address; set SLIPSTREAM_INTERFACE to the interface that the nodes share"
             )
@@ -93,7 +93,7 @@ def _said(command: Sequence[str], what: str) -> list[str]:
     if done.returncode != 0:
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
         raise BadHosts(f"--slurm: {what}: {command[0]} ended with exit code {done.returncode}: {last}")
-    return done.stdout.split("\n")[: done.stdout.count("\n")]
+    return done.stdout.splitlines()
 
 
 def of_this_process(config: Config) -> Allocation:
