@@ -81,7 +81,9 @@ def test_a_probe_runs_on_every_node_of_the_allocation(slurm_commands: Path, exam
     probes = [step for step in steps if "learner.doctor.probe" in step]
     assert [step.split("--nodelist=")[1].split()[0] for step in probes] == ["m1", "m2"]
     for step in steps:
-        assert all(word in step for word in (*slurm.STEP, "--unbuffered", "--cpus-per-task=2")) and "--gpus" not in step, step
+        assert (
+            all(word in step for word in (*slurm.STEP, "--unbuffered", "--cpus-per-task=2")) and "--gpus" not in step
+        ), step
 
 
 @pytest.mark.slow
