@@ -223,7 +223,7 @@ def test_reward_processes_that_are_killed_for_memory(launch, tmp_path):
         f"    if os.path.exists({str(flag)!r}):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return zlib.crc32(sample['completion'].encode()) / 2**32\n"
     )
-    run = launch(f"reward.function={tmp_path}/judge.py:reward", steps=10_000)
+    run = launch(f"reward.function={tmp_path}/judge.py:reward", "reward.max_error_rate=0", steps=10_000)
     run.wait_for_step(1)
     flag.touch()
     line = ending(run, "SIGKILL of every reward process, as by the OOM killer", time.monotonic())

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from dataclasses import replace
@@ -82,6 +83,19 @@ def test_an_address_that_is_a_loopback_one_on_its_node_is_refused_there(start, t
     ), said
     assert "is 127.0.0.1 on that machine, where no other node reaches it; write the machine's address" in line
     assert line.endswith("[SLIP-CONFIG-12]")
+
+
+def test_an_address_is_looked_at_only_where_other_nodes_need_it(monkeypatch):
+    several, one = ([*NODES, "network.host=127.0.1"], ["network.host=127.0.1", "network.insecure=true"])
+    with pytest.raises(ConfigError, match=r"'127.0.1', the address of node1, is 127.0.0.1 on that machine"):
+        node.check_address(configs.load("quickstart", several), "node1")
+    node.check_address(configs.load("quickstart", one), "node0")
+
+    def late(*_, **__):
+        raise socket.gaierror("no name server yet")
+
+    monkeypatch.setattr(node.socket, "getaddrinfo", late)
+    node.check_address(configs.load("quickstart", several), "node1")
 
 
 def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_are_ended(start, tmp_path):

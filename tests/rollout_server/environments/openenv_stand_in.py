@@ -64,7 +64,7 @@ async def play(request: web.Request) -> web.WebSocketResponse:
                 guess = int(data["message"]) if data["message"].isdigit() else 0
                 words = "higher" if guess < secret else "lower"
                 right = guess == secret
-                wrong = -(sum(map(ord, data["message"])) % 7) / 10 if graded else -0.1
+                wrong = sum(map(ord, data["message"])) % 7 / 10 if graded else -0.1
                 await ws.send_json(hint("right" if right else words, 1.0 if right else wrong, right or steps >= 3))
     finally:
         taken -= 1

@@ -226,6 +226,7 @@ def test_a_schema_that_cannot_be_read_and_a_missing_package(stand_in: str, monke
     [
         ({}, "options.url: None; give the address of a server"),
         ({"url": "http://"}, "options.url: 'http://'; give"),
+        ({"url": ["ftp://10.0.0.7:8000"]}, "options.url: 'ftp://10.0.0.7:8000'; give"),
         ({"url": "http://127.0.0.1:9", "style": "poem"}, "options.style: 'poem'; take one of"),
         ({"url": "localhost:8000"}, "options.url: 'localhost:8000'; give"),
         ({"url": []}, "options.url: an empty list"),
