@@ -157,9 +157,6 @@ class Launcher:
                     self._watch_once(dealer, code)
                 except FileNotFoundError as error:
                     folder.check_after(error)
-                except RunFailed:
-                    folder.check()
-                    raise
                 time.sleep(POLL_S)
             self._look(dealer)
 
