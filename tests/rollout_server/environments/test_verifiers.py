@@ -156,7 +156,9 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         verifiers_tasks.prepare({"taskset": TASKS})
 
 
-def test_programs_of_the_policy_are_accepted_by_name() -> None:
+def test_programs_of_the_policy_are_accepted_by_name_or_in_a_container() -> None:
+    contained = {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}
+    verifiers_tasks.prepare({"taskset": TASKS, "env": {"agent": contained}})
     verifiers_tasks.prepare({"taskset": TASKS, "env": {"agent": {"harness": {"id": "bash"}}}, "allow_unisolated": True})
     with pytest.raises(EnvironmentFailed, match="lets the policy run programs on this machine"):
         options = {"taskset": TASKS, "env": {"agent": {"harness": {"id": "bash"}}}, "allow_unisolated": "yes"}
