@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
 pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
+from aiohttp import web
 
 from rollout_server.environments import EnvironmentFailed, NoMoreTurns, Turn
 from rollout_server.environments.adapters import verifiers_chat, verifiers_tasks
@@ -139,6 +140,32 @@ async def test_a_refused_request_and_proxies(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(verifiers_tasks.TaskFailed, match=r"invalid_api_key|401"):
             await verifiers_tasks.rollout(row, Scripted(["3"]))  # type: ignore[arg-type]
         assert not mine.endpoint._episodes and not mine.endpoint._sessions, "every key ends with its episode"
+
+
+async def test_the_chat_asks_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    asked: list[Any] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        asked.append(await request.json())
+        return web.json_response({})
+
+    app = web.Application()
+    app.add_routes([web.post("/v1/chat/completions", answer)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    it: Any = SimpleNamespace(resolve_prompt=lambda _: ("Add.", "2+1"))
+    rest: dict[str, Any] = {"trace": None, "runtime": None, "secret": "x", "mcp_urls": {}, "data": None}
+    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        done = await verifiers_chat.SlipstreamChat.launch(it, SimpleNamespace(model="m"), endpoint=url, **rest)
+    finally:
+        await runner.cleanup()
+    assert done.exit_code == 0 and [one["role"] for one in asked[0]["messages"]] == ["system", "user"]
 
 
 async def test_two_first_episodes_start_one_endpoint(tmp_path: Path) -> None:
