@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from configs.schema import Config
 from replay.channel import load_keys
+from replay.hang import expired
 from replay.trace import Recorder, now_ns, to_ns
 from rollout_server.engines import Engine, EngineError, direct_updates, staging_in
 from rollout_server.engines.base import PauseMode
@@ -100,6 +101,7 @@ class WeightFollower:
             direct=self._direct,
             intake=RemoteIntake(lambda: self.wait_for(stages.link()), bus, run_id, self._load) if stages else None,
             staging=self._staging,
+            on_silence=_silence,
         )
         run = partial(self._run, self._subscriber, self._thread)
         self._thread = threading.Thread(target=run, name="weight-follower", daemon=True)
@@ -207,6 +209,11 @@ class WeightFollower:
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop; its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def _silence(what: str, waited_s: float) -> str:
+    """The hang report of a publisher that has been silent past the deadline; the subscriber waits on."""
+    return expired(what, owed_by=("learner-0",), waited_s=waited_s, key="weight_bus.deadline_s", ends=False)
 
 
 class _DirectEnd:

@@ -1,12 +1,15 @@
 """What each test leaves as it found it, and what holds for all of them."""
 
 import gc
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 from replay.hang import registry
+from tests.support.waiting import until
 
 # a busy machine takes longer for one example than any bound that would say something
 hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -25,3 +28,19 @@ def _garbage_is_of_this_file() -> None:
     """Looking for garbage among all that was imported and made before is a tenth of the tests' time otherwise."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], str]:
+    """This process as a member of a run: the second line of its only hang report, which says what was waited for."""
+    run_dir = tmp_path / "the-run"
+    (run_dir / "logs").mkdir(parents=True)
+    made = registry.Member(name="me", pid=os.getpid(), host="here", started=0, replay=None, keys=None)
+    monkeypatch.setattr(registry, "own", registry.Own(run_dir, made))
+
+    def second_line() -> str:
+        (path,) = run_dir.glob("hang-*.txt")
+        until(lambda: "LAST LINES" in path.read_text(), "the report is whole")
+        return path.read_text().splitlines()[1]
+
+    return second_line

@@ -37,6 +37,8 @@ JOIN_AGAIN_BEATS = 10
 NOTHING = (-1, -1, "")
 
 Activate = Callable[[int, bool], None]  # (version, evaluate): the engine verifiably holds this version and may serve it
+OnSilence = Callable[[str, float], str]
+"""(what is waited for, seconds): the publisher is silent past weight_bus.deadline_s; what to add to the log."""
 Quarantine = Callable[[int, str], None]
 """(version, reason): the engine holds something else and must not serve; a refill follows."""
 
@@ -60,6 +62,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         direct: the engine's end of the data plane, for weight_bus.apply `direct`.
         intake: the data plane where it is in another process; takes the place of transport_factory and direct.
         staging: memory of an earlier subscriber of this engine, which receives no more; none makes it here.
+        on_silence: called once in each silence that lasts longer than weight_bus.deadline_s.
 
     Raises:
         WeightBusError: the backend is not available here, or `direct` is missing.
@@ -80,8 +83,10 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         direct: DirectReceiver | None = None,
         intake: RemoteIntake | None = None,
         staging: Staging | None = None,
+        on_silence: OnSilence = lambda what, waited_s: "",
     ) -> None:
         self.address, self.name = address, name
+        self._on_silence = on_silence
         self.incarnation = 0
         """Of the learner that admitted this subscriber last, 0 before: in `activate`, that of the version."""
         self._config = config
@@ -106,7 +111,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         self._engaged: m.Begin | m.Commit | None = None
         """What the engine is loading, or is being paused for, at this moment."""
         self._heard_at, self._joined_at = time.monotonic(), -math.inf
-        self._silent = self._closed = False
+        self._silent = self._overdue = self._closed = False
         self._stopping = threading.Event()
 
     @property
@@ -199,18 +204,28 @@ class Subscriber(AbstractContextManager["Subscriber"]):
             self._joined_at = now
 
     def _watch(self, heard: bool, entered: float) -> None:
-        """Log once when the publisher falls silent, and once when it is back. Only this wait counts as silence."""
+        """Log once when the publisher falls silent, once past the deadline, and once when it is back.
+
+        Only this wait counts as silence.
+        """
         now = time.monotonic()
         if heard:
             if self._silent:
                 log.info("weight bus: %r hears the publisher %s again", self.name, self.address)
-            self._heard_at, self._silent = now, False
+            self._heard_at, self._silent, self._overdue = now, False, False
             return
         quiet = now - max(self._heard_at, entered)
         if quiet > SILENT_BEATS * self._config.heartbeat_s and not self._silent:
             self._silent = True
             silence = f"last heard {now - self._heard_at:.1f} s ago, holds v{self.version} [silent]; keeps trying"
             log.warning("weight bus: %r waits for the publisher %s, %s", self.name, self.address, silence)
+        if quiet > self._config.deadline_s and not self._overdue:
+            self._overdue = True
+            said = self._on_silence(f"a sign of the publisher {self.address}", quiet)
+            log.warning(
+                "weight bus: %r has waited %.1f s for publisher %s (weight_bus.deadline_s)%s [silent]; keeps trying",
+                self.name, quiet, self.address, said,
+            )  # fmt: skip
 
     def _handle(self, message: Message, engine: _Engine) -> bool:
         """True when a version has been activated."""

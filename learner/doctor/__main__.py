@@ -2,8 +2,9 @@
 
 It looks at what the start of a run looks at, and closer: packages and environment of each role side by side, GPUs and
 their links, disks, ports and clocks, and test groups of the weight bus between the learner's node and every rollout
-node. With --hosts it does so over ssh on all machines of the placement, as `slipstream launch` goes there; with
---replay ADDRESS it looks at this machine as one for rollout servers of a run that listens there.
+node. With --hosts it does so over ssh on all machines of the placement, as `slipstream launch` goes there, with --slurm
+by steps of srun on those of the allocation that it runs in; with --replay ADDRESS it looks at this machine as one for
+rollout servers of a run that listens there.
 """
 
 import argparse
@@ -28,8 +29,10 @@ from learner.doctor import facts, findings, links
 from learner.doctor.brief import at_start, by_hand
 from learner.doctor.examination import CLOSER, of_places, of_start
 from learner.doctor.findings import Finding, refused
-from learner.doctor.places import places_of
+from learner.doctor.places import Place, places_of
 from learner.doctor.reach import unreachable
+from learner.launch.hosts.allocation import of_this_process
+from learner.launch.hosts.host_file import read_hosts
 from learner.launch.preflight import input_is_missing
 
 PYTHON = "SLIPSTREAM_PYTHON"
@@ -71,8 +74,10 @@ def way_out(line: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog=program("learner.doctor"), description=__doc__)
     add_arguments(parser)
-    parser.add_argument("--hosts", metavar="FILE", type=Path, help="all machines of the placement, over ssh")
-    parser.add_argument("--replay", metavar="ADDRESS", help="this machine is for rollout servers of that run")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="FILE", type=Path, help="all machines of the placement, over ssh")
+    where.add_argument("--slurm", action="store_true", help="the same inside an allocation of Slurm, by srun")
+    where.add_argument("--replay", metavar="ADDRESS", help="this machine is for rollout servers of that run")
     parser.add_argument("--brief", action="store_true", help="only what every start looks at")
     parser.add_argument(
         "--backends",
@@ -101,12 +106,21 @@ def _examined(args: argparse.Namespace, config: Config) -> tuple[list[Finding], 
         return found, {}
     found = [finding for finding in found if finding.check not in CLOSER]
     try:
-        places = places_of(config, args.hosts, args.rollout_python or _rollout_python(config))
+        places = _places(args, config)
     except ConfigError as error:
         return [*found, refused("placement", error)], {}
     tested = links.backends(config) if args.backends is None else args.backends
     more, seen = of_places(config, places, tested, has_input=has_input)
     return found + more, seen
+
+
+def _places(args: argparse.Namespace, config: Config) -> list[Place]:
+    """Raises ConfigError."""
+    python = args.rollout_python or _rollout_python(config)
+    if args.slurm:
+        allocated = of_this_process(config)
+        return places_of(config, allocated.hosts(config), python, allocated.over_srun)
+    return places_of(config, None if args.hosts is None else read_hosts(args.hosts), python)
 
 
 def _rollout_python(config: Config) -> str:

@@ -1,4 +1,4 @@
-"""Where the roles of a run are, and a probe at each: on this machine, or over ssh as the start scripts go there."""
+"""Where the roles of a run are, and a probe at each: here, or over ssh or srun as the start scripts go there."""
 
 import contextlib
 import json
@@ -9,9 +9,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from configs.errors import BadHosts, SlipstreamError
@@ -20,7 +19,7 @@ from configs.plan import Plan, assign
 from configs.schema import Config
 from learner.doctor.probe import MARK
 from learner.launch.children import wait_or_kill
-from learner.launch.hosts.host_file import FORM, Host, read_hosts
+from learner.launch.hosts.host_file import FORM, Host
 from learner.launch.hosts.node_spec import config_of, hosts_of
 from learner.launch.hosts.ssh import over_ssh
 from learner.launch.machine import this_machine
@@ -62,26 +61,41 @@ class Place:
         return f"{self.role} of {self.node}"
 
 
-def places_of(config: Config, hosts_file: Path | None, rollout_python: str) -> list[Place]:
-    """A place for each node and role, the learner's first. Raises ConfigError."""
+Over = Callable[[Host, Sequence[str]], list[str]]
+"""A command on a host, as a command of this machine."""
+
+
+def places_of(
+    config: Config, known: Mapping[str, Host] | None, rollout_python: str, over: Over = over_ssh
+) -> list[Place]:
+    """A place for each node and role, the learner's first.
+
+    Args:
+        config: of the run.
+        known: machines by the names of nodes; none is this one alone.
+        rollout_python: interpreter of rollout servers.
+        over: how commands get to those machines.
+
+    Raises ConfigError.
+    """
     hosts: dict[str, Host] | None = None
-    if hosts_file is None:
+    if known is None:
         nodes = [share.node for share in config.shares]
         if len(nodes) > 1:
             raise BadHosts(
                 f"placement: {', '.join(nodes)} are several machines, and doctor looks at others over ssh; give --hosts"
-                f" FILE with lines `{FORM}`"
+                f" FILE with lines `{FORM}`, or --slurm inside an allocation"
             )
         plan = assign(config, {nodes[0]: this_machine(config)}, config_file="")
         configs = {nodes[0]: config}
     else:
         if config.network.replay_port == 0:
             config = config_of(dump(config), [f"network.replay_port={DEFAULT_PORT}"])
-        hosts = hosts_of(config, read_hosts(hosts_file))
+        hosts = hosts_of(config, known)
         plan = assign(config, {name: host.machine() for name, host in hosts.items()}, config_file="")
         configs = {n: config_of(dump(config), [f"network.host={host.address}"]) for n, host in hosts.items()}
     return [
-        _place(plan, node, role, own, None if hosts is None else hosts[node], rollout_python)
+        _place(plan, node, role, own, None if hosts is None else (hosts[node], over), rollout_python)
         for role in ROLES
         for node, own in configs.items()
         if _processes(plan, node, role)
@@ -93,7 +107,9 @@ def _processes(plan: Plan, node: str, role: str) -> list[Any]:
     return [process for process in plan.processes if process.node == node and process.role in roles]
 
 
-def _place(plan: Plan, node: str, role: str, config: Config, host: Host | None, rollout_python: str) -> Place:
+def _place(
+    plan: Plan, node: str, role: str, config: Config, reached: tuple[Host, Over] | None, rollout_python: str
+) -> Place:
     processes = _processes(plan, node, role)
     first = next(process for process in processes if process.role == role) if plan.of(node, role) else processes[0]  # type: ignore[arg-type]
     keys = {"replay": "network.replay_port", "weight bus": "weight_bus.port"}
@@ -101,9 +117,11 @@ def _place(plan: Plan, node: str, role: str, config: Config, host: Host | None, 
     ports = {keys[what]: port for process in processes for what, port in process.ports.items()}
     python = rollout_python if role == "rollout" else sys.executable
     words = [python, "-m", "learner.doctor.probe"]
-    if host is not None:
+    host = None
+    if reached is not None:
+        host, over = reached
         settings = [f"{name}={value}" for name, value in first.environment.items()]
-        words = over_ssh(host, ["env", *settings, *words])
+        words = over(host, ["env", *settings, *words])
     planned = frozenset(first.environment) - config.network.env.keys()
     return Place(node, role, config, ports, tuple(words), first.environment, planned, host)
 

@@ -128,7 +128,7 @@ def _over_ssh(args: argparse.Namespace, config: Config) -> int:
     plan = _plan(args, config, {name: host.machine() for name, host in hosts.items()}, sys.executable)
     specs = [(_spec_of(args, config, plan, name, hosts), hosts[name]) for name in plan.nodes(args.role)]
     if not args.dry_run:
-        return ssh.run(specs, args.role)
+        return ssh.run(specs, args.role, config.run_dir)
     _show(table(plan, SHOWN[args.role]))
     for spec, host in specs:
         _show(f"\n{spec.node}: {shlex.join(ssh.command_line(spec, host))}")

@@ -26,6 +26,7 @@ from learner.launch.announcements import Announcements
 from learner.launch.children import Child, Tail
 from learner.launch.machine import this_machine
 from learner.launch.reward_servers import RewardServers
+from learner.launch.run_folder import RunFolder
 from learner.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
 from learner.report.live_view import LiveView
 from replay import messages as m
@@ -145,20 +146,29 @@ class Launcher:
         """Watch until the learner has finished.
 
         Raises:
-            RunFailed: replay, the learner or the last reward server died, or no rollout server is left.
+            RunFailed: replay, the learner or the last reward server died, no rollout server is left, or the run folder
+                is gone.
         """
-        keys = load_keys(self.config.network.keys)
+        keys, folder = load_keys(self.config.network.keys), RunFolder(self.run_dir)
         with Dealer(self.address, f"launcher.{secrets.token_hex(4)}", m.FROM_REPLAY, keys=keys) as dealer:
             while (code := self.learner.exit_code()) != 0:
-                self._look(dealer)
-                if self.replay.exit_code() is not None:
-                    self._replay_died()
-                if code is not None:
-                    self._learner_died(dealer)
-                self.rewards.watch(self._run_is_over())
-                self.servers.watch(self._run_is_over())
+                folder.check()  # first: processes that die of it name some file
+                try:
+                    self._watch_once(dealer, code)
+                except FileNotFoundError as error:
+                    folder.check_after(error)
                 time.sleep(POLL_S)
             self._look(dealer)
+
+    def _watch_once(self, dealer: Dealer, code: int | None) -> None:
+        """Look at everything; `code` is the learner's exit code."""
+        self._look(dealer)
+        if self.replay.exit_code() is not None:
+            self._replay_died()
+        if code is not None:
+            self._learner_died(dealer)
+        self.rewards.watch(self._run_is_over())
+        self.servers.watch(self._run_is_over())
 
     def leave(self) -> None:
         """Wait for the other processes to exit after the learner's Goodbye."""

@@ -7,6 +7,7 @@ after pass there; here it is refused in a second, without torch.
 import itertools
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 
 from configs.base import ConfigError
 from configs.errors import Contradiction, InputMissing
+from configs.rewards import Exact, Mathematics, Numeric
 from configs.schema import Config
 from learner.launch.picture_check import PictureCheck
 from learner.launch.terminal import say
@@ -27,6 +29,8 @@ CHECKED_ROWS = 50_000
 """Rows that are read and checked here, if they can be in CHECKED_S; replay checks more."""
 CHECKED_S = 3.0
 """Rows that are made as they are asked for may take much longer than those of a file."""
+COMPARE = (Exact, Numeric, Mathematics)
+"""Built-in rewards that compare with the row's answer."""
 SAMPLED_ROWS = 64
 """Rows of these that are rendered and tokenised."""
 
@@ -53,6 +57,8 @@ def check_prompts(config: Config, path: str, curriculum: str = "none") -> int:
             problems.append(str(error))
     if not lengths:
         raise InputMissing(f"{path}: none of the first {len(sample)} rows can be rendered; row 1: {problems[0]}")
+    check_template(encode, sample, path)
+    check_answers(config, sample, path)
     limit = config.data.max_prompt_tokens
     if min(lengths) > limit:
         raise Contradiction(
@@ -69,6 +75,35 @@ def check_prompts(config: Config, path: str, curriculum: str = "none") -> int:
     until = time.monotonic() + CHECKED_S
     rest = itertools.takewhile(lambda _: time.monotonic() < until, itertools.islice(rows, CHECKED_ROWS - len(sample)))
     return len(sample) + sum(1 for _ in rest)
+
+
+def check_answers(config: Config, sample: Sequence[Row], path: str) -> None:
+    """Raises ConfigError: the rows have no answer, and reward.function compares with it."""
+    compares = [part.label for part in config.reward.parts if isinstance(part.settings, COMPARE) and part.weight]
+    judged = config.environment.function in (None, "tools")  # others mostly give the reward themselves
+    if not compares or not judged or any(_is_answer(row["ground_truth"]) for row in sample):
+        return
+    raise InputMissing(
+        f"{path}: the answers of the first {len(sample)} rows are all empty, and reward.function {compares[0]!r}"
+        " compares with them, so every answer would get the same reward; fill their column (docs/howto/data.md has the"
+        " names that are read), or take a reward that needs no answer"
+    )
+
+
+def _is_answer(truth: object) -> bool:
+    return truth is not None and str(truth).strip() != ""
+
+
+def check_template(encode: "PromptEncoder", sample: Sequence[Row], path: str) -> None:
+    """Raises ConfigError: the chat template leaves out every system message, or every user message."""
+    for role in ("system", "user"):
+        shown = [found for row in sample if (found := encode.shows(row, role)) is not None]
+        if shown and not any(shown):
+            raise InputMissing(
+                f"model.chat_template: it leaves out the {role} message of the {len(shown)} rows of {path} that have"
+                " one (of those looked at), so the policy would never read it; set model.chat_template to one that"
+                " shows it (Jinja text or a file), or move that text into another message"
+            )
 
 
 class PromptEncoder:
@@ -97,6 +132,20 @@ class PromptEncoder:
         if self._tokenizer is None:
             return 0
         return of_pictures + len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def shows(self, row: Row, role: str) -> bool | None:
+        """Whether the rendered prompt has the texts of its messages of this role; None where it has no such text."""
+        prompt = row["prompt"]
+        messages = [] if isinstance(prompt, str) else prompt
+        texts = [each["content"] for each in messages if each.get("role") == role]
+        texts = ["".join(text.split()) for text in texts if isinstance(text, str) and text.strip()]
+        if not texts:
+            return None
+        try:
+            rendered = "".join(self._render(messages).split())  # templates strip and join lines
+        except (jinja2.TemplateError, ConfigError):
+            return None
+        return all(text in rendered for text in texts)
 
     def _render(self, messages: list[dict[str, Any]]) -> str:
         if self._template is None:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from configs.environment import Environment
+from replay.hang import expired
 from rollout_server.children.frames import pack
 from rollout_server.children.process import ChildProcess, start
 from rollout_server.engines.base import EngineError
@@ -52,6 +53,8 @@ class _Episode:
     timeout_s: float
     child: ChildProcess
     """That runs it."""
+    name: str
+    """Of that process."""
     result: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     turns: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """By call: what the function waits for."""
@@ -89,11 +92,14 @@ class _Episode:
             self.own_s += asyncio.get_running_loop().time() - self.own_since
 
     def _late(self) -> None:
-        turns = self.session.recorder.num_turns
+        turns, key = self.session.recorder.num_turns, "environment.turn_timeout_s"
         self.fail(
-            LeaseFailed(
-                FAILED,
-                f"the environment took longer than environment.turn_timeout_s = {self.timeout_s:g} after {turns} turns",
+            late(
+                f"the environment took longer than {key} = {self.timeout_s:g} after {turns} turns",
+                what=f"the function of {self.session.name} after {turns} turns",
+                owed_by=self.name,
+                waited_s=self.timeout_s,
+                key=key,
             )
         )
 
@@ -156,7 +162,7 @@ class EnvironmentProcess:
     async def run(self, row: dict[str, Any], session: Session) -> Outcome:
         """One episode. Raises LeaseFailed, EngineError, TaskError: it has failed."""
         assert self._child is not None
-        episode = _Episode(next(self._numbers), session, self._settings.turn_timeout_s, self._child)
+        episode = _Episode(next(self._numbers), session, self._settings.turn_timeout_s, self._child, self.name)
         self._episodes[episode.number] = episode
         session.on_abort = lambda: episode.fail(LeaseFailed("aborted", "the episode was called off"))
         try:
@@ -166,9 +172,9 @@ class EnvironmentProcess:
                 return await episode.result
         except TimeoutError as error:
             assert limit.expired()
-            raise LeaseFailed(
-                FAILED, f"the episode took longer than environment.episode_timeout_s = {limit_of(self._settings)}"
-            ) from error
+            limit_s, key = self._settings.episode_timeout_s, "environment.episode_timeout_s"
+            said = f"the episode took longer than {key} = {limit_s:g}"
+            raise late(said, what=session.name, owed_by=self.name, waited_s=limit_s, key=key) from error
         finally:
             self._leave(episode)
 
@@ -281,14 +287,13 @@ class EnvironmentProcess:
             case "pieces":
                 return await session.beside(session.task.pieces, list(arguments["token_ids"]))
             case "turn":
-                limit = self._settings.turn_timeout_s
+                limit, key = self._settings.turn_timeout_s, "environment.turn_timeout_s"
                 try:
                     async with asyncio.timeout(limit):
                         return asdict(await session.turn(**arguments))
                 except TimeoutError as error:
-                    raise LeaseFailed(
-                        FAILED, f"a turn took longer than environment.turn_timeout_s = {limit:g}"
-                    ) from error
+                    what, said = f"a turn of {session.name}", f"a turn took longer than {key} = {limit:g}"
+                    raise late(said, what=what, owed_by="the engine", waited_s=limit, key=key) from error
             case _:
                 raise TaskError(f"{shown(what)} is nothing that can be asked")
 
@@ -307,6 +312,7 @@ class EnvironmentProcess:
         self._child = self._reading = None
 
 
-def limit_of(settings: Environment) -> str:
-    """environment.episode_timeout_s, to be read."""
-    return f"{settings.episode_timeout_s:g}"
+def late(said: str, *, what: str, owed_by: str, waited_s: float, key: str) -> LeaseFailed:
+    """An episode that fails because a deadline has passed, with the hang report of it."""
+    report = expired(what, owed_by=(owed_by,), waited_s=waited_s, key=key, ends=False)
+    return LeaseFailed(FAILED, said + report)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from configs.data import Reward
+from replay.hang import expired
 from rollout_server.children.frames import pack
 from rollout_server.rewards import RewardError, RewardOutcome, Sample
 from rollout_server.rewards.process import RewardProcess, WorkerLost
@@ -21,6 +22,10 @@ MAX_SAMPLES = 64
 """Samples in one request of a function that judges one at a time."""
 MAX_TRL_SAMPLES = 256
 MEAN_DECAY = 0.9
+LATE = "timed out after "
+"""Begins the error of a call that took longer than reward.timeout_s."""
+LATE_IN_A_ROW = 3
+"""So many late calls leave a hang report; a single one is named in the log alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,9 @@ class RewardPool:
         self._workers: list[asyncio.Task[None]] = []
         self._waiting: set[asyncio.Future[RewardOutcome]] = set()
         self._mean_s: float | None = None
+        self._late = 0
+        """Calls in a row that were late."""
+        self._timeout_s, self._shown = reward.timeout_s, reward.shown
 
     async def __aenter__(self) -> Self:
         """Start all processes. Raises RewardError: the function cannot be loaded; none is left."""
@@ -164,6 +172,12 @@ class RewardPool:
     def _record(self, item: _Item, outcome: RewardOutcome) -> None:
         mean = outcome.seconds if self._mean_s is None else self._mean_s
         self._mean_s = MEAN_DECAY * mean + (1 - MEAN_DECAY) * outcome.seconds
+        self._late = self._late + 1 if (outcome.error or "").startswith(LATE) else 0
+        if self._late == LATE_IN_A_ROW:
+            what, key = f"reward function {self._shown!r}, {self._late} times in a row", "reward.timeout_s"
+            waited_s = self._late * self._timeout_s
+            said = expired(what, owed_by=("reward processes",), waited_s=waited_s, key=key, ends=False)
+            log.warning("%s was late, the last %s%s [slow]", what, outcome.error, said)
         if not item.outcome.done():
             item.outcome.set_result(outcome)
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import subprocess
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -23,6 +24,12 @@ ASYNC_GRACE_S = 1.0
 """The worker itself cancels asynchronous calls at the timeout; the pool kills it this much later."""
 MEMORY_SIGNS = ("bad_alloc", "MemoryError", "Cannot allocate memory", "out of memory", "can't start new thread")
 """In the last words of native code that found no memory."""
+KILLED = (
+    ", as the kernel ends processes where a machine or a cgroup is out of memory: see `dmesg`, lower reward.workers or"
+    " reward.memory_bytes, or give the machine more"
+)
+DYING_S = 0.2
+"""From the end of a channel to the end of its process."""
 WORKER = "rollout_server.rewards.worker"
 Deliver = Callable[[int, RewardOutcome], None]
 
@@ -116,7 +123,9 @@ class RewardProcess:
     async def _autopsy(self, worker: ChildProcess) -> str:
         """How a process that hung up has ended, its last output, and its limit."""
         # Dying takes a moment from the hang-up on; a process that only hung up is useless and is ended.
-        await asyncio.sleep(0.01)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(worker.process.wait, DYING_S)
+        was_killed = worker.process.poll() == -signal.SIGKILL
         await worker.end()
         code, last = worker.process.returncode, worker.last_line()
         for key, exit_code in EXIT_CODES.items():
@@ -125,7 +134,7 @@ class RewardProcess:
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         said = f"; its last output: {last}" if last else ""
         hint = f"; reward.memory_bytes is {self._reward.memory_bytes}" if any(s in last for s in MEMORY_SIGNS) else ""
-        return f"the reward process died ({how}){said}{hint}"
+        return f"the reward process died ({how}){KILLED if was_killed else ''}{said}{hint}"
 
 
 def order_of(reward: Reward) -> list[tuple[str, str, float, dict[str, Any]]]:

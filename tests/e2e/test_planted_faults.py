@@ -7,6 +7,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -48,6 +49,16 @@ def ending(run: Run, fault: str, began: float) -> str:
     seconds, line = time.monotonic() - began, run.text().splitlines()[-1]
     assert seconds < LIMIT_S and line.startswith("slipstream: run stopped: "), (seconds, line)
     assert re.search(r" \[SLIP-[A-Z]+-\d\d\]$", line), line
+    table(fault, seconds, line)
+    return line
+
+
+def refusal(run: Run, fault: str, began: float) -> str:
+    """The last line of a run that was refused before anything started."""
+    assert run.wait(90) == 2, run.text()[-3000:]
+    seconds, line = time.monotonic() - began, run.text().splitlines()[-1]
+    assert seconds < LIMIT_S and line.startswith("slipstream: refused: ") and line.endswith("[SLIP-CONFIG-08]"), line
+    assert not (run.folder / "logs").exists(), "no process has started"
     table(fault, seconds, line)
     return line
 
@@ -172,6 +183,65 @@ def test_an_engine_that_is_killed(launch):
     died = rf"rollout-0 \(pid {pid}\) died: killed by SIGKILL \[closed\].*no restart left .*\[SLIP-RUN-01\]$"
     assert re.search(died, run.text(), re.MULTILINE)
     assert re.search(f"launcher WARNING {died}", run.log("launcher"), re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["deleted", "moved"])
+def test_a_run_folder_that_is_gone(launch, tmp_path, how):
+    run = launch(steps=10_000)
+    run.wait_for_step(1)
+    began = time.monotonic()
+    if how == "moved":
+        run.folder.rename(tmp_path / "elsewhere")
+    else:
+        shutil.rmtree(run.folder, ignore_errors=True)
+    line = ending(run, f"the run folder is {how} in the middle of the run", began)
+    assert f"run.dir: {run.folder} was deleted, moved or replaced" in line and line.endswith("[SLIP-RUN-09]")
+    assert "--resume it" in line and run.nothing_left()
+    if how == "moved":
+        run.folder.mkdir(exist_ok=True)  # what has ended may have left a log there
+        shutil.rmtree(run.folder)
+        (tmp_path / "elsewhere").rename(run.folder)
+        done = run.steps()[-1]["training/global_step"]
+        assert launch.resume(run.folder, "--steps", str(done + 2)).wait(120) == 0, "the message's way out is one"
+
+
+@pytest.mark.slow
+def test_rows_whose_answers_are_all_empty(launch, tmp_path, untrained):
+    rows = [json.loads(line) | {"answer": ""} for line in (untrained.folder / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    began = time.monotonic()
+    run = launch(f"data.train={tmp_path}/train.jsonl", "reward.function=exact", steps=10_000)
+    line = refusal(run, "every row's answer is empty, and the reward is `exact`", began)
+    assert "train.jsonl: the answers of the first 64 rows are all empty, and reward.function 'exact' compares" in line
+
+
+@pytest.mark.slow
+def test_a_chat_template_that_leaves_the_system_message_out(launch, tmp_path, untrained):
+    rows = map(json.loads, (untrained.folder / "train.jsonl").read_text().splitlines())
+    chats = [[{"role": "system", "content": "sort"}, {"role": "user", "content": row["prompt"]}] for row in rows]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps({"prompt": one, "answer": "1"}) + "\n" for one in chats))
+    (tmp_path / "users.jinja").write_text("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
+    began = time.monotonic()
+    settings = (f"data.train={tmp_path}/train.jsonl", f"model.chat_template={tmp_path}/users.jinja")
+    line = refusal(launch(*settings, steps=10_000), "a chat template that leaves the system message out", began)
+    assert "model.chat_template: it leaves out the system message of the 64 rows" in line and "set model.chat" in line
+
+
+@pytest.mark.slow
+def test_reward_processes_that_are_killed_for_memory(launch, tmp_path):
+    flag = tmp_path / "short"
+    (tmp_path / "judge.py").write_text(
+        "import os, signal, zlib\n\n\ndef reward(sample):\n"
+        f"    if os.path.exists({str(flag)!r}):\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return zlib.crc32(sample['completion'].encode()) / 2**32\n"
+    )
+    run = launch(f"reward.function={tmp_path}/judge.py:reward", "reward.max_error_rate=0", steps=10_000)
+    run.wait_for_step(1)
+    flag.touch()
+    line = ending(run, "SIGKILL of every reward process, as by the OOM killer", time.monotonic())
+    assert "died (signal SIGKILL), as the kernel ends processes where a machine or a cgroup is out of memory" in line
+    assert "lower reward.workers or reward.memory_bytes" in line and line.endswith("[SLIP-REWARD-03]")
 
 
 @pytest.mark.slow

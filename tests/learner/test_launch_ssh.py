@@ -4,7 +4,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,11 @@ from configs.loading import dump
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from configs.plan import Machine
 from learner.launch import children
-from learner.launch.hosts import here, node
+from learner.launch.hosts import here, node, ssh
+from learner.launch.hosts.host_file import Host
 from learner.launch.hosts.key_files import write_keys
 from learner.launch.hosts.node_spec import NodeSpec, read_spec, renumbered, resolve
-from replay.channel import KeysError
+from replay.channel import ChannelError, KeysError
 from tests.support.runs import ROOT, environment, left_over, processes
 from tests.support.waiting import until
 
@@ -64,6 +68,34 @@ def test_a_node_that_fails_is_named_with_its_reason(start, ssh, settings, reason
     assert process.returncode == 1
     assert f"[node0] {reason.partition(': ')[2]}" in said
     assert f"node0 (10.0.0.1) failed: {reason}" in said
+
+
+def test_an_address_that_is_a_loopback_one_on_its_node_is_refused_there(start, tmp_path):
+    """127.0.1 stands for a name that the node's /etc/hosts has in its loopback line, as Debian writes it."""
+    (tmp_path / "hosts").write_text(HOSTS.replace("10.0.0.1", "127.0.1"))
+    began = time.monotonic()
+    process = start("start_learner", 'exec bash -c "$2"', "placement.device=cpu")
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and time.monotonic() - began < 30
+    line = said.splitlines()[-1]
+    assert line.startswith(
+        "slipstream: node0 (127.0.1) failed: exit code 2: slipstream: refused: host file: '127.0.1'"
+    ), said
+    assert "is 127.0.0.1 on that machine, where no other node reaches it; write the machine's address" in line
+    assert line.endswith("[SLIP-CONFIG-12]")
+
+
+def test_an_address_is_looked_at_only_where_other_nodes_need_it(monkeypatch):
+    several, one = ([*NODES, "network.host=127.0.1"], ["network.host=127.0.1", "network.insecure=true"])
+    with pytest.raises(ConfigError, match=r"'127.0.1', the address of node1, is 127.0.0.1 on that machine"):
+        node.check_address(configs.load("quickstart", several), "node1")
+    node.check_address(configs.load("quickstart", one), "node0")
+
+    def late(*_, **__):
+        raise socket.gaierror("no name server yet")
+
+    monkeypatch.setattr(node.socket, "getaddrinfo", late)
+    node.check_address(configs.load("quickstart", several), "node1")
 
 
 def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_are_ended(start, tmp_path):
@@ -188,6 +220,52 @@ def test_the_other_learner_nodes_do_as_the_first_one_has_decided(tmp_path, monke
     (tmp_path / "job-42" / "config.yaml").touch()
     node.Node(resolve(spec), lifeline=False, resume_if_begun=True).run_learner()
     assert ("--resume" in commands[0]) is resumes
+
+
+def test_a_node_that_replay_never_answers_leaves_a_hang_report(tmp_path, monkeypatch):
+    settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
+    settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
+    config = dump(configs.load("quickstart", [*settings, "rollout.wait_for_servers_s=0.2"]))
+    spec = NodeSpec(role="learner", node="node1", config=config, hosts=HOSTS)
+    monkeypatch.setattr(node, "ask_replay", lambda *_: None)
+    with pytest.raises(ChannelError, match=r"node1 waited 0.2 s for replay at tcp://10.0.0.1:5757 .*; hang report: "):
+        node.Node(resolve(spec), lifeline=False).run_learner()
+    (path,) = (tmp_path / "job").glob("hang-*.txt")
+    said = "node-node1 waited 0.2 s for replay at tcp://10.0.0.1:5757 from replay (rollout.wait_for_servers_s)"
+    assert path.read_text().splitlines()[1] == said and "STACKS OF node-node1" in path.read_text()
+
+
+def test_a_node_of_reward_servers_that_hears_nothing_says_so(tmp_path, monkeypatch, capsys):
+    settings = ["placement.learner='node0:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
+    settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
+    config = dump(configs.load("quickstart", [*settings, "rollout.wait_for_servers_s=0.2"]))
+    made = resolve(NodeSpec(role="rollout", node="node2", config=config, hosts=HOSTS))
+    alone = replace(made, plan=replace(made.plan, processes=()))
+    monkeypatch.setattr(node, "ask_replay", lambda *_: None)
+    monkeypatch.setattr(node, "LOOK_S", 0.1)
+    assert node.Node(alone, lifeline=False).run_servers() == 0
+    said = capsys.readouterr().out
+    assert "node2 waited 0.2 s for replay at tcp://10.0.0.1:5757 (rollout.wait_for_servers_s) and ends; hang" in said
+    (path,) = (tmp_path / "job").glob("hang-*.txt")
+    assert "node-node2 waited 0.2 s for a sign of replay" in path.read_text()
+
+
+def test_nodes_that_do_not_end_leave_a_hang_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ssh, "FAREWELL_S", 0.3)
+
+    def remote(name, *command):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return ssh.Remote(name, Host(name, "10.0.0.1", name, None), subprocess.Popen(command, **pipes))
+
+    remotes = [remote("node0", "true"), remote("node1", "cat")]
+    try:
+        assert ssh._watch(remotes, "learner", str(tmp_path / "job")) == 1
+    finally:
+        ssh.stop(remotes)
+    (path,) = (tmp_path / "job").glob("hang-*.txt")
+    said = "launch waited 0.3 s for the end of the nodes from node1 (a fixed deadline)"
+    assert path.read_text().splitlines()[1] == said
+    assert f"node1 still run 0.3 s after another node has ended; hang report: {path} [slow]" in capsys.readouterr().err
 
 
 # ---- this machine ---------------------------------------------------------------------------------------

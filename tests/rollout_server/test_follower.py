@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import multiprocessing
+import re
 import signal
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -113,6 +114,21 @@ def learner_process(config: Config, model: Any) -> Iterator[BaseProcess]:
     finally:
         process.kill()
         process.join()
+
+
+async def test_a_learner_that_is_silent_past_the_deadline_leaves_a_hang_report(
+    config: Config, reported: Callable[[], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    bus = config.weight_bus.model_copy(update={"deadline_s": 0.5, "heartbeat_s": 0.1})
+    address = str(welcome(config, 1).bus_address)  # where nothing listens
+    async with serving(config.model_copy(update={"weight_bus": bus})) as (server, _):
+        server.follower.follow(address, RUN)
+        await eventually(lambda: "; hang report: " in caplog.text, "the deadline")
+        assert server.follower.failure is None, "it waits on"
+    said = await asyncio.to_thread(reported)
+    assert re.fullmatch(
+        rf"me waited \S+ s for a sign of the publisher {address} from learner-0 \(\S+deadline_s\)", said
+    )
 
 
 @pytest.mark.parametrize(

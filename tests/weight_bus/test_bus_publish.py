@@ -200,14 +200,23 @@ def kill(publisher: Publisher) -> WeightBus:
 
 def test_silence_of_the_publisher_is_logged_once_and_outlived(caplog, config):
     caplog.set_level(logging.INFO)
-    config = config.model_copy(update={"heartbeat_s": 0.4})
-    first = learner(config)
-    (rollout,) = servers(first, "one", config=config)
+    config = config.model_copy(update={"heartbeat_s": 0.4, "deadline_s": 1.5})
+    first, overdue = learner(config), []
+
+    def on_silence(what, waited_s):
+        overdue.append((what, waited_s))
+        return "; reported"
+
+    (rollout,) = servers(first, "one", config=config, on_silence=on_silence)
     publish(first, 7)
     config = kill(first)
     until(lambda: "[silent]" in caplog.text, "the silence is logged")
+    assert overdue == []
+    until(lambda: "(weight_bus.deadline_s); reported [silent]" in caplog.text, "the deadline is logged")
     time.sleep(1.0)
-    assert caplog.text.count("[silent]") == 1 and first.address in caplog.text
+    assert caplog.text.count("[silent]") == 2 and first.address in caplog.text
+    ((what, waited_s),) = overdue
+    assert what == f"a sign of the publisher {first.address}" and waited_s > 1.5
     with learner(config, incarnation=2) as second:
         publish(second, 3)
         until(lambda: rollout.engine.activated == [7, 3], "the next incarnation is joined and may be older")

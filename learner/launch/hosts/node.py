@@ -10,6 +10,7 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 
 from configs.errors import BadHosts
 from configs.loading import ConfigError
-from configs.schema import Config
+from configs.schema import Config, is_loopback
 from learner.launch import children
 from learner.launch.children import Child, Tail
 from learner.launch.hosts.key_files import write_keys
@@ -33,6 +34,7 @@ from learner.launch.preflight import check_available
 from learner.launch.reward_servers import RewardServers
 from learner.launch.servers import LocalServers, RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals
+from replay import hang
 from replay.channel import ChannelError
 from replay.lifeline import PARENT
 
@@ -60,6 +62,7 @@ def main() -> int:
     try:
         spec = read_spec(first_line()) if args.stdin else spec_of_arguments(args)
         assignment = resolve(spec, host=args.host, renumber=args.renumber)
+        check_address(assignment.config, spec.node)
         write_keys(assignment.config.network.keys, spec.keys)
         node = Node(assignment, lifeline=args.stdin, resume_if_begun=args.resume_if_begun)
         return node.run_learner() if spec.role == "learner" else node.run_servers()
@@ -74,13 +77,33 @@ def main() -> int:
         return 130
 
 
+def check_address(config: Config, node: str) -> None:
+    """Raises ConfigError: the node's name means a loopback address on this machine, where no other node reaches it."""
+    host = config.network.host
+    if len(config.shares) < 2:
+        return
+    try:
+        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        return  # what binds it names it; a name server of a cluster may be late
+    if all(map(is_loopback, found)):
+        raise BadHosts(
+            f"host file: {host!r}, the address of {node}, is {found[0]} on that machine, where no other node reaches"
+            f" it; write the machine's address on the network into the host file (`hostname -I` on {node} shows it), or"
+            f" take {host!r} out of the loopback line of its /etc/hosts"
+        )
+
+
 class RunEnd:
     """The end of the run, polled at replay by a node of reward servers alone."""
 
     def __init__(self, config: Config, address: str) -> None:
         self._config, self._address = config, address
         self._look_at = 0.0
-        self._deadline = time.monotonic() + config.rollout.wait_for_servers_s
+        self._limit = (config.rollout.wait_for_servers_s, "rollout.wait_for_servers_s")
+        self._deadline = time.monotonic() + self._limit[0]
+        self.silence: tuple[float, str] | None = None
+        """Seconds and their key, where replay was silent for too long."""
 
     def is_here(self, now: float) -> bool:
         """Whether the run has ended, or replay was silent for too long. Raises ChannelError: it refuses this node."""
@@ -89,8 +112,10 @@ class RunEnd:
         self._look_at = now + LOOK_S
         answer = ask_replay(self._config, self._address, 1.0)
         if answer is None:
-            return now > self._deadline
-        self._deadline = now + 2 * self._config.network.silent_after_s
+            self.silence = self._limit if now > self._deadline else None
+            return self.silence is not None
+        self._limit = (2 * self._config.network.silent_after_s, "twice network.silent_after_s")
+        self._deadline = now + self._limit[0]
         return bool(answer.state["ended"])
 
 
@@ -142,6 +167,10 @@ class Node:
                 rewards.watch(run_is_over=True)
                 servers.watch(run_is_over=True)
                 self._breathe()
+            if end.silence is not None:
+                limit_s, key = end.silence
+                said = self._report(f"a sign of replay at {plan.replay}", limit_s, key)
+                show(f"{node} waited {limit_s:g} s for replay at {plan.replay} ({key}) and ends{said} [silent]")
             self._show_logs()
         finally:
             ignore_signals()
@@ -193,11 +222,19 @@ class Node:
             if answer is not None:
                 return answer.run_name
             self._breathe()
+        key = "rollout.wait_for_servers_s"
         raise ChannelError(
-            f"{self.assignment.spec.node} waited {limit:g} s for replay at {address} (rollout.wait_for_servers_s):"
-            " nothing came; is it started, and does a firewall let this node through?",
+            f"{self.assignment.spec.node} waited {limit:g} s for replay at {address} ({key}): nothing came; is it"
+            " started, and does a firewall let this node through?"
+            f"{self._report(f'replay at {address}', limit, key)}",
             "silent",
         )
+
+    def _report(self, what: str, waited_s: float, key: str) -> str:
+        """The hang report of this node, which is noted as a process of the run only now that it has waited in vain."""
+        name = f"node-{self.assignment.spec.node}"
+        hang.begin(name, self.config.run_dir, replay=self.assignment.plan.replay, keys=self.config.network.keys)
+        return hang.expired(what, owed_by=("replay",), waited_s=waited_s, key=key)
 
     def _child(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
         self._tails.setdefault(log, Tail.from_end(log))

@@ -11,6 +11,12 @@ from configs.schema import Config
 from learner.launch.hosts.job_files import JobFiles
 from learner.launch.hosts.node_spec import ROLES, NodeRole
 
+STEP = ("--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none")
+"""Arguments of srun for one process on one machine, beside other steps there."""
+ADDRESS = """if [[ -n "${SLIPSTREAM_INTERFACE:-}" ]]; then
+      ip -4 -o addr show dev "$SLIPSTREAM_INTERFACE" | awk "{split(\\$4, a, \\"/\\"); print a[1]; exit}"
+    else hostname -I | cut -d" " -f1; fi"""
+"""For bash, in single quotes."""
 HEAD = """#!/usr/bin/env bash
 # {what} of run {name}. Written by learner/launch/hosts/slurm.py; edit it as you need.
 #
@@ -36,15 +42,13 @@ mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 
 # One step on one machine. Steps share it (--overlap), and each sees all of its cores and GPUs.
 on() {{
-  srun --nodes=1 --ntasks=1 --nodelist="$1" --overlap --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \\
+  srun {step} --nodelist="$1" --cpus-per-task="$SLURM_CPUS_ON_NODE" \\
     {step_gpus}"${{@:2}}"
 }}
 
 # Each machine's own address, of SLIPSTREAM_INTERFACE or else its first: what its sockets bind.
 address_of() {{
-  on "$1" bash -c 'if [[ -n "${{SLIPSTREAM_INTERFACE:-}}" ]]; then
-      ip -4 -o addr show dev "$SLIPSTREAM_INTERFACE" | awk "{{split(\\$4, a, \\"/\\"); print a[1]; exit}}"
-    else hostname -I | cut -d" " -f1; fi'
+  on "$1" bash -c '{address}'
 }}
 hosts={folder}/hosts-$SLURM_JOB_ID
 for i in "${{!nodes[@]}}"; do
@@ -107,6 +111,8 @@ def files(config: Config, plan: Plan, role: NodeRole, *, path: Path | None, gpus
     on_gpus = any(uses_gpus(config, plan.machines[name]) for name in names)
     count = gpus or max(most_devices(share) for share in config.shares if share.node in names)
     text = HEAD.format(
+        step=" ".join(STEP),
+        address=ADDRESS,
         what="The whole" if role == "learner" else "More rollout servers",
         name=config.run.name,
         runs=config.run.dir,

@@ -21,6 +21,7 @@ from learner.launch.children import wait_or_kill
 from learner.launch.hosts.host_file import Host
 from learner.launch.hosts.node_spec import NodeRole, NodeSpec
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
+from replay import hang
 
 SSH = "SLIPSTREAM_SSH"
 """Environment variable with another command than ssh; it gets the target and one line of shell."""
@@ -84,7 +85,7 @@ def over_ssh(host: Host, words: Sequence[str]) -> list[str]:
     return [*ssh, host.ssh, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
 
 
-def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole) -> int:
+def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole, run_dir: str) -> int:
     """Run all specs to their end; exit code 0 when all ended well, 130 after a signal.
 
     A learner node that fails ends them all; rollout nodes go on without the one that failed.
@@ -94,7 +95,7 @@ def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole) -> int:
     try:
         for spec, host in specs:
             remotes.append(start(spec, host))
-        return _watch(remotes, role)
+        return _watch(remotes, role, run_dir)
     except Interrupted as interruption:
         say(f"{interruption}: ending {', '.join(remote.name for remote in remotes)}")
         return 130
@@ -133,7 +134,7 @@ def stop(remotes: Sequence[Remote]) -> None:
         remote.reader.join(1.0)
 
 
-def _watch(remotes: Sequence[Remote], role: NodeRole) -> int:
+def _watch(remotes: Sequence[Remote], role: NodeRole, run_dir: str) -> int:
     """Name each node that fails; a learner's others have FAREWELL_S to end by themselves, and to say why."""
     named: set[str] = set()
     deadline = math.inf
@@ -149,6 +150,9 @@ def _watch(remotes: Sequence[Remote], role: NodeRole) -> int:
         if not running or time.monotonic() > deadline:
             break
         time.sleep(POLL_S)
-    for remote in running:
-        say(f"{remote.name} still runs {FAREWELL_S:g} s after another node has ended [slow]")
+    if running:
+        hang.begin("launch", run_dir)
+        names = [remote.name for remote in running]
+        said = hang.expired("the end of the nodes", owed_by=names, waited_s=FAREWELL_S, key="a fixed deadline")
+        say(f"{', '.join(names)} still run {FAREWELL_S:g} s after another node has ended{said} [slow]")
     return 1 if any(remote.exit_code() != 0 for remote in remotes) else 0

@@ -11,6 +11,8 @@ options  url: of a server, http://10.0.0.7:8000, or a list of them, over which p
          max_turn_tokens: of one answer (default: what is left)
          wait_s: for a place at a server that has none free, and for each of its answers (default 60)
 
+A server that gives no session is passed over: its episodes are played at the next one of the list.
+
 An episode is a session over a WebSocket: reset, then a step for each answer until the server says done. All episodes of
 a prompt have one seed, that of the prompt or the row's own `seed`. The package openenv itself is not needed: its client
 brings a web interface and pins that engines do not go with. The protocol is that of openenv/core/env_server/types.py.
@@ -18,9 +20,10 @@ brings a web interface and pins that engines do not go with. The protocol is tha
 
 import asyncio
 import json
+import sys
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -31,7 +34,7 @@ from rollout_server.environments.client import Client
 from rollout_server.environments.protocol import MAX_BYTES, shown
 
 if TYPE_CHECKING:
-    from aiohttp import ClientWebSocketResponse
+    from aiohttp import ClientSession, ClientWebSocketResponse
 
 KEY = "environment.options"
 OPTIONS = {"url", "action", "fields", "observation", "reset", "reward", "style", "max_turn_tokens", "wait_s"}
@@ -43,6 +46,8 @@ FULL = "CAPACITY_REACHED"
 OWN = ("metadata", "done", "reward")
 """Fields of every action or observation."""
 _action: list[str] = []
+_named: set[str] = set()
+"""Servers without an answer that stderr has named, each with its error."""
 Ask = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 """Sends a message of this kind with this data; returns the checked observation, reward and done."""
 
@@ -51,7 +56,7 @@ class ServerFailed(
     SlipstreamError,
     RuntimeError,
     code="SLIP-ENV-05",
-    cause="A server of environment.options.servers is gone, refuses a session or an action, or speaks another version.",
+    cause="A server of environment.options.url is gone, refuses a session or an action, or speaks another version.",
     mend="Look into that server's log; docs/howto/environments.md.",
 ):
     """A server refuses, is gone, or breaks the protocol; the message says what it said."""
@@ -125,7 +130,8 @@ async def rollout(row: dict[str, Any], client: Client) -> Trajectory:
     context: Any = [] if options.get("style", "chat") == "chat" else ""
     rewards: list[float] = []
     steps, bad, done = 0, 0, False
-    async with _session(servers[client.prompt_seed % len(servers)], wait_s) as ask:
+    first = client.prompt_seed % len(servers)
+    async with _session([*servers[first:], *servers[:first]], wait_s) as ask:
         said = await ask("reset", {"seed": seed % 2**31, **dict(options.get("reset") or {})})
         told = begun(row["prompt"], observed(said, options))
         done = said["done"]
@@ -174,19 +180,17 @@ def observed(said: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 
 
 @asynccontextmanager
-async def _session(url: str, wait_s: float) -> AsyncIterator[Ask]:
-    """A session that has been given its place; waits for one until `wait_s` are over. Raises ServerFailed."""
+async def _session(servers: Sequence[str], wait_s: float) -> AsyncIterator[Ask]:
+    """A session at the first of these servers that gives one; waits for a place until `wait_s` are over.
+
+    Raises ServerFailed.
+    """
     import aiohttp
 
-    until = asyncio.get_running_loop().time() + wait_s
+    loop = asyncio.get_running_loop()
+    until = loop.time() + wait_s
     async with aiohttp.ClientSession(trust_env=False) as http:
-        while True:
-            try:
-                async with asyncio.timeout_at(until):
-                    socket = await http.ws_connect(f"{url}/ws", max_msg_size=MAX_BYTES, heartbeat=20.0)
-                break
-            except (aiohttp.ClientError, TimeoutError, OSError) as error:
-                raise ServerFailed(f"{url}: no session ({type(error).__name__}: {error})") from error
+        url, socket = await _connected(http, servers, until)
 
         async def ask(kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
             nonlocal socket
@@ -195,16 +199,39 @@ async def _session(url: str, wait_s: float) -> AsyncIterator[Ask]:
                     return await _asked(socket, url, kind, data, wait_s)
                 except _Full:
                     await socket.close()
-                    if kind != "reset" or asyncio.get_running_loop().time() > until:
+                    if kind != "reset" or loop.time() + PAUSE_S > until:
                         raise
                     await asyncio.sleep(PAUSE_S)
-                    socket = await http.ws_connect(f"{url}/ws", max_msg_size=MAX_BYTES, heartbeat=20.0)
+                    _, socket = await _connected(http, [url], loop.time() + wait_s)
 
         try:
             yield ask
-            await socket.send_json({"type": "close"})
+            with suppress(aiohttp.ClientError, ConnectionError):  # it may hang up once it is done: the episode counts
+                await socket.send_json({"type": "close"})
         finally:
             await socket.close()
+
+
+async def _connected(
+    http: "ClientSession", servers: Sequence[str], until: float
+) -> tuple[str, "ClientWebSocketResponse"]:
+    """The first of the servers that answers before `until`, and a socket to it. Raises ServerFailed: none does."""
+    import aiohttp
+
+    loop, refused = asyncio.get_running_loop(), []
+    for at, url in enumerate(servers):
+        share_s = max(0.0, until - loop.time()) / (len(servers) - at)
+        try:
+            async with asyncio.timeout(share_s):
+                socket = await http.ws_connect(f"{url}/ws", max_msg_size=MAX_BYTES, heartbeat=20.0)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            refused.append(f"{url}: no session ({type(error).__name__}: {error})")
+            continue
+        for gone in [one for one in refused if one not in _named]:
+            _named.add(gone)
+            sys.stderr.write(f"openenv: {gone}; its episodes are played at {url}\n")
+        return url, socket
+    raise ServerFailed("; ".join(refused))
 
 
 async def _asked(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 KEY = "environment.options"
 OPTIONS = {"taskset", "env", "seat", "sampling", "allow_unisolated"}
+SAMPLING = ("refuse", "ignore")
 CHAT = "slipstream_chat"
 RELAY_KEY = "SLIPSTREAM_RELAY_API_KEY"
 """verifiers keeps variables with API_KEY in their name from the programs that it starts."""
@@ -70,6 +71,8 @@ def prepare(options: Mapping[str, Any]) -> None:
     taskset = options.get("taskset")
     if not isinstance(taskset, Mapping) or not taskset.get("id"):
         raise EnvironmentFailed(f"{KEY}.taskset: {shown(taskset)}; name an installed one, {{id: my-tasks}}")
+    if options.get("sampling", SAMPLING[0]) not in SAMPLING:
+        raise EnvironmentFailed(f"{KEY}.sampling: {options['sampling']!r}; take one of {SAMPLING}")
     try:
         import aiohttp  # noqa: F401
         import verifiers.v1 as vf

@@ -1,6 +1,6 @@
-"""`python openenv_stand_in.py`: the same game in OpenEnv's messages, without its package; prints its port.
+"""`python openenv_stand_in.py [PLACES]`: the same game in OpenEnv's messages, without its package; prints its port.
 
-`reset` with a `fault` makes it break the protocol in that way.
+`reset` with a `fault` makes it break the protocol in that way; with `graded`, wrong answers differ in their rewards.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import sys
 
 from aiohttp import WSMsgType, web
 
-PLACES = 2
+PLACES = int(sys.argv[1]) if len(sys.argv) > 1 else 2
 TEXT = {"type": "string"}
 ACTION = {"type": "object", "properties": {"metadata": {"type": "object"}, "message": TEXT}, "required": ["message"]}
 taken = 0
@@ -24,6 +24,9 @@ FAULTS: dict[str, object] = {
     "error": {"type": "error", "data": {"message": "no such game", "code": "EXECUTION_ERROR"}},
     "list": ["observation"],
     "reward": {"type": "observation", "data": {"observation": {}, "reward": "high", "done": False}},
+    "done": {"type": "observation", "data": {"observation": {}, "reward": None, "done": "no"}},
+    "observation": {"type": "observation", "data": {"observation": "a text", "reward": None, "done": False}},
+    "data": {"type": "observation", "data": "a text"},
 }
 
 
@@ -37,7 +40,7 @@ async def play(request: web.Request) -> web.WebSocketResponse:
         return ws
     taken += 1
     try:
-        secret, steps = 0, 0
+        secret, steps, graded = 0, 0, False
         async for message in ws:
             asked = json.loads(message.data) if message.type is WSMsgType.TEXT else {"type": "close"}
             data = asked.get("data", {})
@@ -46,12 +49,14 @@ async def play(request: web.Request) -> web.WebSocketResponse:
             if (fault := data.get("fault")) == "end":
                 break
             if fault == "silent":
-                await asyncio.sleep(60)
-            if fault is not None:
+                await asyncio.sleep(2)  # longer than the test waits; then its place is free again
+            if fault == "text":
+                await ws.send_str("no JSON")
+            elif fault is not None:
                 await ws.send_json(FAULTS[fault])
             elif asked["type"] == "reset":
                 most = data.get("most", 9)
-                secret, steps = data["seed"] % most + 1, 0
+                secret, steps, graded = data["seed"] % most + 1, 0, data.get("graded", False)
                 await ws.send_json(hint(f"Guess a number from 1 to {most}.", None, False))
             else:
                 assert set(data) == {"message"}, data
@@ -59,7 +64,8 @@ async def play(request: web.Request) -> web.WebSocketResponse:
                 guess = int(data["message"]) if data["message"].isdigit() else 0
                 words = "higher" if guess < secret else "lower"
                 right = guess == secret
-                await ws.send_json(hint("right" if right else words, 1.0 if right else -0.1, right or steps >= 3))
+                wrong = sum(map(ord, data["message"])) % 7 / 10 if graded else -0.1
+                await ws.send_json(hint("right" if right else words, 1.0 if right else wrong, right or steps >= 3))
     finally:
         taken -= 1
     return ws
@@ -69,9 +75,13 @@ async def schema(request: web.Request) -> web.Response:
     return web.json_response({"action": ACTION, "observation": {}, "state": {}})
 
 
+async def broken(request: web.Request) -> web.Response:
+    return web.Response(text="<html>no schema</html>")
+
+
 async def main() -> None:
     app = web.Application()
-    app.add_routes([web.get("/ws", play), web.get("/schema", schema)])
+    app.add_routes([web.get("/ws", play), web.get("/schema", schema), web.get("/broken/schema", broken)])
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import os
+import re
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -181,6 +182,30 @@ async def test_what_goes_wrong_is_said_at_once_and_the_next_episode_runs(
         monkeypatch.setattr(Conversation, "encode", encode)
         with pytest.raises(LeaseFailed, match="an unexpected IndexError: of a template"):
             await asyncio.wait_for(generator.group(lease(), "0/1/1"), 20)
+
+
+@pytest.mark.parametrize(
+    ("function", "key", "owed_by"),
+    [
+        ("sleeps", "turn_timeout_s", "the function of 0/1/1/[0-2] after 1 turns from environment process 0"),
+        ("sleeps", "episode_timeout_s", "0/1/1/[0-2] from environment process 0"),
+        ("three_turns", "turn_timeout_s", "a turn of 0/1/1/[0-2] from the engine"),
+    ],
+)
+async def test_a_deadline_of_an_episode_leaves_a_hang_report(
+    folder: Path, reported: Callable[[], str], monkeypatch: pytest.MonkeyPatch, function: str, key: str, owed_by: str
+) -> None:
+    async def never(*_: Any, **__: Any) -> None:
+        await asyncio.sleep(60)
+
+    if owed_by.endswith("engine"):
+        monkeypatch.setattr(TorchEngine, "generate", never)
+    async with playing(folder, function, **{key: 0.3}) as generator:
+        with pytest.raises(LeaseFailed, match=rf"environment.{key} = 0.3.*; hang report: .*/hang-") as failed:
+            await generator.group(lease(), "0/1/1")
+    assert failed.value.reason == "environment_error"
+    said = await asyncio.to_thread(reported)
+    assert re.fullmatch(rf"me waited 0.3 s for {owed_by} \(environment.{key}\)", said), said
 
 
 async def test_an_environment_that_takes_too_long_is_ended(folder: Path) -> None:

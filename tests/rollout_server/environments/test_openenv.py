@@ -5,6 +5,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from scripted import Scripted
 
 pytest.importorskip("aiohttp", reason="the extra `openenv` is not installed")
+import aiohttp
 
 from rollout_server.environments import EnvironmentFailed, Trajectory
 from rollout_server.environments.adapters import openenv
@@ -95,6 +97,10 @@ async def test_episodes_wait_for_a_place(url: str) -> None:
         ("error", "reset: EXECUTION_ERROR: 'no such game'"),
         ("list", r"the answer to reset is \['observation'\]; expected a type and data"),
         ("reward", "expected observation, reward and done"),
+        ("done", "expected observation, reward and done"),
+        ("observation", "expected observation, reward and done"),
+        ("data", "expected a type and data"),
+        ("text", "the answer to reset is no JSON: 'no JSON'"),
         ("end", "the session ended at reset"),
         ("silent", r"no answer to reset within 0.5 s \(environment.options.wait_s\)"),
     ],
@@ -104,10 +110,107 @@ async def test_a_server_that_breaks_the_protocol_is_named(stand_in: str, fault: 
         await play(["1"], url=stand_in, reset={"fault": fault}, wait_s=0.5 if fault == "silent" else 20.0)
 
 
+async def test_a_server_without_a_free_place_is_given_up(stand_in: str) -> None:
+    """Both of its places are taken by episodes that do not end."""
+    options = {"url": stand_in, "wait_s": 3}
+    await asyncio.to_thread(openenv.prepare, options)
+    async with openenv._session([stand_in], 30) as one, openenv._session([stand_in], 30) as other:
+        await one("reset", {"seed": 1})
+        await other("reset", {"seed": 1})
+        began = time.monotonic()
+        with pytest.raises(openenv.ServerFailed, match="reset: CAPACITY_REACHED"):
+            await openenv.rollout(ROW, Scripted(["1"], options))  # type: ignore[arg-type]
+        assert 2.5 < time.monotonic() - began < 30
+
+
+async def test_a_server_that_is_gone_is_passed_over(stand_in: str, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = "http://127.0.0.1:9"
+    for _ in range(2):
+        _, played = await play(["5"], url=[stand_in, gone], wait_s=5)  # 7 episodes of a prompt begin at the second one
+        assert played.reward == 1.0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"openenv: {gone}: no session (") and line.endswith(f"are played at {stand_in}")
+    with pytest.raises(openenv.ServerFailed, match=rf"{gone}: no session .*; {gone}/b: no session"):
+        await play(["5"], url=[f"{gone}/b", gone], action="message", wait_s=5)
+
+
+async def test_a_server_that_is_lost_between_two_tries_for_a_place_is_named(
+    stand_in: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def full(socket: Any, url: str, *_: Any) -> None:
+        monkeypatch.setattr(aiohttp.ClientSession, "ws_connect", lost)
+        raise openenv._Full(f"{url}: reset: CAPACITY_REACHED")
+
+    async def lost(*_: Any, **__: Any) -> None:
+        raise aiohttp.ClientConnectionError("it is gone")
+
+    monkeypatch.setattr(openenv, "_asked", full)
+    with pytest.raises(openenv.ServerFailed, match=f"{stand_in}: no session .*it is gone"):
+        await play(["5"], url=stand_in, wait_s=5)
+
+
+async def test_a_message_that_cannot_be_sent_is_named(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sends = aiohttp.ClientWebSocketResponse.send_json
+
+    async def breaks(self: Any, data: Any, **rest: Any) -> None:
+        if data["type"] == kind:
+            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+        await sends(self, data, **rest)
+
+    monkeypatch.setattr(aiohttp.ClientWebSocketResponse, "send_json", breaks)
+    kind = "step"
+    with pytest.raises(openenv.ServerFailed, match=f"{stand_in}: step could not be sent: Cannot write"):
+        await play(["5"], url=stand_in)
+    kind = "close"
+    _, played = await play(["5"], url=stand_in)
+    assert played.reward == 1.0, "a server that hangs up once it is done takes nothing back"
+
+
+async def test_proxies_of_the_environment_are_not_asked(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    _, played = await play(["5"], url=stand_in, wait_s=5)
+    assert played.reward == 1.0
+
+
+async def test_large_seeds_are_cut_to_what_games_take(stand_in: str) -> None:
+    """A game's seed is 31 bits wide: 4 + 2**40 hides what 4 hides."""
+    _, played = await play(["5"], row={**ROW, "columns": {"seed": 4 + (1 << 40)}}, url=stand_in)
+    assert played.reward == 1.0
+
+
+def test_an_answer_that_is_no_object_is_no_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openenv, "_action", ["json"])
+    for text in ("no JSON", "[1]", "7", "[" * 100_000):
+        assert openenv.action_of(text, {}) is None
+    assert openenv.action_of('{"a": 1}', {"fields": {"b": 2}}) == {"a": 1, "b": 2}
+
+
+def test_the_named_field_of_an_observation_is_shown() -> None:
+    said = {"observation": {"board": [1, 2], "text": "go", "more": "on", "reward": 1}}
+    assert openenv.observed(said, {"observation": "board"}) == "[1, 2]"
+    assert openenv.observed(said, {}) == '{"board": [1, 2], "text": "go", "more": "on"}'
+    with pytest.raises(openenv.ServerFailed, match=r"options.observation: 'reward'; there are board, text, more"):
+        openenv.observed(said, {"observation": "reward"})
+
+
+def test_a_schema_that_cannot_be_read_and_a_missing_package(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EnvironmentFailed, match=f"{stand_in}/broken/schema does not say what actions are"):
+        openenv.prepare({"url": f"{stand_in}/broken"})
+    monkeypatch.setitem(sys.modules, "aiohttp", None)
+    with pytest.raises(EnvironmentFailed, match=r"needs a package .*slipstream-rl\[openenv\]"):
+        openenv.prepare({"url": stand_in})
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({}, "options.url: None; give the address of a server"),
+        ({"url": "http://"}, "options.url: 'http://'; give"),
+        ({"url": ["ftp://10.0.0.7:8000"]}, "options.url: 'ftp://10.0.0.7:8000'; give"),
+        ({"url": "http://127.0.0.1:9", "style": "poem"}, "options.style: 'poem'; take one of"),
         ({"url": "localhost:8000"}, "options.url: 'localhost:8000'; give"),
         ({"url": []}, "options.url: an empty list"),
         ({"url": "http://127.0.0.1:9"}, "does not say what actions are .*; start the server first"),
