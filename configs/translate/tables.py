@@ -291,6 +291,8 @@ NOT_NEEDED = {
     "actor.strategy": "FSDP2 is what there is",
     "processing_class": FOLDER,
     "model_init_kwargs": FOLDER,
+    "peft_config.task_type": FOLDER,
+    "peft_config.bias": FOLDER,
     "inference.model.max_model_len": "data.max_prompt_tokens and rollout.max_new_tokens make the context",
     "vllm_max_model_length": "data.max_prompt_tokens and rollout.max_new_tokens make the context",
     "max_num_batched_tokens": "rollout.sglang={chunked_prefill_size: ...}, as all options of SGLang",
