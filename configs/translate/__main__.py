@@ -2,7 +2,7 @@
 
 FILE is a YAML file of verl, a bash script that starts verl or slime, the TOML file or files of prime-rl, or a Python
 script around TRL's GRPOTrainer. Nothing of it is run. Every setting is printed with its key here, or why there is none;
-the configuration is written beside it, checked, and can be given to --config.
+the configuration is checked, and written to a file that can be trained as it is.
 """
 
 import argparse
