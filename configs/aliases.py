@@ -9,6 +9,7 @@ from typing import Any
 
 from configs.translate.tables import FRAMEWORKS, ROWS, WITHOUT
 
+
 def plain(name: str) -> str:
     """A name as a file would have it: options without their dashes."""
     return name.lstrip("-").replace("-", "_")

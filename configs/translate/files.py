@@ -14,7 +14,15 @@ from configs.translate.settings import Foreign, Setting, Untranslatable, leaves
 
 VERL = re.compile(r"verl\.|main_ppo|fully_async_main")
 SLIME = re.compile(r"(^|/)train(_async)?\.py$")
-VERL_SECTIONS = {"actor_rollout_ref", "trainer", "algorithm", "data", "critic", "reward_model", "custom_reward_function"}
+VERL_SECTIONS = {
+    "actor_rollout_ref",
+    "trainer",
+    "algorithm",
+    "data",
+    "critic",
+    "reward_model",
+    "custom_reward_function",
+}
 OURS = {"replay", "rollout", "learner", "weight_bus", "placement"}
 PARTS = {"orch": "orchestrator.", "infer": "inference.", "train": "trainer."}
 """Files of a prime-rl set, by what their names hold."""
@@ -57,7 +65,9 @@ def _verl_yaml(path: Path, text: str) -> Foreign:
     if not isinstance(tree, dict):
         raise Untranslatable(f"{path}: a mapping of sections is needed, as verl has them; found {type(tree).__name__}")
     if OURS & tree.keys():
-        raise Untranslatable(f"{path}: has sections of Slipstream already ({sorted(OURS & tree.keys())[0]}); give it to --config")
+        raise Untranslatable(
+            f"{path}: has sections of Slipstream already ({sorted(OURS & tree.keys())[0]}); give it to --config"
+        )
     if not VERL_SECTIONS & tree.keys():
         raise Untranslatable(f"{path}: none of verl's sections ({', '.join(sorted(VERL_SECTIONS))}) is in it")
     values = dict(leaves(tree))
@@ -97,7 +107,9 @@ def _script(path: Path, text: str) -> Foreign:
         else:
             continue
         if re.search(r"^\s*(if|case|for)\b", text, re.MULTILINE):
-            found.remarks.append("the script has conditions or loops: all branches were read, and the last value counts")
+            found.remarks.append(
+                "the script has conditions or loops: all branches were read, and the last value counts"
+            )
         return found
     raise Untranslatable(
         f"{path}: no command starts verl (python -m verl.trainer.main_ppo) or slime (train.py, train_async.py); give a"

@@ -63,7 +63,8 @@ def _batch(foreign: Foreign, given: Given, value: Any) -> Here:
         mini = foreign.value("ppo_mini_batch_size", default=groups)
         if isinstance(mini, int) and groups and mini < groups:
             return Here(
-                pairs, f"{ONE_STEP}{groups // mini} updates of {mini} prompts there; rollout.groups_per_step={mini} has as many"
+                pairs,
+                f"{ONE_STEP}{groups // mini} updates of {mini} prompts there; rollout.groups_per_step={mini} has as many",
             )
     if foreign.framework == "prime-rl":
         return Here(pairs, f"counted in answers there: {value} / {group_size(foreign)}")
@@ -78,7 +79,9 @@ def _epochs(foreign: Foreign, given: Given, value: Any) -> Here:
         return nothing("the number of steps is given, and counts")
     groups = groups_per_step(foreign, given)
     if not given.rows or not groups:
-        return Here({}, f"steps = rows of data.train × {value} / {groups}: give --rows N, or --set learner.total_steps=N")
+        return Here(
+            {}, f"steps = rows of data.train × {value} / {groups}: give --rows N, or --set learner.total_steps=N"
+        )
     steps = int(given.rows * float(value) // groups)
     return Here({"learner.total_steps": steps}, f"{given.rows} rows × {value} / {groups}")
 
@@ -176,7 +179,9 @@ def _custom_reward(foreign: Foreign, given: Given, value: Any) -> Here:
 
 
 def _reward_name(foreign: Foreign, given: Given, value: Any) -> Here:
-    return nothing("stands behind the file's path, as above" if foreign.value("custom_reward_function.path") else "unused")
+    return nothing(
+        "stands behind the file's path, as above" if foreign.value("custom_reward_function.path") else "unused"
+    )
 
 
 def _grader(foreign: Foreign, given: Given, value: Any) -> Here | None:
@@ -185,14 +190,18 @@ def _grader(foreign: Foreign, given: Given, value: Any) -> Here | None:
 
 def _slime_reward(foreign: Foreign, given: Given, value: Any) -> Here:
     module, _, function = str(value).rpartition(".")
-    return Here({"reward.function": f"{module}:{function}"}, "slime passes (args, sample); here it is reward(sample), a dict")
+    return Here(
+        {"reward.function": f"{module}:{function}"}, "slime passes (args, sample); here it is reward(sample), a dict"
+    )
 
 
 def _functions(foreign: Foreign, given: Given, value: Any) -> Here:
     weights = foreign.value("reward_weights") or [1.0] * len(value)
     if len(value) == 1 and weights[0] == 1:
         return Here({"reward.function": value[0]}, "a function with TRL's arguments, as it is")
-    return Here({"reward.function": dict(zip(value, weights, strict=False))}, "functions with TRL's arguments, as they are")
+    return Here(
+        {"reward.function": dict(zip(value, weights, strict=False))}, "functions with TRL's arguments, as they are"
+    )
 
 
 def _weights(foreign: Foreign, given: Given, value: Any) -> Here:
@@ -229,7 +238,9 @@ def _dataset(side: str) -> Convert:
         subset = foreign.value(f"{at}.args.dataset_subset", f"{at}.taskset.dataset_subset")
         part = foreign.value(f"{at}.args.dataset_split", f"{at}.taskset.dataset_split", default=split)
         query = "&".join([*([f"name={subset}"] if subset else []), f"split={part}"])
-        return Here({key: f"datasets:{value}?{query}"}, "a hub's name (extra `datasets`), or a file: docs/howto/data.md")
+        return Here(
+            {key: f"datasets:{value}?{query}"}, "a hub's name (extra `datasets`), or a file: docs/howto/data.md"
+        )
 
     return convert
 

@@ -131,7 +131,14 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _line(setting: Setting, foreign: Foreign, given: Given) -> Line:
     if setting.open:
-        key = next((BY_FRAMEWORK[foreign.framework][end] for end in ends(setting.name) if end in BY_FRAMEWORK[foreign.framework]), "")
+        key = next(
+            (
+                BY_FRAMEWORK[foreign.framework][end]
+                for end in ends(setting.name)
+                if end in BY_FRAMEWORK[foreign.framework]
+            ),
+            "",
+        )
         return Line(setting.shown, "open", note=f"{setting.open}" + (f"; give --set {key}=..." if key else ""))
     here = _here(setting.name, setting.value, foreign, given)
     if here is None:
@@ -163,9 +170,7 @@ def _has_critic(foreign: Foreign) -> bool:
     return foreign.value("adv_estimator", "advantage_estimator", default="grpo") in ("gae", "ppo")
 
 
-def _defaults(
-    foreign: Foreign, given: Given, pairs: Mapping[str, Any], chosen: set[str]
-) -> Iterator[Line]:
+def _defaults(foreign: Foreign, given: Given, pairs: Mapping[str, Any], chosen: set[str]) -> Iterator[Line]:
     """Lines for names that the file does not have, unless their keys are decided already."""
     named = {end for setting in foreign.settings for end in ends(setting.name)}
     for name, value in DEFAULTS[foreign.framework].items():

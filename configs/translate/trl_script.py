@@ -22,7 +22,9 @@ def read(path: Path, text: str) -> Foreign:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     made = [call for call in calls if _called(call).endswith((CONFIG, TRAINER, LORA))]
     if not any(_called(call).endswith((CONFIG, TRAINER)) for call in made):
-        raise Untranslatable(f"{path}: makes no GRPOConfig and no GRPOTrainer, so there is no GRPO training to translate")
+        raise Untranslatable(
+            f"{path}: makes no GRPOConfig and no GRPOTrainer, so there is no GRPO training to translate"
+        )
     found = Foreign("TRL", (str(path),))
     for call in sorted(made, key=lambda call: call.lineno):
         found.settings += script.settings(call)
@@ -122,8 +124,12 @@ class _Script:
                 node = behind
             elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
                 found, missing = self._dataset(node.value)
-                return (f"{found}{'&' if '?' in str(found) else '?'}split={node.slice.value}" if found else None), missing
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _called(node) != "load_dataset":
+                return (
+                    f"{found}{'&' if '?' in str(found) else '?'}split={node.slice.value}" if found else None
+                ), missing
+            elif (
+                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _called(node) != "load_dataset"
+            ):
                 changed.append(_called(node))
                 node = node.func.value
             else:

@@ -117,7 +117,9 @@ def _model(framework: str, name: str, value: Any, foreign: Foreign) -> Here:
 def _prompts(key: str) -> Callable[..., Here]:
     def convert(framework: str, name: str, value: Any, foreign: Foreign) -> Here:
         if framework == "slime" and isinstance(value, list):  # --eval-prompt-data name path [name path]
-            return Here({key: dict(zip(value[::2], value[1::2], strict=False))} if len(value) % 2 == 0 else {key: value[0]})
+            return Here(
+                {key: dict(zip(value[::2], value[1::2], strict=False))} if len(value) % 2 == 0 else {key: value[0]}
+            )
         if isinstance(value, list):
             paths = [str(path) for path in value]
             return Here({key: paths[0] if len(paths) == 1 else {PurePosixPath(p).parent.name or p: p for p in paths}})
@@ -128,7 +130,9 @@ def _prompts(key: str) -> Callable[..., Here]:
 
 def _loss(framework: str, name: str, value: Any, foreign: Foreign) -> Here:
     found = LOSSES.get(framework, {}).get(value)
-    return Here(dict(found)) if found else Here({}, f"no loss {value!r} here; algorithm.loss takes a file of yours, too")
+    return (
+        Here(dict(found)) if found else Here({}, f"no loss {value!r} here; algorithm.loss takes a file of yours, too")
+    )
 
 
 def _advantage(framework: str, name: str, value: Any, foreign: Foreign) -> Here:

@@ -23,9 +23,9 @@ def ask_service(prompt, answer):
 def reward(sample):
     return ask_service(sample["prompt"], sample["completion"].strip())
 '''
-MENDED = '''def reward(sample):
+MENDED = """def reward(sample):
     return float(sample["completion"].strip() == "".join(sorted(sample["prompt"][:6])))
-'''
+"""
 STEPS = 20
 STILL_S = 15.0
 """Without a new row, after which a run of this size counts as standing still."""
@@ -87,7 +87,13 @@ def a_server_that_was_stopped(journey: Journey) -> None:
     journey.say("What was stopped has ended with the run: go on")
     done = steps(folder)
     journey.run(
-        "slipstream", "train", "--resume", "runs/stops", "--steps", str(done + 10), tell=[rf"finished {done + 10} steps"]
+        "slipstream",
+        "train",
+        "--resume",
+        "runs/stops",
+        "--steps",
+        str(done + 10),
+        tell=[rf"finished {done + 10} steps"],
     )
 
 

@@ -110,9 +110,7 @@ class Journey:
             sys.stdout.flush()
         return started
 
-    def told(
-        self, shown: str, text: str, tell: Sequence[str], began: float, code: int, codes: Sequence[int]
-    ) -> str:
+    def told(self, shown: str, text: str, tell: Sequence[str], began: float, code: int, codes: Sequence[int]) -> str:
         """Print a command, the lines that `tell` (regular expressions) asks for, and its seconds."""
         seconds = time.monotonic() - began
         lines = [line.strip() for line in text.splitlines()]

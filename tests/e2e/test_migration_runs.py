@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from configs.translate import __main__ as translate
-from scripts.chaos.polling import JsonLines
 from tests.support import tiny_gsm8k
 from tests.support.runs import Runs
 from tests.test_migration_pages import PAGES, translation, write_files
@@ -47,9 +46,9 @@ def test_a_translated_run_trains(page, tiny, monkeypatch, capsys):
         assert run.wait(500) == 0, run.text()[-3000:]
     finally:
         runs.close()
-    rows = [row for row in JsonLines.read(run.folder / "metrics.jsonl") if "step" in row]
+    rows = run.steps()
     figures = " | ".join(f"{row['critic/rewards/mean']:.3f}, {row['actor/grad_norm']:.3f}" for row in rows)
     sys.stdout.write(f"\n| {page.stem} | {time.monotonic() - began:.0f} | {figures} |\n")
-    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert [row["training/global_step"] for row in rows] == [1, 2, 3]
     assert all(row["actor/grad_norm"] > 0 and 0 < row["critic/rewards/mean"] < 1 for row in rows)
     assert all(row["weight_sync/digests_equal"] for row in rows)

@@ -37,6 +37,20 @@ def test_a_run_that_has_ended_shows_what_it_came_to(run_dir, capsys):
     assert said[-1].startswith("reward 0.25 →")
 
 
+def test_what_the_launcher_repeats_is_shown_once(run_dir):
+    again = "2026-11-23 01:00:00,100 launcher WARNING guard: step 2: (limits.ess) low\n"
+    own = "2026-11-23 01:00:01,000 launcher ERROR run stopped: no room [SLIP-CONFIG-10]\n"
+    (run_dir / "logs" / "launcher.log").write_text(again + own)
+    folder = top.Folder(run_dir)
+    shown = ["learner-0: guard: step 2: (limits.ess) low", "launcher: run stopped: no room [SLIP-CONFIG-10]"]
+    assert list(folder.events()) == shown
+    with (run_dir / "logs" / "learner-0.log").open("a") as log:
+        log.write("2026-11-23 01:00:02,000 learner-0 WARNING guard: step 3: (limits.ess) low\n")
+    with (run_dir / "logs" / "launcher.log").open("a") as log:
+        log.write("2026-11-23 01:00:02,100 launcher WARNING guard: step 3: (limits.ess) low\n")
+    assert list(folder.events()) == ["learner-0: guard: step 3: (limits.ess) low"]
+
+
 def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_path, monkeypatch, capsys):
     """Over sockets with keys, as the launcher asks."""
     make_keys.make(tmp_path / "keys", ["node1"], force=False)

@@ -5,7 +5,17 @@ from pathlib import Path
 
 from learner.examples.random_qwen3 import config
 
-SYMBOLS = ("<pad>", "<eos>", "<unk>", "\\boxed{", "}", "#### ", *"0123456789", *"+-*/=?., ", *"abcdefghijklmnopqrstuvwxyz")
+SYMBOLS = (
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    "\\boxed{",
+    "}",
+    "#### ",
+    *"0123456789",
+    *"+-*/=?., ",
+    *"abcdefghijklmnopqrstuvwxyz",
+)
 PAD, EOS, UNK = range(3)
 BOX, CLOSE, ZERO = SYMBOLS.index("\\boxed{"), SYMBOLS.index("}"), SYMBOLS.index("0")
 PROMPT_TOKENS = 12

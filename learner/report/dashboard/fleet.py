@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from learner.launch.terminal import EVENTS_LOG
 from replay.timeline import ENDED
 
 Row = Mapping[str, Any]
@@ -49,7 +50,7 @@ def of(events: Sequence[Row], last_step: Row) -> dict[str, Any]:
 
 
 def warnings(folder: Path) -> list[dict[str, str]]:
-    """Warnings and errors at the end of the run's logs, newest first."""
+    """Warnings and errors at the end of the run's logs, newest first; what the launcher's log repeats, once."""
     found = []
     for path in sorted(folder.glob("*.log")):
         with path.open("rb") as file:
@@ -59,4 +60,6 @@ def warnings(folder: Path) -> list[dict[str, str]]:
             if match := LOG_LINE.match(line):
                 time, name, level, message = match.groups()
                 found.append({"time": time, "name": name, "level": level, "text": message, "file": path.name})
+    said = {line["text"] for line in found if line["file"] != EVENTS_LOG}
+    found = [line for line in found if line["file"] != EVENTS_LOG or line["text"] not in said]
     return sorted(found, key=lambda line: line["time"], reverse=True)[:MAX_WARNINGS]
