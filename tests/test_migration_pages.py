@@ -51,7 +51,7 @@ def test_a_page_shows_what_the_command_prints_and_writes(page, tmp_path, monkeyp
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules.*:RuntimeWarning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_a_page_translates_passes_a_dry_run(page, downloads, monkeypatch, capfd):  # noqa: F811 - the fixture
+def test_what_a_page_translates_passes_a_dry_run(page, downloads, monkeypatch, capfd):
     pytest.importorskip("math_verify", reason="needs the package math-verify (extra math)")
     monkeypatch.chdir(downloads)
     monkeypatch.setattr("learner.launch.machine.count_gpus", lambda: 8)

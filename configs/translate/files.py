@@ -107,9 +107,7 @@ def _script(path: Path, text: str) -> Foreign:
         else:
             continue
         if re.search(r"^\s*(if|case|for)\b", text, re.MULTILINE):
-            found.remarks.append(
-                "the script has conditions or loops: all branches were read, and the last value counts"
-            )
+            found.remarks.append("the script has conditions or loops: all of it was read, and the last value counts")
         return found
     raise Untranslatable(
         f"{path}: no command starts verl (python -m verl.trainer.main_ppo) or slime (train.py, train_async.py); give a"

@@ -1,7 +1,8 @@
 """Commands of a bash script with its variables filled in. Nothing is run.
 
 Read are assignments, arrays, `${NAME}`, `${NAME:-default}`, `$((1024 * 4))` and continued lines. Conditions are not
-judged: what stands in any branch counts, the last one wins. `$(...)` and variables of the caller stay as they are, but for HOME.
+judged: what stands in any branch counts, the last one wins. `$(...)` and variables of the caller stay as they are, but
+for HOME.
 """
 
 import ast

@@ -64,7 +64,7 @@ def _batch(foreign: Foreign, given: Given, value: Any) -> Here:
         if isinstance(mini, int) and groups and mini < groups:
             return Here(
                 pairs,
-                f"{ONE_STEP}{groups // mini} updates of {mini} prompts there; rollout.groups_per_step={mini} has as many",
+                f"{ONE_STEP}{groups // mini} of {mini} prompts there; rollout.groups_per_step={mini} has as many",
             )
     if foreign.framework == "prime-rl":
         return Here(pairs, f"counted in answers there: {value} / {group_size(foreign)}")

@@ -131,14 +131,8 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def _line(setting: Setting, foreign: Foreign, given: Given) -> Line:
     if setting.open:
-        key = next(
-            (
-                BY_FRAMEWORK[foreign.framework][end]
-                for end in ends(setting.name)
-                if end in BY_FRAMEWORK[foreign.framework]
-            ),
-            "",
-        )
+        keys = BY_FRAMEWORK[foreign.framework]
+        key = next((keys[end] for end in ends(setting.name) if end in keys), "")
         return Line(setting.shown, "open", note=f"{setting.open}" + (f"; give --set {key}=..." if key else ""))
     here = _here(setting.name, setting.value, foreign, given)
     if here is None:
@@ -175,7 +169,7 @@ def _defaults(foreign: Foreign, given: Given, pairs: Mapping[str, Any], chosen: 
     named = {end for setting in foreign.settings for end in ends(setting.name)}
     for name, value in DEFAULTS[foreign.framework].items():
         end = plain(name)
-        if end in named or end.rpartition(".")[2] in named and "." not in end:
+        if end in named or (end.rpartition(".")[2] in named and "." not in end):
             continue
         for other in FOLLOWS.get(name, ()):
             value = foreign.value(plain(other), default=value)

@@ -7,7 +7,7 @@ from typing import Any
 
 from configs.translate.settings import Foreign, Setting, Untranslatable
 
-CONFIG, TRAINER, LORA = "GRPOConfig", "GRPOTrainer", "LoraConfig"
+CONFIG, TRAINER, LORA, LOAD = "GRPOConfig", "GRPOTrainer", "LoraConfig", "load_dataset"
 POSITIONS = {CONFIG: ("output_dir",), TRAINER: ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")}
 TRAINS_WHEN_IMPORTED = "importing {file} would train; move {name} to a file of its own, such as rewards.py"
 
@@ -74,6 +74,7 @@ class _Script:
             if what == TRAINER and name in ("args", "peft_config"):
                 continue  # that call's own arguments are settings
             shown = f"{name}={' '.join(ast.unparse(node).split())}"
+            value: Any
             if name == "reward_funcs":
                 value, missing = self._functions(node)
             elif what == TRAINER and name.endswith("_dataset"):
@@ -98,7 +99,7 @@ class _Script:
         except (ValueError, TypeError):
             return None, ast.unparse(node)
 
-    def _functions(self, node: ast.expr) -> tuple[list[str] | None, str]:
+    def _functions(self, node: ast.expr) -> tuple[Any, str]:
         """The reward functions as file.py:name, or as the names of reward models."""
         found: list[str] = []
         node = self._behind(node)
@@ -116,36 +117,30 @@ class _Script:
                 return None, ast.unparse(item)
         return found, ""
 
-    def _dataset(self, node: ast.expr) -> tuple[str | None, str]:
+    def _dataset(self, node: ast.expr) -> tuple[Any, str]:
         """What `load_dataset` was given; what `.map` and the like made of it is said."""
-        changed = []
-        for _ in range(16):
+        changed, split = [], ""
+        while True:
             if (behind := self._behind(node)) is not node:
                 node = behind
             elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-                found, missing = self._dataset(node.value)
-                return (
-                    f"{found}{'&' if '?' in str(found) else '?'}split={node.slice.value}" if found else None
-                ), missing
-            elif (
-                isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _called(node) != "load_dataset"
-            ):
-                changed.append(_called(node))
+                node, split = node.value, str(node.slice.value)
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _called(node) != LOAD:
+                changed.append(f".{_called(node)}")
                 node = node.func.value
             else:
                 break
-        if not isinstance(node, ast.Call) or _called(node) != "load_dataset":
+        if not isinstance(node, ast.Call) or _called(node) != LOAD:
             return None, ast.unparse(node)
         if changed:
             self.remarks.append(
-                f"the dataset goes through {', '.join(f'.{name}' for name in reversed(changed))} there: here its rows are"
-                " read as they are (docs/howto/data.md#columns)"
+                f"the dataset goes through {', '.join(reversed(changed))} there: here its rows are read as they are"
+                " (docs/howto/data.md#columns)"
             )
         names = [self._literal(argument)[0] for argument in node.args]
         given = {str(keyword.arg): self._literal(keyword.value)[0] for keyword in node.keywords}
-        files = given.get("data_files")
-        if isinstance(files, str):
-            return files, ""
-        options = {"name": names[1] if len(names) > 1 else given.get("name"), "split": given.get("split")}
+        if isinstance(given.get("data_files"), str):
+            return given["data_files"], ""
+        options = {"name": names[1] if len(names) > 1 else given.get("name"), "split": given.get("split") or split}
         query = "&".join(f"{key}={value}" for key, value in options.items() if value)
         return f"datasets:{names[0]}{'?' if query else ''}{query}", ""

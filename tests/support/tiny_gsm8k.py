@@ -25,7 +25,7 @@ TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 def make(folder: Path) -> None:
     """Write model/, train.jsonl and test.jsonl."""
-    for name, numbers in (("train", range(0, 60)), ("test", range(60, 70))):
+    for name, numbers in (("train", range(60)), ("test", range(60, 70))):
         rows = [{"question": f"{n % 7} + {n % 3} = ?", "answer": f"sum\n#### {n % 7 + n % 3}"} for n in numbers]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _write_tokenizer(folder / "model")
