@@ -124,7 +124,8 @@ class _Script:
             if (behind := self._behind(node)) is not node:
                 node = behind
             elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-                node, split = node.value, str(node.slice.value)
+                split = str(node.slice.value)
+                node = node.value
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _called(node) != LOAD:
                 changed.append(f".{_called(node)}")
                 node = node.func.value

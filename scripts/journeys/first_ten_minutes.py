@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -68,4 +67,4 @@ def look_at_dashboard(journey: Journey, clone: Path) -> None:
     dashboard.interrupt()
     dashboard.end([r"dashboard at http://127.0.0.1"], codes=(0, 130))
     title = re.search(r"<title>([^<]*)", html)
-    sys.stdout.write(f"    (its page answers: {title[1] if title else html[:60]!r})\n")
+    journey.note(f"its page answers: {title[1] if title else html[:60]!r}")

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -77,7 +76,7 @@ def a_server_that_was_stopped(journey: Journey) -> None:
     journey.wait(lambda: steps(folder) >= 5, "step 5", 120, run)
     pid = int(json.loads((folder / "processes" / "rollout-0.json").read_text())["pid"])
     os.kill(pid, signal.SIGSTOP)
-    sys.stdout.write(f"    (rollout-0, pid {pid}, is stopped now: SIGSTOP)\n")
+    journey.note(f"rollout-0, pid {pid}, is stopped now: SIGSTOP")
     journey.run("slipstream", "hang", "runs/stops", tell=[r"rollout-0 .* is stopped"])
     said = run.end([r"run stopped: .*\[SLIP-"], codes=(1,), timeout_s=90)
     code = re.findall(r"\[(SLIP-[A-Z]+-\d\d)\]", said)[-1]

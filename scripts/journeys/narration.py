@@ -65,6 +65,11 @@ class Journey:
         sys.stdout.write(f"\n# {text}\n")
         sys.stdout.flush()
 
+    def note(self, text: str) -> None:
+        """What is seen and no command prints."""
+        sys.stdout.write(f"    ({text})\n")
+        sys.stdout.flush()
+
     def words(self, *words: str) -> list[str]:
         """`slipstream NAME ...` and `python ...` as this machine starts them."""
         if words[0] == NAME:
