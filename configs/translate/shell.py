@@ -93,17 +93,21 @@ def _worked_out(found: re.Match[str], variables: dict[str, str]) -> str:
     text = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), found[1])
     is_known = re.fullmatch(r"[\d\s+*/%()-]+", text)
     try:
-        return str(_sum(ast.parse(text.strip(), mode="eval").body)) if is_known else found[0]
-    except (SyntaxError, ZeroDivisionError):
+        value = _sum(ast.parse(text.strip(), mode="eval").body) if is_known else None
+    except SyntaxError:
         return found[0]
+    return found[0] if value is None else str(value)
 
 
-def _sum(node: ast.expr) -> int:
+def _sum(node: ast.expr) -> int | None:
+    """The value of a sum of whole numbers; None for anything else."""
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_sum(node.left), _sum(node.right))
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    raise SyntaxError
+        left, right = _sum(node.left), _sum(node.right)
+        divides = isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod)
+        return (
+            None if left is None or right is None or (divides and right == 0) else OPERATORS[type(node.op)](left, right)
+        )
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, int) else None
 
 
 def _words(text: str, source: str) -> list[str]:

@@ -56,6 +56,11 @@ python train.py ${A_ARGS[@]} \\
     assert found[0][9:] == ["--len", "4096", "--data", "$DATA", "--host", "$(hostname)"]
 
 
+@pytest.mark.parametrize("text", ["$((1 / 0))", "$((1 +))", "$((X + 1))", "$((2 ** 9))"])
+def test_sums_that_cannot_be_worked_out_stay_as_they_are(text):
+    assert list(shell.commands(f"echo {text}", "x.sh"))[0][1:] == text.split()
+
+
 def test_a_script_is_never_run(tmp_path):
     flag = tmp_path / "ran"
     text = f"touch {flag}\nX=$(touch {flag})\n" + VERL.format("trainer.project_name=$(touch " + str(flag) + ")")
