@@ -1,7 +1,7 @@
 """A translation in words, line by line, and as the YAML file of a run."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from configs.loading import inline
@@ -78,8 +78,3 @@ def _block(tree: Mapping[str, Any], prefix: str, sources: Mapping[str, str], dep
         else:
             source = sources.get(name, "")
             yield f"{indent}{key}: {inline(value)}" + (f"  # {source}" if source else "")
-
-
-def settings_of(lines: Sequence[Line]) -> dict[str, Any]:
-    """Keys and values of lines, the last one of each key."""
-    return {key: value for line in lines for key, value in line.pairs.items()}

@@ -101,8 +101,8 @@ def _split(foreign: Foreign, given: Given, value: Any) -> Here:
     if foreign.framework == "slime" and not shares_gpus(foreign):
         rollout = int(foreign.value("rollout_num_gpus", default=1))
         return Here({"placement.split": f"{rollout}:{int(foreign.value('actor_num_gpus_per_node', default=1))}"})
-    tensor = int(foreign.value("tensor_model_parallel_size", "rollout_num_gpus_per_engine", default=1))
-    return divided(int(value), 1 if foreign.framework == "slime" and tensor > value // 2 else tensor)
+    tensor = int(foreign.value("rollout.tensor_model_parallel_size", "rollout_num_gpus_per_engine", default=1))
+    return divided(int(value), tensor)
 
 
 def divided(gpus: int, tensor: int) -> Here:

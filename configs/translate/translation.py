@@ -61,6 +61,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """What counts there where the file says nothing, as far as it differs from what counts here."""
+BOUNDS = ("algorithm.clip_low", "algorithm.clip_high", "algorithm.clip_dual")
+READS = {"ppo_clip": BOUNDS, "gspo": BOUNDS[:2], "cispo": BOUNDS[1:2]}
+"""Of BOUNDS, what a loss reads: another one would be refused, as it would look as if it had counted."""
 FOLLOWS = {"--eps-clip-high": ("--eps-clip",), "epsilon_high": ("epsilon",)}
 """Names that are, unset, what another name has."""
 LAG = {
@@ -93,10 +96,6 @@ class Translation:
     sources: Mapping[str, str]
     """Key to the setting that it comes from."""
 
-    def of(self, kind: Kind) -> list[Line]:
-        """Lines of one kind."""
-        return [line for line in self.lines if line.kind == kind]
-
 
 def translate(foreign: Foreign, given: Given, overrides: Sequence[str] = ()) -> Translation:
     """Translate settings, then defaults, then what has to be decided; overrides count most. Raises ConfigError."""
@@ -110,8 +109,15 @@ def translate(foreign: Foreign, given: Given, overrides: Sequence[str] = ()) -> 
         return line
 
     chosen = {override.partition("=")[0].strip() for override in overrides}
-    lines = tuple(note(_line(setting, foreign, given)) for setting in foreign.settings)
-    defaults = tuple(note(line) for line in _defaults(foreign, given, pairs, chosen))
+    of_file = [_line(setting, foreign, given) for setting in foreign.settings]
+    loss = next((line.pairs["algorithm.loss"] for line in reversed(of_file) if "algorithm.loss" in line.pairs), "")
+    loss = loss or ("dppo_tv" if foreign.framework == "prime-rl" else "ppo_clip")
+    lines = tuple(note(_read_by(loss, line)) for line in of_file)
+    defaults = tuple(
+        note(line)
+        for line in (_read_by(loss, one) for one in _defaults(foreign, given, pairs, chosen))
+        if line.kind != "not needed"
+    )
     decided = tuple(note(line) for line in _decided(foreign, given, pairs, chosen))
     tree: dict[str, Any] = {}
     for key, value in pairs.items():
@@ -120,6 +126,16 @@ def translate(foreign: Foreign, given: Given, overrides: Sequence[str] = ()) -> 
         apply_override(tree, override)
         sources[override.partition("=")[0].strip()] = "--set"
     return Translation(foreign, lines, defaults, decided, tree, sources)
+
+
+def _read_by(loss: str, line: Line) -> Line:
+    """The line without bounds that the loss does not have."""
+    pairs = {key: value for key, value in line.pairs.items() if key not in BOUNDS or key in READS.get(loss, ())}
+    if pairs == line.pairs:
+        return line
+    return Line(
+        line.shown, "key" if pairs else "not needed", pairs, line.note if pairs else f"{loss} has no such bound"
+    )
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
@@ -177,7 +193,7 @@ def _defaults(foreign: Foreign, given: Given, pairs: Mapping[str, Any], chosen: 
         missing = {key: one for key, one in line.pairs.items() if key not in pairs and key not in chosen}
         if missing:
             yield Line(line.shown, "key", missing, line.note)
-        elif line.kind == "no counterpart" and not line.pairs and name.endswith("epochs"):
+        elif line.kind == "no counterpart":
             yield line
 
 

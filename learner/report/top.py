@@ -9,7 +9,6 @@ import json
 import re
 import sys
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from configs.command import program
 from configs.errors import InputMissing
 from configs.loading import ConfigError, load
 from configs.schema import Config
+from learner.launch.announcements import Repeats, launchers_last
 from learner.launch.children import Tail, without_time
 from learner.launch.hosts.ready import ask_replay
-from learner.launch.terminal import EVENTS_LOG
 from learner.report.live_view import LiveView
 from learner.report.metrics import FILE
 from replay.channel import ChannelError
@@ -31,8 +30,6 @@ SILENT_LOOKS = 10
 """Times in a row that replay does not answer before its run counts as over: it may be starting again."""
 LOG_BYTES = 64 * 1024
 """Of the end of each log, where events of before are found."""
-REMEMBERED = 500
-"""Events of other logs, among which one of the launcher's is looked for."""
 READY = re.compile(r"replay ready at (\S+)")
 EVENT = re.compile(r" (?:ERROR|CRITICAL|WARNING (?=guard: )) ?(.*)")
 
@@ -45,7 +42,7 @@ class Folder:
         self._metrics = Tail(folder / FILE)
         self._logs = folder / "logs"
         self._tails: dict[Path, Tail] = {}
-        self._said: deque[str] = deque(maxlen=REMEMBERED)
+        self._repeats = Repeats()
         self._address = ""
 
     def rows(self) -> list[dict[str, Any]]:
@@ -53,22 +50,16 @@ class Folder:
         return [json.loads(line) for line in self._metrics.new_lines()]
 
     def events(self) -> Iterator[str]:
-        """Errors and guards of all processes since the last call; at first, of the end of each log.
-
-        The launcher's log comes last: what it repeats of another one is left out.
-        """
-        for path in sorted(self._logs.glob("*.log"), key=lambda path: (path.name == EVENTS_LOG, path)):
+        """Errors and guards of all processes since the last call, each once; at first, of the end of each log."""
+        for path in launchers_last(self._logs):
             if path not in self._tails:
                 found = path.stat()
                 self._tails[path] = Tail(path, max(0, found.st_size - LOG_BYTES), found.st_ino)
             for line in self._tails[path].new_lines():
-                if (match := EVENT.search(line)) is None:
-                    continue
-                text = without_time(match[1])
-                if path.name == EVENTS_LOG and text in self._said:
-                    continue
-                self._said.append(text)
-                yield f"{path.stem}: {text[:200]}"
+                if (match := EVENT.search(line)) is not None:
+                    text = without_time(match[1])
+                    if self._repeats.is_new(path, line, text):
+                        yield f"{path.stem}: {text[:200]}"
 
     def status(self) -> dict[str, Any] | None:
         """Replay's, None where it does not answer. Raises ChannelError: it refuses the keys of this node."""

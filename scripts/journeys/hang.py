@@ -9,12 +9,15 @@ from pathlib import Path
 
 from scripts.journeys.narration import Background, Journey, steps
 
-WAITS = '''import time
+WAITS = '''import itertools
+import time
+
+requests = itertools.count()
 
 
 def ask_service(prompt, answer):
-    """A request without a deadline, to a service that does not answer some of them."""
-    while prompt.startswith("99"):
+    """A request without a deadline, to a service that stops answering after 3,000 of them."""
+    while next(requests) > 3000:
         time.sleep(1)
     return float(answer == "".join(sorted(prompt[:6])))
 
@@ -50,7 +53,7 @@ def a_reward_that_never_returns(journey: Journey) -> None:
     journey.write(journey.folder / "my_reward.py", WAITS)
     mine = "reward.function=my_reward.py:reward"
     folder, run = started(journey, "hangs", mine, "reward.timeout_s=3600")
-    journey.wait(lambda: folder.is_dir() and "ready" in _log(folder, "rollout-0"), "the rollout server", 120, run)
+    journey.wait(lambda: steps(folder) >= 1, "the first step", 240, run)
     journey.wait(lambda: _stands_still(folder), "the run to stand still", 120, run)
     journey.facts["hung_at_step"] = steps(folder)
 
@@ -73,7 +76,7 @@ def a_server_that_was_stopped(journey: Journey) -> None:
     """Named by the hang report at once, and by the error code when the deadline has passed; resumed."""
     journey.say("My run hangs again: another one, whose rollout server a debugger has stopped")
     folder, run = started(journey, "stops", *SHORT, number=200)
-    journey.wait(lambda: steps(folder) >= 5, "step 5", 120, run)
+    journey.wait(lambda: steps(folder) >= 5, "step 5", 240, run)
     pid = int(json.loads((folder / "processes" / "rollout-0.json").read_text())["pid"])
     os.kill(pid, signal.SIGSTOP)
     journey.note(f"rollout-0, pid {pid}, is stopped now: SIGSTOP")
@@ -99,11 +102,6 @@ def a_server_that_was_stopped(journey: Journey) -> None:
 def show(journey: Journey, file: Path, lines: list[str], what: str) -> None:
     """Lines of a file that a reader looks for. Raises Failed: there are none."""
     journey.run("grep", "-m1", "-n", lines[0] if lines else what, str(file.relative_to(journey.folder)), tell=[r"\S"])
-
-
-def _log(folder: Path, name: str) -> str:
-    path = folder / "logs" / f"{name}.log"
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _stands_still(folder: Path) -> bool:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from configs.aliases import BY_FRAMEWORK
-from configs.loading import leaf_keys, load
+from configs.loading import leaf_keys, load, read_yaml
 from configs.translate import __main__ as command
 from configs.translate import shell
 from configs.translate.files import read
@@ -221,6 +221,24 @@ def test_values_of_trl(arguments, expected, tmp_path):
     text = f"LR = 3e-5\nargs = GRPOConfig({arguments})\n"
     found = keys(made(tmp_path, "a.py", text, "data.train=x", rows=400, gpus=4))
     assert {key: found.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "bounds"),
+    [
+        ("vanilla", {"clip_low": 0.2, "clip_high": 0.3, "clip_dual": 3.0}),
+        ("gspo", {"clip_low": 0.2, "clip_high": 0.3}),
+        ("cispo", {"clip_high": 0.3}),
+        ("sapo", {}),
+    ],
+)
+def test_bounds_that_a_loss_does_not_have_are_left_out(loss, bounds, tmp_path):
+    words = f"actor.clip_ratio_low=0.2 actor.clip_ratio_high=0.3 actor.policy_loss.loss_mode={loss} rollout.n=4"
+    words += " data.train_files=gsm8k.jsonl actor_rollout_ref.model.path=m"
+    (tmp_path / "a.sh").write_text(VERL.format(words))
+    assert command.main([str(tmp_path / "a.sh"), "--out", str(tmp_path / "out.yaml")]) == 0
+    written = read_yaml((tmp_path / "out.yaml").read_bytes())["algorithm"]
+    assert {key: value for key, value in written.items() if key.startswith("clip")} == bounds
 
 
 def test_rewards_of_a_script_are_taken_where_importing_it_does_not_train(tmp_path):
