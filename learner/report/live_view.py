@@ -99,6 +99,11 @@ class LiveView:
         elif self.mode == "rich":
             self._draw("")
 
+    def say_waits(self) -> None:
+        """In plain mode, say now which process waits for what; the panel shows it always."""
+        if self.mode == "plain":
+            self._line(live_text.waiting_text(self.status))
+
     def close(self, summary: str) -> None:
         """Show the last state and what the run came to. `summary` says how it ended."""
         closing = "\n".join(filter(None, (live_text.closing_line(self.progress), live_text.split_text(self.progress))))

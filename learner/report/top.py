@@ -94,6 +94,8 @@ def watch(folder: Folder, view: LiveView, *, once: bool) -> None:
         for event in folder.events():
             view.event(event)
         view.update(status if status is not None else view.status, folder.rows())
+        if once and not over:
+            view.say_waits()
         if over or once:
             view.close(str(status["ended"]) if over and status else "")
             return

@@ -64,7 +64,6 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
     (run_dir / "config.yaml").write_text(dump(config))
     monkeypatch.setattr(top, "LOOK_S", 0.01)
     monkeypatch.setattr(top, "ANSWER_S", 0.2)
-    monkeypatch.setattr("learner.report.live_view.QUIET_S", 0.0)
     with served_replay.served(load_keys(tmp_path / "keys")) as replay:
         (run_dir / "logs" / "replay.log").write_text(f"replay ready at {replay.address}\n")
         folder = top.Folder(run_dir)
