@@ -75,6 +75,7 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
         view = top.LiveView(folder.config, "plain")
         view.update(status, [])
         monkeypatch.setattr(top, "SILENT_LOOKS", 2)
+        monkeypatch.setattr("learner.report.live_view.QUIET_S", 0.0)
     started = time.monotonic()
     top.watch(folder, view, once=False)
     assert time.monotonic() - started < 10
