@@ -56,7 +56,7 @@ def travel(journey: Journey, *, installed: bool) -> None:
     )  # fmt: skip
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = max((row for row in rows if "step" in row), key=lambda row: row["step"])
-    journey.facts |= {"steps": last["step"], "reward_of_my_own": round(last["critic/rewards/mean"], 3)}
+    journey.facts |= {"trained_steps": last["step"], "reward_of_my_own": round(last["critic/rewards/mean"], 3)}
 
 
 def look_at_dashboard(journey: Journey, clone: Path) -> None:
