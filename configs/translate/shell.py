@@ -59,12 +59,20 @@ def _statements(text: str, source: str) -> Iterator[str]:
         waiting = f"{waiting} {bare}".strip()
         opened = ASSIGNMENT.fullmatch(waiting)
         is_open_array = opened is not None and opened[3].startswith("(") and not opened[3].rstrip().endswith(")")
-        if is_open_array or waiting.count('"') % 2:
+        if is_open_array or _has_open_quote(waiting):
             continue
         yield waiting
         waiting = ""
     if waiting:
         raise Untranslatable(f"{source}: {waiting[:60]!r}... has no end; close its quote or parenthesis")
+
+
+def _has_open_quote(text: str) -> bool:
+    try:
+        shlex.split(text)
+    except ValueError:
+        return True
+    return False
 
 
 def _without_comment(line: str) -> str:

@@ -1,7 +1,8 @@
 """Every setting of a file as a line, what its framework has for the rest, and the configuration of all of it."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from configs.aliases import BY_FRAMEWORK, ends, plain
@@ -64,6 +65,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 BOUNDS = ("algorithm.clip_low", "algorithm.clip_high", "algorithm.clip_dual")
 READS = {"ppo_clip": BOUNDS, "gspo": BOUNDS[:2], "cispo": BOUNDS[1:2]}
 """Of BOUNDS, what a loss reads: another one would be refused, as it would look as if it had counted."""
+SECRET = re.compile(r"(wandb|api|access|auth|hub|hf|swanlab|comet)_?(key|token)\b|password|secret", re.IGNORECASE)
 FOLLOWS = {"--eps-clip-high": ("--eps-clip",), "epsilon_high": ("epsilon",)}
 """Names that are, unset, what another name has."""
 LAG = {
@@ -146,6 +148,9 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _line(setting: Setting, foreign: Foreign, given: Given) -> Line:
+    if SECRET.search(plain(setting.name)):
+        return Line(f"{setting.name} ...", "not needed", note="a secret is not copied")
+    setting = replace(setting, shown=" ".join(setting.shown.split()))  # it becomes a comment of one line
     if setting.open:
         keys = BY_FRAMEWORK[foreign.framework]
         key = next((keys[end] for end in ends(setting.name) if end in keys), "")

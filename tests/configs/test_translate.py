@@ -107,7 +107,7 @@ def test_a_set_of_files_of_prime_rl_is_one_run(tmp_path):
         ("a.py", "print(1)", "makes no GRPOConfig and no GRPOTrainer"),
         ("a.sh", "echo 1", "no command starts verl"),
         ("a.sh", 'echo "', "has no end"),
-        ("a.sh", "echo 'x", "No closing quotation"),
+        ("a.sh", "echo 'x", "has no end"),
     ],
 )
 def test_a_file_that_cannot_be_translated_is_refused_with_a_code(name, text, words, tmp_path, capsys):
@@ -143,6 +143,15 @@ def test_unknown_names_are_named_and_kept_in_the_file(tmp_path, capsys):
     assert "+trainer.frobnicate=3" in said.splitlines()[4] and " ?? a name of no table" in said
     assert "1 are not translated: +trainer.frobnicate=3" in said and "#   +trainer.frobnicate=3" in out.read_text()
     assert load(out).rollout.groups_per_step == 1024
+
+
+def test_secrets_are_not_copied_and_a_value_of_several_lines_stays_a_comment(tmp_path, capsys):
+    words = "--odd 'a\nrollout: {group_size: 9}' --n-samples-per-prompt 4 --rollout-batch-size 2 --wandb-key abc123"
+    (tmp_path / "a.sh").write_text(SLIME.format(f"{words} --hf-checkpoint m --prompt-data gsm8k.jsonl"))
+    out = tmp_path / "out.yaml"
+    assert command.main([str(tmp_path / "a.sh"), "--out", str(out)]) == 0
+    assert "abc123" not in capsys.readouterr().out + out.read_text()
+    assert "#   --odd a rollout: {group_size: 9}" in out.read_text() and load(out).rollout.group_size == 4
 
 
 def test_a_result_that_cannot_be_is_refused_and_nothing_is_overwritten(tmp_path, capsys):
