@@ -30,10 +30,9 @@ class Given:
 
 def group_size(foreign: Foreign) -> int:
     """Answers to a prompt there."""
-    names = {"verl": "rollout.n", "slime": "n_samples_per_prompt", "prime-rl": "group_size", "TRL": "num_generations"}
-    if foreign.framework == "prime-rl":
-        return int(foreign.value("orchestrator.group_size", "rollouts_per_example", default=1))
-    return int(foreign.value(names[foreign.framework], default=GROUPS[foreign.framework]))
+    names = {"verl": "rollout.n", "slime": "n_samples_per_prompt", "TRL": "num_generations"}
+    name = names.get(foreign.framework, "orchestrator.group_size")
+    return max(1, _whole(foreign.value(name)) or GROUPS[foreign.framework])
 
 
 def groups_per_step(foreign: Foreign, given: Given) -> int | None:
@@ -47,9 +46,9 @@ def groups_per_step(foreign: Foreign, given: Given) -> int | None:
         return None if batch is None else max(1, batch // group_size(foreign))
     answers = foreign.value("generation_batch_size")
     if answers is None:
-        each = int(foreign.value("per_device_train_batch_size", default=8))
-        answers = each * max(1, given.gpus) * int(foreign.value("gradient_accumulation_steps", default=1))
-    return max(1, int(answers) // group_size(foreign))
+        each = _whole(foreign.value("per_device_train_batch_size")) or 8
+        answers = each * max(1, given.gpus) * (_whole(foreign.value("gradient_accumulation_steps")) or 1)
+    return max(1, (_whole(answers) or 1) // group_size(foreign))
 
 
 def _whole(value: Any) -> int | None:

@@ -155,7 +155,10 @@ def _line(setting: Setting, foreign: Foreign, given: Given) -> Line:
         keys = BY_FRAMEWORK[foreign.framework]
         key = next((keys[end] for end in ends(setting.name) if end in keys), "")
         return Line(setting.shown, "open", note=f"{setting.open}" + (f"; give --set {key}=..." if key else ""))
-    here = _here(setting.name, setting.value, foreign, given)
+    try:
+        here = _here(setting.name, setting.value, foreign, given)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        return Line(setting.shown, "open", note=f"its value is of no use: {error}")
     if here is None:
         return Line(setting.shown, "unknown")
     if here.pairs:

@@ -145,6 +145,23 @@ def test_unknown_names_are_named_and_kept_in_the_file(tmp_path, capsys):
     assert load(out).rollout.groups_per_step == 1024
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.sh", VERL.format("trainer.n_gpus_per_node=many data.train_batch_size=x trainer.save_freq=[] rollout.n={}")),
+        ("b.sh", SLIME.format("--adam-beta1 x --rollout-batch-size 1 2 --actor-num-gpus-per-node --num-epoch a b")),
+        ("c.py", "GRPOConfig(per_device_train_batch_size=[1], num_generations='x', warmup_ratio='a', max_steps=5)"),
+        ("d.toml", "seq_len = 'x'\n[orchestrator]\nbatch_size = []\ngroup_size = 0\nmax_off_policy_steps = 'a'\n"),
+    ],
+)
+def test_values_that_cannot_be_are_named_or_refused_later_and_never_raised(name, text, tmp_path, capsys):
+    (tmp_path / name).write_text(text)
+    settings = ["--set", "model.path=m", "--set", "data.train=gsm8k.jsonl", "--out", str(tmp_path / "out.yaml")]
+    code = command.main([str(tmp_path / name), *settings, "--rows", "100"])
+    said = capsys.readouterr()
+    assert "its value is of no use" in said.out and (code == 0 or "[SLIP-CONFIG-" in said.err)
+
+
 def test_secrets_are_not_copied_and_a_value_of_several_lines_stays_a_comment(tmp_path, capsys):
     words = "--odd 'a\nrollout: {group_size: 9}' --n-samples-per-prompt 4 --rollout-batch-size 2 --wandb-key abc123"
     (tmp_path / "a.sh").write_text(SLIME.format(f"{words} --hf-checkpoint m --prompt-data gsm8k.jsonl"))
