@@ -19,6 +19,7 @@ VARIABLE = re.compile(r"\$\{(\w+)(?:\[[@*]\])?(?::?-([^{}]*))?\}|\$(\w+|@)")
 ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}|\$\w+_ARGS")
 """Options that stand in another file, which the script reads."""
 ARITHMETIC = re.compile(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)")
+QUOTED_ARRAY = re.compile(r"\"(\$\{\w+\[@\]\})\"")
 UNKNOWN = re.compile(r"\$(?:\{[^}]*\}|\w+|\()")
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -81,7 +82,8 @@ def _without_comment(line: str) -> str:
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:
-    """The text with what is known of its variables, and sums worked out."""
+    """The text with what is known of its variables, and sums worked out; a quoted array is its words."""
+    text = QUOTED_ARRAY.sub(r"\1", text)
 
     def of(found: re.Match[str]) -> str:
         name = found[1] or found[3]

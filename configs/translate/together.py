@@ -120,7 +120,7 @@ def _nodes(foreign: Foreign, given: Given, value: Any) -> Here:
 
 
 def _colocate(foreign: Foreign, given: Given, value: Any) -> Here:
-    return nothing("the two sides have GPUs of their own here: placement.split, as below")
+    return nothing("placement.split divides the GPUs, placement.share_gpus has one serve both sides")
 
 
 def _clip(foreign: Foreign, given: Given, value: Any) -> Here:

@@ -44,16 +44,17 @@ A_ARGS=(
    --n $N
 )
 A_ARGS+=(--name "$NAME")
+B_ARGS=(--b "x y")
 if [ "$X" = 1 ]; then
    A_ARGS+=(--extra)
 fi
 python train.py ${A_ARGS[@]} \\
-   --len $LEN --data $DATA --host $(hostname)
+   "${B_ARGS[@]}" --len $LEN --data $DATA --host $(hostname)
 """
     found = [words for words in shell.commands(text, "x.sh") if "train.py" in words]
     assert len(found) == 1
     assert found[0][:9] == ["python", "train.py", "--lr", "1e-6", "--n", "8", "--name", "my run", "--extra"]
-    assert found[0][9:] == ["--len", "4096", "--data", "$DATA", "--host", "$(hostname)"]
+    assert found[0][9:] == ["--b", "x y", "--len", "4096", "--data", "$DATA", "--host", "$(hostname)"]
 
 
 @pytest.mark.parametrize("text", ["$((1 / 0))", "$((1 +))", "$((X + 1))", "$((2 ** 9))"])
