@@ -12,11 +12,11 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from configs.aliases import FRAMEWORKS, NOT_HERE, ROWS
 from configs.errors import catalogue
 from configs.loading import FLAGS, PRESETS, QUICKSTART, leaf_keys
 from configs.rewards import SECTIONS
 from configs.schema import Config
+from configs.translate.tables import FRAMEWORKS, ROWS, WITHOUT
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "configuration.md"
@@ -44,7 +44,7 @@ FOREIGN = """## Names of other frameworks
 
 They are answered with the key here, in a file, in `--set` and as an option. Of long names, this is the end.
 """
-WITHOUT = """## Names without a key here
+UNNAMED = """## Names without a key here
 
 They are answered with the reason.
 
@@ -69,10 +69,10 @@ def page() -> str:
     foreign = [(f"`{key}`", *("–" if name == "-" else f"`{name}`" for name in names)) for key, *names in ROWS]
     parts += [FOREIGN, table(("key", *FRAMEWORKS), foreign)]
     without = [
-        (why, ", ".join(f"`{name}`" for name, reason in NOT_HERE.items() if reason == why))
-        for why in dict.fromkeys(NOT_HERE.values())
+        (why, ", ".join(f"`{name}`" for name, reason in WITHOUT.items() if reason == why))
+        for why in dict.fromkeys(WITHOUT.values())
     ]
-    return "\n".join([*parts, WITHOUT + table(("here", "names elsewhere"), without)])
+    return "\n".join([*parts, UNNAMED + table(("here", "names elsewhere"), without)])
 
 
 def rows_of(section: Any, prefix: str) -> Iterator[Sequence[str]]:

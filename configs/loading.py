@@ -275,6 +275,12 @@ def leaf_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
     return keys
 
 
+def inline(value: Any) -> str:
+    """A value on one line of YAML, as `read_yaml` reads it."""
+    text: str = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
 def dump(config: Config) -> str:
     """The resolved configuration as YAML; loading it again gives the same Config."""
     return yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False)

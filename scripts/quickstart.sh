@@ -4,6 +4,7 @@
 #
 #   bash scripts/quickstart.sh [--real] [--seed N] [--set a.b=c ...]
 #
+# The run is in runs/quickstart; of a seed other than 0 in runs/quickstart-seedN, and a second one in runs/quickstart-2.
 # --real trains a real chat model in its place, SmolLM2-135M-Instruct, on sums: configs/smollm2-cpu.yaml, about a quarter
 # of an hour on two cores. The model comes from a package (89 MiB), the sums from another one (extra `recipes`).
 # With --set rollout.engine=sglang it also installs SGLang, and evaluates every 20 steps where it was every 5: on a CPU
@@ -24,7 +25,7 @@ while (($#)); do
       overrides+=(--set "$2")
       shift 2
       ;;
-    -h | --help) sed -n '2,10p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,11p' "$0"; exit 0 ;;
     *) echo "quickstart.sh: unknown argument '$1' (there are --real, --seed N and --set a.b=c)" >&2; exit 2 ;;
   esac
 done
@@ -56,7 +57,15 @@ else
   settings+=(--set "data.train=$data/train.jsonl" --set "data.eval=$data/eval.jsonl")
   if [[ "$engine" == sglang ]]; then settings+=(--set evaluation.every_steps=20); fi
 fi
-name="$config-seed$seed-$(date +%Y%m%d-%H%M%S)-$$"
+# runs/quickstart, or the next free name: making the folder claims it
+name="$config"
+if [[ "$seed" != 0 ]]; then name="$config-seed$seed"; fi
+base="$name" number=2
+mkdir -p runs
+until mkdir "runs/$name" 2>/dev/null; do
+  if [[ ! -d "runs/$name" ]]; then echo "quickstart.sh: runs/$name cannot be made" >&2; exit 1; fi
+  name="$base-$((number++))"
+done
 started=$(date +%s.%N)
 "$python" -m learner.main "${settings[@]}" --seed "$seed" --name "$name" "${overrides[@]}"
 seconds=$("$python" -c "import time; print(time.time() - $started)")

@@ -34,6 +34,7 @@ MODELS = {
     "Qwen2-7B-Instruct": (3584, 28, 18944, 28, 4),
     "Qwen2.5-7B": (3584, 28, 18944, 28, 4),
     "Qwen2.5-7B-Instruct": (3584, 28, 18944, 28, 4),
+    "Qwen3-0.6B": (1024, 28, 3072, 16, 8),
     "SmolLM2-135M-Instruct": (576, 30, 1536, 9, 3),
 }
 """Sizes by the config.json of each model."""

@@ -38,6 +38,7 @@ COMMANDS = {
     "try-reward": Command("rollout_server.try_reward", "judge a few answers with the reward"),
     "top": Command("learner.report.top", "live view of RUN_DIR in a terminal, also over ssh"),
     "dashboard": Command("learner.report.dashboard", "browser view of RUN_DIR: curves, pipeline, answers"),
+    "translate": Command("configs.translate", "a run of verl, slime, prime-rl or TRL as a YAML file here"),
     "keys": Command("replay.keys", "make, rotate and remove CURVE keys"),
     "explain": Command("configs.errors", "cause and remedy of an error code"),
     "hang": Command("replay.hang", "stacks and waits of a run that stands still"),

@@ -7,7 +7,7 @@ class SilentlyWrong(
     SlipstreamError,
     RuntimeError,
     code="SLIP-GUARD-01",
-    cause="A rule of the limits section with the action `stop` was broken for long enough.",
+    cause="A rule of the limits section was broken for long enough: `stop`, or `roll_back` with none left.",
     mend="The message has number, bound and remedy; docs/howto/reward-collapse.md, docs/howto/guards.md.",
 ):
     """Training has no effect, or the wrong one; names the symptom and the remedy."""

@@ -1,6 +1,7 @@
 """What processes of this machine say in their logs that the terminal shows: guards, leaks, progress."""
 
 import re
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,32 @@ from learner.launch.terminal import EVENTS_LOG
 LINE = re.compile(r" (?:WARNING|INFO) ((guard|leak|progress): .*)")
 FIRST = re.compile(r"learner-0|rollout-(.*-)?0")
 """Logs of which progress is shown: others go through the same, and replay's is shown as it starts."""
+
+
+REMEMBERED = 1000
+"""Lines among which a repeated one is looked for."""
+OTHER_RANK = re.compile(r" learner-(?!0 )\d+ [A-Z]+ guard: ")
+
+
+class Repeats:
+    """What several logs of a run say: torchrun's repeats each rank's, the launcher's what it shows, ranks judge alike.
+
+    Give it the launcher's log after the others.
+    """
+
+    def __init__(self) -> None:
+        self._said: deque[str] = deque(maxlen=REMEMBERED)
+
+    def is_new(self, path: Path, line: str, text: str) -> bool:
+        """Whether no log has said this yet: the whole line, or its text where the launcher says it."""
+        known = line in self._said or (path.name == EVENTS_LOG and text in self._said)
+        self._said += (line, text)
+        return not known and OTHER_RANK.search(line) is None
+
+
+def launchers_last(folder: Path) -> list[Path]:
+    """The logs of a run, in the order that `Repeats` needs."""
+    return sorted(folder.glob("*.log"), key=lambda path: (path.name == EVENTS_LOG, path))
 
 
 class Announcements:

@@ -18,7 +18,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from configs.errors import coded
+from configs.errors import CODE, coded
 from configs.schema import Config
 from learner.launch.terminal import EVENTS
 from learner.report import live_text
@@ -61,6 +61,8 @@ class LiveView:
         self.progress = Progress(config.learner.total_steps, config.replay.async_lag)
         self.status: Status = {}
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+        self.warning = ""
+        """The newest event that has a code; later ones without a code do not replace it."""
         self._hinted = ""
         self._name = config.run.name
         self._drawn = self._last_line = time.monotonic()
@@ -90,11 +92,17 @@ class LiveView:
         """Say something that happened beside the steps, such as a rollout server that died."""
         text = coded(text, "")
         EVENTS.warning("%s", text)
+        self.warning = text if CODE.search(text) else self.warning
         self.events.append(f"{live_text.duration(time.monotonic() - self._started)}  {text}")
         if self.mode == "plain":
             self._line(text)
         elif self.mode == "rich":
             self._draw("")
+
+    def say_waits(self) -> None:
+        """In plain mode, say now which process waits for what; the panel shows it always."""
+        if self.mode == "plain":
+            self._line(live_text.waiting_text(self.status))
 
     def close(self, summary: str) -> None:
         """Show the last state and what the run came to. `summary` says how it ended."""
@@ -142,7 +150,8 @@ class LiveView:
             for column in itertools.compress(live_text.PEER_COLUMNS, shown):
                 words = column in ("peer", "doing")
                 table.add_column(column, justify="left" if words else "right", no_wrap=column != "doing")
-            rows = max(3, self.console.height - LINES_ABOVE)  # rich draws what is taller than the terminal again below
+            above = LINES_ABOVE + (2 if self.warning else 0)
+            rows = max(3, self.console.height - above)  # rich draws what is taller than the terminal again below
             for row in peers[:rows]:
                 table.add_row(*map(Text, itertools.compress(row, shown)))
             parts += [Text(), table, *([Text(f"and {len(peers) - rows} more")] if len(peers) > rows else [])]
@@ -183,6 +192,8 @@ class LiveView:
             facts["waiting"] = Text(live_text.waiting_text(status), style="magenta")
         if hint := live_text.split_text(self.progress):
             facts["split"] = Text(hint, style="yellow")
+        if found := CODE.search(self.warning):
+            facts["warning"] = Text(f"{self.warning}; slipstream explain {found[1]}", style="red")
         if trouble := live_text.trouble_text(status):
             facts["trouble"] = Text(trouble, style="red")
         table = Table.grid(padding=(0, 2))

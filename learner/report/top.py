@@ -17,6 +17,7 @@ from configs.command import program
 from configs.errors import InputMissing
 from configs.loading import ConfigError, load
 from configs.schema import Config
+from learner.launch.announcements import Repeats, launchers_last
 from learner.launch.children import Tail, without_time
 from learner.launch.hosts.ready import ask_replay
 from learner.report.live_view import LiveView
@@ -41,6 +42,7 @@ class Folder:
         self._metrics = Tail(folder / FILE)
         self._logs = folder / "logs"
         self._tails: dict[Path, Tail] = {}
+        self._repeats = Repeats()
         self._address = ""
 
     def rows(self) -> list[dict[str, Any]]:
@@ -48,14 +50,16 @@ class Folder:
         return [json.loads(line) for line in self._metrics.new_lines()]
 
     def events(self) -> Iterator[str]:
-        """Errors and guards of all processes since the last call; at first, of the end of each log."""
-        for path in sorted(self._logs.glob("*.log")):
+        """Errors and guards of all processes since the last call, each once; at first, of the end of each log."""
+        for path in launchers_last(self._logs):
             if path not in self._tails:
                 found = path.stat()
                 self._tails[path] = Tail(path, max(0, found.st_size - LOG_BYTES), found.st_ino)
             for line in self._tails[path].new_lines():
                 if (match := EVENT.search(line)) is not None:
-                    yield f"{path.stem}: {without_time(match[1])[:200]}"
+                    text = without_time(match[1])
+                    if self._repeats.is_new(path, line, text):
+                        yield f"{path.stem}: {text[:200]}"
 
     def status(self) -> dict[str, Any] | None:
         """Replay's, None where it does not answer. Raises ChannelError: it refuses the keys of this node."""
@@ -90,6 +94,8 @@ def watch(folder: Folder, view: LiveView, *, once: bool) -> None:
         for event in folder.events():
             view.event(event)
         view.update(status if status is not None else view.status, folder.rows())
+        if once and not over:
+            view.say_waits()
         if over or once:
             view.close(str(status["ended"]) if over and status else "")
             return

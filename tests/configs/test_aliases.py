@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from configs import ConfigError, aliases, load
-from configs.aliases import ALIASES, NOT_HERE
+from configs import ConfigError, load
+from configs.aliases import ALIASES
 from configs.loading import Parser, add_arguments, leaf_keys, validate
 from configs.retired import RETIRED
+from configs.translate.tables import FRAMEWORKS, NOT_HERE, NOT_NEEDED, WITHOUT
+from configs.translate.tables import ROWS as TABLE_ROWS
 
 FROZEN = Path(__file__).parents[1] / "frozen"
 TABLE = """
@@ -81,8 +83,9 @@ def test_options_without_a_key_say_why(capsys):
 def test_every_answer_is_a_key_and_no_key_of_ours_is_foreign():
     keys = set(leaf_keys())
     assert {key for key in ALIASES.values() if key not in keys} == {"rollout.sglang.mem_fraction_static"}
-    assert not keys & (ALIASES.keys() | NOT_HERE.keys()) and not ALIASES.keys() & NOT_HERE.keys()
-    assert len(ALIASES) >= 25 and {len(row) for row in aliases.ROWS} == {1 + len(aliases.FRAMEWORKS)}
+    assert not keys & (ALIASES.keys() | WITHOUT.keys()) and not NOT_HERE.keys() & NOT_NEEDED.keys()
+    assert ALIASES.keys() & WITHOUT.keys() == set()
+    assert len(ALIASES) >= 25 and {len(row) for row in TABLE_ROWS} == {1 + len(FRAMEWORKS)}
 
 
 # ---- keys that are gone ----------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ LIGHT = (
     "learner.report.lag",
     "replay.keys",
     "configs.errors",
+    "configs.translate",
     "replay.hang",
 )
 """Of the modules, those whose parser is built without torch."""

@@ -139,6 +139,9 @@ def test_restarts_quarantines_and_the_end_are_counted(folder):
     (folder / "logs").mkdir()
     log = "2026-01-01 10:00:00,1 rollout-0 INFO fine\n2026-01-01 10:00:01,1 rollout-0 ERROR weights are not live\n"
     (folder / "logs" / "rollout-0.log").write_text(log)
+    again = "2026-01-01 10:00:02,1 launcher WARNING weights are not live\n"
+    again += "2026-01-01 10:00:03,1 launcher ERROR it stops\n"
+    (folder / "logs" / "launcher.log").write_text(again)
     found = Run(folder).fleet()
     (server,) = found["peers"]
     shown = {key: server[key] for key in ("restarts", "quarantines", "losses", "pid", "connected", "why", "groups")}
@@ -149,7 +152,7 @@ def test_restarts_quarantines_and_the_end_are_counted(folder):
     assert [event.get("event", event.get("state")) for event in found["events"]] == [
         "ended", "quarantined", "joined", "lost", "joined",
     ]  # fmt: skip
-    assert [line["text"] for line in found["log"]] == ["weights are not live"]
+    assert [line["text"] for line in found["log"]] == ["it stops", "weights are not live"]
 
 
 def indexed(folder, *, keep=False):

@@ -55,6 +55,26 @@ ROWS = [
 ]
 
 
+def test_the_newest_event_with_a_code_stays_in_sight():
+    console = Console(file=io.StringIO(), width=140, height=60, force_terminal=True)
+    view = LiveView(load("quickstart", ["placement.device=cpu"]), "rich", console)
+    view.update(STATUS, ROWS)
+    assert "slipstream explain" not in drawn(view)
+    for text in ("old [SLIP-NET-02]", "disk is full [SLIP-CONFIG-10]", *(f"rollout-{n} joined" for n in range(9))):
+        view.event(text)
+    assert "warning" in drawn(view) and "disk is full [SLIP-CONFIG-10]; slipstream explain SLIP-CONFIG-10" in drawn(
+        view
+    )
+    view.close("")
+
+
+def drawn(view: LiveView) -> str:
+    """The panel as plain text."""
+    console = Console(file=io.StringIO(), width=140)
+    console.print(view._panel(""))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
 def progress_of(*rows: dict[str, Any]) -> Progress:
     progress = Progress(80, 1)
     for row in rows:

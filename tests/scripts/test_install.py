@@ -140,6 +140,19 @@ def test_the_quick_start_installs_the_engine_that_it_is_told_to_use(
     assert ("evaluation.every_steps=20" in run) == (installs != ["none"])
 
 
+def test_the_quick_start_leaves_the_folder_that_pages_name(tmp_path: Path) -> None:
+    def names(*arguments: str) -> str:
+        folder = tmp_path / "clone"
+        asked = asked_by("quickstart.sh", folder, *arguments)
+        shutil.rmtree(folder / "scripts")
+        shutil.rmtree(folder / ".venv")
+        ours = [line.split() for line in asked if "learner.main" in line or "summary" in line][-2:]
+        assert ours[1][3] == f"runs/{ours[0][ours[0].index('--name') + 1]}"
+        return ours[1][3]
+
+    assert [names(), names(), names("--seed", "3")] == ["runs/quickstart", "runs/quickstart-2", "runs/quickstart-seed3"]
+
+
 @pytest.mark.parametrize(("arguments", "preset"), [((), "smollm2-cpu"), (SGLANG, "smollm2-cpu-sglang")])
 def test_the_real_quick_start_makes_model_and_prompts_and_trains_on_them(
     arguments: tuple[str, ...], preset: str, tmp_path: Path

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from learner.launch.announcements import Repeats, launchers_last
 from replay.timeline import ENDED
 
 Row = Mapping[str, Any]
@@ -49,14 +50,14 @@ def of(events: Sequence[Row], last_step: Row) -> dict[str, Any]:
 
 
 def warnings(folder: Path) -> list[dict[str, str]]:
-    """Warnings and errors at the end of the run's logs, newest first."""
-    found = []
-    for path in sorted(folder.glob("*.log")):
+    """Warnings and errors at the end of the run's logs, newest first; what several logs say, once."""
+    found, repeats = [], Repeats()
+    for path in launchers_last(folder):
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
             text = file.read().decode("utf-8", "replace")
         for line in text.splitlines():
-            if match := LOG_LINE.match(line):
+            if (match := LOG_LINE.match(line)) and repeats.is_new(path, line, match[4]):
                 time, name, level, message = match.groups()
                 found.append({"time": time, "name": name, "level": level, "text": message, "file": path.name})
     return sorted(found, key=lambda line: line["time"], reverse=True)[:MAX_WARNINGS]

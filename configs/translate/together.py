@@ -1,0 +1,350 @@
+"""Settings whose meaning here depends on others of the same file: batches, lengths, GPUs, rewards, environments."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from configs.translate.settings import Foreign
+from configs.translate.values import Here, nothing, shares_gpus
+
+DIVIDED = "there both sides take turns on the same {count}; `slipstream plan` finds the best split"
+REWARDS = {"math": "math", "dapo": "math", "deepscaler": "math", "gsm8k": "numeric"}
+"""Graders of slime, by the reward here that judges alike."""
+SINGLE_TURN = {"math-env": "math", "math_env": "math", "hendrycks-math": "math", "gsm8k": "math", "gsm8k-v1": "math"}
+"""Environments of prime-rl that are a question and an answer, by the reward here."""
+ONE_STEP = "one update a step: "
+Convert = Callable[[Foreign, "Given", Any], Here | None]
+GROUPS = {"verl": 1, "slime": 1, "prime-rl": 1, "TRL": 8}
+"""Answers to a prompt, where the file says nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the file does not say and the command line may."""
+
+    rows: int = 0
+    """Rows of the training data, so that epochs become steps."""
+    gpus: int = 0
+    """GPUs of the run, which scripts of TRL leave to accelerate."""
+
+
+def group_size(foreign: Foreign) -> int:
+    """Answers to a prompt there."""
+    names = {"verl": "rollout.n", "slime": "n_samples_per_prompt", "TRL": "num_generations"}
+    name = names.get(foreign.framework, "orchestrator.group_size")
+    return max(1, _whole(foreign.value(name)) or GROUPS[foreign.framework])
+
+
+def groups_per_step(foreign: Foreign, given: Given) -> int | None:
+    """Prompts of a step; None where the file does not say."""
+    if foreign.framework == "verl":
+        return _whole(foreign.value("data.train_batch_size", default=1024))
+    if foreign.framework == "slime":
+        return _whole(foreign.value("rollout_batch_size"))
+    if foreign.framework == "prime-rl":
+        batch = _whole(foreign.value("orchestrator.batch_size"))
+        return None if batch is None else max(1, batch // group_size(foreign))
+    answers = foreign.value("generation_batch_size")
+    if answers is None:
+        each = _whole(foreign.value("per_device_train_batch_size")) or 8
+        answers = each * max(1, given.gpus) * (_whole(foreign.value("gradient_accumulation_steps")) or 1)
+    return max(1, (_whole(answers) or 1) // group_size(foreign))
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _batch(foreign: Foreign, given: Given, value: Any) -> Here:
+    groups = groups_per_step(foreign, given)
+    pairs = {} if groups is None else {"rollout.groups_per_step": groups}
+    if foreign.framework == "verl":
+        mini = foreign.value("ppo_mini_batch_size", default=groups)
+        if isinstance(mini, int) and groups and mini < groups:
+            return Here(
+                pairs,
+                f"{ONE_STEP}{groups // mini} of {mini} prompts there; rollout.groups_per_step={mini} has as many",
+            )
+    if foreign.framework == "prime-rl":
+        return Here(pairs, f"counted in answers there: {value} / {group_size(foreign)}")
+    if foreign.framework == "TRL":
+        times = f" × {given.gpus} GPUs" if given.gpus else ""
+        return Here(pairs, f"answers of all microbatches{times} / {group_size(foreign)} answers a prompt")
+    return Here(pairs)
+
+
+def _epochs(foreign: Foreign, given: Given, value: Any) -> Here:
+    if foreign.value("total_training_steps", "max_steps", "num_rollout") is not None:
+        return nothing("the number of steps is given, and counts")
+    groups = groups_per_step(foreign, given)
+    if not given.rows or not groups:
+        return Here(
+            {}, f"steps = rows of data.train × {value} / {groups}: give --rows N, or --set learner.total_steps=N"
+        )
+    steps = int(given.rows * float(value) // groups)
+    return Here({"learner.total_steps": steps}, f"{given.rows} rows × {value} / {groups}")
+
+
+def _warmup_ratio(foreign: Foreign, given: Given, value: Any) -> Here:
+    steps = foreign.value("total_training_steps", "max_steps")
+    if not steps:
+        return Here({}, f"a share of the steps: --set learner.warmup_steps=N ({value} of learner.total_steps)")
+    return Here({"learner.warmup_steps": round(steps * value)}, f"{value} of {steps} steps")
+
+
+def _split(foreign: Foreign, given: Given, value: Any) -> Here:
+    """Both sides' GPUs, from whichever settings the framework has for them."""
+    if foreign.framework == "prime-rl":
+        rollout, train = (int(foreign.value(f"num_{side}_gpus", default=1)) for side in ("infer", "train"))
+        return Here({"placement.split": f"{rollout}:{train}"})
+    if foreign.framework == "slime" and not shares_gpus(foreign):
+        rollout = int(foreign.value("rollout_num_gpus", default=1))
+        return Here({"placement.split": f"{rollout}:{int(foreign.value('actor_num_gpus_per_node', default=1))}"})
+    tensor = int(foreign.value("rollout.tensor_model_parallel_size", "rollout_num_gpus_per_engine", default=1))
+    return divided(int(value), tensor)
+
+
+def divided(gpus: int, tensor: int) -> Here:
+    """The split of GPUs that both sides shared, in engines of `tensor` GPUs."""
+    if gpus == 1:
+        pairs = {"placement.split": "1:1", "placement.share_gpus": True, "rollout.sglang.mem_fraction_static": 0.35}
+        return Here(pairs, "one GPU for both sides, at the same time")
+    rollout = max(tensor, gpus // 2 // tensor * tensor)
+    return Here({"placement.split": f"{rollout}:{max(1, gpus - rollout)}"}, DIVIDED.format(count=f"{gpus} GPUs"))
+
+
+def _nodes(foreign: Foreign, given: Given, value: Any) -> Here:
+    if value in (1, None):
+        return nothing("one node")
+    return Here({}, f"{value} nodes: --set placement.learner=... and placement.rollout=... (docs/launching.md)")
+
+
+def _colocate(foreign: Foreign, given: Given, value: Any) -> Here:
+    return nothing("placement.split divides the GPUs, placement.share_gpus has one serve both sides")
+
+
+def _clip(foreign: Foreign, given: Given, value: Any) -> Here:
+    sides = {"low": foreign.value("clip_ratio_low"), "high": foreign.value("clip_ratio_high")}
+    pairs = {f"algorithm.clip_{side}": value for side, own in sides.items() if own is None}
+    return Here(pairs) if pairs else nothing("clip_ratio_low and clip_ratio_high are given, and count")
+
+
+def _kl_switch(place: str) -> Convert:
+    factor = {"loss": "kl_loss_coef", "reward": "kl_ctrl.kl_coef"}[place]
+
+    def convert(foreign: Foreign, given: Given, value: Any) -> Here:
+        coefficient = foreign.value(factor, default=0.001 if foreign.framework == "verl" else 0.0)
+        if not value:
+            return nothing("off there and here")
+        if not coefficient:
+            return nothing("its factor is 0, which has no gradient; algorithm.kl would compute a reference model")
+        default = {} if foreign.value(factor) is not None else {"algorithm.kl_coef": coefficient}
+        return Here({"algorithm.kl": "k3", "algorithm.kl_in": place, **default})
+
+    return convert
+
+
+def _mesh_tensor(foreign: Foreign, given: Given, value: Any) -> Here:
+    return Here({"learner.mesh.tensor": value}) if value != 1 else nothing("1: every rank has whole layers")
+
+
+def _one(what: str) -> Convert:
+    """Settings that are nothing at the value 1, and have no counterpart above."""
+    return lambda foreign, given, value: nothing(f"1: {what}") if value in (1, 1.0) else None
+
+
+def _off(what: str) -> Convert:
+    """Settings that are nothing when they are off, and have no counterpart above."""
+    return lambda foreign, given, value: None if value else nothing(f"off: {what}")
+
+
+def _on(what: str) -> Convert:
+    """The same of settings that are nothing when they are on."""
+    return lambda foreign, given, value: nothing(what) if value else None
+
+
+def _whole_distribution(foreign: Foreign, given: Given, value: Any) -> Here | None:
+    return nothing("the whole distribution, as always here") if value in (1, 1.0, -1, 0) else None
+
+
+# ---- rewards -----------------------------------------------------------------------------------------------
+
+
+def _custom_reward(foreign: Foreign, given: Given, value: Any) -> Here:
+    if value is None:
+        return nothing("none there")
+    name = foreign.value("custom_reward_function.name", default="compute_score")
+    return Here({"reward.function": f"{value}:{name}"}, "a function with verl's arguments, as it is")
+
+
+def _reward_name(foreign: Foreign, given: Given, value: Any) -> Here:
+    return nothing(
+        "stands behind the file's path, as above" if foreign.value("custom_reward_function.path") else "unused"
+    )
+
+
+def _grader(foreign: Foreign, given: Given, value: Any) -> Here | None:
+    return Here({"reward.function": REWARDS[value]}) if value in REWARDS else None
+
+
+def _slime_reward(foreign: Foreign, given: Given, value: Any) -> Here:
+    module, _, function = str(value).rpartition(".")
+    return Here(
+        {"reward.function": f"{module}:{function}"}, "slime passes (args, sample); here it is reward(sample), a dict"
+    )
+
+
+def _functions(foreign: Foreign, given: Given, value: Any) -> Here:
+    weights = foreign.value("reward_weights") or [1.0] * len(value)
+    if len(value) == 1 and weights[0] == 1:
+        return Here({"reward.function": value[0]}, "a function with TRL's arguments, as it is")
+    return Here(
+        {"reward.function": dict(zip(value, weights, strict=False))}, "functions with TRL's arguments, as they are"
+    )
+
+
+def _weights(foreign: Foreign, given: Given, value: Any) -> Here:
+    return nothing("beside the functions, as in reward_funcs")
+
+
+def _advantage_scale(foreign: Foreign, given: Given, value: Any) -> Here | None:
+    if value in (True, "group"):
+        return Here({"algorithm.advantage": "grpo"})
+    return Here({"algorithm.advantage": "dr_grpo"}, "without the deviation") if value in (False, "none") else None
+
+
+def _level(foreign: Foreign, given: Given, value: Any) -> Here | None:
+    if value == "token":
+        return nothing("ratios are those of tokens, unless algorithm.loss is gspo")
+    return Here({"algorithm.loss": "gspo"}) if value == "sequence" else None
+
+
+# ---- environments ------------------------------------------------------------------------------------------
+
+
+def _environment(foreign: Foreign, given: Given, value: Any) -> Here:
+    if value in SINGLE_TURN:
+        return Here({"reward.function": SINGLE_TURN[value]}, "one question, one answer: no environment is needed")
+    pairs = {"environment.function": "verifiers", "environment.options": {"taskset": {"id": value}}}
+    return Here(pairs, f"its rows: python -m scripts.prepare_verifiers {value} (extra `verifiers`)")
+
+
+def _dataset(side: str) -> Convert:
+    key, split = {"train": ("data.train", "train"), "eval": ("data.eval", "test")}[side]
+
+    def convert(foreign: Foreign, given: Given, value: Any) -> Here:
+        at = f"orchestrator.{side}.env"
+        subset = foreign.value(f"{at}.args.dataset_subset", f"{at}.taskset.dataset_subset")
+        part = foreign.value(f"{at}.args.dataset_split", f"{at}.taskset.dataset_split", default=split)
+        query = "&".join([*([f"name={subset}"] if subset else []), f"split={part}"])
+        return Here(
+            {key: f"datasets:{value}?{query}"}, "a hub's name (extra `datasets`), or a file: docs/howto/data.md"
+        )
+
+    return convert
+
+
+def _beside(what: str) -> Convert:
+    return lambda foreign, given, value: nothing(what)
+
+
+def _context(foreign: Foreign, given: Given, value: Any) -> Here:
+    """prime-rl counts prompt and answer together."""
+    answer = foreign.value("train.sampling.max_completion_tokens", "train.sampling.max_tokens")
+    if answer is None or int(answer) >= int(value):
+        return Here({"rollout.max_new_tokens": int(value)}, "prompt and answer together there; the answer alone here")
+    return Here({"data.max_prompt_tokens": int(value) - int(answer)}, "prompt and answer together there: what is left")
+
+
+def _packed(foreign: Foreign, given: Given, value: Any) -> Here:
+    return Here({"learner.max_tokens_per_microbatch": int(value)}, "the length that answers are packed to")
+
+
+TOGETHER: Mapping[str, Mapping[str, Convert]] = {
+    "verl": {
+        "data.train_batch_size": _batch,
+        "total_epochs": _epochs,
+        "lr_warmup_steps_ratio": _warmup_ratio,
+        "trainer.n_gpus_per_node": _split,
+        "trainer.nnodes": _nodes,
+        "actor.clip_ratio": _clip,
+        "use_kl_loss": _kl_switch("loss"),
+        "use_kl_in_reward": _kl_switch("reward"),
+        "custom_reward_function.path": _custom_reward,
+        "custom_reward_function.name": _reward_name,
+        "norm_adv_by_std_in_grpo": _beside("decides between grpo and dr_grpo, as in algorithm.adv_estimator"),
+        "actor_rollout_ref.rollout.top_p": _whole_distribution,
+        "actor_rollout_ref.rollout.top_k": _whole_distribution,
+        "val_kwargs.top_p": _whole_distribution,
+        "val_kwargs.top_k": _whole_distribution,
+        "actor.fsdp_config.param_offload": _off("parameters stay on the GPU, as here"),
+        "val_before_train": _on("version 0 is evaluated here, too"),
+        "ppo_epochs": _one("one update a step"),
+        "val_kwargs.do_sample": lambda foreign, given, value: Here({"evaluation.sampled": bool(value)}),
+    },
+    "slime": {
+        "num_epoch": _epochs,
+        "actor_num_gpus_per_node": _split,
+        "rollout_num_gpus": _split,
+        "actor_num_nodes": _nodes,
+        "colocate": _colocate,
+        "use_kl_loss": _kl_switch("loss"),
+        "rm_type": _grader,
+        "custom_rm_path": _slime_reward,
+        "tensor_model_parallel_size": _mesh_tensor,
+        "pipeline_model_parallel_size": _one("no pipeline ranks"),
+        "expert_model_parallel_size": _one("no expert ranks"),
+        "expert_tensor_parallel_size": _one("no expert ranks"),
+        "disable_grpo_std_normalization": _beside("decides between grpo and dr_grpo, as in --advantage-estimator"),
+        "rollout_top_p": _whole_distribution,
+        "rollout_top_k": _whole_distribution,
+        "num_steps_per_rollout": _one("one update a step"),
+        "eval_top_p": _whole_distribution,
+    },
+    "prime-rl": {
+        "orchestrator.batch_size": _batch,
+        "deployment.num_infer_gpus": _split,
+        "deployment.num_train_gpus": _split,
+        "train.env.id": _environment,
+        "train.env.taskset.id": _environment,
+        "train.env.args.dataset_name": _dataset("train"),
+        "train.env.taskset.dataset_name": _dataset("train"),
+        "train.env.args.dataset_subset": _beside("part of data.train"),
+        "train.env.taskset.dataset_subset": _beside("part of data.train"),
+        "train.env.args.dataset_split": _beside("part of data.train"),
+        "train.env.name": _beside("metrics go by the names of data.train"),
+        "eval.env.id": _beside("evaluations have the reward or environment of training"),
+        "eval.env.taskset.id": _beside("evaluations have the reward or environment of training"),
+        "eval.env.args.dataset_name": _dataset("eval"),
+        "eval.env.taskset.dataset_name": _dataset("eval"),
+        "eval.env.args.dataset_subset": _beside("part of data.eval"),
+        "eval.env.taskset.dataset_subset": _beside("part of data.eval"),
+        "eval.env.args.dataset_split": _beside("part of data.eval"),
+        "eval.env.name": _beside("metrics go by the names of data.eval"),
+        "trainer.model.seq_len": _packed,
+        "seq_len": _context,
+        "dp_replicate": _one("one copy of the sharded model"),
+        "trainer.model.cp": _one("rows are not divided"),
+        "trainer.model.ep": _one("no expert ranks"),
+    },
+    "TRL": {
+        "per_device_train_batch_size": _batch,
+        "generation_batch_size": _batch,
+        "gradient_accumulation_steps": _beside("part of the batch: per_device_train_batch_size, as above"),
+        "num_train_epochs": _epochs,
+        "warmup_ratio": _warmup_ratio,
+        "reward_funcs": _functions,
+        "reward_weights": _weights,
+        "scale_rewards": _advantage_scale,
+        "importance_sampling_level": _level,
+        "num_iterations": _one("one update a batch"),
+        "bf16": _on("`auto` is bfloat16 on GPUs (learner.compute_dtype, rollout.dtype)"),
+        "fp16": _off("`auto` is bfloat16 on GPUs (learner.compute_dtype, rollout.dtype)"),
+        "top_p": _whole_distribution,
+        "top_k": _whole_distribution,
+        "peft_config.lora_dropout": _off("no dropout"),
+        "vllm_mode": _beside("the two sides have GPUs of their own here: placement.split"),
+        "use_vllm": _beside("rollout.engine is `auto`: SGLang on GPUs, the embedded torch engine on a CPU"),
+    },
+}
+"""By framework and end of the name. None as an answer: the tables decide."""
