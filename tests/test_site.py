@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning, every page has a place, and nothing comes from elsewhere."""
+"""The documentation as a site: no warning, a place for every page, and nothing from another host."""
 
 import functools
 import http.server
@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from mkdocs.config import load_config
 
+from scripts.pictures import __main__ as pictures
 from tests.support import chromium
 
 ROOT = Path(__file__).parents[1]
@@ -141,6 +142,34 @@ def test_the_search_has_keys_codes_and_metrics(site: Path) -> None:
         assert [word for word in words if word not in found[page]] == []
 
 
+def test_the_drawn_pictures_are_up_to_date() -> None:
+    assert pictures.main(["--check"]) == 0
+
+
+def test_the_text_of_pictures_lies_inside_of_them(tmp_path: Path) -> None:
+    program = chromium.find()
+    if program is None:
+        pytest.skip(chromium.MISSING)
+    outside = """[...document.querySelectorAll('text')].filter(each => {
+        const box = each.getBBox(), [,, width, height] = document.documentElement.getAttribute('viewBox').split(' ')
+        return box.x < 8 || box.y < 8 || box.x + box.width > width - 8 || box.y + box.height > height - 4
+    }).map(each => each.textContent)"""
+    drawn = sorted((ROOT / "docs").rglob("*.svg"))
+    with chromium.Chromium(program, tmp_path) as browser:
+        for file in drawn:
+            browser.open(file.as_uri())
+            assert browser.run("document.querySelectorAll('text').length") > 10, file.name
+            assert browser.run(outside) == [], file.name
+            colours = []
+            for dark in (False, True):
+                browser.look(1000, 600, dark=dark)
+                parts = "[document.querySelector('rect'), document.querySelector('text')]"
+                colours.append(browser.run(f"{parts}.map(each => getComputedStyle(each).fill)"))
+            light, dark_card = colours
+            assert set(light).isdisjoint(dark_card), f"{file.name} is the same for readers of dark pages"
+    assert len(drawn) >= 5
+
+
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
     class Quiet(http.server.SimpleHTTPRequestHandler):
@@ -166,6 +195,7 @@ def test_a_reader_searches_and_sees_pictures(address: str, tmp_path: Path) -> No
         browser.until("[...document.images].length >= 4 && [...document.images].every(each => each.naturalWidth > 0)")
         browser.run("document.querySelector('[data-md-component=search-query]').focus()")
         browser.call("Input.insertText", text="async_lag")
+        browser.call("Input.dispatchKeyEvent", type="keyUp", key="g")
         browser.until("document.querySelector('.md-search-result__link[href*=\"configuration/\"]')")
         sent = [event["params"]["request"]["url"] for event in browser.events if "request" in event.get("params", {})]
         assert len(sent) > 5 and [url for url in sent if not url.startswith((address, "data:", "blob:"))] == []
