@@ -28,7 +28,7 @@ from weight_bus import messages as bus_messages
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "replay", "rollout_server", "learner", "weight_bus")
-FOLDERS = tuple(ROOT / "docs" / name for name in (".", "howto", "recipes", "reference"))
+FOLDERS = tuple(ROOT / "docs" / name for name in (".", "howto", "recipes", "reference", "tutorials"))
 PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted(folder.glob("*.md")))]
 GENERATED = {"configuration.md", "metrics.md"}
 MAPPINGS = ("rollout.sglang.", "network.env.")
@@ -82,9 +82,9 @@ def test_the_index_lists_every_page():
 def commands() -> Iterator[tuple[str, ...]]:
     """(module or script, arguments) of every command in a bash block; leading PORT=5757 and the like are left out.
 
-    Those of the tutorial are run as they stand: tests/e2e/test_tutorial.py.
+    Those of the tutorials are run as they stand: tests/e2e/test_tutorials.py.
     """
-    for page in [page for page in PAGES if page.name != "tutorial.md"]:
+    for page in [page for page in PAGES if page.parent.name != "tutorials"]:
         for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
             for line in block.replace("\\\n", " ").splitlines() if language == "bash" else ():
                 words = shlex.split(line, comments=True)
