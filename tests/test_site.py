@@ -129,6 +129,22 @@ def test_tables_and_lists_are_rendered_as_such(site: Path) -> None:
     assert lost == []
 
 
+def test_numbered_lists_are_whole(site: Path) -> None:
+    """Tables and code inside of an item do not end its list."""
+    split = []
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        name = page.relative_to(ROOT / "docs").with_suffix("")
+        built = site / (name.parent if name.name == "README" else name) / "index.html"
+        begun, lists = len(re.findall(r"^1\. ", text, re.MULTILINE)), built.read_text(encoding="utf-8").count("<ol>")
+        split += [f"{page.name}: {lists} lists of {begun}"] if begun != lists else []
+    assert split == []
+
+
+def test_code_in_a_table_is_as_it_is_written(site: Path) -> None:
+    assert "(waited|waits)" in (site / "faults" / "index.html").read_text(encoding="utf-8")
+
+
 def test_the_search_has_keys_codes_and_metrics(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))["docs"]
     found = {entry["location"].partition("#")[0]: "" for entry in index}

@@ -33,14 +33,14 @@ HOSTS = {"node0": "10.0.0.1", "node1": "10.0.0.2"}
 
 
 def blocks(page: str) -> Iterator[tuple[str, str, str]]:
-    """(kind, file or "", text) of the blocks of a page: bash, file, or shown."""
+    """(kind, file or "", text) of the blocks of a page: bash, file, or shown; `console` is an example of a run."""
     for language, text in BLOCK.findall((PAGES / page).read_text(encoding="utf-8")):
         name = re.match(r"# (\w+(?:\.\w+)?)\n", text)
         if language == "bash":
             yield "bash", "", text.replace("\\\n", " ")
-        elif name is not None and language != "json":
+        elif name is not None:
             yield "file", name[1], text
-        else:
+        elif language != "console":
             assert language == "text", f"{page}: a block of {language} has no file name: {text[:60]!r}"
             yield "shown", "", text
 
@@ -203,7 +203,7 @@ def test_a_part_without_weight_is_measured(reader: Reader) -> None:
 def test_a_game_is_learnt(reader: Reader) -> None:
     reader.follow("environment.md")
     every = rows(reader.folder / "runs" / "game")
-    assert every[-1]["episode/found"] > every[0]["episode/found"] + 0.2
+    assert every[-1]["reward/found"] > every[0]["reward/found"] + 0.2
     assert every[-1]["episode/samples"] == 1, "a conversation is one sample"
 
 
