@@ -14,16 +14,8 @@ def group(drawing: Drawing, x: float, y: float, size: float, rewards: bool) -> N
             drawing.text(x + 12 * (size + 1) + 8, y + row * (size + 6) + size - 1, reward, "small mono")
 
 
-def path() -> Drawing:
-    """Prompt, trajectories, rewards, group, batch, update, broadcast."""
-    drawing = Drawing(
-        "From a prompt to an update and back",
-        "Replay leases a prompt. A rollout server samples a group of answers and scores them. Replay journals the "
-        "group, acknowledges it, and forms a batch of the oldest groups. The learner makes one update of it. The "
-        "weight bus sends the new version to the engines.",
-        960,
-        476,
-    )
+def sampling(drawing: Drawing) -> None:
+    """The upper row: what replay and a rollout server do."""
     drawing.box(24, 52, 150, 150, "replay", "1 prompt", "a row of the data,", "leased with a seed", "and a deadline")
     drawing.bar(52, 144, 94, 34, "card", "")
     drawing.text(99, 166, "3,8?", "mono", "middle")
@@ -38,6 +30,9 @@ def path() -> Drawing:
     group(drawing, 724, 84, 12, rewards=True)
     drawing.lines(818, 173, ("whole in the journal,", "then acknowledged"))
 
+
+def training(drawing: Drawing) -> None:
+    """The lower row, from right to left: batch, update, broadcast."""
     drawing.box(700, 290, 236, 150, "replay", "5 batch")
     for column in range(2):
         for line in range(2):
@@ -58,6 +53,19 @@ def path() -> Drawing:
         drawing.bar(60 + number * 90, 380, 76, 28, "rollout", f"engine {number}")
     drawing.lines(188, 427, ("only an engine with equal digests serves version 2",))
 
+
+def path() -> Drawing:
+    """Prompt, trajectories, rewards, group, batch, update, broadcast."""
+    drawing = Drawing(
+        "From a prompt to an update and back",
+        "Replay leases a prompt. A rollout server samples a group of answers and scores them. Replay journals the "
+        "group, acknowledges it, and forms a batch of the oldest groups. The learner makes one update of it. The "
+        "weight bus sends the new version to the engines.",
+        960,
+        476,
+    )
+    sampling(drawing)
+    training(drawing)
     drawing.arrow("replay", (174, 127), (224, 127))
     drawing.arrow("rollout", (446, 127), (496, 127))
     drawing.arrow("rollout", (648, 127), (698, 127))

@@ -72,13 +72,13 @@ def processes() -> Drawing:
         544,
     )
     drawing.text(24, 32, "Processes and sockets", "bold")
-    drawing.text(220, 32, "replay and learner rank 0 listen; the others connect", "small quiet")
+    drawing.text(220, 32, "replay, learner rank 0 and reward servers listen; the others connect", "small quiet")
     rollout_node(drawing)
     learner_node(drawing)
     between(drawing)
     ports = "network.replay_port, weight_bus.port, placement.rendezvous_port, and the ports of NCCL or gloo"
     notes = (
-        "A launcher on each node starts these processes, watches them, and restarts those that may be restarted.",
+        "One process of each node (on the first learner node the launcher) starts, watches and restarts the others.",
         f"Open between nodes: {ports}.",
     )
     drawing.lines(24, 500, notes, "small quiet", "start")
