@@ -52,7 +52,7 @@ def without_numbers(text: str) -> str:
 
 
 class Reader:
-    """Somebody who follows a page in a folder."""
+    """Follows a page in a folder, as a reader would."""
 
     def __init__(self, folder: Path, **variables: str) -> None:
         self.folder, self.said = folder, ""
