@@ -1,6 +1,6 @@
 """Write prompts of a reasoning-gym family to JSONL files, none of the evaluation's among those of training.
 
-`python -m scripts.make_rows chain_sum --out data/chain_sum --options "max_terms=3&max_digits=1"` writes
+`python -m scripts.make_rows chain_sum --out data/chain_sum --options "min_terms=2&max_terms=2&max_digits=2"` writes
 
     data/chain_sum/train.jsonl   {"question": ..., "answer": ...} a row
     data/chain_sum/eval.jsonl    the same, each question once, and none of them in train.jsonl

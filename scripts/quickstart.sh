@@ -46,7 +46,7 @@ if [[ -n "$real" ]]; then
   if [[ "$engine" == sglang ]]; then config=smollm2-cpu-sglang; fi
   data=data/chain_sum
   "$python" -m scripts.get_smollm2 --out models/SmolLM2-135M-Instruct
-  "$python" -m scripts.make_rows chain_sum --out "$data" --options "max_terms=3&max_digits=1" --eval-prompts 256
+  "$python" -m scripts.make_rows chain_sum --out "$data" --options "min_terms=2&max_terms=2&max_digits=2" --eval-prompts 256
   settings=(--config "$config")
 else
   config=quickstart

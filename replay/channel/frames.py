@@ -14,10 +14,11 @@ nothing is ever unpickled or evaluated.
 import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, cast, get_args, get_origin
 
 import msgpack
 import numpy as np
+from numpy.typing import NDArray
 
 from configs.errors import SlipstreamError
 from replay.channel.fields import Field, fields_of, shown
@@ -61,9 +62,21 @@ class Message:
     """Fields that are annotated as NDArray: name to dtype, every array one-dimensional."""
 
     def __init_subclass__(cls) -> None:
-        hints = cls.__annotations__.items()
-        arrays = {name: hint for name, hint in hints if getattr(hint, "__origin__", None) is np.ndarray}
-        cls.ARRAYS = {name: np.dtype(*get_args(get_args(hint)[1])).name for name, hint in arrays.items()}
+        found = {name: dtype_of(hint) for name, hint in cls.__annotations__.items()}
+        cls.ARRAYS = {name: dtype for name, dtype in found.items() if dtype}
+
+
+def dtype_of(hint: Any) -> str:
+    """The dtype of an annotation NDArray[dtype]; empty for other annotations.
+
+    NDArray[int32] is ndarray[shape, dtype[int32]] up to numpy 2.4, and an alias that keeps its name from 2.5 on.
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is NDArray:
+        return str(np.dtype(*arguments).name)
+    if origin is np.ndarray:
+        return str(np.dtype(*get_args(arguments[1])).name)
+    return ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

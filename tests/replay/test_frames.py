@@ -5,12 +5,15 @@ import functools
 import random
 import tracemalloc
 import zlib
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+from typing_extensions import TypeAliasType
 
 from replay import messages as m
 from replay.channel import Message, WireError, decode, encode, registry
@@ -254,3 +257,14 @@ def test_a_header_of_many_small_objects_is_refused_before_it_takes_their_memory(
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 120 * FEW, f"{peak} bytes for a frame of {len(frames[0])}"
+
+
+def test_arrays_are_found_by_their_annotation_in_every_numpy(monkeypatch):
+    """From numpy 2.5 on NDArray[int32] is an alias, where it was ndarray[shape, dtype[int32]] before."""
+    scalar = TypeVar("scalar", bound=np.generic)
+    alias = TypeAliasType("NDArray", np.ndarray[Any, np.dtype[scalar]], type_params=(scalar,))
+    concrete = np.ndarray[Any, np.dtype[np.int32]]
+    hints = (concrete, NDArray[np.float32], dict[str, int], int)
+    assert [frames_module.dtype_of(hint) for hint in hints] == ["int32", "float32", "", ""]
+    monkeypatch.setattr(frames_module, "NDArray", alias)
+    assert [frames_module.dtype_of(hint) for hint in (alias[np.uint8], concrete)] == ["uint8", "int32"]
