@@ -30,14 +30,14 @@ from weight_bus import messages as bus_messages
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "replay", "rollout_server", "learner", "weight_bus")
-FOLDERS = tuple(ROOT / "docs" / name for name in (".", "howto", "recipes", "migration", "reference"))
+FOLDERS = tuple(ROOT / "docs" / name for name in (".", "howto", "recipes", "migration", "reference", "tutorials"))
 PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted(folder.glob("*.md")))]
 GENERATED = {"configuration.md", "metrics.md"}
 MAPPINGS = ("rollout.sglang.", "network.env.")
 """Sections whose keys are those of SGLang and of processes."""
 RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "learner.doctor"}
 PASSED_ON = {"scripts/start_learner.sh": "learner.main", "scripts/start_rollout_nodes.sh": "rollout_server.main"}
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
 
 def name_of(page: Path) -> str:
@@ -84,9 +84,9 @@ def test_the_index_lists_every_page():
 def commands() -> Iterator[tuple[str, ...]]:
     """(module or script, arguments) of every command in a bash block; leading PORT=5757 and the like are left out.
 
-    Those of the tutorial and of migrations are run as they stand: tests/e2e/test_tutorial.py, test_migration_pages.py.
+    Those of tutorials and migrations are run as they stand: tests/e2e/test_tutorials.py, test_migration_pages.py.
     """
-    for page in [page for page in PAGES if page.name != "tutorial.md" and page.parent.name != "migration"]:
+    for page in [page for page in PAGES if page.parent.name not in ("tutorials", "migration")]:
         for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
             for line in block.replace("\\\n", " ").splitlines() if language == "bash" else ():
                 words = shlex.split(line, comments=True)

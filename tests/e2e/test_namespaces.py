@@ -5,15 +5,14 @@ keys of its own. Everything else is what runs on real machines.
 """
 
 import contextlib
-import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 
 import pytest
 
+from tests.support.namespaces import switched
 from tests.support.runs import ROOT, Run, environment, left_over, patient_reward, terminal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
@@ -28,56 +27,10 @@ exec ip netns exec "$1" bash -c 'mount --bind "$0" "$1" && mount --bind {names} 
 """
 
 
-def ip(*words):
-    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True)
-
-
-class Switch:
-    """A bridge in a namespace of its own, with a port for each host; hosts know no other network."""
-
-    def __init__(self):
-        self.prefix = f"slip{os.getpid()}"
-        self.name = f"{self.prefix}-switch"
-
-    def make(self):
-        for name in (self.name, *map(self.host, HOSTS)):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", self.name, "link", "add", "br0", "type", "bridge")
-        ip("-n", self.name, "link", "set", "br0", "up")
-        for node, address in HOSTS.items():
-            ip("-n", self.name, "link", "add", node, "type", "veth", "peer", "name", "net0", "netns", self.host(node))
-            ip("-n", self.name, "link", "set", node, "master", "br0", "up")
-            ip("-n", self.host(node), "addr", "add", f"{address}/24", "dev", "net0")
-            ip("-n", self.host(node), "link", "set", "net0", "up")
-        ip("netns", "exec", self.name, "mount", "--bind", "/tmp", "/mnt")
-
-    def remove(self):
-        for name in (*map(self.host, HOSTS), self.name):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-    def host(self, node):
-        return f"{self.prefix}-{node}"
-
-    def cut(self, node):
-        ip("-n", self.name, "link", "set", node, "down")
-
-    def heal(self, node):
-        ip("-n", self.name, "link", "set", node, "up")
-
-
 @pytest.fixture
 def switch():
-    if shutil.which("ip") is None:
-        pytest.skip("no `ip` command (iproute2)")
-    made = Switch()
-    try:
-        made.make()
-    except subprocess.CalledProcessError as error:
-        made.remove()
-        pytest.skip(f"no network namespaces, bridges, veth or bind mounts here: {error.stderr.strip()[:100]}")
-    yield made
-    made.remove()
+    with switched(HOSTS) as made:
+        yield made
 
 
 FOUR_HOSTS = f"""
