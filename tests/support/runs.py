@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from learner.launch.children import Tail
-from scripts.chaos.processes import table
+from scripts.chaos.processes import commands
 from tests.support.forking import Started, Zygote
 from tests.support.waiting import PATIENT_S
 
@@ -203,7 +204,7 @@ class Runs:
 
 def processes() -> list[tuple[int, str]]:
     """(pid, command line) of every process that is no zombie."""
-    return [(pid, command) for pid, _, state, command in table() if state != "Z"]
+    return list(commands(psutil.process_iter()).items())
 
 
 def left_over(needle: str) -> list[tuple[int, str]]:
