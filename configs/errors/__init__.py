@@ -42,6 +42,12 @@ def coded(text: str, code: str) -> str:
     return f"{first} [{chosen}]{newline}{rest}" if chosen else text
 
 
+def kind_of(value: object) -> str:
+    """The type of a value with its article. Example: `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 class Unexpected(
     SlipstreamError,
     RuntimeError,

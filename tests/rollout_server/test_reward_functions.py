@@ -199,7 +199,7 @@ def test_every_signature_gets_the_score_of_a_reward_model_where_there_is_one() -
 
 
 def test_trl_results_are_checked_arrays_are_fine_and_none_does_not_apply_and_is_counted() -> None:
-    for values, error in (([1.0], "list of 2 numbers, found 1"), (7, "found a int"), ([1.0, np.nan], "returned nan")):
+    for values, error in (([1.0], "list of 2 numbers, found 1"), (7, "found an int"), ([1.0, np.nan], "returned nan")):
         verdicts = judged(lambda completions, values=values: values, [sample(), sample()])
         assert error in str(verdicts[1][3]) and verdicts[1][1] is None
     assert [v[1] for v in judged(lambda completions: np.array([1, 0]), [sample()] * 2)] == [1.0, 0.0]
