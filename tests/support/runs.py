@@ -88,7 +88,7 @@ class Run:
         return self.output.read_text()
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in Tail(self.folder / "metrics.jsonl").new_lines()]
+        return Tail(self.folder / "metrics.jsonl").new_rows()
 
     def steps(self) -> list[dict[str, Any]]:
         return [row for row in self.rows() if "training/lag_histogram" in row]
