@@ -25,7 +25,7 @@ from learner.ranks import Ranks, join_ranks
 from learner.rows import Row
 
 log = logging.getLogger(__name__)
-Part = TypeVar("Part", Reference, Critic)
+Part = TypeVar("Part", bound=Reference | Critic)
 
 
 def serve(config: Config) -> None:
