@@ -252,9 +252,9 @@ def _last_lines(run_dir: Path) -> Iterator[str]:
         yield f"{path.name}: {lines[-1][:400] if lines else '(empty)'}"
 
 
-def end_of(path: Path, offset: int = 0, num_bytes: int = TAIL_BYTES) -> str:
+def end_of(path: Path, offset: int = 0) -> str:
     """The last bytes of a log that may still grow, at most those from `offset` on."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(offset, size - num_bytes))
+        file.seek(max(offset, size - TAIL_BYTES))
         return file.read().decode("utf-8", "replace")

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from replay.hang.report import end_of
 from replay.timeline import ENDED
 
 Row = Mapping[str, Any]
@@ -53,7 +52,10 @@ def warnings(folder: Path) -> list[dict[str, str]]:
     """Warnings and errors at the end of the run's logs, newest first."""
     found = []
     for path in sorted(folder.glob("*.log")):
-        for line in end_of(path, num_bytes=TAIL_BYTES).splitlines():
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            text = file.read().decode("utf-8", "replace")
+        for line in text.splitlines():
             if match := LOG_LINE.match(line):
                 time, name, level, message = match.groups()
                 found.append({"time": time, "name": name, "level": level, "text": message, "file": path.name})
