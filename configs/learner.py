@@ -105,6 +105,12 @@ class LearnerSettings(Section):
     lora: Lora = Lora()
     """Adapters in training in place of the weights; off with rank 0."""
 
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _was_a_switch(cls, value: object) -> object:
+        """Files of older runs say true or false."""
+        return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
     deterministic: bool = False
     """Kernels that make the same bits of the same batch, so that a resumed run on GPUs repeats its digests; slower."""
     num_threads: int = Field(default=1, ge=1)

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -11,19 +12,16 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from configs import aliases
+from configs import aliases, retired
 from configs.base import ConfigError as ConfigError
 from configs.errors import BadFile, BadOption, BadValue, Contradiction, UnknownKey, coded
 from configs.errors import did_you_mean as did_you_mean
 from configs.schema import Config
 
+log = logging.getLogger(__name__)
+
 PRESETS = Path(__file__).parent
 QUICKSTART = "quickstart"
-TRUNCATING = ("rollout.top_p", "rollout.top_k")
-TRUNCATED = (
-    "it truncates the sampling distribution, and the learner would not know the mask; shape the distribution by"
-    " rollout.temperature"
-)
 FLAGS = {
     "--async-lag": "replay.async_lag",
     "--seed": "run.seed",
@@ -197,14 +195,20 @@ def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -
     Raises:
         ConfigError: with every problem, one a line, each with the file or the `--set` that it comes from.
     """
+    kept, ignored, texts = retired.split(tree)
+    config, kinds = None, set[type[ConfigError]]({UnknownKey} if texts else ())
     try:
-        return Config.model_validate(tree)
+        config = Config.model_validate(kept)
     except ValidationError as error:
-        problems = [dict(problem) for problem in error.errors()]
-        texts = [text for problem in problems for text in _explain(problem)]
-        kinds = {_kind(problem) for problem in problems}
+        for problem in error.errors():
+            texts += _explain(dict(problem))
+            kinds.add(_kind(dict(problem)))
+    if texts or config is None:
         kind = kinds.pop() if len(kinds) == 1 else ConfigError
-        raise kind("\n".join(f"{_origin(text, overrides)}{source}: {text}" for text in texts)) from error
+        raise kind("\n".join(f"{_origin(text, overrides)}{source}: {text}" for text in texts))
+    if ignored:
+        log.warning("%s: ignored, they always have this value now: %s", source, ", ".join(ignored))
+    return config
 
 
 def _kind(problem: dict[str, Any]) -> type[ConfigError]:
@@ -219,9 +223,7 @@ def _kind(problem: dict[str, Any]) -> type[ConfigError]:
 def _explain(problem: dict[str, Any]) -> Iterator[str]:
     """What is wrong in one problem: one text, or one for each foreign name below an unknown key."""
     key, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
-    if problem["type"] == "extra_forbidden" and key in TRUNCATING:
-        yield f"{key}: unknown key (value {value!r}); {TRUNCATED}"
-    elif problem["type"] == "extra_forbidden":
+    if problem["type"] == "extra_forbidden":
         for name, given, answer in aliases.answers(key, value):
             if answer is not None:
                 yield f"{name}: unknown key; {answer}"

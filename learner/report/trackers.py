@@ -240,7 +240,9 @@ def plain(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_ids(folder: Path) -> dict[str, str]:
-    """Ids of the services' runs, by tracker."""
-    kept = folder / IDS
-    ids: dict[str, str] = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
-    return ids
+    """Ids of the services' runs, by tracker; of a run folder of before, that of wandb."""
+    kept, before = folder / IDS, folder / "wandb_run_id"
+    if kept.exists():
+        ids: dict[str, str] = json.loads(kept.read_text(encoding="utf-8"))
+        return ids
+    return {"wandb": before.read_text(encoding="utf-8").strip()} if before.exists() else {}

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from configs.evaluation import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, PromptSet
 from replay.messages import EvaluationLease
@@ -22,6 +22,11 @@ class Part(NamedTuple):
     set: str = ""
     greedy: bool = True
     first: int = 0
+
+    @classmethod
+    def of(cls, plain: bool | Sequence[Any]) -> "Part":
+        """From what msgpack made of one; older journals name the mode alone."""
+        return cls(greedy=plain) if isinstance(plain, bool) else cls(*plain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ class LineStep:
 
     groups: list[Taken]
     digest: str = ""
-    async_lag: int = 0
-    """Bound of the lag that its groups were admitted under."""
+    async_lag: int | None = None
+    """Bound of the lag that its groups were admitted under; None: the configured one, as in older journals."""
 
 
 @dataclass(slots=True)

@@ -130,7 +130,7 @@ def _take(run: Run, decision: Record, _: float) -> None:
     if step not in buffer.line.steps:
         slots = [buffer.slots.pop(group_id_of(group)) for group in decision.fields["groups"]]
         taken = [Taken(s.group_id, s.attempt, s.min_version, s.location) for s in slots if s.location is not None]
-        buffer.line.steps[step] = LineStep(taken, async_lag=decision.fields["async_lag"])
+        buffer.line.steps[step] = LineStep(taken, async_lag=decision.fields.get("async_lag"))
 
 
 def _proceed(run: Run, decision: Record, _: float) -> None:
@@ -174,11 +174,11 @@ def _diverged(run: Run, decision: Record, _: float) -> None:
     rolls back. What was trained since is dropped then: it would break the same rule again.
     """
     fields, buffer = decision.fields, run.buffer
-    first_lost = fields["first_lost"]
+    first_lost = fields.get("first_lost", fields["step"])
     run.diverging = None
     buffer.line.correct(fields["step"], fields["found"])
     buffer.dissolve(fields["step"], lambda group_id: run.source.row(group_id[1]))
-    for group in fields["dropped"]:
+    for group in fields.get("dropped", ()):
         del buffer.slots[group_id_of(group)]
         run.counters["dropped/rolled_back"] += 1
     run.load_groups()
@@ -212,7 +212,7 @@ def _checkpoint(run: Run, decision: Record, _: float) -> None:
 
 def _evaluated(run: Run, decision: Record, _: float) -> None:
     fields = decision.fields
-    part = Part(fields["set"], fields["greedy"], fields["first"])
+    part = Part(fields.get("set", ""), fields["greedy"], fields.get("first", 0))  # older journals have the mode alone
     assert decision.location is not None
     run.board.done(fields["version"], part, decision.location)
 

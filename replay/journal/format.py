@@ -24,6 +24,8 @@ from configs.errors import SlipstreamError
 from replay.channel.frames import CRC_BYTES, checksum
 
 FORMAT = 1
+OLDEST_SCHEMA = 2
+"""Of the wire messages in its records (replay/channel/frames.py)."""
 MAGIC = b"SJR1"
 HEAD = struct.Struct("<4sII")
 MAX_META_BYTES = 256 * 1024 * 1024

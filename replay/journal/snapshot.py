@@ -48,8 +48,8 @@ def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
     """The inverse of `snapshot_of`, but for the groups themselves, which stay in the journal."""
     buffer, board, policies = run.buffer, run.board, run.policies
     buffer.version, run.flat_drops, run.proceeding = fields["version"], fields["flat_drops"], fields["proceeding"]
-    buffer.fruitless = fields["fruitless"]
-    async_lag, configured = fields["async_lag"]
+    buffer.fruitless = fields.get("fruitless", 0)  # older journals have none
+    async_lag, configured = fields.get("async_lag", [buffer.async_lag, buffer.configured_lag])
     buffer.async_lag = async_lag if configured == buffer.configured_lag else buffer.async_lag
     policies.incarnation, policies.published = fields["incarnation"], fields["published"]
     policies.lost = [Lost(*lost) for lost in fields["gone"]]
@@ -61,18 +61,18 @@ def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
     buffer.slots = {slot.group_id: slot for slot in (_slot_of(run, plain, now) for plain in fields["slots"])}
     line_from(buffer.line, fields)
     for version, parts, tried, server in fields["evaluations"]["open"]:
-        board.open[version] = Evaluation(version, [Part(*part) for part in parts], now, server, list(tried))
+        board.open[version] = Evaluation(version, [Part.of(part) for part in parts], now, server, list(tried))
     board.closed.update({version: reason for version, reason in fields["evaluations"]["closed"]})
     for version, part, place in fields["evaluations"]["results"]:
-        board.results.setdefault(version, {})[Part(*part)] = Location.of(place)
+        board.results.setdefault(version, {})[Part.of(part)] = Location.of(place)
 
 
 def line_from(line: Line, fields: dict[str, Any]) -> None:
     line.steps.clear()
     line.initial = (fields["initial"][0], fields["initial"][1]) if fields["initial"] is not None else None
-    lags = dict(fields["lags"])
+    lags = dict(fields.get("lags", ()))
     for step, digest, taken in fields["line"]:
-        line.steps[step] = LineStep([taken_of(plain) for plain in taken], digest, lags[step])
+        line.steps[step] = LineStep([taken_of(plain) for plain in taken], digest, lags.get(step))
 
 
 def _plain_slot(slot: Slot) -> dict[str, Any]:
@@ -83,8 +83,8 @@ def _plain_slot(slot: Slot) -> dict[str, Any]:
 def _slot_of(run: Run, plain: dict[str, Any], now: float) -> Slot:
     group_id = group_id_of(plain["group"])
     slot = Slot(group_id, run.source.row(group_id[1]), plain["min_version"], SlotState(plain["state"]))
-    for name in KEPT:
-        setattr(slot, name, plain[name])
+    for name in KEPT:  # older journals have no failures, interruptions, lag
+        setattr(slot, name, plain.get(name, getattr(slot, name)))
     slot.location = Location.of(plain["location"]) if plain["location"] is not None else None
     slot.leased_at = slot.progress_at = now
     slot.begun_at = now if slot.attempt else None

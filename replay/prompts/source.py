@@ -11,12 +11,14 @@ import msgpack
 from configs.schema import Config
 from replay.prompts.dataset import Rows, broken
 from replay.prompts.formats.base import Report
-from replay.prompts.order import ByColumn, ByLevel, ByPassRate, Order, column_of
+from replay.prompts.order import SORTED_ROWS, ByColumn, ByLevel, ByPassRate, Order, column_of
 from replay.prompts.rows import DataError, Row, RowError
 
-STATE_SCHEMA = 2
-"""Of the state: the order of rows within a pass included."""
+PLAIN_SCHEMA, STATE_SCHEMA = 1, 2
+"""Of the state: 1 for one dataset whose every row is hashed and sorted into a pass, as since the beginning; 2 for what
+came later: several datasets, curricula, datasets too large for that."""
 SETTINGS = {
+    "schema": "data.train (schema of its order and hash)",
     "rows": "data.train (number of rows)",
     "fingerprint": "data.train (hash of the contents)",
     "shuffle": "data.shuffle",
@@ -45,6 +47,8 @@ class Walk:
         self.is_endless = isinstance(part.rows, Rows) and part.rows.is_endless
         self.weight = float(len(part.rows)) if part.weight is None else part.weight
         self.order = _order(part.rows, shuffle=shuffle, seed=seed, curriculum=curriculum)
+        self.is_plain = type(self.order) is Order and not self.is_endless and len(part.rows) <= SORTED_ROWS
+        self.is_plain = self.is_plain and (not isinstance(part.rows, Rows) or part.rows.table.is_whole)
         self.fingerprint = part.rows.fingerprint if isinstance(part.rows, Rows) else _fingerprint(part.rows)
         self.drawn = 0
         self._turn()
@@ -106,7 +110,9 @@ class PromptSource:
         """Whether the order depends on `scored`."""
         self.seconds = 0.0
         """Spent reading rows."""
-        self.fingerprint = self.walks[0].fingerprint if len(self.walks) == 1 else _fingerprint_of(self.walks)
+        first = self.walks[0]
+        self.is_plain = len(self.walks) == 1 and first.is_plain
+        self.fingerprint = first.fingerprint if len(self.walks) == 1 else _fingerprint_of(self.walks)
         if len(self.walks) > 1:
             _check_weights(parts, self.walks)
 
@@ -156,15 +162,20 @@ class PromptSource:
 
     def state(self) -> dict[str, Any]:
         """Position and identity of the data, in types that JSON and msgpack carry; see `restore`."""
-        return {
-            "schema": STATE_SCHEMA,
+        first = self.walks[0]
+        pass_, offset = divmod(first.drawn, len(first.rows))
+        state = {
+            "schema": PLAIN_SCHEMA if self.is_plain else STATE_SCHEMA,
+            "pass": pass_,
+            "offset": offset,
             "rows": len(self),
             "fingerprint": self.fingerprint,
             "shuffle": self.shuffle,
             "seed": self.seed,
-            "order": self._order_text(),
-            "walks": [walk.state() for walk in self.walks],
         }
+        if self.is_plain:
+            return state
+        return state | {"order": self._order_text(), "walks": [walk.state() for walk in self.walks]}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken.
@@ -172,7 +183,7 @@ class PromptSource:
         Raises DataError: the state belongs to other data or another order, or is broken; nothing has changed then.
         """
         mine = self.state()
-        if state.get("schema") != STATE_SCHEMA:
+        if state.get("schema") not in (PLAIN_SCHEMA, STATE_SCHEMA):
             raise DataError(f"prompt state of schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
         for key, setting in SETTINGS.items():
             if state.get(key) != mine.get(key):
@@ -182,12 +193,20 @@ class PromptSource:
                 )
         before = [walk.state() for walk in self.walks]
         try:
-            for walk, given in zip(self.walks, state["walks"], strict=True):
+            for walk, given in zip(self.walks, self._walk_states(state), strict=True):
                 walk.restore(given)
         except (DataError, KeyError, TypeError, ValueError) as error:
             for walk, own in zip(self.walks, before, strict=True):
                 walk.restore(own)
             raise DataError(f"prompt state is broken: {error}") from error
+
+    def _walk_states(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        if not self.is_plain:
+            return list(state["walks"])
+        pass_, offset, rows = state.get("pass"), state.get("offset"), len(self)
+        if type(pass_) is not int or type(offset) is not int or pass_ < 0 or not 0 <= offset < rows:
+            raise ValueError(f"pass {pass_!r}, offset {offset!r} of {rows} rows")
+        return [{"drawn": pass_ * rows + offset}]
 
     def _next_walk(self) -> Walk:
         """The dataset that is furthest behind its share; of several, the first."""

@@ -1,11 +1,18 @@
-"""Names that are no keys: those of other frameworks are answered with ours."""
+"""Names that are no keys: those of other frameworks are answered with ours, retired ones are read or refused."""
+
+import json
+import logging
+import tarfile
+from pathlib import Path
 
 import pytest
 
 from configs import ConfigError, aliases, load
 from configs.aliases import ALIASES, NOT_HERE
-from configs.loading import Parser, add_arguments, leaf_keys
+from configs.loading import Parser, add_arguments, leaf_keys, validate
+from configs.retired import RETIRED
 
+FROZEN = Path(__file__).parents[1] / "frozen"
 TABLE = """
 key                | verl                                     | slime                | prime-rl                   | AReaL | TRL
 model.path         | actor_rollout_ref.model.path             | --hf-checkpoint      | model.name                 | actor.path |
@@ -76,3 +83,40 @@ def test_every_answer_is_a_key_and_no_key_of_ours_is_foreign():
     assert {key for key in ALIASES.values() if key not in keys} == {"rollout.sglang.mem_fraction_static"}
     assert not keys & (ALIASES.keys() | NOT_HERE.keys()) and not ALIASES.keys() & NOT_HERE.keys()
     assert len(ALIASES) >= 25 and {len(row) for row in aliases.ROWS} == {1 + len(aliases.FRAMEWORKS)}
+
+
+# ---- keys that are gone ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", ["finished", "killed"])
+def test_the_configuration_of_an_older_run_loads_with_one_line(run, tmp_path, caplog):
+    with tarfile.open(FROZEN / "runs_a694bf1.tar.gz") as archive:
+        (tmp_path / "config.yaml").write_bytes(archive.extractfile(f"runs/{run}/config.yaml").read())  # type: ignore[union-attr]
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path / "config.yaml", ["run.seed=3"])
+        load("quickstart")
+    (record,) = caplog.records
+    assert record.getMessage().endswith(", ".join(sorted(RETIRED))), "and nothing of a new file"
+
+
+def test_every_retired_key_is_gone_and_had_its_value_in_older_runs():
+    assert not RETIRED.keys() & set(leaf_keys())
+    trees = json.loads((FROZEN / "presets.json").read_text())
+    for key, (value, _) in RETIRED.items():
+        section, leaf = key.split(".")
+        assert {tree[section][leaf] for tree in trees.values()} == {value}
+
+
+@pytest.mark.parametrize("key", sorted(RETIRED))
+def test_another_value_is_refused_beside_other_problems(key):
+    with pytest.raises(ConfigError) as refused:
+        load("quickstart", [f"{key}=7", "learner.lr=0"])
+    first, second = str(refused.value).splitlines()
+    assert first.startswith(f"--set {key}=7 over ") and f"{key}: 7 " in first
+    assert "learner.lr" in second
+
+
+def test_the_given_tree_is_left_alone():
+    tree = {"model": {"path": "m"}, "data": {"train": "t"}, "rollout": {"top_p": 1.0}, "placement": {"device": "cpu"}}
+    validate(tree, "here")
+    assert tree["rollout"] == {"top_p": 1.0}

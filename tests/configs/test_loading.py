@@ -165,7 +165,7 @@ def test_what_can_work_is_accepted(overrides):
         (["rollout.top_p=0.9"], "rollout.top_p=0.9"),
         (["placement.split=0:2"], "placement.split=0:2"),
         (
-            ["replay.async_lag=4", "algorithm.loss=policy_gradient", "rollout.dtype=float32"],
+            ["replay.async_lag=4", "algorithm.loss=policy_gradient", "rollout.top_k=-1"],
             "replay.async_lag=4 --set algorithm.loss=policy_gradient",
         ),
     ],

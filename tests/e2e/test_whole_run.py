@@ -3,6 +3,7 @@
 import json
 import shutil
 import statistics
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from learner.report.metrics import evaluation_scores
 from learner.report.summary import summarize
 from replay.vitals.catalogue import catalogue, find
-from tests.support.runs import Runs
+from tests.support.runs import ROOT, Runs
 from tests.support.traces import parsed, problems
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -202,6 +203,24 @@ def test_a_resumed_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(clea
     assert [after[0][key] for key in ("digest", "groups")] == [before[4][key] for key in ("digest", "groups")]
     trained = [tuple(group) for line in [*before[:4], *after] for group in line["groups"]]
     assert len(trained) == len(set(trained)) == (STEPS + 2) * 16
+
+
+def test_a_run_of_commit_a694bf1_is_resumed(launch, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with tarfile.open(ROOT / "tests" / "frozen" / "runs_a694bf1.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    ledger = tmp_path / "runs" / "finished" / "ledger.jsonl"
+    before = ledger.read_text().splitlines()
+    words = ["--resume", "runs/finished", "--steps", "6"]  # its configuration has relative paths
+    run = launch.start(["learner.main", *words], tmp_path / "runs" / "finished", cwd=tmp_path)
+    assert run.wait() == 0, run.text()
+    after = ledger.read_text().splitlines()
+    assert after[: len(before)] == before and len(before) == 4
+    steps = [json.loads(line) for line in after[4:]]
+    assert [step["step"] for step in steps] == [5, 6]
+    trained = [tuple(group) for line in after for group in json.loads(line)["groups"]]
+    assert len(trained) == len(set(trained)) == 24
+    assert all(step["incarnation"] == 2 for step in steps)
 
 
 @pytest.mark.slow

@@ -1,4 +1,9 @@
-"""Messages on the wire are the frozen ones of their schema version, byte for byte."""
+"""Messages on the wire are the frozen ones of their schema version, byte for byte; those of older schemas are refused.
+
+Schema 3 differs from 2 in Group, which has `policies`; 4 from 3 in EvaluationLease and EvaluationResult, which have
+sets and several answers to a prompt; 5 from 4 in Group and Batch, whose trajectories may have several samples; 6 from 5
+in the same two, whose prompts may have pictures. Journals may hold messages of schemas 2 to 5.
+"""
 
 import base64
 import json
@@ -7,11 +12,14 @@ from pathlib import Path
 import pytest
 
 from replay import messages as replay_messages
+from replay.channel import WireError
 from replay.channel.frames import SCHEMA_VERSION, decode, encode
 from weight_bus import messages as bus_messages
 
 FOLDER = Path(__file__).parent
 FROZEN = json.loads((FOLDER / "wire_frames_6.json").read_text())
+OLDER = {2: json.loads((FOLDER / "wire_frames.json").read_text())}
+OLDER |= {schema: json.loads((FOLDER / f"wire_frames_{schema}.json").read_text()) for schema in (3, 4, 5)}
 KINDS = {
     "replay": {**replay_messages.TO_REPLAY, **replay_messages.FROM_REPLAY},
     "weight_bus": {**bus_messages.TO_PUBLISHER, **bus_messages.TO_SUBSCRIBER},
@@ -19,7 +27,8 @@ KINDS = {
 
 
 def test_the_schema_version_is_the_frozen_one() -> None:
-    """A new version needs frozen frames of its own."""
+    """A new version needs frozen frames of its own, beside a test that the old ones are refused by their version."""
+    assert {version: frozen["schema"] for version, frozen in OLDER.items()} == {2: 2, 3: 3, 4: 4, 5: 5}
     assert FROZEN["schema"] == SCHEMA_VERSION
 
 
@@ -40,3 +49,15 @@ def test_a_frozen_message_is_read_and_written_again_alike(name: str) -> None:
         before, envelope = written, decode(written, kinds)
         written = [bytes(frame) for frame in encode(envelope.message, "frozen", 7)]
         assert (written == before) == same
+
+
+@pytest.mark.parametrize(
+    ("schema", "name"), [(schema, name) for schema, frozen in OLDER.items() for name in sorted(frozen["frames"])]
+)
+def test_a_message_of_an_older_schema_is_refused_by_its_version_and_read_from_journals(schema: int, name: str) -> None:
+    frames = [base64.b64decode(frame) for frame in OLDER[schema]["frames"][name]]
+    kinds = KINDS[name.split(".")[0]]
+    with pytest.raises(WireError, match=f"schema version {schema}, this side speaks 6; update the older side"):
+        decode(frames, kinds)
+    if name in ("replay.Group", "replay.EvaluationResult"):
+        assert name.endswith(type(decode(frames, kinds, oldest_schema=2).message).__name__)

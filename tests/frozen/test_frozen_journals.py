@@ -1,17 +1,19 @@
-"""Frozen journals give back the state that was restored from them when they were written."""
+"""Journals that commit a694bf1 wrote give back the state that a694bf1 restored from them."""
 
 import base64
 import gzip
 import json
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from configs import Config
-from replay.journal import Location, Record
+from configs.loading import load
+from replay.journal import JournalReader, Location, Record
 from replay.journal.snapshot import snapshot_of
-from replay.prompts import PromptSource
+from replay.prompts import PromptSource, load_rows
 from replay.service import Service
 from tests.replay.simulation.journal import MemoryJournal
 from tests.replay.simulation.world import NOT_JOURNALED, rows
@@ -61,3 +63,20 @@ def test_a_simulated_journal_gives_back_its_state(frozen: dict[str, Any]) -> Non
     service.restore(records, 0.0)
     found, wanted = state_of(service), frozen["state"]
     assert {key: found[key] for key in wanted} == wanted
+
+
+def test_the_journal_of_a_killed_run_gives_back_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tarfile.open(FROZEN / "runs_a694bf1.tar.gz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    monkeypatch.chdir(tmp_path)
+    config = load("runs/killed/config.yaml")
+    source = PromptSource(load_rows(config.data.train), shuffle=config.data.shuffle, seed=config.run.seed)
+    reader = JournalReader(Path("runs/killed/journal"))
+    journal = MemoryJournal()
+    monkeypatch.setattr(journal, "read", reader.read)
+    service = Service(config, source, {"": load_rows(str(config.data.eval))}, 0.0, journal=journal)
+    service.restore(list(reader.records(reader.newest_snapshot())), 0.0)
+    found, wanted = state_of(service), json.loads((FROZEN / "killed_state.json").read_text())
+    awaited = wanted.pop("servers_awaited")
+    assert {key: found[key] for key in wanted} == wanted
+    assert sorted(service.missing) == awaited

@@ -22,7 +22,7 @@ CHANGED: dict[str, dict[str, Any]] = {
         "algorithm.clip_low": None,  # that of the loss: for ppo_clip 0.2 and 0.28, as they were
         "algorithm.clip_high": None,
         "learner.recompute": "auto",
-        "tracking.tensorboard": "gone",
+        "tracking.tensorboard": "gone",  # accepted still, as tracking.trackers
         "tracking.wandb": "gone",
         "tracking.wandb_project": "gone",
     },

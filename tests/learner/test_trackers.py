@@ -123,9 +123,14 @@ def test_a_service_that_does_not_start_ends_the_run_before_its_first_step(tmp_pa
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_trackers_are_named_once_and_options_need_theirs():
-    with pytest.raises(ConfigError, match="name each tracker once"):
-        load("quickstart", ["tracking.trackers=[wandb,wandb]"])
+def test_keys_of_before_mean_what_they_meant():
+    old = load("quickstart", ["tracking.wandb=offline", "tracking.tensorboard=true", "tracking.wandb_project=p"])
+    assert old.tracking.trackers == ["tensorboard", "wandb"] and old.tracking.project == "p"
+    assert old.tracking.tracker_options == {"wandb": {"mode": "offline"}}
+    assert load("quickstart", ["tracking.wandb=off", "tracking.tensorboard=false"]).tracking.trackers == []
+    for setting, said in (("wandb=maybe", "wandb: 'maybe'; write trackers"), ("trackers=[wandb,wandb]", "once")):
+        with pytest.raises(ConfigError, match=said):
+            load("quickstart", [f"tracking.{setting}"])
     with pytest.raises(ConfigError, match=r"tracker_options\.wandb: add wandb to tracking\.trackers"):
         load("quickstart", ["tracking.tracker_options={wandb: {mode: offline}}"])
 
@@ -179,6 +184,13 @@ def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     log_some(open_metrics(tmp_path / "a", 2, trackers=["mlflow"], project="sums"), 3)
     history = mlflow.MlflowClient().get_metric_history(known, "critic/score/mean")
     assert [point.step for point in history] == [1, 2, 3]
+
+
+def test_a_run_folder_of_before_keeps_the_id_of_its_wandb_run(tmp_path):
+    (tmp_path / "wandb_run_id").write_text("abc123\n")
+    assert read_ids(tmp_path) == {"wandb": "abc123"}
+    (tmp_path / "trackers.json").write_text('{"mlflow": "x"}')
+    assert read_ids(tmp_path) == {"mlflow": "x"}
 
 
 def test_leaves_of_a_configuration_are_plain():

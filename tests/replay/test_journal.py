@@ -5,11 +5,14 @@ import random
 import zlib
 from pathlib import Path
 
+import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from journal_files import Books, a_journal, entries, entry, frames_of, group, opened, same
 
+from replay import messages as m
+from replay.channel.frames import checksum
 from replay.journal import FolderLock, JournalDamaged, JournalError, JournalReader, JournalWriter, writer
 from replay.journal.format import HEAD, MAGIC, pack, path_of, segments
 
@@ -202,6 +205,20 @@ def test_a_message_that_is_needed_and_damaged_is_named(tmp_path):
     first_file(tmp_path).unlink()
     with pytest.raises(JournalDamaged, match=r"000001\.seg: .* cannot be read: No such file"):
         JournalReader(tmp_path).read(place)
+
+
+def test_a_group_of_the_schema_before_this_one_is_read(tmp_path):
+    """Journals of schema 2 have groups without `policies`."""
+    frames = frames_of(group(0))
+    header = msgpack.unpackb(frames[0]) | {"schema": 2, "crc": bytes(4)}
+    del header["fields"]["policies"]
+    body = msgpack.packb(header)[:-4]
+    writer, _ = opened(tmp_path)
+    place = writer.append("group", {"group": [0, 0]}, [body + checksum(body, frames[1:]), *frames[1:]])
+    writer.close()
+    found = JournalReader(tmp_path).read(place)
+    assert isinstance(found, m.Group) and found.policies == []
+    assert found.token_ids.tolist() == group(0).token_ids.tolist()
 
 
 def test_a_file_that_is_long_enough_is_followed_by_another(tmp_path, monkeypatch):

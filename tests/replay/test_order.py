@@ -183,7 +183,7 @@ def test_generated_rows_go_up_by_levels() -> None:
         (mixed([5, 6], [1, 2], curriculum="difficulty"), "curriculum"),
         (mixed([6, 5], [1, 2]), "hash of the contents"),
         (mixed([5, 6], [1, 2], seed=4), "run.seed"),
-        (PromptSource(rows_of(11), shuffle=True, seed=3), "hash of the contents"),
+        (PromptSource(rows_of(11), shuffle=True, seed=3), "schema"),
     ],
 )
 def test_other_datasets_weights_and_curricula_are_refused(other: PromptSource, named: str) -> None:

@@ -264,7 +264,7 @@ def test_restore_refuses_another_dataset(other: PromptSource, named: str) -> Non
     assert source.state() == before
 
 
-@pytest.mark.parametrize("change", [{"walks": [{"drawn": -1}]}, {"walks": [{"drawn": 0.5}]}, {"schema": 0}])
+@pytest.mark.parametrize("change", [{"offset": 5}, {"offset": -1}, {"pass": -1}, {"pass": 0.5}, {"schema": 0}])
 def test_restore_refuses_broken_state(change: dict[str, Any]) -> None:
     source = source_of(5)
     with pytest.raises(DataError, match="prompt state"):
