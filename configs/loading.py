@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from configs import aliases, retired
 from configs.base import ConfigError as ConfigError
 from configs.errors import BadFile, BadOption, BadValue, Contradiction, UnknownKey, coded
+from configs.errors import did_you_mean as did_you_mean
 from configs.schema import Config
 
 log = logging.getLogger(__name__)
@@ -164,12 +165,6 @@ def find(source: str | os.PathLike[str]) -> Path:
     names = sorted(p.stem for p in PRESETS.glob("*.yaml"))
     hint = did_you_mean(path.stem, names) or "give one that there is."
     raise BadFile(f"--config: no file or preset {str(source)!r}; {hint} Presets: {', '.join(names)}")
-
-
-def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """`did you mean 'x'?`, or an empty string."""
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else ""
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

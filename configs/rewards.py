@@ -1,9 +1,8 @@
 """What `reward.function` may be: one name, or several with weights and options; and the options of each built-in."""
 
-import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -11,9 +10,15 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from configs.base import Section
+from configs.errors import did_you_mean
 
 JSON_VALUES = (str, int, float, bool, type(None))
 FORMS = "module:function or path/to/file.py:function"
+VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+SIGNATURES = (
+    "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
+    " `f(prompts, completions, **columns)`"
+)
 
 
 class Part(Section):
@@ -252,7 +257,8 @@ def checked_function(value: object) -> object:
     known = {name: one for name, one in given.items() if name in SECTIONS}
     for name, one in known.items():
         for option in one.keys() - SECTIONS[name].model_fields.keys():
-            hint = _closest(option, SECTIONS[name].model_fields)
+            fields = SECTIONS[name].model_fields
+            hint = did_you_mean(option, fields) or f"there is {', '.join(fields)}"
             raise ValueError(f"{name}: no option {option!r}; {hint}")
     BuiltIn.model_validate(known)
     parts = parts_of(given)
@@ -293,7 +299,8 @@ def _with_weight(name: str, given: object) -> dict[str, Any]:
     if name == MODEL:
         raise ValueError("'model' is no part of a sum: give the weight of the reward model as reward.model.weight")
     if name not in SECTIONS and ":" not in name:
-        raise ValueError(f"{name!r} is no built-in reward; {_closest(name, SECTIONS)}, or give {FORMS}")
+        hint = did_you_mean(name, SECTIONS) or f"there is {', '.join(SECTIONS)}"
+        raise ValueError(f"{name!r} is no built-in reward; {hint}, or give {FORMS}")
     if isinstance(given, (int, float)) and not isinstance(given, bool):
         given = {"weight": given}
     if given is None:
@@ -322,9 +329,3 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     return isinstance(value, JSON_VALUES)
-
-
-def _closest(name: str, names: Iterable[str]) -> str:
-    names = list(names)
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"did you mean {close[0]!r}?" if close else f"there is {', '.join(names)}"

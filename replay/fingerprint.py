@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from configs.errors import SlipstreamError
+from configs.errors import SlipstreamError, kind_of
 from configs.schema import Config
 from replay.pictures import decoder_of, vision_of
 from replay.tower import tower_digest
@@ -111,7 +111,7 @@ def resolve_chat_template(path: str, chat_template: str | None, key: str = "mode
     if isinstance(own, list):
         own = {entry.get("name"): entry.get("template") for entry in own if isinstance(entry, dict)}.get("default")
     if own is not None and not isinstance(own, str):
-        raise FingerprintError(f"{path}/tokenizer_config.json: chat_template is a {type(own).__name__}, expected text")
+        raise FingerprintError(f"{path}/tokenizer_config.json: chat_template is {kind_of(own)}, expected text")
     return own
 
 
@@ -133,7 +133,7 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise FingerprintError(f"{file}: not readable as JSON: {error}; copy the model folder again") from error
     if not isinstance(value, dict):
-        raise FingerprintError(f"{file}: expected a JSON object, found a {type(value).__name__}")
+        raise FingerprintError(f"{file}: expected a JSON object, found {kind_of(value)}")
     return value
 
 

@@ -73,9 +73,6 @@ class Generator:
             texts, outcomes = await self.score([lease.prompt] * len(completions), completions)
         finally:
             self._sampled.pop(request_id, None)
-        names = sorted({name for outcome in outcomes for name in outcome.metrics})
-        metrics = {name: float(np.mean([o.metrics[name] for o in outcomes if name in o.metrics])) for name in names}
-        metrics["seconds"] = float(np.mean([o.seconds for o in outcomes]))
         token_ids = np.concatenate([c.token_ids for c in completions])
         return m.Group(
             pass_=lease.pass_,
@@ -83,7 +80,7 @@ class Generator:
             attempt=lease.attempt,
             finish_reasons=[c.finish_reason for c in completions],
             texts=texts,
-            reward_metrics=metrics,
+            reward_metrics=means([{**o.metrics, "seconds": o.seconds} for o in outcomes]),
             generate_s=seconds,
             data_source=str(lease.prompt.get("data_source", "")),
             prompt_ids=np.array(prompt.token_ids, dtype=np.int32),
@@ -130,18 +127,8 @@ class Generator:
         answers = await asyncio.gather(*(self._answers(lease, row, number, looks) for number, row in numbered))
         completions = [completion for of_prompt in answers for completion in of_prompt]
         texts, outcomes = await self.score([row for row in lease.prompts for _ in range(lease.samples)], completions)
-        return m.EvaluationResult(
-            version=lease.version,
-            set=lease.set,
-            greedy=lease.greedy,
-            first=lease.first,
-            samples=lease.samples,
-            seconds=time.monotonic() - started,
-            texts=texts,
-            finish_reasons=[c.finish_reason for c in completions],
-            rewards=np.array([o.score for o in outcomes], dtype=np.float32),
-            lengths=np.array([c.token_ids.size for c in completions], dtype=np.int32),
-        )
+        scored = zip(texts, completions, outcomes, strict=True)
+        return result_of(lease, started, [(text, c.finish_reason, o.score, c.token_ids.size) for text, c, o in scored])
 
     def encode(self, row: dict[str, Any]) -> Prompt:
         """A prompt as tokens. Raises LeaseFailed: too long, or cannot be rendered."""
@@ -199,3 +186,28 @@ class Generator:
 def shown(prompt: Prompt) -> dict[str, Any]:
     """What an engine is given besides the tokens."""
     return {} if prompt.pictures is None else {"pictures": prompt.pictures}
+
+
+def means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each number over the answers that told it; what is counted of episodes is 0 for the others."""
+    names = sorted({name for one in metrics for name in one})
+    told = {name: [one for one in metrics if name in one or name.startswith("episode/")] for name in names}
+    return {name: float(np.mean([one.get(name, 0.0) for one in told[name]])) for name in names}
+
+
+def result_of(
+    lease: m.EvaluationLease, started: float, answers: Sequence[tuple[str, str, float, int]]
+) -> m.EvaluationResult:
+    """Of all answers in their order: text, why it ended, reward, number of tokens."""
+    return m.EvaluationResult(
+        version=lease.version,
+        set=lease.set,
+        greedy=lease.greedy,
+        first=lease.first,
+        samples=lease.samples,
+        seconds=time.monotonic() - started,
+        texts=[text for text, _, _, _ in answers],
+        finish_reasons=[reason for _, reason, _, _ in answers],
+        rewards=np.array([reward for _, _, reward, _ in answers], np.float32),
+        lengths=np.array([length for _, _, _, length in answers], np.int32),
+    )

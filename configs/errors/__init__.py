@@ -7,7 +7,9 @@ it: `slipstream explain CODE` shows both, docs/reference/errors.md all. A code i
                       EngineError, RewardError, EnvironmentFailed, TaskError, BatchError, SilentlyWrong, RunFailed, ...
 """
 
+import difflib
 import re
+from collections.abc import Iterable
 from typing import ClassVar
 
 CODE = re.compile(r" ?\[(SLIP-[A-Z]+-\d\d)\]")
@@ -40,6 +42,18 @@ def coded(text: str, code: str) -> str:
     first, newline, rest = CODE.sub("", text).partition("\n")
     chosen = found[0] if found else code
     return f"{first} [{chosen}]{newline}{rest}" if chosen else text
+
+
+def kind_of(value: object) -> str:
+    """The type of a value with its article. Example: `an int`."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """`did you mean 'x'?`, or an empty string."""
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {close[0]!r}?" if close else ""
 
 
 class Unexpected(

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from configs.command import program
+from configs.errors import did_you_mean
 from configs.errors.catalogue import entries
-from configs.loading import did_you_mean
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     code = wanted.strip("[] ").upper()
     if code not in known:
-        hint = did_you_mean(code, list(known)) or "without a code, all are listed"
+        hint = did_you_mean(code, known) or "without a code, all are listed"
         sys.stderr.write(f"{program('configs.errors')}: no code {wanted!r}; {hint}\n")
         return 2
     entry = known[code]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from configs.errors import kind_of
 from learner.policy.prefixes import Prefixes
 from learner.rows import MIN_TOKENS, Row
 
@@ -33,7 +34,7 @@ def pack(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
             if torch.is_tensor(tensor):
                 packed[f"{number}.{name}"] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
             elif tensor is not None:
-                raise TypeError(f"Row.{name} is a {type(tensor).__name__}, which cannot travel to another rank")
+                raise TypeError(f"Row.{name} is {kind_of(tensor)}, which cannot travel to another rank")
     return packed
 
 

@@ -9,6 +9,7 @@ unblocked by learner/trainer.py (a step), learner/learner.py (digests, checkpoin
 
 import logging
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import torch
 
@@ -24,6 +25,7 @@ from learner.ranks import Ranks, join_ranks
 from learner.rows import Row
 
 log = logging.getLogger(__name__)
+Part = TypeVar("Part", bound=Reference | Critic)
 
 
 def serve(config: Config) -> None:
@@ -51,11 +53,12 @@ def server_of(config: Config, ranks: Ranks) -> "ReferenceServer | CriticServer":
     return ReferenceServer(ranks.lines["reference"], Reference(config, ranks.mesh, ranks.device, budget))
 
 
-class Server:
+class Server(Generic[Part]):
     """What both do with rows and folders."""
 
-    def __init__(self, line: Line, model: Reference | Critic) -> None:
-        self.line, self._part = line, model
+    def __init__(self, line: Line, model: Part) -> None:
+        self.line = line
+        self.model = model
 
     def run(self) -> None:
         """Until the policy's ranks stop."""
@@ -68,9 +71,9 @@ class Server:
             case Kind.SAVE | Kind.LOAD:
                 folder = Path(self.line.receive_bytes(self.line.policy[0]).numpy().tobytes().decode())
                 with self.line.reported("written" if order.kind == Kind.SAVE else "loaded"):
-                    (self._part.save if order.kind == Kind.SAVE else self._part.load)(folder)
+                    (self.model.save if order.kind == Kind.SAVE else self.model.load)(folder)
             case _:
-                raise ValueError(f"{self._part.NAME} ranks do not know the order {order.kind.name}")
+                raise ValueError(f"{self.model.NAME} ranks do not know the order {order.kind.name}")
 
     def rows(self, order: Order) -> list[Row]:
         """Those of all owners, and empty ones: all ranks of the role have as many."""
@@ -85,12 +88,8 @@ class Server:
             self.line.send({str(i): tensor for i, tensor in enumerate(own)}, owner)
 
 
-class ReferenceServer(Server):
+class ReferenceServer(Server[Reference]):
     """Of a rank of the reference model."""
-
-    def __init__(self, line: Line, model: Reference) -> None:
-        super().__init__(line, model)
-        self.model = model
 
     def answer(self, order: Order) -> None:
         match order.kind:
@@ -105,12 +104,8 @@ class ReferenceServer(Server):
                 super().answer(order)
 
 
-class CriticServer(Server):
+class CriticServer(Server[Critic]):
     """Of a rank of the critic."""
-
-    def __init__(self, line: Line, model: Critic) -> None:
-        super().__init__(line, model)
-        self.model = model
 
     def answer(self, order: Order) -> None:
         match order.kind:

@@ -4,7 +4,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 
-from configs.base import ConfigError
+from configs.errors import ConfigError, NoRoom, PackageMissing
 from configs.machine import has_usable_gpu
 from configs.plan import NCCL_DEFAULTS
 from configs.schema import Config
@@ -76,5 +76,6 @@ def say_at_start(config: Config, say: Callable[[str], None]) -> None:
     for finding in found:
         if finding.severity == "warn":
             say(f"doctor: {finding.line}")
-    if stops := [finding.line for finding in found if finding.severity == "stop"]:
-        raise ConfigError("\n".join(stops))
+    if stops := [finding for finding in found if finding.severity == "stop"]:
+        kind = PackageMissing if all(finding.check == "kernel" for finding in stops) else NoRoom
+        raise kind("\n".join(finding.line for finding in stops))

@@ -149,22 +149,8 @@ async def _answer_requests(config: Config, port: int, listening: list[str | Exce
 def main() -> int:
     """Entry point; 0 when stdin has ended."""
     probe, out = Probe(), sys.stdout
-    orders: dict[str, Callable[..., Any]] = {
-        name: getattr(probe, name)
-        for name in (
-            "take",
-            "facts",
-            "clock",
-            "devices",
-            "kernels",
-            "disk",
-            "ports",
-            "listen",
-            "reach",
-            "open_group",
-            "group",
-        )
-    }
+    names = ["take", "facts", "clock", "devices", "kernels", "disk", "ports", "listen", "reach", "open_group", "group"]
+    orders: dict[str, Callable[..., Any]] = {name: getattr(probe, name) for name in names}
     for line in sys.stdin:
         order = json.loads(line)
         try:

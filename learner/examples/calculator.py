@@ -15,7 +15,7 @@ model is too small to add.
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 
 from learner.examples import sort6
 from learner.examples.folder import make_folder, report_of
-from learner.examples.sort6 import EOS, PAD, SPECIAL, UNK
+from learner.examples.sort6 import EOS, PAD, SPECIAL
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "'
@@ -42,7 +43,7 @@ TEMPLATE = (
     "{% else %}{{ '<' + m.role + '>' + m.content }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-STEPS, BATCH, LR, WARMUP_STEPS = 400, 128, 3e-3, 20
+STEPS, BATCH = 400, 128
 TOOL_SHARE = 0.25
 """Share of demonstrations that call the tool."""
 HELD_OUT = 512
@@ -93,65 +94,31 @@ def demonstrations(seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return tokens.reshape(STEPS, BATCH, -1), labels.reshape(STEPS, BATCH, -1)
 
 
-def warm_up(model: "PreTrainedModel", tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> float:
-    """Train on demonstrations and return the loss of the last step. AdamW as in sort6."""
+def losses(model: "PreTrainedModel", tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> Iterator["Tensor"]:
+    """Of demonstrations, one a step."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
-    warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / WARMUP_STEPS))
-    loss = torch.zeros(())
-    model.train()
     for ids, wanted in zip(torch.from_numpy(tokens), torch.from_numpy(labels), strict=True):
         logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=IGNORED)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        warm.step()
-        optimizer.zero_grad(set_to_none=True)
-    return float(loss.detach())
+        yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), wanted[:, 1:].flatten(), ignore_index=IGNORED)
 
 
 def save_tokenizer(folder: Path) -> None:
     """Write a tokenizer of one token a character, a role, and each half of a tool call's frame."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(models.WordLevel(IDS, unk_token=SPECIAL[UNK]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in (*ROLES, CALL, END)])
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=SPECIAL[PAD],
-        eos_token=SPECIAL[EOS],
-        unk_token=SPECIAL[UNK],
-        clean_up_tokenization_spaces=False,
-        model_max_length=64,
-    ).save_pretrained(folder)
+    sort6.save_tokenizer(folder, SYMBOLS, (*ROLES, CALL, END))
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
 
 
 def fill(folder: Path, arguments: dict[str, int]) -> dict[str, Any]:
     """Write everything but made.json into an empty folder."""
-    import torch
-    from transformers import GenerationConfig
-    from transformers.utils import logging as transformers_logging
-
-    torch.set_num_threads(1)
-    transformers_logging.disable_progress_bar()
     seed = arguments["seed"]
     known = pairs(seed)
     for name, chosen in (("train.jsonl", known[HELD_OUT:]), ("eval.jsonl", known[:HELD_OUT])):
         (folder / name).write_text("".join(json.dumps(row(pair)) + "\n" for pair in chosen), encoding="utf-8")
     model = sort6.build_model(seed)
-    loss = warm_up(model, *demonstrations(seed))
-    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, do_sample=True)
-    model.save_pretrained(folder / "model")
+    loss = sort6.warm_up(model, losses(model, *demonstrations(seed)))
     save_tokenizer(folder / "model")
-    for file in (folder / "model").iterdir():
-        file.chmod(0o644)
-    return {"parameters": sum(parameter.numel() for parameter in model.parameters()), "final_loss": round(loss, 6)}
+    return {"parameters": sort6.save_model(model, folder / "model"), "final_loss": round(loss, 6)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from learner.examples.folder import MakeError, make_folder, report_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 FORMAT = 1
@@ -97,14 +98,15 @@ def demonstrations(seed: int) -> NDArray[np.int64]:
     return tokens.reshape(SFT_STEPS, SFT_BATCH, -1)
 
 
-def save_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of one token a character."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+def save_tokenizer(folder: Path, symbols: Sequence[str] = SYMBOLS, words: Sequence[str] = ()) -> None:
+    """Write a tokenizer of one token a character, and one for each of the `words` among the symbols."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token=SPECIAL[UNK]))
+    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, unk_token=SPECIAL[UNK]))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in words])
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=SPECIAL[PAD],
@@ -120,7 +122,10 @@ def build_model(seed: int) -> "PreTrainedModel":
     """A Qwen3 of 102,784 parameters with tied embeddings, float32, initialised from `seed`."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    torch.set_num_threads(1)  # two threads would save 2 s on a quiet machine and cost 7 s on a busy one
+    transformers_logging.disable_progress_bar()
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -140,21 +145,25 @@ def build_model(seed: int) -> "PreTrainedModel":
     return Qwen3ForCausalLM(config).float()
 
 
-def warm_up(model: "PreTrainedModel", tokens: NDArray[np.int64]) -> float:
-    """Train on demonstrations [steps, batch, 14] and return the loss of the last step.
+def losses(model: "PreTrainedModel", tokens: NDArray[np.int64]) -> Iterator["Tensor"]:
+    """Of demonstrations [steps, batch, 14], one a step, of the answer's tokens alone."""
+    import torch
 
-    AdamW after a linear warm-up, gradients clipped at norm 1; the loss looks at the answer's tokens alone.
-    """
+    for batch in torch.from_numpy(tokens):
+        answer = batch[:, NUM_DIGITS + 1 :]
+        logits = model(input_ids=batch[:, :-1], use_cache=False, logits_to_keep=answer.shape[1]).logits
+        yield torch.nn.functional.cross_entropy(logits.flatten(0, 1), answer.flatten())
+
+
+def warm_up(model: "PreTrainedModel", of_steps: Iterator["Tensor"]) -> float:
+    """Train on losses, one a step; returns the last. AdamW after a linear warm-up, gradients clipped at norm 1."""
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=SFT_LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / SFT_WARMUP_STEPS))
     loss = torch.zeros(())
     model.train()
-    for batch in torch.from_numpy(tokens):
-        answer = batch[:, NUM_DIGITS + 1 :]
-        logits = model(input_ids=batch[:, :-1], use_cache=False, logits_to_keep=answer.shape[1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), answer.flatten())
+    for loss in of_steps:
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -165,12 +174,6 @@ def warm_up(model: "PreTrainedModel", tokens: NDArray[np.int64]) -> float:
 
 def fill(folder: Path, arguments: dict[str, int]) -> dict[str, Any]:
     """Write everything but made.json into an empty folder; returns what the closing line reports."""
-    import torch
-    from transformers import GenerationConfig
-    from transformers.utils import logging as transformers_logging
-
-    torch.set_num_threads(1)  # two threads would save 2 s on a quiet machine and cost 7 s on a busy one
-    transformers_logging.disable_progress_bar()
     seed = arguments["seed"]
     split = split_prompts(seed, arguments["train_prompts"], arguments["eval_prompts"])
     for name, numbers in zip(("train.jsonl", "eval.jsonl"), split, strict=True):
@@ -178,18 +181,25 @@ def fill(folder: Path, arguments: dict[str, int]) -> dict[str, Any]:
         (folder / name).write_text(text, encoding="utf-8")
     model = build_model(seed)
     started = time.perf_counter()
-    loss = warm_up(model, demonstrations(seed))
+    loss = warm_up(model, losses(model, demonstrations(seed)))
     seconds = time.perf_counter() - started
-    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, do_sample=True)
-    model.save_pretrained(folder / "model")
     save_tokenizer(folder / "model")
-    for file in (folder / "model").iterdir():
-        file.chmod(0o644)  # safetensors writes 0600, which a rollout server of another user could not read
     return {
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "parameters": save_model(model, folder / "model"),
         "sft_seconds": round(seconds, 2),
         "final_loss": round(loss, 6),
     }
+
+
+def save_model(model: "PreTrainedModel", folder: Path) -> int:
+    """Write a model into the folder that has its tokenizer; returns its parameters."""
+    from transformers import GenerationConfig
+
+    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD, do_sample=True)
+    model.save_pretrained(folder)
+    for file in folder.iterdir():
+        file.chmod(0o644)  # safetensors writes 0600, which a rollout server of another user could not read
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def make(

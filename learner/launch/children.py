@@ -5,6 +5,7 @@ killed with it (replay/lifeline.py), and `stop` ends what is left by pid and pro
 """
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -13,12 +14,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from configs.errors import CODE, coded
 from replay.hang import expired
+from replay.hang.report import end_of
 
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^\w*(Error|Exception|Interrupt)\b|error:", re.IGNORECASE)
-TAIL_BYTES = 64 * 1024
 LONGEST = 600
 """Characters of a log line that are quoted."""
 
@@ -84,6 +86,10 @@ class Tail:
         *lines, torn = new.split(b"\n")
         self.offset += len(new) - len(torn)
         return [line.decode("utf-8", "replace") for line in lines]
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """The new lines of a file of JSON lines."""
+        return [json.loads(line) for line in self.new_lines()]
 
 
 def start(name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> Child:
@@ -155,7 +161,7 @@ def late(child: Child, waited_s: float) -> str:
 
 def last_error(log_path: Path, offset: int = 0) -> str:
     """The last error line since the last start, without its timestamp, or an empty string."""
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in _end_of(log_path, offset).splitlines()]
+    lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in end_of(log_path, offset).splitlines()]
     errors = [line for line in lines if ERROR_LINE.search(line) and "ChildFailedError" not in line]
     named = [line for line in errors if " ERROR " in line]
     return without_time((named or errors or [""])[-1])
@@ -163,7 +169,7 @@ def last_error(log_path: Path, offset: int = 0) -> str:
 
 def stop_lines(log_path: Path, offset: int, verb: str = "stops") -> list[str]:
     """Log lines that name why a learner rank stops; they sort by timestamp."""
-    lines = _end_of(log_path, offset).splitlines() if log_path.exists() else []
+    lines = end_of(log_path, offset).splitlines() if log_path.exists() else []
     return [line for line in lines if re.search(rf" ERROR (learner|reference|critic) rank \d+ {verb}: ", line)]
 
 
@@ -174,8 +180,8 @@ def killed_rank(log_path: Path, offset: int, places: Sequence[tuple[str, int]] =
     rest is ended by torchrun itself, with SIGTERM, and with SIGKILL what does not leave. `places` are roles and numbers
     of its ranks, as logs have them.
     """
-    entries = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)", _end_of(log_path, offset))
-    forced = re.findall(r"Unable to shutdown process (\d+) via", _end_of(log_path, offset))
+    entries = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)", end_of(log_path, offset))
+    forced = re.findall(r"Unable to shutdown process (\d+) via", end_of(log_path, offset))
     killed = [entry for entry in entries if int(entry[1]) != signal.SIGTERM and entry[2] not in forced]
     if not killed:
         return ""
@@ -189,10 +195,3 @@ def without_time(line: str) -> str:
     text = re.sub(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ", "", line)
     found = CODE.findall(text)
     return text if len(text) <= LONGEST else coded(text[:LONGEST], found[0] if found else "")
-
-
-def _end_of(path: Path, offset: int) -> str:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(offset, size - TAIL_BYTES))
-        return file.read().decode("utf-8", "replace")

@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from configs.errors import BadRunFolder
 from configs.loading import leaf_keys, load, read_yaml
 from configs.schema import Config
@@ -25,9 +23,6 @@ CHANGES = "config.changes.log"
 FIXED = tuple(key for _, _, key in KEPT if key in leaf_keys())
 """Keys that a journal depends on. Of the data, replay compares the contents: its path may change."""
 
-BEFORE: dict[str, Any] = {"learner.share_prefixes": False}
-"""What a run did whose folder is older than a key, where its default would train other bits."""
-
 
 def resumed(run_dir: Path, overrides: list[str]) -> Config:
     """The run's own configuration, replay's port included: rollout servers elsewhere look for it there.
@@ -36,8 +31,7 @@ def resumed(run_dir: Path, overrides: list[str]) -> Config:
         ConfigError: the folder is no run, the run is past the steps that it shall have, or a key cannot change.
     """
     path, folder = _config_file("--resume", run_dir), run_dir.resolve()
-    as_it_was = [f"run.name={folder.name}", f"run.dir={folder.parent}", *_as_it_was(path)]
-    config = load(path, [*as_it_was, *overrides])
+    config = load(path, [f"run.name={folder.name}", f"run.dir={folder.parent}", *overrides])
     _check_changes(run_dir, changes(run_dir, overrides, config), config)
     lines, wanted = ledger.read(run_dir), config.learner.total_steps
     done = int(lines[-1]["step"]) if lines else 0
@@ -125,8 +119,7 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
         "checkpoint.keep_best": 0,
         "network.replay_port": 0,
     }
-    settings = [*_as_it_was(path), *(f"{key}={value}" for key, value in fixed.items())]
-    return with_free_name(load(path, [*settings, *overrides]))
+    return with_free_name(load(path, [*(f"{key}={value}" for key, value in fixed.items()), *overrides]))
 
 
 def _config_file(option: str, run_dir: Path) -> Path:
@@ -134,21 +127,6 @@ def _config_file(option: str, run_dir: Path) -> Path:
     if not path.is_file():
         raise BadRunFolder(f"{option}: {path} is missing; name the folder of a run, such as runs/quickstart")
     return path
-
-
-def _as_it_was(path: Path) -> list[str]:
-    """Settings that keep an old run's arithmetic; none for a file that `load` will refuse."""
-    try:
-        tree = read_yaml(path.read_bytes())
-    except yaml.YAMLError:
-        return []
-    settings = []
-    for key, value in BEFORE.items():
-        name, _, leaf = key.partition(".")
-        section = tree.get(name) if isinstance(tree, dict) else None
-        if isinstance(section, dict) and leaf not in section:
-            settings.append(f"{key}={json.dumps(value)}")
-    return settings
 
 
 def _last_step(run_dir: Path) -> int:

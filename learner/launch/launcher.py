@@ -5,7 +5,6 @@ for any server; replay and a learner that was killed are started again in place:
 learner from its newest checkpoint and the journalled steps after it. What refuses to go on ends the run.
 """
 
-import json
 import logging
 import os
 import re
@@ -283,7 +282,7 @@ class Launcher:
     def _look(self, dealer: Dealer) -> None:
         """Ask replay how the run stands, and show it with the newest metrics."""
         self._ask_status(dealer)
-        rows = [json.loads(line) for line in self._metrics.new_lines()]
+        rows = self._metrics.new_rows()
         for line in self._announcements.new():
             self.view.event(line)
         self._look_for_an_end()

@@ -1,10 +1,9 @@
 """Ports of this machine: whether one can be bound, and by which process it is held. No torch."""
 
 import socket
-from pathlib import Path
+from contextlib import suppress
 
-LISTENS = "0A"
-"""State of a listening socket in /proc/net/tcp."""
+import psutil
 
 
 def problem_with_port(host: str, port: int) -> str:
@@ -22,18 +21,8 @@ def problem_with_port(host: str, port: int) -> str:
 
 def holder(port: int) -> str:
     """` by pid 71 (python -m replay.main)`; empty where it cannot be seen, as with a process of another user."""
-    inodes = set()
-    for name in ("tcp", "tcp6"):
-        table = Path(f"/proc/net/{name}")
-        rows = [line.split() for line in table.read_text(encoding="ascii").splitlines()[1:]] if table.exists() else []
-        inodes |= {
-            f"socket:[{row[9]}]" for row in rows if row[3] == LISTENS and int(row[1].rpartition(":")[2], 16) == port
-        }
-    for folder in Path("/proc").glob("[0-9]*/fd"):
-        try:
-            if any(str(link.readlink()) in inodes for link in folder.iterdir()):
-                words = (folder.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-                return f" by pid {folder.parent.name} ({words.strip()[:60]})"
-        except OSError:  # it has ended, or is another user's
-            continue
+    for one in psutil.net_connections("tcp"):
+        if one.status == psutil.CONN_LISTEN and one.laddr.port == port and one.pid is not None:
+            with suppress(psutil.Error):  # it has ended
+                return f" by pid {one.pid} ({' '.join(psutil.Process(one.pid).cmdline())[:60]})"
     return ""

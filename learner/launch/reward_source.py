@@ -16,17 +16,22 @@ from typing import Any
 
 from configs.data import Reward
 from configs.environment import Environment
-from configs.loading import did_you_mean
-from configs.rewards import MODEL, SECTIONS, Code, Endpoint, Judge, Mathematics, RewardPart
+from configs.errors import did_you_mean
+from configs.rewards import (
+    MODEL,
+    SECTIONS,
+    SIGNATURES,
+    VERL_NAMES,
+    Code,
+    Endpoint,
+    Judge,
+    Mathematics,
+    RewardPart,
+)  # fmt: skip
 
 BUILT_IN = (*SECTIONS, MODEL)
 FORMS = f"take {', '.join(map(repr, BUILT_IN))}, 'module:function' or 'path/to/file.py:function'"
 SANDBOX_S = 60.0
-VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-SIGNATURES = (
-    "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
-    " `f(prompts, completions, **columns)`"
-)
 
 
 def problem_with_reward(reward: Reward) -> str | None:

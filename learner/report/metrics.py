@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.data import Tracking
+from configs.errors import kind_of
 from learner.report.trackers import MetricsError as MetricsError
 from learner.report.trackers import Trackers
 
@@ -137,7 +138,7 @@ def finite(values: Numbers) -> tuple[dict[str, Any], int]:
             continue
         number = getattr(value, "item", lambda value=value: value)()
         if not isinstance(number, int | float):
-            raise TypeError(f"metric {name!r}: {value!r} is a {type(value).__name__}, not a number")
+            raise TypeError(f"metric {name!r}: {value!r} is {kind_of(value)}, not a number")
         good = math.isfinite(number)
         plain[name] = number if good else None
         nonfinite += not good

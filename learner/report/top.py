@@ -5,7 +5,6 @@ Without a terminal it writes a line a step. It ends with the run, or by Ctrl-C, 
 """
 
 import argparse
-import json
 import re
 import sys
 import time
@@ -47,7 +46,7 @@ class Folder:
 
     def rows(self) -> list[dict[str, Any]]:
         """Those that came since the last call."""
-        return [json.loads(line) for line in self._metrics.new_lines()]
+        return self._metrics.new_rows()
 
     def events(self) -> Iterator[str]:
         """Errors and guards of all processes since the last call, each once; at first, of the end of each log."""

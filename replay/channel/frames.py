@@ -20,7 +20,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.errors import SlipstreamError
+from configs.errors import SlipstreamError, kind_of
 from replay.channel.fields import Field, fields_of, shown
 
 SCHEMA_VERSION = 6
@@ -150,7 +150,7 @@ def decode(
             value = fields[field.name]
             if not field.fits(value):
                 expected = field.hint.__name__ if isinstance(field.hint, type) else field.hint
-                raise WireError(f"{kind.__name__}.{field.name}: {shown(value)} is not a {expected}")
+                raise WireError(f"{kind.__name__}.{field.name}: {shown(value)} is no {expected}")
             values[field.name] = value
             used += 1
         elif field.required:
@@ -168,7 +168,7 @@ def _header(frames: Sequence[bytes | memoryview], oldest_schema: int) -> dict[st
         raise WireError(f"header of {len(frames[0])} bytes is above {MAX_HEADER_BYTES}")
     header = _unpack(frames[0])
     if not isinstance(header, dict):
-        raise WireError(f"header is a {type(header).__name__}, not a map")
+        raise WireError(f"header is {kind_of(header)}, not a map")
     schema = header.get("schema")
     if type(schema) is not int or not oldest_schema <= schema <= SCHEMA_VERSION:
         raise WireError(f"schema version {shown(schema)}, this side speaks {SCHEMA_VERSION}; update the older side")
@@ -176,7 +176,7 @@ def _header(frames: Sequence[bytes | memoryview], oldest_schema: int) -> dict[st
         raise WireError(f"header does not have the keys {', '.join(HEADER)}")
     for key, kind in HEADER.items():
         if type(header[key]) is not kind:
-            raise WireError(f"header.{key} is a {type(header[key]).__name__}")
+            raise WireError(f"header.{key} is {kind_of(header[key])}")
     if not 0 <= header["seq"] <= MAX_SEQUENCE:
         raise WireError(f"header.seq {header['seq']} is not within 0 to 2^62")
     body, crc = memoryview(frames[0])[:-CRC_BYTES], memoryview(frames[0])[-CRC_BYTES:]

@@ -1,19 +1,13 @@
 """Which network interface of this machine has an address: collectives are told a name, people configure an address."""
 
-import fcntl
 import ipaddress
 import socket
-import struct
 from collections.abc import MutableMapping
-from pathlib import Path
+
+import psutil
 
 from configs.errors import SlipstreamError
 
-SIOCGIFADDR = 0x8915
-"""Linux: IPv4 address of an interface."""
-IFREQ_BYTES = 256
-"""At least the size of struct ifreq: the name first, the address from byte 20 on."""
-IF_INET6 = Path("/proc/net/if_inet6")
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
@@ -43,8 +37,7 @@ def bind_collectives(environment: MutableMapping[str, str], host: str) -> None:
 def interface_of(host: str) -> str:
     """Name of the interface with this address (or that of this host name). Example: "127.0.0.1" is on "lo".
 
-    Raises InterfaceError, with the addresses that there are, when none has it. Only the first IPv4 address of an
-    interface counts: for another, set NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in network.env.
+    Raises InterfaceError, with the addresses that there are, when none has it.
     """
     try:
         found = {str(info[4][0]).partition("%")[0] for info in socket.getaddrinfo(host, None)}
@@ -63,21 +56,14 @@ def interface_of(host: str) -> str:
 
 
 def addresses() -> list[tuple[str, str]]:
-    """(interface, address) of this machine: the first IPv4 address of each interface, and every IPv6 address."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack(f"{IFREQ_BYTES}s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-            except OSError:  # no IPv4 address on this one
-                continue
-            found.append((name, socket.inet_ntoa(answer[20:24])))
-    if IF_INET6.exists():
-        for line in IF_INET6.read_text(encoding="ascii").splitlines():
-            digits, *_, name = line.split()
-            found.append((name, str(ipaddress.IPv6Address(bytes.fromhex(digits)))))
-    return found
+    """(interface, address) of this machine, IPv4 and IPv6."""
+    families = (socket.AF_INET, socket.AF_INET6)
+    return [
+        (name, one.address.partition("%")[0])
+        for name, held in psutil.net_if_addrs().items()
+        for one in held
+        if one.family in families
+    ]
 
 
 def _is_wildcard(host: str) -> bool:

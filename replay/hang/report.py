@@ -1,6 +1,7 @@
 """The report: written when a deadline has passed, into `<run>/hang-<time>.txt`."""
 
 import logging
+import os
 import re
 import socket
 import threading
@@ -241,18 +242,19 @@ def last_events(run_dir: Path) -> list[str]:
     """Warnings and errors of all logs by time, the last EVENTS of them."""
     found = []
     for path in run_dir.glob("logs/*.log"):
-        found += [line for line in _tail(path) if EVENT.match(line)]
+        found += [line for line in end_of(path).splitlines() if EVENT.match(line)]
     return [line[:400] for line in sorted(found)[-EVENTS:]]
 
 
 def _last_lines(run_dir: Path) -> Iterator[str]:
     for path in sorted(run_dir.glob("logs/*.log")):
-        lines = [line for line in _tail(path) if line.strip()]
+        lines = [line for line in end_of(path).splitlines() if line.strip()]
         yield f"{path.name}: {lines[-1][:400] if lines else '(empty)'}"
 
 
-def _tail(path: Path) -> list[str]:
+def end_of(path: Path, offset: int = 0) -> str:
+    """The last bytes of a log that may still grow, at most those from `offset` on."""
     with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - TAIL_BYTES))
-        return file.read().decode("utf-8", "replace").splitlines()
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(offset, size - TAIL_BYTES))
+        return file.read().decode("utf-8", "replace")

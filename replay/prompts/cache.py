@@ -14,6 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from replay.prompts.rows import DataError
 
 SCHEMA = 1
@@ -88,7 +90,7 @@ def _remove_left_behind(root: Path) -> None:
     """Delete what processes of this host were making when they were killed."""
     for left in root.glob(f"{MAKING}{socket.gethostname()}-*"):
         pid = left.name.rsplit("-", 2)[-2]
-        if pid.isdigit() and not Path("/proc", pid).exists():
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
             shutil.rmtree(left, ignore_errors=True)
 
 

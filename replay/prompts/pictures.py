@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.errors import kind_of
 from replay.prompts.rows import Convention, Place, Row, normalize
 
 COLUMNS = ("images", "image")
@@ -183,7 +184,7 @@ def source_of(value: Any, column: str, place: Place) -> Source:
     if isinstance(value, (bytes, bytearray)):
         return _inline(bytes(value), column, place)
     if not isinstance(value, str):
-        raise place.error(column, value, f"expected a path or the bytes of a picture, found a {type(value).__name__}")
+        raise place.error(column, value, f"expected a path or the bytes of a picture, found {kind_of(value)}")
     if value.startswith("data:"):
         return _inline(_decoded(value, column, place), column, place)
     if "://" in value and not value.startswith("file://"):

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from configs.errors import SlipstreamError
+from configs.errors import SlipstreamError, kind_of
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_DEPTH = 16
@@ -117,9 +117,9 @@ def normalize(raw: Mapping[str, Any], convention: Convention, place: Place) -> R
     """A raw row as a `Row`. Raises RowError: a column is missing or unusable."""
     extra, data_source = raw.get(convention.extra), raw.get("data_source")
     if extra is not None and not isinstance(extra, Mapping):
-        raise place.error(convention.extra, extra, f"expected a mapping, found a {type(extra).__name__}")
+        raise place.error(convention.extra, extra, f"expected a mapping, found {kind_of(extra)}")
     if data_source is not None and not isinstance(data_source, str):
-        raise place.error("data_source", data_source, f"expected text, found a {type(data_source).__name__}")
+        raise place.error("data_source", data_source, f"expected text, found {kind_of(data_source)}")
     used = {convention.prompt, convention.extra, "data_source"} | ({"reward_model"} if convention is VERL else set())
     return {
         "prompt": _prompt(raw, convention, place),
@@ -142,7 +142,7 @@ def _prompt(raw: Mapping[str, Any], convention: Convention, place: Place) -> str
         text = _text(value, column, place)
         return [{"role": "user", "content": text}] if column == "question" else text
     if not isinstance(value, (list, tuple, np.ndarray)):
-        raise place.error(column, value, f"expected text or a list of messages, found a {type(value).__name__}")
+        raise place.error(column, value, f"expected text or a list of messages, found {kind_of(value)}")
     if not len(value):
         raise place.error(column, value, EMPTY)
     return [_message(message, f"{column}[{number}]", place) for number, message in enumerate(value)]
@@ -155,7 +155,7 @@ def _message(message: Any, column: str, place: Place) -> dict[str, str]:
     if role not in ROLES:
         raise place.error(f"{column}.role", role, f"unknown role; take one of {', '.join(ROLES)}")
     if not isinstance(content, str):
-        raise place.error(f"{column}.content", content, f"expected text, found a {type(content).__name__}")
+        raise place.error(f"{column}.content", content, f"expected text, found {kind_of(content)}")
     # Parquet gives every message of a column the same keys, so null ones say nothing.
     other = sorted(key for key, value in message.items() if key not in ("role", "content") and value is not None)
     if other:
@@ -211,7 +211,7 @@ def plain(value: Any, column: str, place: Place, depth: int = 0) -> Any:
         return {key: plain(item, f"{column}.{key}", place, depth + 1) for key, item in items}
     if isinstance(value, Sequence):
         return [plain(item, f"{column}[{number}]", place, depth + 1) for number, item in enumerate(value)]
-    raise place.error(column, value, f"a {type(value).__name__} cannot be sent; store text, numbers, lists or mappings")
+    raise place.error(column, value, f"{kind_of(value)} cannot be sent; store text, numbers, lists or mappings")
 
 
 def _scalar(value: Any, column: str, place: Place) -> Any:
@@ -230,7 +230,7 @@ def _scalar(value: Any, column: str, place: Place) -> Any:
 
 def _key(key: Any, column: str, place: Place) -> str:
     if not isinstance(key, str):
-        raise place.error(column, key, f"a {type(key).__name__} is the key of a mapping; keys must be text")
+        raise place.error(column, key, f"{kind_of(key)} is the key of a mapping; keys must be text")
     return _checked_text(key, column, place)
 
 

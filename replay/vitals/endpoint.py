@@ -17,7 +17,6 @@ from replay.vitals.catalogue import find
 
 TARGETS = "prometheus"
 NAMESPACE = "slipstream"
-PROCESS_LABELS = ("run", "role", "process")
 """Of every sample."""
 
 

@@ -18,7 +18,7 @@ from rollout_server.environments.pool import Environments
 from rollout_server.environments.process import FAILED, Outcome
 from rollout_server.environments.recorder import Sample
 from rollout_server.environments.session import Limits, Session
-from rollout_server.generate import Generator, LeaseFailed
+from rollout_server.generate import Generator, LeaseFailed, means, result_of
 from rollout_server.tasks import TaskError
 from rollout_server.tasks.pictures import Seen
 
@@ -74,7 +74,7 @@ class EpisodeGenerator(Generator):
             attempt=lease.attempt,
             finish_reasons=[episode.finish_reason for episode in episodes],
             texts=[episode.text for episode in episodes],
-            reward_metrics=_means([episode.metrics for episode in episodes]),
+            reward_metrics=means([episode.metrics for episode in episodes]),
             generate_s=time.monotonic() - started,
             data_source=str(lease.prompt.get("data_source", "")),
             lengths=np.array([sample.token_ids.size for sample in samples], np.int32),
@@ -123,18 +123,7 @@ class EpisodeGenerator(Generator):
         at_once = max(1, self.config.environment.max_episodes // lease.samples) if has_pictures else len(numbered)
         for first in range(0, len(numbered), at_once):
             episodes += await self._evaluated(lease, numbered[first : first + at_once])
-        return m.EvaluationResult(
-            version=lease.version,
-            set=lease.set,
-            greedy=lease.greedy,
-            first=lease.first,
-            samples=lease.samples,
-            seconds=time.monotonic() - started,
-            texts=[episode.text for episode in episodes],
-            finish_reasons=[episode.finish_reason for episode in episodes],
-            rewards=np.array([episode.reward for episode in episodes], np.float32),
-            lengths=np.array([episode.num_tokens for episode in episodes], np.int32),
-        )
+        return result_of(lease, started, [(e.text, e.finish_reason, e.reward, e.num_tokens) for e in episodes])
 
     async def _evaluated(
         self, lease: m.EvaluationLease, numbered: Sequence[tuple[int, dict[str, Any]]]
@@ -236,10 +225,3 @@ def prompts_of(samples: Sequence[Sample], most: int) -> tuple[m.Int32, m.Int32]:
         return first, np.empty(0, np.int32)
     lengths = np.array([sample.prompt_ids.size for sample in samples], np.int32)
     return np.concatenate([sample.prompt_ids for sample in samples]), lengths
-
-
-def _means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each number over the episodes that told it; what is counted of episodes is 0 for the others."""
-    names = sorted({name for one in metrics for name in one})
-    told = {name: [one for one in metrics if name in one or name.startswith("episode/")] for name in names}
-    return {name: float(np.mean([one.get(name, 0.0) for one in told[name]])) for name in names}

@@ -16,13 +16,11 @@ Code of the user shares the process and may have written its messages: the serve
 
 import asyncio
 import math
-import reprlib
 from collections.abc import Mapping
 from typing import Any
 
-import msgpack
-
-from rollout_server.children.frames import LENGTH
+from rollout_server.children import frames
+from rollout_server.children.frames import shown as shown
 from rollout_server.environments import ContextFull, EpisodeOver, NoMoreTurns
 from rollout_server.rewards.protocol import MAX_ERROR_CHARS, MAX_METRICS
 
@@ -33,15 +31,8 @@ LIMITS = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS, "max_bin_len": M
 
 
 async def receive(reader: asyncio.StreamReader) -> Any:
-    """The next message. Raises ValueError: too long, or no msgpack; IncompleteReadError: the other side is gone."""
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    if length > MAX_BYTES:
-        raise ValueError(f"a message of {length} bytes, at most {MAX_BYTES} are read")
-    body = await reader.readexactly(length)
-    try:
-        return msgpack.unpackb(body, **LIMITS)
-    except msgpack.exceptions.UnpackException as error:
-        raise ValueError(f"not msgpack: {error}") from error
+    """See `frames.receive`."""
+    return await frames.receive(reader, MAX_BYTES, LIMITS)
 
 
 def read_outcome(said: Any) -> dict[str, Any]:
@@ -69,11 +60,6 @@ def read_outcome(said: Any) -> dict[str, Any]:
 
 def shortened(text: str) -> str:
     return text[:MAX_ERROR_CHARS]
-
-
-def shown(value: Any) -> str:
-    """A value for a message: few levels, few items of each."""
-    return reprlib.repr(value)[:200]
 
 
 def _is_finite(value: Any) -> bool:

@@ -15,9 +15,9 @@ import time
 import traceback
 from typing import Any
 
-from rollout_server.children.frames import pack
+from rollout_server.children.frames import pack, private_channel
 from rollout_server.children.loading import describe
-from rollout_server.children.supervisor import let_go_of_stdin, supervise
+from rollout_server.children.supervisor import supervise
 from rollout_server.environments import EnvironmentFailed, EpisodeOver, Trajectory
 from rollout_server.environments.client import Client
 from rollout_server.environments.loading import Rollout, load_rollout
@@ -177,12 +177,7 @@ async def work(channel: socket.socket) -> int:
 def main() -> int:
     """Entry point."""
     supervise(int(sys.argv[1]))
-    channel = socket.socket(fileno=os.dup(0))
-    os.dup(0)  # stays open to the very end, as in rewards/worker.py
-    let_go_of_stdin()
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    code = asyncio.run(work(channel))
+    code = asyncio.run(work(private_channel()))
     sys.stdout.flush()
     os._exit(code)  # threads and loops of the user must not hold up the end
 

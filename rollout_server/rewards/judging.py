@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from configs.errors import SlipstreamError
+from configs.errors import SlipstreamError, kind_of
 from rollout_server.children.loading import describe
 from rollout_server.rewards import Sample
 from rollout_server.rewards.limits import exceeded
@@ -134,7 +134,7 @@ def listed(values: Any, num: int) -> list[Any]:
     """One value for each of `num` samples, from what a TRL function returned. Raises NotAReward."""
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, (list, tuple)) or len(values) != num:
-        found = f"{len(values)} of them" if isinstance(values, (list, tuple)) else f"a {type(values).__name__}"
+        found = f"{len(values)} of them" if isinstance(values, (list, tuple)) else kind_of(values)
         raise NotAReward(f"must return a list of {num} numbers, found {found}")
     if any(value is None for value in values):
         return [{"score": 0.0 if v is None else v, NOT_APPLICABLE: float(v is None)} for v in values]
@@ -184,7 +184,7 @@ def _scalar(value: Any) -> float | None:
 def _number(value: Any, what: str) -> float:
     number = _scalar(value)
     if number is None:
-        shown = "None" if value is None else f"{str(value)[:60]!r}, a {type(value).__name__}"
+        shown = "None" if value is None else f"{str(value)[:60]!r}, {kind_of(value)}"
         raise NotAReward(f"{what} {shown}")
     if not math.isfinite(number):
         raise NotAReward(f"{what} {number}")

@@ -7,25 +7,21 @@
 | trl        | `(prompts, completions, **columns) -> list of float or None`, one call for all        |
 """
 
-import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from configs.errors import did_you_mean
+from configs.rewards import SIGNATURES, VERL_NAMES
 from rollout_server.children.loading import LoadError, module_of
 from rollout_server.rewards import RewardError, Sample
 from rollout_server.rewards.built_in import FUNCTIONS
 
 Convention = Literal["sample", "verl", "trl"]
 Parameters = Mapping[str, inspect.Parameter]
-VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-SIGNATURES = (
-    "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
-    " `f(prompts, completions, **columns)`"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +41,7 @@ def load_function(spec: str, options: Mapping[str, Any] | None = None) -> Reward
     """
     location, _, name = FUNCTIONS.get(spec, spec).rpartition(":")
     if not location or not name:
-        hint = _closest(spec, FUNCTIONS) or f"take {', '.join(FUNCTIONS)}, 'module:function' or 'f.py:function'"
+        hint = did_you_mean(spec, FUNCTIONS) or f"take {', '.join(FUNCTIONS)}, 'module:function' or 'f.py:function'"
         raise RewardError(f"reward.function: {spec!r} names no function; {hint}")
     try:
         module = module_of("reward.function", spec, location)
@@ -54,7 +50,7 @@ def load_function(spec: str, options: Mapping[str, Any] | None = None) -> Reward
     function = getattr(module, name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        hint = _closest(name, own) or f"it has {', '.join(sorted(own)[:8]) or 'no functions'}"
+        hint = did_you_mean(name, own) or f"it has {', '.join(sorted(own)[:8]) or 'no functions'}"
         raise RewardError(f"reward.function: {spec!r}: {location} has no function {name!r}; {hint}")
     if spec in FUNCTIONS and (prepare := getattr(module, "prepare", None)) is not None:
         prepare(**_accepted(inspect.signature(prepare).parameters, dict(options or {})))
@@ -140,8 +136,3 @@ def _accepted(parameters: Parameters, given: dict[str, Any]) -> dict[str, Any]:
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return given
     return {key: value for key, value in given.items() if key in parameters}
-
-
-def _closest(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    return f"did you mean {close[0]!r}?" if close else ""

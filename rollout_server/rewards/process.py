@@ -11,11 +11,11 @@ from typing import Any
 from configs.data import Reward
 from configs.errors import SlipstreamError
 from configs.rewards import Endpoint
-from rollout_server.children.frames import LENGTH, pack
+from rollout_server.children.frames import pack, receive
 from rollout_server.children.process import ChildProcess, start
 from rollout_server.rewards import RewardError, RewardOutcome
 from rollout_server.rewards.limits import EXIT_CODES, RESOURCES
-from rollout_server.rewards.protocol import MAX_REPLY_BYTES, read_answer, read_verdicts, unpack_reply
+from rollout_server.rewards.protocol import MAX_REPLY_BYTES, REPLY_LIMITS, read_answer, read_verdicts
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
@@ -82,7 +82,9 @@ class RewardProcess:
             worker.writer.write(frame)
             await worker.writer.drain()
             while missing:
-                for index, outcome in read_verdicts(await _receive(worker), missing):
+                for index, outcome in read_verdicts(
+                    await receive(worker.reader, MAX_REPLY_BYTES, REPLY_LIMITS), missing
+                ):
                     deliver(index, outcome)
                 limit.reschedule(asyncio.get_running_loop().time() + self._reward.timeout_s + self._grace_s)
 
@@ -99,7 +101,8 @@ class RewardProcess:
         try:
             async with self._asking(worker, START_TIMEOUT_S):
                 worker.writer.write(pack({"parts": parts, "timeout_s": timeout_s, "limits": limits}))
-                self.convention, is_async = read_answer(await _receive(worker))
+                reply = await receive(worker.reader, MAX_REPLY_BYTES, REPLY_LIMITS)
+                self.convention, is_async = read_answer(reply)
         except WorkerLost as lost:
             raise RewardError(f"reward.function: {self._reward.shown!r} could not be loaded: {lost}") from lost
         self._grace_s = ASYNC_GRACE_S if is_async else 0.0
@@ -145,14 +148,6 @@ def order_of(reward: Reward) -> list[tuple[str, str, float, dict[str, Any]]]:
     local = [part for part in reward.parts if not isinstance(part.settings, Endpoint)]
     is_alone = len(reward.parts) == 1
     return [("" if is_alone else part.label, part.spec, part.weight, part.options) for part in local]
-
-
-async def _receive(worker: ChildProcess) -> Any:
-    """The next message. Raises ValueError for a frame that is too long or no msgpack."""
-    (length,) = LENGTH.unpack(await worker.reader.readexactly(LENGTH.size))
-    if length > MAX_REPLY_BYTES:
-        raise ValueError(f"a message of {length} bytes, at most {MAX_REPLY_BYTES} are read")
-    return unpack_reply(await worker.reader.readexactly(length))
 
 
 def key_variables(reward: Reward) -> frozenset[str]:

@@ -12,11 +12,9 @@ Code of the user shares the worker's process and may have written its replies: t
 """
 
 import math
-import reprlib
 from typing import Any, get_args
 
-import msgpack
-
+from rollout_server.children.frames import shown
 from rollout_server.rewards import RewardError, RewardOutcome
 from rollout_server.rewards.loading import Convention
 
@@ -36,14 +34,6 @@ REPLY_LIMITS = {
 a stack of its own; what is deeper than a verdict is then refused by its type, without looking into it."""
 
 
-def unpack_reply(body: bytes) -> Any:
-    """The value of a worker's frame. Raises ValueError: not msgpack, or past REPLY_LIMITS."""
-    try:
-        return msgpack.unpackb(body, **REPLY_LIMITS)
-    except msgpack.exceptions.UnpackException as error:
-        raise ValueError(f"not msgpack: {error}") from error
-
-
 def read_answer(reply: Any) -> tuple[str, bool]:
     """From the decoded first reply: the loaded function's convention, and whether it is asynchronous.
 
@@ -56,7 +46,7 @@ def read_answer(reply: Any) -> tuple[str, bool]:
             raise RewardError(error)
         case {"convention": str(convention), "is_async": bool(is_async)} if convention in get_args(Convention):
             return convention, is_async
-    raise ValueError(f"expected a convention or an error, found {_shown(reply)}")
+    raise ValueError(f"expected a convention or an error, found {shown(reply)}")
 
 
 def read_verdicts(reply: Any, missing: set[int]) -> list[tuple[int, RewardOutcome]]:
@@ -66,14 +56,14 @@ def read_verdicts(reply: Any, missing: set[int]) -> list[tuple[int, RewardOutcom
         ValueError: the reply is not a list of verdicts on samples that still miss one.
     """
     if not isinstance(reply, list) or not reply:
-        raise ValueError(f"expected verdicts, found {_shown(reply)}")
+        raise ValueError(f"expected verdicts, found {shown(reply)}")
     outcomes = []
     for entry in reply:
         if not isinstance(entry, list) or len(entry) != 5:
-            raise ValueError(f"expected a verdict, found {_shown(entry)}")
+            raise ValueError(f"expected a verdict, found {shown(entry)}")
         index = entry[0]
         if type(index) is not int or index not in missing:
-            raise ValueError(f"a verdict on sample {_shown(index)}, which was not asked for")
+            raise ValueError(f"a verdict on sample {shown(index)}, which was not asked for")
         missing.remove(index)
         outcomes.append((index, _outcome(*entry[1:])))
     return outcomes
@@ -81,23 +71,18 @@ def read_verdicts(reply: Any, missing: set[int]) -> list[tuple[int, RewardOutcom
 
 def _outcome(score: Any, metrics: Any, error: Any, seconds: Any) -> RewardOutcome:
     if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
-        raise ValueError(f"metrics {_shown(metrics)}")
+        raise ValueError(f"metrics {shown(metrics)}")
     for key, value in metrics.items():
         if not isinstance(key, str) or not _is_finite(value):
-            raise ValueError(f"metric {_shown(key)} = {_shown(value)}")
+            raise ValueError(f"metric {shown(key)} = {shown(value)}")
     if not _is_finite(seconds) or seconds < 0:
-        raise ValueError(f"seconds {_shown(seconds)}")
+        raise ValueError(f"seconds {shown(seconds)}")
     if isinstance(error, str) and score is None:
         return RewardOutcome(score=math.nan, error=error[:MAX_ERROR_CHARS], seconds=seconds)
     if error is not None or not _is_finite(score):
-        raise ValueError(f"score {_shown(score)} with error {_shown(error)}")
+        raise ValueError(f"score {shown(score)} with error {shown(error)}")
     return RewardOutcome(score=score, metrics=metrics, seconds=seconds)
 
 
 def _is_finite(value: Any) -> bool:
     return type(value) is float and math.isfinite(value)
-
-
-def _shown(value: Any) -> str:
-    """A decoded value for a message: few levels, and few items of each."""
-    return reprlib.repr(value)[:200]

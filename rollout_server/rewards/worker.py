@@ -7,15 +7,14 @@ prints go to stderr, and the socket is not fd 0, 1 or 2 any more when that code 
 (children/supervisor.py) ends everything that it leaves behind, and limits (rewards/limits.py) hold what it takes.
 """
 
-import os
 import socket
 import sys
 from typing import Any, BinaryIO
 
 import msgpack
 
-from rollout_server.children.frames import LENGTH, pack
-from rollout_server.children.supervisor import let_go_of_stdin, supervise
+from rollout_server.children.frames import LENGTH, pack, private_channel
+from rollout_server.children.supervisor import supervise
 from rollout_server.rewards import RewardError
 from rollout_server.rewards.judging import Verdict, judge, judge_async, sendable
 from rollout_server.rewards.limits import confine, exceeded, leave
@@ -26,7 +25,7 @@ from rollout_server.rewards.weighted import Order, load_parts
 def main() -> int:
     """Entry point."""
     supervise(int(sys.argv[1]))
-    channel = _private_channel()
+    channel = private_channel()
     requests = channel.makefile("rb")
     order = _receive(requests)
     if order is None:
@@ -63,16 +62,6 @@ def work(channel: socket.socket, requests: BinaryIO, parts: Order, timeout_s: fl
         else:
             judge(function, samples, send)
     return 0
-
-
-def _private_channel() -> socket.socket:
-    """Move the socket away from stdin; prints go to stderr line by line."""
-    channel = socket.socket(fileno=os.dup(0))
-    os.dup(0)  # stays open to the very end: the pool takes a hang-up for a death, and asks how this process has ended
-    let_go_of_stdin()
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    return channel
 
 
 def _receive(requests: BinaryIO) -> Any:

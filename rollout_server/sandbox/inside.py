@@ -35,7 +35,6 @@ USER = 1000
 """Of the program, as it sees itself."""
 NOBODY = 65534
 """Of the program on the machine, where the rollout server runs as root; its files are closed to that user."""
-PR_SET_DUMPABLE = 4
 NPROC_SINCE = (5, 14)
 """From this Linux on RLIMIT_NPROC counts within a user namespace; before, it counted the engine's threads too."""
 

@@ -3,17 +3,18 @@
 import argparse
 import json
 import math
-import os
 import platform
 import statistics
 import sys
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import distributions
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
+
+import psutil
 
 from configs.base import ConfigError
 from configs.errors import SlipstreamError
@@ -174,40 +175,27 @@ def output_of(what: str, words: Sequence[str], limit_s: float, **environment: st
 
 
 def cost_of(pid: int) -> dict[str, float]:
-    """CPU seconds of a process since its start. Raises FileNotFoundError when it is gone.
+    """CPU seconds of a process since its start. Raises psutil.NoSuchProcess when it is gone.
 
     `total` is that of all threads, those that have ended included, and `system` what of it the kernel took. `main` is
     the main thread (Python, the service, the batches), `zmq_io` ZeroMQ's (sockets, framing, CURVE), `other` the rest.
     """
-    folder = Path("/proc") / str(pid)
-    user, system = _times(folder / "stat")[1:]
-    main = zmq_io = 0.0
-    for thread in (folder / "task").iterdir():
-        try:
-            name, thread_user, thread_system = _times(thread / "stat")
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended since the folder was listed; the process's total has its seconds
-        if thread.name == str(pid):
-            main = thread_user + thread_system
-        elif name.startswith("ZMQbg/IO"):
-            zmq_io += thread_user + thread_system
-    total = user + system
-    return {"total": total, "system": system, "main": main, "zmq_io": zmq_io, "other": total - main - zmq_io}
+    process = psutil.Process(pid)
+    times, main, zmq_io = process.cpu_times(), 0.0, 0.0
+    for thread in process.threads():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended; the process's total has its seconds
+            if thread.id == pid:
+                main = thread.user_time + thread.system_time
+            elif Path(f"/proc/{pid}/task/{thread.id}/comm").read_text(encoding="utf-8").startswith("ZMQbg/IO"):
+                zmq_io += thread.user_time + thread.system_time
+    total = times.user + times.system
+    return {"total": total, "system": times.system, "main": main, "zmq_io": zmq_io, "other": total - main - zmq_io}
 
 
 def resident_bytes(pid: int) -> int:
-    return int((Path("/proc") / str(pid) / "statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process(pid).memory_info().rss)
 
 
 def written_bytes(pid: int) -> int:
     """Bytes that a process gave to write() and its like; send() to sockets is not in it."""
-    lines = (Path("/proc") / str(pid) / "io").read_text(encoding="ascii").splitlines()
-    return int(dict(line.split(": ") for line in lines)["wchar"])
-
-
-def _times(path: Path) -> tuple[str, float, float]:
-    """(name, user seconds, system seconds) of a stat file; the name may hold spaces and brackets."""
-    head, _, rest = path.read_text(encoding="utf-8").rpartition(")")
-    fields = rest.split()  # from the third of proc(5) on, so utime (14) and stime (15) are at 11 and 12
-    user, system = (int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in fields[11:13])
-    return head.partition("(")[2], user, system
+    return int(psutil.Process(pid).io_counters().write_chars)

@@ -1,10 +1,11 @@
 """Waits with a deadline, and JSON lines that another process writes."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+from learner.launch.children import Tail
 
 POLL_S = 0.01
 T = TypeVar("T")
@@ -40,19 +41,12 @@ class JsonLines:
     """A file of JSON lines that may still grow; `events` are all lines so far."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self._offset = path, 0
+        self.path, self._tail = path, Tail(path)
         self.events: list[dict[str, Any]] = []
 
     def poll(self) -> list[dict[str, Any]]:
         """New whole lines; a process that was killed may leave a torn one."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._offset)
-            data = file.read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        new = [json.loads(line) for line in whole.splitlines()]
+        new = self._tail.new_rows()
         self.events += new
         return new
 

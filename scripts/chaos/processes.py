@@ -9,13 +9,16 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from stat import S_ISSOCK
 
-PROC = Path("/proc")
+import psutil
+
+from replay.hang.processes import of
+
 TORCHRUN = r" learner\.launch\.torchrun "
 ROLES = {"replay": r" replay\.main ", "learner": rf"^(?!.*{TORCHRUN}).* learner\.train ", "torchrun": TORCHRUN}
 """What the command line of a role matches."""
@@ -23,26 +26,23 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 SYS_PIDFD_GETFD = 438
 CUT_EVERY_S = 0.02
 SLOW_STOPPED_S, SLOW_RUNNING_S = 0.2, 0.1  # two thirds of the time stopped, never for as long as a heartbeat
-GONE = (FileNotFoundError, ProcessLookupError)  # what /proc says of a process that has ended
-
-
-def table() -> Iterator[tuple[int, int, str, str]]:
-    """(pid, parent, state, command line) of every process."""
-    for entry in PROC.glob("[0-9]*"):
-        with suppress(*GONE):
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-            fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
-            yield int(entry.name), int(fields[1]), fields[0], command
+GONE = (FileNotFoundError, ProcessLookupError)  # what the kernel says of a process that has ended
 
 
 def below(root: int) -> dict[int, str]:
     """Command line by pid of all living descendants of a process."""
-    rows = list(table())
-    found, size = {root}, 0
-    while len(found) > size:
-        size = len(found)
-        found |= {pid for pid, parent, _, _ in rows if parent in found}
-    return {pid: command for pid, _, state, command in rows if pid in found - {root} and state != "Z"}
+    with suppress(psutil.NoSuchProcess):
+        return commands(psutil.Process(root).children(recursive=True))
+    return {}
+
+
+def commands(processes: Iterable[psutil.Process]) -> dict[int, str]:
+    """Command line by pid, a space behind each word, of those that live."""
+    found = {}
+    for process in processes:
+        with suppress(psutil.Error):
+            found[process.pid] = "".join(f"{word} " for word in process.cmdline())
+    return found
 
 
 def of_role(root: int, role: str) -> list[int]:
@@ -60,9 +60,8 @@ def send(pid: int, sig: signal.Signals) -> bool:
 
 def state(pid: int) -> str:
     """One letter, as ps prints it; empty when there is no such process."""
-    with suppress(*GONE):
-        return (PROC / str(pid) / "stat").read_text().rsplit(")", 1)[1].split()[0]
-    return ""
+    found = of(pid)
+    return found.state if found is not None else ""
 
 
 @contextmanager
@@ -138,7 +137,7 @@ def close_connections(pid: int) -> int:
     """
     closed, process = 0, os.pidfd_open(pid)
     try:
-        for entry in (PROC / str(pid) / "fd").iterdir():
+        for entry in Path("/proc", str(pid), "fd").iterdir():
             copy = LIBC.syscall(SYS_PIDFD_GETFD, process, int(entry.name), 0)
             if copy < 0 and ctypes.get_errno() == errno.EPERM:
                 raise PermissionError(errno.EPERM, f"may not reach into process {pid} (pidfd_getfd)")

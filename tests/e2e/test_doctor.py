@@ -207,7 +207,8 @@ def test_a_full_disk_is_named_with_what_a_run_needs(examine, monkeypatch, tmp_pa
     words = [word for setting in (*SETTINGS, f"run.dir={tmp_path}/runs") for word in ("--set", setting)]
     monkeypatch.setattr(sys, "argv", ["learner.main", "--dry-run", *words])
     assert launcher.main() == 2, "every start looks at it"
-    assert "refused: disk: 0.0 GiB free" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "refused: disk: 0.0 GiB free" in said and "[SLIP-CONFIG-10]" in said
 
 
 def test_a_model_that_is_too_big_is_named_with_its_figures(examine, tmp_path):

@@ -8,8 +8,6 @@ import pytest
 from recorded import batch_of, random_step, rows_of
 from tiny_models import make_config
 
-from configs.loading import dump
-from learner.launch import earlier_run
 from learner.ledger import FILE, Ledger, read
 from learner.report import evaluation, rollouts
 from replay.messages import EvaluationResult
@@ -151,19 +149,3 @@ def test_steps_after_the_checkpoint_may_be_made_again_and_no_others(tmp_path):
     assert resumed.append(3, [[0, 3]], incarnation=2, digest="d", expected="d") == 0
     assert resumed.append(4, [[0, 1]], **OF_STEP) == 1
     assert [(line["step"], line.get("expected")) for line in read(tmp_path)][2:] == [(3, None), (3, "d"), (4, None)]
-
-
-@pytest.mark.parametrize(("said", "given", "meant"), [
-    ("", [], False), ("", ["learner.share_prefixes=true"], True), ("share_prefixes: auto", [], "auto"),
-])  # fmt: skip
-def test_a_run_that_is_older_than_a_key_goes_on_as_it_was(tmp_path, said, given, meant):
-    """Shared prompts round differently: a journal written without them is repeated without them."""
-    text = dump(make_config(tmp_path, run={"dir": str(tmp_path), "name": "old"}))
-    folder = tmp_path / "old"
-    folder.mkdir()
-    assert "  share_prefixes: auto\n" in text
-    (folder / "config.yaml").write_text(text.replace("share_prefixes: auto", said))
-    assert earlier_run.resumed(folder, given).learner.share_prefixes == meant
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(earlier_run, "_last_step", lambda _: 3)
-        assert earlier_run.played_back(folder, given).learner.share_prefixes == meant

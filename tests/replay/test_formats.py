@@ -308,7 +308,6 @@ def test_what_is_held_does_not_grow_with_the_rows(tmp_path: Path, monkeypatch: p
     make_large(monkeypatch)
     monkeypatch.setattr(columns, "ROWS_PER_BATCH", 4096)
     monkeypatch.setattr("replay.prompts.dataset.SAMPLED", 64)
-    monkeypatch.setattr("replay.prompts.source.SORTED_ROWS", 1000)
     monkeypatch.setattr("replay.prompts.order.SORTED_ROWS", 1000)
     given = write(tmp_path, [{"prompt": "x", "answer": 1}] * 30_000)
     load_rows(given)  # imports and the index

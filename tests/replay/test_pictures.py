@@ -77,7 +77,7 @@ def test_bytes_of_a_parquet_column(tmp_path: Path) -> None:
     [
         ({"prompt": user("<image>"), "images": ["c.png"]}, ["'images[0]'", "there is no picture", "c.png"]),
         ({"prompt": user("<image>"), "images": ["https://x/y.png"]}, ["not fetched from other machines"]),
-        ({"prompt": user("<image>"), "images": [7]}, ["'images[0]'", "found a int"]),
+        ({"prompt": user("<image>"), "images": [7]}, ["'images[0]'", "found an int"]),
         ({"prompt": user("<image>"), "images": [{"size": 3}]}, ["expected a picture"]),
         ({"prompt": user("<image>"), "images": ["a.png", "b.png"]}, ["2 pictures", "room for 1"]),
         ({"prompt": [{"role": "system", "content": "x"}], "images": ["a.png"]}, ["room for 0"]),

@@ -18,14 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_runs import sample
 
-from rollout_server.children.frames import pack
+from rollout_server.children.frames import pack, unpack
 from rollout_server.rewards import RewardError, Sample
 from rollout_server.rewards.built_in.exact import reward as exact
 from rollout_server.rewards.built_in.numeric import final_number
 from rollout_server.rewards.built_in.numeric import reward as numeric
 from rollout_server.rewards.judging import NotAReward, Verdict, judge, reward_of
 from rollout_server.rewards.loading import adapt, load_function
-from rollout_server.rewards.protocol import read_answer, read_verdicts, unpack_reply
+from rollout_server.rewards.protocol import REPLY_LIMITS, read_answer, read_verdicts
 from tests.support.runs import ROOT
 
 
@@ -199,7 +199,7 @@ def test_every_signature_gets_the_score_of_a_reward_model_where_there_is_one() -
 
 
 def test_trl_results_are_checked_arrays_are_fine_and_none_does_not_apply_and_is_counted() -> None:
-    for values, error in (([1.0], "list of 2 numbers, found 1"), (7, "found a int"), ([1.0, np.nan], "returned nan")):
+    for values, error in (([1.0], "list of 2 numbers, found 1"), (7, "found an int"), ([1.0, np.nan], "returned nan")):
         verdicts = judged(lambda completions, values=values: values, [sample(), sample()])
         assert error in str(verdicts[1][3]) and verdicts[1][1] is None
     assert [v[1] for v in judged(lambda completions: np.array([1, 0]), [sample()] * 2)] == [1.0, 0.0]
@@ -340,14 +340,14 @@ def verdict(score: Any = 1.0, metrics: Any = None, error: Any = None, seconds: A
 )
 def test_replies_that_are_no_verdicts_are_refused(reply: Any, named: str) -> None:
     with pytest.raises(ValueError) as raised:
-        read_verdicts(unpack_reply(pack(reply)[4:]), {0})
+        read_verdicts(unpack(pack(reply)[4:], REPLY_LIMITS), {0})
     assert named in str(raised.value)
 
 
 @pytest.mark.parametrize("body", [b"\xdd\x00\x00\x04\x01" * 1000, b"\xdd\xff\xff\xff\xff"])
 def test_lengths_are_refused_before_memory_is_taken(body: bytes) -> None:
     with pytest.raises(ValueError, match="exceeds max_array_len"):
-        unpack_reply(body)
+        unpack(body, REPLY_LIMITS)
 
 
 @pytest.mark.parametrize("levels", [10, 500, 1000, 100_000])
@@ -355,7 +355,7 @@ def test_lengths_are_refused_before_memory_is_taken(body: bytes) -> None:
 def test_depth_costs_nothing(head: bytes, levels: int) -> None:
     for read, named in ((lambda reply: read_verdicts(reply, {0}), "verdict"), (read_answer, "convention")):
         with pytest.raises(ValueError, match=f"{named}|deep|not msgpack"):
-            read(unpack_reply(head * levels + b"\xc0"))
+            read(unpack(head * levels + b"\xc0", REPLY_LIMITS))
 
 
 data = st.recursive(
@@ -369,10 +369,10 @@ data = st.recursive(
 @given(st.binary(max_size=200) | st.lists(st.lists(data, min_size=5, max_size=5), max_size=3).map(msgpack.packb))
 def test_any_other_reply_raises_only_value_errors(body: bytes) -> None:
     try:
-        outcomes = read_verdicts(unpack_reply(body), {0, 1})
+        outcomes = read_verdicts(unpack(body, REPLY_LIMITS), {0, 1})
     except ValueError:
         outcomes = []
     for index, outcome in outcomes:
         assert index in (0, 1) and (outcome.error is not None or abs(outcome.score) < float("inf"))
     with contextlib.suppress(ValueError):
-        read_answer(unpack_reply(body))
+        read_answer(unpack(body, REPLY_LIMITS))

@@ -17,7 +17,7 @@ from scripts.bench import replay
 from scripts.bench.core import CaseFailed
 from scripts.bench.link import cable
 from scripts.bench.load import MEDIAN, Case, write_files
-from scripts.chaos import processes
+from tests.support.runs import processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -33,7 +33,7 @@ def bench(work: Path, *words: str, code: int = 0) -> tuple[dict[str, Any], str]:
     process = start(*words)
     said, errors = process.communicate(timeout=170)
     assert process.returncode == code, said + errors[-3000:]
-    assert [command for _, _, _, command in processes.table() if str(work) in command] == []
+    assert [command for _, command in processes() if str(work) in command] == []
     return json.loads(said.splitlines()[-1]), errors
 
 

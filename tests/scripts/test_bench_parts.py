@@ -31,7 +31,7 @@ from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.generate import Generator
 from rollout_server.tasks import Task
-from scripts.bench import bus, core, link, load, pipeline, replay
+from scripts.bench import bus, link, load, pipeline, replay
 from scripts.bench import learner as bench_learner
 from scripts.bench.core import CaseFailed, cost_of, quantile, resident_bytes, spread, table, written_bytes
 from scripts.bench.load import Case, prepare
@@ -276,17 +276,13 @@ def test_cpu_seconds_of_all_threads_are_counted_and_told_apart() -> None:
 
 
 def test_a_thread_that_ends_while_it_is_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = core._times
-
-    def times(path: Path) -> tuple[str, float, float]:
-        if path.parent.name != str(os.getpid()):
-            raise ProcessLookupError(3, "No such process", str(path))
-        return read(path)
+    def gone(path: Path, encoding: str) -> str:
+        raise ProcessLookupError(3, "No such process", str(path))
 
     over = threading.Event()
     with ThreadPoolExecutor(1) as threads:
         threads.submit(over.wait, 10)
-        monkeypatch.setattr(core, "_times", times)
+        monkeypatch.setattr(Path, "read_text", gone)
         assert cost_of(os.getpid())["main"] > 0
         over.set()
 

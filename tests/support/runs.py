@@ -16,10 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from learner.launch.children import Tail
-from scripts.chaos.processes import table
+from scripts.chaos.processes import commands
 from tests.support.forking import Started, Zygote
 from tests.support.waiting import PATIENT_S
 
@@ -87,7 +88,7 @@ class Run:
         return self.output.read_text()
 
     def rows(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in Tail(self.folder / "metrics.jsonl").new_lines()]
+        return Tail(self.folder / "metrics.jsonl").new_rows()
 
     def steps(self) -> list[dict[str, Any]]:
         return [row for row in self.rows() if "training/lag_histogram" in row]
@@ -202,7 +203,7 @@ class Runs:
 
 def processes() -> list[tuple[int, str]]:
     """(pid, command line) of every process that is no zombie."""
-    return [(pid, command) for pid, _, state, command in table() if state != "Z"]
+    return list(commands(psutil.process_iter()).items())
 
 
 def left_over(needle: str) -> list[tuple[int, str]]:

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from configs.errors import kind_of
 from replay.prompts.formats.base import ENDLESS, WHOLE_ROWS, Raw
 from replay.prompts.rows import DataError, Place, RowError
 from replay.prompts.spec import Spec
@@ -48,7 +49,7 @@ class Custom:
         except Exception as error:  # code of the user: whatever it raises, this row is named
             raise RowError(f"{self.source}: row {place.row}: {type(error).__name__}: {error}") from error
         if not isinstance(row, Mapping):
-            raise RowError(f"{self.source}: row {place.row}: expected a mapping, found a {type(row).__name__}")
+            raise RowError(f"{self.source}: row {place.row}: expected a mapping, found {kind_of(row)}")
         return place, row
 
     def rows(self) -> Iterator[Raw]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import kind_of
 from replay.prompts.cache import Entry, entry_for
 from replay.prompts.formats.base import WHOLE_BYTES, Raw, Report, reading
 from replay.prompts.rows import DataError, Place, RowError, shorten
@@ -197,7 +198,7 @@ def _object(line: bytes, place: Place) -> Mapping[str, Any]:
         ) from error
     if not isinstance(found, dict):
         raise RowError(
-            f"{place.source}: row {place.row}: expected a JSON object, found a {type(found).__name__} (value"
+            f"{place.source}: row {place.row}: expected a JSON object, found {kind_of(found)} (value"
             f" {shorten(line)}); put one JSON object on each line"
         )
     return found

@@ -10,6 +10,7 @@ import functools
 import logging
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -136,6 +137,11 @@ def _alarm(seconds: float) -> Iterator[None]:
         if time.monotonic() >= deadline:
             raise _TooLong
 
+    def ignored(unraisable: "sys.UnraisableHookArgs") -> None:
+        if unraisable.exc_type is not _TooLong:  # that one rang in a weakref callback; it rings again
+            hook(unraisable)
+
+    hook, sys.unraisablehook = sys.unraisablehook, ignored
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
     try:
@@ -147,3 +153,4 @@ def _alarm(seconds: float) -> Iterator[None]:
                 signal.setitimer(signal.ITIMER_REAL, 0)
                 signal.signal(signal.SIGALRM, before)
                 is_set = False
+        sys.unraisablehook = hook
