@@ -9,6 +9,14 @@ from typing import Any
 
 from configs.translate.tables import FRAMEWORKS, ROWS, WITHOUT
 
+VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Parameters of a reward function of verl."""
+SIGNATURES = (
+    "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
+    " `f(prompts, completions, **columns)`"
+)
+"""What a reward function of another form is answered."""
+
 
 def plain(name: str) -> str:
     """A name as a file would have it: options without their dashes."""

@@ -14,11 +14,6 @@ from configs.errors import did_you_mean
 
 JSON_VALUES = (str, int, float, bool, type(None))
 FORMS = "module:function or path/to/file.py:function"
-VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-SIGNATURES = (
-    "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
-    " `f(prompts, completions, **columns)`"
-)
 
 
 class Part(Section):

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def _no_run_of_an_earlier_test() -> Iterator[None]:
     """A launcher that a test calls in this process notes itself; later messages would name that run's reports."""
     yield
     registry.own = None
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_as_before() -> Iterator[None]:
+    """A launcher that ends ignores them, and so would all programs that later tests start."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, handlers, strict=True):
+        signal.signal(number, handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

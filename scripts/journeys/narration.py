@@ -157,6 +157,7 @@ class Journey:
                     background.process.wait(20)
                 except subprocess.TimeoutExpired:
                     os.killpg(background.process.pid, signal.SIGKILL)
+                    background.process.wait()
         summary = {"journey": self.name, "ok": ok, "seconds": round(time.monotonic() - self._began, 1)}
         sys.stdout.write("\n" + json.dumps({**summary, **self.facts, "steps": self.steps}) + "\n")
         sys.stdout.flush()

@@ -87,9 +87,10 @@ def test_a_window_of_steps_is_traced_in_every_process(clean):
     sends = [event["name"] for event in found.of("learner-0", "weight bus: send")]
     assert sends.index("send of version 2") < sends.index("apply of version 2") < sends.index("send of version 3")
     loads = [event for event in found.of("rollout-0", "weights") if event["name"] == "load"]
-    for version in (2, 3):  # one clock: an engine loads while the bus waits for it to apply
-        applies = found.span("learner-0", "weight bus: send", f"apply of version {version}")
-        begin, end = applies["ts"] - 1000, applies["ts"] + applies["dur"] + 1000
+    for version in (2, 3):  # one clock: an engine loads once the first bucket is out, and before it has applied
+        spans = [f"{what} of version {version}" for what in ("send", "apply")]
+        sent, applied = (found.span("learner-0", "weight bus: send", span) for span in spans)
+        begin, end = sent["ts"] - 1000, applied["ts"] + applied["dur"] + 1000
         assert [load for load in loads if begin < load["ts"] and load["ts"] + load["dur"] < end], version
     batches = [event["name"] for event in found.of("replay", "batches")]
     assert [name for name in batches if "goes out" in name] == [f"batch {step} goes out" for step in (2, 3, 4)]

@@ -176,7 +176,7 @@ def test_preflight_names_the_set_whose_file_is_missing_or_whose_answers_are_too_
 
 
 def test_a_large_file_is_not_read_whole(model, monkeypatch):
-    rows = iter([{"prompt": "1+1="}] * 10 * prompt_check.CHECKED_ROWS)
+    rows = iter([{"prompt": "1+1=", "ground_truth": "2"}] * 10 * prompt_check.CHECKED_ROWS)
     monkeypatch.setattr(prompt_check, "read_rows", lambda path, report: rows)
     assert check_prompts(config_of(model), "rows.jsonl") == prompt_check.CHECKED_ROWS
     assert len(list(rows)) >= 9 * prompt_check.CHECKED_ROWS - 1
