@@ -92,6 +92,23 @@ class Tail:
         return [json.loads(line) for line in self.new_lines()]
 
 
+@dataclass(slots=True)
+class RowTail(Tail):
+    """Rows of metrics.jsonl, each once: a learner that starts again writes it anew, with the rows of steps it keeps."""
+
+    newest: float = 0.0
+    """Time of the newest row, or one before which all rows are known: where the file is new, later ones count."""
+
+    def new_rows(self) -> list[dict[str, Any]]:
+        """The rows that came since the last call."""
+        inode = self.inode
+        lines = self.new_lines()
+        since = self.newest if self.inode != inode else 0.0
+        rows = [row for line in lines if (row := json.loads(line))["time"] > since]
+        self.newest = max([self.newest, *(row["time"] for row in rows)])
+        return rows
+
+
 def start(name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> Child:
     """Start a child in a session of its own, its output appended to the log."""
     log_path.parent.mkdir(parents=True, exist_ok=True)

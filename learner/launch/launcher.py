@@ -22,7 +22,7 @@ from configs.schema import Config
 from learner.checkpoints.folders import latest_complete
 from learner.launch import children
 from learner.launch.announcements import Announcements
-from learner.launch.children import Child, Tail
+from learner.launch.children import Child, RowTail, Tail
 from learner.launch.machine import this_machine
 from learner.launch.reward_servers import RewardServers
 from learner.launch.run_folder import RunFolder
@@ -72,7 +72,7 @@ class Launcher:
     _run_id: str = ""
     _replay_restarts: Restarts = field(init=False)
     _learner_restarts: Restarts = field(init=False)
-    _metrics: Tail = field(init=False)
+    _metrics: RowTail = field(init=False)
     _announcements: Announcements = field(init=False)
     _started_at: float = field(default_factory=time.time)
     _status: dict[str, Any] | None = None
@@ -119,7 +119,7 @@ class Launcher:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if not (self.run_dir / "config.yaml").exists():  # `python -m learner.main` has written it to claim the folder
             (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
-        self._metrics = Tail(self.run_dir / "metrics.jsonl")
+        self._metrics = RowTail(self.run_dir / "metrics.jsonl", newest=self._started_at)
         self._announcements = Announcements(self.run_dir / "logs")
         self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
         parent = ("--parent", str(os.getpid()))
@@ -286,7 +286,7 @@ class Launcher:
         for line in self._announcements.new():
             self.view.event(line)
         self._look_for_an_end()
-        self.view.update(self._status, [row for row in rows if row["time"] >= self._started_at])
+        self.view.update(self._status, rows)
 
     def _look_for_an_end(self) -> None:
         """Show why a rank has ended as soon as another one does not leave, which torchrun waits for."""

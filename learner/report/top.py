@@ -17,7 +17,7 @@ from configs.errors import InputMissing
 from configs.loading import ConfigError, load
 from configs.schema import Config
 from learner.launch.announcements import Repeats, launchers_last
-from learner.launch.children import Tail, without_time
+from learner.launch.children import RowTail, Tail, without_time
 from learner.launch.hosts.ready import ask_replay
 from learner.report.live_view import LiveView
 from learner.report.metrics import FILE
@@ -38,7 +38,7 @@ class Folder:
 
     def __init__(self, folder: Path) -> None:
         self.config = _config(folder)
-        self._metrics = Tail(folder / FILE)
+        self._metrics = RowTail(folder / FILE)
         self._logs = folder / "logs"
         self._tails: dict[Path, Tail] = {}
         self._repeats = Repeats()

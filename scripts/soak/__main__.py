@@ -84,7 +84,7 @@ class Soak:
         judged = [leg.judged for leg in self.legs if leg.judged]
         elapsed = sum(leg.elapsed_s for leg in self.legs)
         failures = [f"{leg.name}: {failure}" for leg in self.legs for failure in leg.failures]
-        counted = {name: sum(one[name] for one in judged) for name in ("steps", "acked", "trained", *ZERO)}
+        counted = {name: sum(one[name] for one in judged) for name in ("steps", "trained", *ZERO)}
         violations = [text for one in judged for text in one["violations"]]
         complete = elapsed >= self.args.hours * 3600 and len(judged) == len(self.legs)
         return {

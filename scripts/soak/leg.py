@@ -161,7 +161,6 @@ class Leg:
         rows = [*self._rows(), *JsonLines.read(self.folder / "metrics.discarded.jsonl")]
         return {
             "steps": max((row["step"] for row in rows if "step" in row), default=0),
-            "acked": report.acked,
             "trained": report.trained,
             "lost": len(report.lost),
             "trained_twice": len(report.trained_twice),

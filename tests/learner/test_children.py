@@ -1,5 +1,6 @@
 """What the launcher reads from the logs of its children, and when it starts a server again."""
 
+import json
 import sys
 import time
 from functools import partial
@@ -87,6 +88,22 @@ def test_logs_are_followed_line_by_line(tmp_path):
     (tmp_path / "new").write_text("anew\n")
     (tmp_path / "new").replace(log)
     assert tail.new_lines() == ["anew"]
+
+
+def test_rows_that_a_learner_copies_when_it_starts_again_are_known(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "time": float(step)}) + "\n" for step in range(1, 5)]
+    path.write_text("".join(lines[:3]))
+    tail, of_this_start = children.RowTail(path), children.RowTail(path, newest=2.0)
+    assert [row["step"] for row in tail.new_rows()] == [1, 2, 3]
+    assert [row["step"] for row in of_this_start.new_rows()] == [3], "a resumed run: those before its start"
+    again = json.dumps({"step": 3, "time": 3.5}) + "\n"
+    (tmp_path / "new").write_text("".join(lines[:2]) + again)
+    (tmp_path / "new").replace(path)
+    assert tail.new_rows() == of_this_start.new_rows() == [json.loads(again)]
+    with path.open("a") as file:
+        file.write(json.dumps({"step": 4, "time": 1.0}) + "\n")
+    assert [row["step"] for row in tail.new_rows()] == [4], "a clock that was set back hides nothing"
 
 
 def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path):
