@@ -30,7 +30,7 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
     alone = run.learner["trained"].get("seconds")
     gib = [row["perf/max_memory_allocated_gb"] for row in counted if "perf/max_memory_allocated_gb" in row]
     seconds = {"rollout": idle, "train": alone or [row["timing_s/update_actor"] for row in counted], "step": full}
-    # Means: with a lag bound of one, steps come in pairs, a long wait and none.
+    # Means over whole cycles: at a lag bound of n, one long wait comes in n + 1 steps.
     roll, train, step = map(statistics.mean, seconds.values())
     tokens = throughput(run, counted, [rows[step] for step in run.measured("idle")], sum(full))
     settings = {name: attrgetter(key)(run.config) for name, key in (pair.split("=") for pair in SETTINGS.split())}

@@ -38,6 +38,7 @@ from scripts.bench.train import PLAN, RESULT, Finished, Plan
 from scripts.chaos.report import conclude
 
 STREAM_LAG = 8
+FIGURES = "bench_result.json"
 PROMPTS = "prompts.jsonl"
 MODEL_LIMIT_S = 240.0
 SIZES = {
@@ -48,7 +49,7 @@ SIZES = {
     "cap": (2048, 64, "longer answers are cut here"),
     "groups": (32, 4, "groups in a step"),
     "group_size": (8, 4, "answers in a group"),
-    "steps": (6, 4, "counted steps of each phase"),
+    "steps": (6, 4, "counted steps of each phase, rounded up to whole cycles of lag + 1 steps"),
     "max_running": (512, 64, "answers that an engine decodes at once"),
     "microbatch": (16384, 1024, "tokens of a microbatch"),
     "bucket_mib": (512.0, 0.125, "size of one broadcast"),
@@ -139,8 +140,9 @@ def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: boo
 
 def plan_of(options: argparse.Namespace, stream: bool = False) -> Plan:
     """The phases of the main run, or of the run without an admission barrier."""
-    full = 0 if stream else options.steps
-    return Plan(warmup=options.warmup, idle=options.steps, full=full, quiet_s=options.quiet_s)
+    cycle = (STREAM_LAG if stream else options.lag) + 1
+    steps = -(-options.steps // cycle) * cycle
+    return Plan(warmup=options.warmup, idle=steps, full=0 if stream else steps, quiet_s=options.quiet_s)
 
 
 def make_inputs(options: argparse.Namespace, case: Case) -> None:
@@ -193,6 +195,7 @@ def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
     with core.noted(result, "error"):
         run = run_case(options, case)
         result |= result_of(str(case), run)
+        write_json(Path(run.config.run_dir) / FIGURES, result)  # survives an end of the time during what follows
         with core.noted(result, "raw_error"):
             if result["bus_bytes"]:
                 result |= with_raw(result, raw_broadcast(run.config, int(result["bus_bytes"])))

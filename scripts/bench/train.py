@@ -76,9 +76,13 @@ class Finished:
     seconds: float
 
     def measured(self, phase: Phase) -> list[int]:
-        """Counted steps that were made; of a run that was cut short an even number, for they are pairs."""
+        """Counted steps that were made; of a run that was cut short whole cycles of lag + 1 steps.
+
+        Admission lets lag + 1 batches in at a time, so a step that waits for all of them is followed by short ones.
+        """
         made = [step for step in self.plan.measured(phase) if str(step) in self.learner["committed_at"]]
-        return made[: len(made) // 2 * 2] if self.watcher.cut_short else made
+        cycle = self.config.replay.async_lag + 1
+        return made[: len(made) // cycle * cycle] if self.watcher.cut_short else made
 
 
 class BenchLearner(Learner):
