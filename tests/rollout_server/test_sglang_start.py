@@ -49,6 +49,28 @@ def test_the_last_error_is_that_of_this_start(tmp_path: Path) -> None:
         assert log.last_error() == "ImportError: the attention kernel is missing"
 
 
+def test_a_child_that_fails_in_a_run_is_quoted(tmp_path: Path) -> None:
+    process = SGLangProcess.__new__(SGLangProcess)
+    process._failure, process._children = "", [Mock(is_alive=Mock(return_value=True))]
+    with (tmp_path / "log").open("ab") as file:
+        process._log = ChildrenLog(file.fileno())
+        process.check_alive()
+        file.write(b"[2026-01-01 00:00:00] Scheduler hit an exception: " + TRACEBACK.encode())
+        file.flush()
+        process._on_sigquit()
+        file.write(b"ValueError: of something later\n")
+        file.flush()
+    quoted = r"is dead: ImportError: the attention kernel is missing \(a child .* SIGQUIT"
+    with pytest.raises(EngineError, match=quoted):
+        process.check_alive()
+    process._children = [Mock(pid=7, exitcode=1, is_alive=Mock(return_value=False))]
+    with pytest.raises(EngineError, match=quoted):
+        process.check_alive()
+    process._children[0].exitcode = -9  # by the kernel, say: what it has logged before is not why
+    with pytest.raises(EngineError, match=r"is dead: .*pid 7. ended with -9 \[closed"):
+        process.check_alive()
+
+
 def test_a_stderr_that_is_no_file_has_no_last_error() -> None:
     reader, writer = os.pipe()
     try:

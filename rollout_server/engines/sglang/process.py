@@ -63,6 +63,11 @@ class ChildrenLog:
             lines = file.read().decode("utf-8", "replace").splitlines()
         return next((line.strip() for line in reversed(lines) if ERROR_LINE.match(line)), "")
 
+    def caused(self, said: str) -> str:
+        """What is `said` of a child's end, behind the last error that it logged, if there is one."""
+        error = self.last_error()
+        return f"{error} ({said})" if error else said
+
 
 def start_failure(said: str, last_error: str) -> str:
     """Why SGLang did not start: its children's last error, if known, and what it `said`."""
@@ -165,6 +170,7 @@ class SGLangProcess:
             root.handlers[:] = handlers
             root.setLevel(level)
         self._children = [child for child in multiprocessing.active_children() if child.pid not in before]
+        self._log = ChildrenLog()
         self._manager = self._engine.tokenizer_manager
         self._manager.auto_create_handle_loop()
         loop = asyncio.get_running_loop()
@@ -181,11 +187,11 @@ class SGLangProcess:
     def check_alive(self) -> None:
         """Raise EngineError when a child of SGLang has died, with what is known of it."""
         dead = [child for child in self._children if not child.is_alive()]
-        if dead:
-            ended = ", ".join(f"{child.name} (pid {child.pid}) ended with {child.exitcode}" for child in dead)
-            raise EngineDead(f"SGLang is dead: {ended} [closed]")
-        if self._failure:
-            raise EngineDead(f"SGLang is dead: {self._failure} [closed]")
+        ended = ", ".join(f"{child.name} (pid {child.pid}) ended with {child.exitcode}" for child in dead)
+        # a child that a signal has ended logs no cause; one that fails by itself logs it, and sends SIGQUIT
+        reason = ended if any((child.exitcode or 0) < 0 for child in dead) else self._failure or ended
+        if reason:
+            raise EngineDead(f"SGLang is dead: {reason} [closed]")
 
     async def death(self) -> None:
         """Raise EngineError when SGLang has died; never ends otherwise."""
@@ -323,4 +329,6 @@ class SGLangProcess:
         raise self.fail(f"it did not answer '{what}' within {self.deadline_s:g} s", self.deadline_s)
 
     def _on_sigquit(self) -> None:
-        self._failure = self._failure or f"a child of it failed and sent SIGQUIT to pid {os.getpid()}"
+        """A child sends the signal right after it has logged why it fails."""
+        said = f"a child of it failed and sent SIGQUIT to pid {os.getpid()}"
+        self._failure = self._failure or self._log.caused(said)
