@@ -174,7 +174,7 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
         launcher.watch()
         launcher.leave()
     except (RunFailed, OSError, ValueError) as error:
-        if str(error) != watcher.cut_short:
+        if not watcher.cut_short:
             raise core.failed(str(error), logs) from error
     finally:
         launcher.stop()

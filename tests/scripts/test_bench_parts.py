@@ -37,7 +37,7 @@ from scripts.bench.core import CaseFailed, cost_of, quantile, resident_bytes, sp
 from scripts.bench.load import Case, prepare
 from scripts.bench.replay import MIB, memory
 from scripts.bench.server import ForcedLengths, ProbedEngine, ProbedProcess, TokenGaps
-from scripts.bench.train import BenchLearner, Finished, Plan
+from scripts.bench.train import RESULT, BenchLearner, Finished, Plan
 
 PARAMETERS = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "8B": 8_190_735_360}
 
@@ -138,6 +138,31 @@ def test_steps_count_in_whole_cycles_of_the_lag(lag: int, counted: int, made: li
     run.watcher.cut_short = ""
     assert run.measured("full") == [first, first + 1, first + 2]
     assert len(pipeline.plan_of(options, stream=True).measured("idle")) == 9
+
+
+def test_a_run_without_the_time_for_its_end_has_the_figures_of_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Late:
+        """A launcher in whose run 12 steps are made when the time is over."""
+
+        def __init__(self, config: Config, _: bool, watcher: pipeline.Watcher, **_commands: object) -> None:
+            self.folder, self.watcher = Path(config.run_dir), watcher
+            self.start = self.leave = self.stop = lambda: None
+
+        def watch(self) -> None:
+            learner = {"committed_at": {str(step): 1.0 * step for step in range(1, 13)}, "trained": {}}
+            (self.folder / RESULT).write_text(json.dumps(learner))
+            time.sleep(0.002)
+            self.watcher.update(None, [{"step": 12}])
+
+    monkeypatch.setattr(pipeline, "Launcher", Late)
+    monkeypatch.setattr(pipeline, "make_inputs", lambda *_: None)
+    words = ["--device", "cpu", "--quick", "--configs", "tiny@1:1", "--limit-s", "0.001", "--work", str(tmp_path)]
+    options, (case,) = pipeline.parse(words)
+    run = pipeline.run_case(options, case)
+    assert run.watcher.cut_short == "not done within --limit-s 0.001 s; the last whole step was 12"
+    assert run.measured("full") == [9, 10, 11, 12]
 
 
 def test_numbers() -> None:
