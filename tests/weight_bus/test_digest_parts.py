@@ -2,13 +2,14 @@
 
 import itertools
 import math
+import threading
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_bus.digest import add, definition, reference_digest, slice_digest, slice_digests
+from weight_bus.digest import add, definition, digester, reference_digest, slice_digest, slice_digests
 from weight_bus.digest.definition import CHUNK, VIEWS, Part, Rows, all_rows, host_digest, rows_of
 
 WORD = (1 << 32) - 1
@@ -103,6 +104,26 @@ def test_numpy_and_torch_agree_at_any_place(dtype, first, monkeypatch):
     for threads in (1, 8):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert slice_digests([part]) == [found]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_share_what_one_would_digest(threads, monkeypatch):
+    """Many tensors and a long one, of which each thread takes pieces; and a slice that is no single row."""
+    monkeypatch.setattr(digester, "HOST_THREADS", threads)
+    monkeypatch.setattr(digester, "PIECE", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    begun = []
+
+    def noted(rows, dtype):
+        begun.append(threading.get_ident())
+        return host_digest(rows, dtype)
+
+    monkeypatch.setattr(digester, "host_digest", noted)
+    parts = [Part(random_tensor((size,), torch.bfloat16, size)) for size in (1, 999, 1000, 1001, 2000, 54_321)]
+    parts += [Part(random_tensor((30, 40), torch.int16, 3)[:, 7:20], (30, 40), (0, 7)), Part(torch.empty(0))]
+    assert slice_digests(parts) == [reference_digest(part) for part in parts]
+    assert len(begun) == 1 + 1 + 1 + 2 + 2 + 55
+    assert (threading.get_ident() in begun) == (threads == 1)
 
 
 def test_columns_and_rows_share_the_memory_of_their_tensor():

@@ -2,18 +2,21 @@
 
 Tensors on a CUDA device take one Triton kernel for all of them, and a single wait. Contiguous ones in host memory take
 NumPy, unless torch has threads to outdo that: a logical shift is one operation there, and every intermediate result has
-its place in the cache. All others, and all without Triton, take the definition itself.
+its place in the cache. Where a machine has many cores, threads share them: NumPy computes without the GIL. All others,
+and all without Triton, take the definition itself.
 """
 
 import functools
 import logging
+import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weight_bus.digest.definition import MASK, Part, Task, add, all_rows, host_digest, rows_digest
+from weight_bus.digest.definition import MASK, Part, Rows, Task, add, all_rows, host_digest, rows_digest
 
 if TYPE_CHECKING:
     from weight_bus.digest.device import Plan
@@ -21,7 +24,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 TORCH_THREADS = 3
-"""From so many on, torch is faster than NumPy, which has one and takes half to three quarters of the CPU time."""
+"""From so many on, torch is faster than a thread of NumPy, which takes half to three quarters of the CPU time."""
+HOST_THREADS = max(1, min(8, len(os.sched_getaffinity(0)) // 4))
+"""Of NumPy: a quarter of the cores, for engines, learner ranks and replay of this machine keep some each busy."""
+PIECE = 1 << 22
+"""Elements that a thread takes at a time, some 10 ms."""
 
 
 def slice_digest(
@@ -63,8 +70,9 @@ class Digester:
         plans = self._plans + [self._plan(self._tasks(number)) for number in self._copied]
         sums = [plan.launch() for plan in plans]
         totals = [0] * len(self._parts)
-        for number in self._without_kernel:
-            totals[number] = _plain_digest(self._parts[number])
+        plain = _plain_digests([self._parts[number] for number in self._without_kernel])
+        for number, total in zip(self._without_kernel, plain, strict=True):
+            totals[number] = total
         return Launched(totals, sums)
 
     def _tasks(self, number: int) -> list[Task]:
@@ -106,8 +114,31 @@ def _kernel() -> "Callable[[Sequence[Task], int, torch.device], Plan] | None":
     return Plan
 
 
-def _plain_digest(part: Part) -> int:
-    rows, threads = all_rows(part), torch.get_num_threads()
-    flat = part.tensor.device.type == "cpu" and all(len(piece.values) == 1 for piece in rows)
-    digest = host_digest if flat and threads < TORCH_THREADS else rows_digest
-    return add([digest(piece, part.rounded or part.tensor.dtype) for piece in rows])
+def _plain_digests(parts: Sequence[Part]) -> list[int]:
+    """Digests of parts that no kernel takes."""
+    numpy = torch.get_num_threads() < TORCH_THREADS * HOST_THREADS
+    totals, pieces = [0] * len(parts), list[tuple[int, Rows, torch.dtype]]()
+    for number, part in enumerate(parts):
+        rows, rounded = all_rows(part), part.rounded or part.tensor.dtype
+        if numpy and part.tensor.device.type == "cpu" and all(len(row.values) == 1 for row in rows):
+            pieces += [(number, piece, rounded) for row in rows for piece in _pieces(row)]
+        else:
+            totals[number] = add([rows_digest(row, rounded) for row in rows])
+    for (number, _, _), digest in zip(pieces, _host_digests(pieces), strict=True):
+        totals[number] = add([totals[number], digest])
+    return totals
+
+
+def _pieces(row: Rows) -> Iterator[Rows]:
+    """A single row, cut for threads."""
+    values, base, step = row
+    for begin in range(0, values.shape[1], PIECE):
+        yield Rows(values[:, begin : begin + PIECE], base + begin, step)
+
+
+def _host_digests(pieces: Sequence[tuple[int, Rows, torch.dtype]]) -> list[int]:
+    rows, dtypes = [row for _, row, _ in pieces], [dtype for _, _, dtype in pieces]
+    if HOST_THREADS == 1 or sum(row.values.numel() for row in rows) <= PIECE:
+        return list(map(host_digest, rows, dtypes))
+    with ThreadPoolExecutor(HOST_THREADS, "digest") as threads:
+        return list(threads.map(host_digest, rows, dtypes))
