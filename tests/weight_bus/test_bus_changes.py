@@ -72,6 +72,21 @@ def test_versions_travel_as_changes_and_arrive_bit_by_bit(compression):
         assert publisher.stats()["changes"] == 9 and publisher.stats()["corrupt"] == 0
 
 
+@pytest.mark.parametrize("places", [[9, 99, 999], [80, 190, 300, 410, 520]], ids=["as large", "larger"])
+def test_a_change_that_zstd_makes_no_smaller_travels_as_it_is(places):
+    """A subscriber takes one of its full size for uncompressed, and refuses a larger one."""
+    first = {"w": torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
+    second = {"w": first["w"].clone()}
+    second["w"].view(torch.int16)[places] += torch.tensor([1, -1, 5, -9, 70], dtype=torch.int16)[: len(places)]
+    config = DELTA.model_copy(update={"compression": "zstd"})
+    with learner(config) as publisher:
+        (server,) = servers(publisher, "a", config=config)
+        send(publisher, 0, first)
+        report = send(publisher, 1, second)
+        assert report.served == ["a"] and not report.failed and same(server, second)
+        assert publisher.stats()["changes"] == publisher.stats()["epochs"] == 1
+
+
 def test_who_joins_late_gets_all_of_it_and_changes_afterwards():
     second = stepped(weights(0), 1)
     third = stepped(second, 2)
