@@ -29,7 +29,7 @@ class Change:
 
     base: str  # digest of the version that it is to be applied to
     coded: torch.Tensor
-    """Flat uint8, all buckets one after the other; compressed with zstd where that is asked for and makes it smaller."""
+    """Flat uint8, all buckets one after the other; compressed where zstd is asked for and makes it smaller."""
     num_bytes: int  # before compression
     digest: str  # of `coded`
 
