@@ -166,6 +166,20 @@ def test_a_change_between_other_layouts_is_refused():
         intake._change(begin, second)
 
 
+def test_a_change_on_a_gpu_has_ended_before_it_counts_as_staged(monkeypatch):
+    """Schedulers copy the buckets from processes of their own, which do not wait for the subscriber's stream."""
+    old, new = changed(torch.Generator().manual_seed(3), 1000, 2, 0.01, small=True)
+    change, bucket, found = coding.encode(old, new, 2).joined(CPU), old.clone(), []
+    reader = ChangeReader(CPU)
+    for piece, part in zip(reader.room(change.numel(), 16), torch.split(change, 16), strict=True):
+        piece.copy_(part)
+    stream = SimpleNamespace(synchronize=lambda: found.append(bucket.clone()))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    reader._device = torch.device("cuda", 0)
+    reader.apply([bucket], change.numel(), change.numel())
+    assert len(found) == 1 and torch.equal(found[0], new)
+
+
 @pytest.mark.parametrize(
     ("wire_bytes", "num_bytes", "message"),
     [(64, 64, "header that cannot be"), (64, 100, "compressed change"), (0, 0, "ends within a header")],

@@ -113,7 +113,7 @@ class ChangeReader:
         return digest_of(self._room[:wire_bytes]) == digest
 
     def apply(self, buckets: Sequence[torch.Tensor], wire_bytes: int, num_bytes: int) -> None:
-        """Turn the buckets of the base into those of the next version, in place.
+        """Turn the buckets of the base into those of the next version, in place. On a GPU that has ended then.
 
         Args:
             buckets: flat uint8, on this reader's device.
@@ -123,6 +123,9 @@ class ChangeReader:
         """
         coded = self._room[:wire_bytes]
         coding.apply(buckets, coded if wire_bytes == num_bytes else _decompressed(coded, num_bytes))
+        if self._device.type == "cuda":
+            # other processes read the buckets next, and another stream writes the room: neither waits for this one
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def digest_of(change: torch.Tensor) -> str:
