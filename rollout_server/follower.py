@@ -200,11 +200,13 @@ class WeightFollower:
         held, drains = self.wait_for(self._reasons_to_wait())
         if self._subscriber is None or self._paused_at is not None:
             return  # one that stands still already waits for nothing
+        waits: dict[str, float] = {}
         if held is not None:
-            limit_s = self._config.evaluation.deadline_s + self._config.weight_bus.deadline_s
-            self._subscriber.hold(limit_s, f"evaluates v{held}")
-        elif drains:
-            self._subscriber.hold(self._config.replay.lease_s, "drains running requests")
+            waits[f"evaluates v{held}"] = self._config.evaluation.deadline_s
+        if drains:  # afterwards
+            waits["drains running requests"] = self._config.replay.lease_s
+        if waits:
+            self._subscriber.hold(sum(waits.values(), self._config.weight_bus.deadline_s), ", then ".join(waits))
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop; its result."""
