@@ -179,6 +179,24 @@ async def test_an_update_in_work_is_announced_under_its_own_incarnation_after_th
         assert wire.policies == [(1, 1)]
 
 
+async def test_a_version_that_a_resumed_learner_makes_anew_is_evaluated_with_its_own_weights(
+    models: tuple[Path, Any, Any], config: Config
+) -> None:
+    """Also where the server did not hear that the earlier one is lost; equal weights keep a running evaluation."""
+    first, second = hf_tensors(models[1]), hf_tensors(models[2])
+    pins = []
+    async with serving(config) as (server, _):
+        for incarnation, tensors in enumerate((first, first, second), 1):
+            with Learner(config, incarnation) as learner:
+                while not learner.members():  # replay says it with each heartbeat of a server that is behind
+                    await handle(server, welcome(config, incarnation))
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(learner.publish, 4, tensors.items(), digests_of(tensors), evaluate=True)
+                pins.append(server.engine._pins[4])  # type: ignore[attr-defined]
+                assert pins[-1].weights.digests() == digests_of(tensors)
+    assert pins[0] is pins[1]
+
+
 @pytest.mark.parametrize(
     ("held", "runs", "limit_s", "reason"),
     [
