@@ -19,6 +19,7 @@ from replay.trace import Recorder, now_ns, to_ns
 from rollout_server.engines import Engine, EngineError, direct_updates, staging_in
 from rollout_server.engines.base import PauseMode
 from weight_bus.control import wake_quickly
+from weight_bus.digest import combined
 from weight_bus.errors import BusClosed, EngineSpoiled, TransportError
 from weight_bus.manifest import Entry
 from weight_bus.remote import RemoteIntake
@@ -71,6 +72,10 @@ class WeightFollower:
         """Since when the engine stands still, for an update that may have failed since."""
         self._serves = False
         """The engine holds the version that was activated last."""
+        self._digest = ""
+        """Of what the last update left in the engine."""
+        self._pinned: dict[int, str] = {}
+        """Digest of each version that was pinned."""
         direct = direct_updates(config, engine)
         self._direct = _DirectEnd(self, direct) if direct is not None else None
         self._stages = staging_in(config, engine)
@@ -141,12 +146,18 @@ class WeightFollower:
         with self._recorder.span("weights", "load"):
             await load()
         with self._recorder.span("weights", "digest"):
-            return await self._engine.digest()
+            digests = await self._engine.digest()
+        self._digest = combined(digests)
+        return digests
 
     async def _activate(self, version: int, incarnation: int, pin: bool) -> None:
         """Serve what was loaded and has been proven."""
         if pin:
+            if self._pinned.get(version) != self._digest:
+                # a resumed learner may have made other weights, and the word that the earlier ones are lost got lost
+                await self._engine.unpin(version)
             await self._engine.pin(version)
+            self._pinned[version] = self._digest
         await self._go_on()
         self.gauges["weight_updates"] += 1
         await self._on_live(version, incarnation)
@@ -200,11 +211,13 @@ class WeightFollower:
         held, drains = self.wait_for(self._reasons_to_wait())
         if self._subscriber is None or self._paused_at is not None:
             return  # one that stands still already waits for nothing
+        waits: dict[str, float] = {}
         if held is not None:
-            limit_s = self._config.evaluation.deadline_s + self._config.weight_bus.deadline_s
-            self._subscriber.hold(limit_s, f"evaluates v{held}")
-        elif drains:
-            self._subscriber.hold(self._config.replay.lease_s, "drains running requests")
+            waits[f"evaluates v{held}"] = self._config.evaluation.deadline_s
+        if drains:  # afterwards
+            waits["drains running requests"] = self._config.replay.lease_s
+        if waits:
+            self._subscriber.hold(sum(waits.values(), self._config.weight_bus.deadline_s), ", then ".join(waits))
 
     def wait_for(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the engine's loop; its result."""

@@ -10,6 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from configs.infrastructure import WeightBus
 from replay.channel import Envelope, WireError
@@ -23,7 +24,7 @@ from weight_bus.transports.base import Transport, differing
 
 log = logging.getLogger(__name__)
 
-MAX_HOLD_S = 24 * 3600.0  # no engine may ask for more
+MAX_HOLD_S = 24 * 3600.0  # no engine is given more
 SPOILED = "its engine is spoiled and restarts,"
 ENGAGED = (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
 
@@ -259,11 +260,11 @@ class Bus:
             self._faulty(member, "quarantined", f"v{applied.version}: quarantined: {reason} [corrupt]")
 
     def _on_holding(self, holding: m.Holding, now: float) -> None:
-        version, limit_s, reason = holding.version, holding.limit_s, holding.reason
-        if not 0 < limit_s <= MAX_HOLD_S:
+        version, limit_s, reason = holding.version, min(holding.limit_s, MAX_HOLD_S), holding.reason
+        if not limit_s > 0:
             log.warning("weight bus: v%d: a hold of %r s is refused [corrupt]", version, limit_s)
             return
-        member = self._membership.holding(holding, now)
+        member = self._membership.holding(replace(holding, limit_s=limit_s), now)
         if member is not None:
             log.info("weight bus: v%d waits for %s, at most %.0f s: %s", version, member, limit_s, reason)
             self._board.emit("held", self._board.version, member.name, reason)

@@ -248,10 +248,11 @@ class Membership:
             member.hold = holding.reason
         return member
 
-    def release(self, member: Member, now: float) -> None:
+    def release(self, member: Member, now: float, retry_at: float = -math.inf) -> None:
         """UNTOUCHED or RECEIVING → WAITING: its engine was not touched, it serves what it served."""
         assert member.state in (*UNTOUCHED, State.RECEIVING), member.state
         self._move(member, State.WAITING, now)
+        member.retry_at = retry_at
 
     def fault(self, member: Member, retry_at: float = -math.inf) -> None:
         """Count a failed update; the next try is at `retry_at` or later."""

@@ -15,7 +15,7 @@ import torch
 from configs.infrastructure import WeightBus
 from weight_bus.control import Router
 from weight_bus.delta.changes import Change
-from weight_bus.errors import TransportError, WeightBusError
+from weight_bus.errors import FolderFull, TransportError, WeightBusError
 from weight_bus.membership import Member, State, first_ranks
 from weight_bus.messages import Abort, Begin, Epoch, Go, describe_manifest
 from weight_bus.offer import Board, Offer
@@ -311,7 +311,7 @@ class Round:
         self._sender.leave()
         if touched:  # those that the end of the group wakes
             self._settle(touched, State.RECEIVING, self._config.collective_timeout_s)
-        if isinstance(error, NotPacked):
+        if isinstance(error, NotPacked | FolderFull):  # here, and no receiver's fault
             return Outcome(error=error)
         return Outcome(
             error=error,
@@ -331,6 +331,9 @@ class Round:
             return False
         abort = Abort(session=session, epoch=epoch, version=version, reason=str(error))
         self._ends.router.send(member.identity, abort)
-        self._membership.release(member, time.monotonic())
+        now = time.monotonic()
+        # a disk that is full now is so at once again
+        retry_at = now + 2 * self._config.heartbeat_s if isinstance(error, FolderFull) else now
+        self._membership.release(member, now, retry_at)
         self._offer.failed[member.name] = str(error)
         return True

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -176,6 +177,47 @@ async def test_an_update_in_work_is_announced_under_its_own_incarnation_after_th
             go_on.set()
             await sending
         assert wire.policies == [(1, 1)]
+
+
+async def test_a_version_that_a_resumed_learner_makes_anew_is_evaluated_with_its_own_weights(
+    models: tuple[Path, Any, Any], config: Config
+) -> None:
+    """Also where the server did not hear that the earlier one is lost; equal weights keep a running evaluation."""
+    first, second = hf_tensors(models[1]), hf_tensors(models[2])
+    pins = []
+    async with serving(config) as (server, _):
+        for incarnation, tensors in enumerate((first, first, second), 1):
+            with Learner(config, incarnation) as learner:
+                while not learner.members():  # replay says it with each heartbeat of a server that is behind
+                    await handle(server, welcome(config, incarnation))
+                    await asyncio.sleep(0.01)
+                await asyncio.to_thread(learner.publish, 4, tensors.items(), digests_of(tensors), evaluate=True)
+                pins.append(server.engine._pins[4])  # type: ignore[attr-defined]
+                assert pins[-1].weights.digests() == digests_of(tensors)
+    assert pins[0] is pins[1]
+
+
+@pytest.mark.parametrize(
+    ("held", "runs", "limit_s", "reason"),
+    [
+        (3, True, 300 + 120 + 20, "evaluates v3, then drains running requests"),
+        (3, False, 300 + 20, "evaluates v3"),
+        (None, True, 120 + 20, "drains running requests"),
+        (None, False, None, ""),
+    ],
+)
+async def test_an_engine_holds_for_all_that_it_waits_for_and_the_update(
+    config: Config, held: int | None, runs: bool, limit_s: float | None, reason: str
+) -> None:
+    """It was slow, and removed, where it drained for as long as it may, or did so after an evaluation."""
+    rollout = config.rollout.model_copy(update={"on_new_weights": "drain"})
+    async with serving(config.model_copy(update={"rollout": rollout})) as (server, _):
+        follower, said = server.follower, []
+        follower._subscriber = SimpleNamespace(hold=lambda *what: said.append(what), stop=lambda: None)  # type: ignore[assignment]
+        server.engine.holds = lambda: held  # type: ignore[method-assign]
+        server.engine.running_tokens = lambda: {"one": 5} if runs else {}  # type: ignore[method-assign]
+        await asyncio.to_thread(follower.announce_wait)
+        assert said == ([(limit_s, reason)] if limit_s is not None else [])
 
 
 async def test_the_next_learner_at_another_port_fills_the_buffers_that_the_engine_has_mapped(

@@ -11,6 +11,7 @@ from test_torch_lora import ALL, adapters_of, merged
 
 from configs.learner import Lora
 from rollout_server.engines.base import EngineError
+from rollout_server.engines.sglang.update import adapted as adapted_module
 from rollout_server.engines.sglang.update.adapted import AdaptedWeights
 from rollout_server.engines.sglang.update.layout import live_slices
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
@@ -92,6 +93,16 @@ def test_a_live_weight_a_kept_copy_and_an_adapter_that_changed_are_found_by_name
     adapted._kept[name][0, 0] += 1
     adapted.load(list(update(1).items()))
     assert differ() == [name]
+
+
+def test_adapters_in_host_memory_are_merged_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Staged over gloo they are in host memory, for a rank above 0 on another GPU. `meta` stands for the model's."""
+    monkeypatch.setattr(adapted_module, "slice_digests", lambda parts: [0 for _ in parts])
+    monkeypatch.setattr(adapted_module, "slice_digest", lambda *part: 0)
+    monkeypatch.setattr(adapted_module, "_on_host", lambda view: torch.empty(view.shape))
+    adapted = AdaptedWeights(Model(0, 1).to("meta"), FOLDER.items(), ORDER)
+    adapted.load(list(update(1).items()))
+    assert {tensor.device.type for tensor in adapted._adapters.values()} == {"meta"}
 
 
 def test_an_update_that_is_not_these_adapters_touches_nothing() -> None:

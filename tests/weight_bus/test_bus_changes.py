@@ -72,6 +72,21 @@ def test_versions_travel_as_changes_and_arrive_bit_by_bit(compression):
         assert publisher.stats()["changes"] == 9 and publisher.stats()["corrupt"] == 0
 
 
+@pytest.mark.parametrize("places", [[9, 99, 999], [80, 190, 300, 410, 520]], ids=["as large", "larger"])
+def test_a_change_that_zstd_makes_no_smaller_travels_as_it_is(places):
+    """A subscriber takes one of its full size for uncompressed, and refuses a larger one."""
+    first = {"w": torch.randn(1000, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)}
+    second = {"w": first["w"].clone()}
+    second["w"].view(torch.int16)[places] += torch.tensor([1, -1, 5, -9, 70], dtype=torch.int16)[: len(places)]
+    config = DELTA.model_copy(update={"compression": "zstd"})
+    with learner(config) as publisher:
+        (server,) = servers(publisher, "a", config=config)
+        send(publisher, 0, first)
+        report = send(publisher, 1, second)
+        assert report.served == ["a"] and not report.failed and same(server, second)
+        assert publisher.stats()["changes"] == publisher.stats()["epochs"] == 1
+
+
 def test_who_joins_late_gets_all_of_it_and_changes_afterwards():
     second = stepped(weights(0), 1)
     third = stepped(second, 2)
@@ -149,6 +164,20 @@ def test_a_change_between_other_layouts_is_refused():
     begin: Any = SimpleNamespace(base="base", version=2, wire_bytes=0, change_bytes=0, change_digest=digest_of(NOTHING))
     with pytest.raises(WireError, match="v2 comes as a change of base"):
         intake._change(begin, second)
+
+
+def test_a_change_on_a_gpu_has_ended_before_it_counts_as_staged(monkeypatch):
+    """Schedulers copy the buckets from processes of their own, which do not wait for the subscriber's stream."""
+    old, new = changed(torch.Generator().manual_seed(3), 1000, 2, 0.01, small=True)
+    change, bucket, found = coding.encode(old, new, 2).joined(CPU), old.clone(), []
+    reader = ChangeReader(CPU)
+    for piece, part in zip(reader.room(change.numel(), 16), torch.split(change, 16), strict=True):
+        piece.copy_(part)
+    stream = SimpleNamespace(synchronize=lambda: found.append(bucket.clone()))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    reader._device = torch.device("cuda", 0)
+    reader.apply([bucket], change.numel(), change.numel())
+    assert len(found) == 1 and torch.equal(found[0], new)
 
 
 @pytest.mark.parametrize(

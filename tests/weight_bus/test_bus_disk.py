@@ -3,6 +3,8 @@
 import json
 from functools import partial
 from pathlib import Path
+from shutil import rmtree
+from typing import Any
 
 import pytest
 import torch
@@ -129,6 +131,47 @@ def test_a_disk_that_fails_at_any_file_is_a_lost_round_and_no_dead_bus(tmp_path)
         writer.broadcast(torch.zeros(20, dtype=torch.uint8), 0)
     with pytest.raises(TransportError, match=r"index\.json: cannot be written.*\[full\]"):
         writer.finish()
+
+
+def test_a_full_disk_is_no_fault_of_the_servers_which_wait_for_it(tmp_path):
+    """They were removed for good after weight_bus.max_heals rounds."""
+    config = disk(tmp_path)
+    with learner(config) as publisher:
+        (server,) = servers(publisher, "a", config=config)
+        publish(publisher, 0)
+        (tmp_path / f"{RUN}-1" / "v000001").write_text("no room")
+        report = publish(publisher, 1)
+        assert report.served == [] and "v000001/bucket-00001.safetensors: cannot be written" in report.failed["a"]
+        rounds = publisher.stats()["rounds"]
+        assert config.max_heals + 1 < rounds < 2 + config.deadline_s / config.heartbeat_s
+        (tmp_path / f"{RUN}-1" / "v000001").unlink()
+        until(lambda: publisher.members() == {"a": ("live", 1)}, "there is room, and it is sent again")
+        assert server.ended is None and publisher.stats()["lost_peers"] == 0
+
+
+def test_a_folder_that_is_emptied_between_versions_is_made_anew(tmp_path):
+    config = disk(tmp_path / "shared")
+    with learner(config) as publisher:
+        servers(publisher, "a", config=config)
+        for version in range(3):
+            assert publish(publisher, version).served == ["a"]
+            rmtree(tmp_path / "shared" / ("" if version else f"{RUN}-1"))
+
+
+def test_a_folder_that_cannot_be_looked_into_is_an_error_of_the_round(tmp_path, monkeypatch):
+    writer, reader = formed(disk(tmp_path), 0), formed(disk(tmp_path), 1)
+
+    def stale(path: Path) -> Any:
+        raise OSError(116, "Stale file handle", str(path))
+
+    monkeypatch.setattr(Path, "exists", stale)
+    monkeypatch.setattr(Path, "iterdir", stale)
+    layout = plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS)
+    with pytest.raises(TransportError, match=r"bus-test-1: cannot be listed: Stale file handle \[full\]"):
+        writer.label(5, layout.by_bucket())
+    reader.label(5, layout.by_bucket())
+    with pytest.raises(TransportError, match=r"00001.safetensors: cannot be read: Stale file handle \[closed\]"):
+        reader.broadcast(torch.zeros(20, dtype=torch.uint8), 0)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_publisher(tmp_path):

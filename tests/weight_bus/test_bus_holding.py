@@ -71,7 +71,17 @@ def test_hold_is_for_the_load_callback_only(publisher):
         rollout.subscriber.hold(1.0, "nothing")
 
 
-@pytest.mark.parametrize("limit_s", [0.0, 1e9, float("nan")])
+def test_a_hold_for_longer_than_a_day_is_one_for_a_day(publisher, caplog):
+    """A deadline of an evaluation may be as long as somebody likes."""
+    caplog.set_level("INFO")
+    _, done = evaluating(publisher, 1e9)
+    assert publish(publisher, 1).held.keys() == {"held"}
+    assert "at most 86400 s: evaluation of version 0" in caplog.text
+    assert publisher._board.membership.members["held"].deadline < time.monotonic() + 86_401
+    done.set()
+
+
+@pytest.mark.parametrize("limit_s", [0.0, -1.0, float("nan")])
 def test_a_hold_without_a_sensible_limit_changes_nothing(publisher, limit_s):
     _, done = evaluating(publisher, limit_s)
     report = publish(publisher, 1)

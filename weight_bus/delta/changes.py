@@ -28,7 +28,8 @@ class Change:
     """What leads from one version to the next, ready to send."""
 
     base: str  # digest of the version that it is to be applied to
-    coded: torch.Tensor  # flat uint8, all buckets one after the other; compressed with zstd where that is asked for
+    coded: torch.Tensor
+    """Flat uint8, all buckets one after the other; compressed where zstd is asked for and makes it smaller."""
     num_bytes: int  # before compression
     digest: str  # of `coded`
 
@@ -85,7 +86,9 @@ class ChangeMaker:
             if coded.is_cuda:
                 needs = "zstd works on host memory (gloo, ucc, disk); take none with nccl"
                 raise WeightBusError(f"weight_bus.compression: {needs}")
-            wire = torch.frombuffer(bytearray(self._packer.compress(coded.numpy())), dtype=torch.uint8)
+            packed = self._packer.compress(coded.numpy())
+            if len(packed) < coded.numel():  # a reader takes what has its full size for uncompressed
+                wire = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         return Change(base=base, coded=wire, num_bytes=coded.numel(), digest=digest_of(wire))
 
 
@@ -110,7 +113,7 @@ class ChangeReader:
         return digest_of(self._room[:wire_bytes]) == digest
 
     def apply(self, buckets: Sequence[torch.Tensor], wire_bytes: int, num_bytes: int) -> None:
-        """Turn the buckets of the base into those of the next version, in place.
+        """Turn the buckets of the base into those of the next version, in place. On a GPU that has ended then.
 
         Args:
             buckets: flat uint8, on this reader's device.
@@ -120,6 +123,9 @@ class ChangeReader:
         """
         coded = self._room[:wire_bytes]
         coding.apply(buckets, coded if wire_bytes == num_bytes else _decompressed(coded, num_bytes))
+        if self._device.type == "cuda":
+            # other processes read the buckets next, and another stream writes the room: neither waits for this one
+            torch.cuda.current_stream(self._device).synchronize()
 
 
 def digest_of(change: torch.Tensor) -> str:

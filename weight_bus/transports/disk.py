@@ -114,18 +114,35 @@ class Disk:
 
     def _wait_for(self, path: Path, hint: str) -> None:
         deadline = time.monotonic() + self._patience_s
-        while not path.exists():
+        while not _exists(path):
             if time.monotonic() > deadline:
                 raise TransportError(f"{path} is not there after {self._patience_s:g} s; {hint}", "slow")
             time.sleep(LOOK_S)
 
 
 def _remove_older(folder: Path, prefix: str, first: int) -> None:
-    """Remove what is numbered below `first`: versions behind the kept ones, or incarnations without a publisher."""
-    for old in folder.iterdir():
+    """Remove what is numbered below `first`: versions behind the kept ones, or incarnations without a publisher.
+
+    Raises TransportError.
+    """
+    try:
+        found = list(folder.iterdir())
+    except FileNotFoundError:
+        return  # removed by another program: the next file makes it anew
+    except OSError as error:
+        raise TransportError(f"{folder}: cannot be listed: {error.strerror}", "full") from error
+    for old in found:
         number = old.name.removeprefix(prefix).removesuffix(".change")
         if old.name.startswith(prefix) and number.isdecimal() and int(number) < first:
             shutil.rmtree(old, ignore_errors=True)  # a reader on a network file system may hold a file of it open
+
+
+def _exists(path: Path) -> bool:
+    """Raises TransportError: the folder cannot be looked into."""
+    try:
+        return path.exists()
+    except OSError as error:
+        raise TransportError(f"{path}: cannot be read: {error.strerror}", "closed") from error
 
 
 def _header(bucket: torch.Tensor, entries: Sequence[Entry] | None) -> bytes:

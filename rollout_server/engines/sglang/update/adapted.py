@@ -58,7 +58,8 @@ class AdaptedWeights:
         Raises ValueError where an adapter is missing, unknown or of another shape: nothing is touched then.
         """
         started = time.monotonic()
-        adapters = {name: tensor.detach().clone() for name, tensor in staged}
+        device = self._slices[0].view.device  # staged they may lie in host memory, or on rank 0's GPU
+        adapters = {name: tensor.detach().to(device, copy=True) for name, tensor in staged}
         self._check(adapters)
         self._adapters = adapters
         with torch.no_grad():
