@@ -1,14 +1,16 @@
-"""A rollout server's end of the channel: when it gives replay up."""
+"""A rollout server's end of the channel: when it gives replay up, and which evaluation it answers."""
 
 import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs import Config
 from replay import messages as m
 from replay.channel import AsyncDealer, AsyncRouter, ChannelError
+from rollout_server.leases import Leases
 from rollout_server.server import RolloutServer
 
 SILENT_AFTER_S = 0.6
@@ -51,3 +53,39 @@ async def test_a_server_that_the_next_run_finds_at_its_address_ends_and_says_wha
             task.cancel()
         dealer.close()
         router.close()
+
+
+async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluated_again() -> None:
+    """A learner that was restarted makes the version again, while a judge still reads answers of the lost one."""
+    judged, sent = asyncio.Event(), list[Any]()
+    rewards = iter([0.25, 1.0])
+
+    async def evaluation(lease: m.EvaluationLease) -> m.EvaluationResult:
+        reward = next(rewards)
+        if reward < 1:
+            await judged.wait()
+        numbers: Any = {"rewards": np.array([reward], np.float32), "lengths": np.ones(1, np.int32)}
+        asked: Any = {name: getattr(lease, name) for name in ("version", "set", "greedy", "first", "samples")}
+        return m.EvaluationResult(**asked, **numbers, texts=["7"], finish_reasons=["stop"], seconds=0.0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def unpin(_: int) -> None: ...
+
+    network: Any = SimpleNamespace(send=send)
+    generator: Any = SimpleNamespace(engine=SimpleNamespace(hold=lambda _: None, unpin=unpin), evaluation=evaluation)
+    leases = Leases(Config.model_validate({"model": {"path": "none"}, "data": {"train": "none"}}), generator, network)
+    asked = m.EvaluationLease(
+        version=4, set="", greedy=True, first=0, samples=1, seed=1, temperature=1.0, max_new_tokens=5, prompts=[{}]
+    )
+    async with asyncio.TaskGroup() as tasks:
+        leases.evaluate(asked, tasks)
+        await asyncio.sleep(0.01)
+        await leases.close_evaluation(3)
+        assert len(leases.evaluating) == 1, "another version's goes on"
+        await leases.close_evaluation(4)
+        leases.evaluate(asked, tasks)
+        judged.set()
+    assert [result.rewards.tolist() for result in sent] == [[1.0]]
+    assert not leases.evaluating
