@@ -199,7 +199,7 @@ async def test_several_pins_and_unpin(folder: Path, old: Any, new: Any, gate_at:
 
 
 async def test_a_version_that_is_made_again_is_pinned_anew(folder: Path, old: Any, new: Any) -> None:
-    """A learner that was restarted makes it from other batches; the server may not have heard that the old one is over."""
+    """By a learner that was restarted; the server may have missed that the old one is over."""
     async with serving(folder) as engine:
         await engine.pin(0)
         await engine.pause("keep_kv")
