@@ -154,6 +154,8 @@ class SGLangEngine:
                 part.output = output
                 self._progress_at = time.monotonic()
                 part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)
+                if answer.aborted:  # again, for one that had not reached SGLang's schedulers yet
+                    self.sglang.abort(part.rid)
         except asyncio.CancelledError:
             self.sglang.abort(part.rid)
             raise
