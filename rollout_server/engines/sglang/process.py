@@ -260,7 +260,7 @@ class SGLangProcess:
     def abort(self, rid: str) -> None:
         """End a request; it comes back with what it has. Unknown ones are ignored.
 
-        So is one that SGLang still prepares, as it does with pictures: ask again. Its manager tells the schedulers of an
+        So is one that SGLang still prepares, as it does with pictures: ask again. Its manager sends the schedulers an
         abort once (0.5.20), and those that do not know the request yet forget it.
         """
         if getattr(self._manager.rid_to_state.get(rid), "dispatched", True):
