@@ -1,6 +1,7 @@
 """A rollout server's end of the channel: when it gives replay up, and which evaluation it answers."""
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 from configs import Config
 from replay import messages as m
 from replay.channel import AsyncDealer, AsyncRouter, ChannelError
+from rollout_server.engines.sglang.engine import SGLangEngine
+from rollout_server.generate import Generator
 from rollout_server.leases import Leases
+from rollout_server.progress import ProgressReports
 from rollout_server.server import RolloutServer
 
 SILENT_AFTER_S = 0.6
@@ -89,3 +93,15 @@ async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluate
         judged.set()
     assert [result.rewards.tolist() for result in sent] == [[1.0]]
     assert not leases.evaluating
+
+
+async def test_a_lease_whose_prompt_is_still_encoded_is_renewed_with_partial_rollouts_and_sglang(folder: Path) -> None:
+    async def close() -> None: ...
+
+    model = {"model": {"path": str(folder)}, "data": {"train": "none"}, "rollout": {"group_size": 2}}
+    config = Config.model_validate(model)
+    engine = SGLangEngine(config, lambda _: SimpleNamespace(close=close))  # type: ignore[arg-type,return-value]
+    generator = Generator(config, engine, None, None)  # type: ignore[arg-type]
+    renew = ProgressReports(2, partial_rollouts=True).renew([((0, 1, 1), "0/1/1")], {}, generator)
+    assert (renew.leases, renew.progress) == ([[0, 1, 1, 0]], [])
+    await engine.close()
