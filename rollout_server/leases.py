@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -83,11 +84,20 @@ class Leases:
         which = evaluation_key(lease)
         if which not in self.evaluating:
             self._generator.engine.hold(lease.version)
-            self.evaluating[which] = tasks.create_task(self._evaluate(lease))
-            self.evaluating[which].add_done_callback(lambda _: self.evaluating.pop(which, None))
+            task = self.evaluating[which] = tasks.create_task(self._evaluate(lease))
+            task.add_done_callback(partial(self._leave_evaluation, which))
+
+    def _leave_evaluation(self, which: EvaluationKey, task: asyncio.Task[None]) -> None:
+        if self.evaluating.get(which) is task:
+            del self.evaluating[which]
 
     async def close_evaluation(self, version: int) -> None:
-        """Forget the results of an evaluation and let its version go."""
+        """End an evaluation, forget its results and let its version go.
+
+        A learner that is restarted makes the version anew: what comes of the old one would be taken for the new one's.
+        """
+        for which in [which for which in self.evaluating if which[0] == version]:
+            self.evaluating.pop(which).cancel()
         self._evaluated = {which: result for which, result in self._evaluated.items() if which[0] != version}
         await self._generator.engine.unpin(version)
 

@@ -102,23 +102,28 @@ class RolloutServer:
         await self.leases.send_again()
 
     async def next_message(self) -> Message:
-        """The next message of replay. Raises ChannelError when replay is silent for too long."""
+        """The next message of replay. Raises ChannelError when none that can be used came for too long."""
         limit = self.config.network.silent_after_s
         if self.version is None and not self.dealer.run_id:
             limit = self.config.rollout.wait_for_servers_s  # replay may not be up yet
+        until, came = time.monotonic() + limit, "nothing came"
         while True:
             try:
-                envelope = await self.dealer.receive(limit)
+                envelope = await self.dealer.receive(max(0.0, until - time.monotonic()))
             except WireError as error:
+                # It is no sign of this run's replay: the next run's may be at its address, and answers all with these.
                 log.warning("a message of replay is refused: %s [corrupt]", error)
-                continue
+                envelope, came = None, f"what came was refused, the last: {error}"
             if envelope is None:
+                if time.monotonic() < until:
+                    continue
                 key = "network.silent_after_s" if self.dealer.run_id else "rollout.wait_for_servers_s"
                 what = partial(expired, "a message of replay", owed_by=("replay",), waited_s=limit, key=key)
                 waited = f"{self.name!r} waited {limit:g} s for replay at {self.dealer.address} ({key})"
-                raise ChannelError(f"{waited}: nothing came{await asyncio.to_thread(what)}", "silent")
+                raise ChannelError(f"{waited}: {came}{await asyncio.to_thread(what)}", "silent")
             if not isinstance(envelope.message, m.Status):
                 return envelope.message
+            until, came = time.monotonic() + limit, "nothing came"
             if self._probe.answer(float(envelope.message.state.get("unix_s", 0.0)), time.time()):
                 self.recorder.clock(self._probe.ahead_s, self._probe.error_s)
 

@@ -347,3 +347,36 @@ async def test_logprobs_are_those_of_the_claimed_weights_over_20_updates(served:
     cut = {pair for _, answer in load.answers for pair in itertools.pairwise(check_versions(answer))}
     assert len(cut) >= (0 if mode == "drain" else UPDATES // 2), "updates hardly met running requests"
     assert sum(tokens >= len(PREFIX) - 1 for tokens in served.cached) >= UPDATES, "the prefix cache was hardly used"
+
+
+# ---- requests on their way into SGLang --------------------------------------------------------------------
+
+
+async def test_requests_that_sglang_still_prepares_end_when_they_are_called_off_and_go_on_after_an_update(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does with pictures: no scheduler knows them yet, and SGLang asks the schedulers once."""
+    manager, prepared = served.engine.sglang._manager, asyncio.Event()
+    tokenize = manager._tokenize_one_request
+
+    async def slowly(request: Any) -> Any:
+        await prepared.wait()
+        return await tokenize(request)
+
+    monkeypatch.setattr(manager, "_tokenize_one_request", slowly)
+    doomed, updated = (
+        served.start_sample(PROMPT, max_new_tokens=NEW_TOKENS),
+        served.start_sample(PROMPT[1:], max_new_tokens=NEW_TOKENS),
+    )
+    while len(manager.rid_to_state) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0.002)
+    before = served.version
+    served.engine.abort(doomed.get_name())
+    updating = served.loop.create_task(served.update(305, "keep_kv"))
+    await asyncio.sleep(0.1)
+    prepared.set()
+    await updating
+    (ended,), (answer,) = await doomed, await updated
+    assert ended.finish_reason == "abort" and ended.token_ids.size < NEW_TOKENS
+    assert answer.finish_reason == "length"
+    assert answer.versions[-1] == before + 1, "the update did not wait for its end"

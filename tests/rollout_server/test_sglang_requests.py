@@ -1,7 +1,9 @@
 """SGLang's engine where no SGLang is needed: versions of tokens, arguments, staged memory, layout of live tensors."""
 
 import itertools
+import multiprocessing
 import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +210,30 @@ def test_memory_leaves_no_file_behind_and_is_taken_at_once(monkeypatch: pytest.M
     finally:
         folder.close()
     assert not folder.path.exists()
+
+
+def test_what_a_killed_server_had_staged_is_removed_when_the_next_one_starts() -> None:
+    """The kernel ends servers in updates, when memory is short; what lies in shared memory stays."""
+
+    def stage_and_die(paths: Any) -> None:
+        staging = StagingFolder()
+        staging.write_update([("a", torch.ones(1000))])
+        paths.send(str(staging.path))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    theirs, ours = (fork := multiprocessing.get_context("fork")).Pipe()
+    (process := fork.Process(target=stage_and_die, args=(ours,))).start()
+    left = Path(theirs.recv())
+    process.join()
+    assert list(left.glob("memory.*"))
+    living = StagingFolder()
+    try:
+        assert not left.exists()
+        living.write_update([("a", torch.ones(1000))])
+        StagingFolder().close()
+        assert list(living.path.glob("memory.*")), "what is in use stays"
+    finally:
+        living.close()
 
 
 GB = 10**9

@@ -154,6 +154,8 @@ class SGLangEngine:
                 part.output = output
                 self._progress_at = time.monotonic()
                 part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)
+                if answer.aborted:  # again, for one that had not reached SGLang's schedulers yet
+                    self.sglang.abort(part.rid)
         except asyncio.CancelledError:
             self.sglang.abort(part.rid)
             raise
@@ -180,6 +182,8 @@ class SGLangEngine:
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
         """As `Engine.progress`, a stream interval behind at most."""
         answers = [answer for answer in self._answers if answer.request_id == request_id]
+        if not answers:
+            return []
         return [answer.progress(first) for answer, first in zip(answers, since or [0] * len(answers), strict=True)]
 
     # ---- updates ---------------------------------------------------------------------------------------

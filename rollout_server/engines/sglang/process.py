@@ -264,8 +264,13 @@ class SGLangProcess:
         }
 
     def abort(self, rid: str) -> None:
-        """End a request; it comes back with what it has. Unknown ones are ignored."""
-        self._manager.abort_request(rid)
+        """End a request; it comes back with what it has. Unknown ones are ignored.
+
+        So is one that SGLang still prepares, as it does with pictures: ask again. Its manager sends the schedulers an
+        abort once (0.5.20), and those that do not know the request yet forget it.
+        """
+        if getattr(self._manager.rid_to_state.get(rid), "dispatched", True):
+            self._manager.abort_request(rid)
 
     async def pause(self) -> None:
         """Stop between two forwards, requests and their KV in place."""

@@ -5,14 +5,16 @@ memory by its IPC handle, host memory as a file in shared memory, and what is st
 number there. Each scheduler answers with one reply. Nothing is pickled, and only this user can open the folder.
 """
 
+import fcntl
 import json
 import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgpack
 import torch
@@ -28,6 +30,9 @@ from weight_bus.staging import DTYPES, NAMES
 
 FOLDER = "SLIPSTREAM_STAGING"
 """Environment variable that tells the schedulers where the folder is."""
+SHARED_MEMORY = Path("/dev/shm")
+PREFIX = "slipstream-"
+LOCK = "lock"
 REQUEST = "request.msgpack"
 CUDA_HANDLE = ("device", "handle", "size", "offset", "ref_handle", "ref_offset", "event", "event_sync")
 Update = Iterable[tuple[str, torch.Tensor]] | RemoteUpdate
@@ -37,9 +42,10 @@ class StagingFolder:
     """The server's side. Set the environment before the schedulers start: `os.environ[FOLDER] = str(staging.path)`."""
 
     def __init__(self) -> None:
-        shared_memory = Path("/dev/shm")
-        root = str(shared_memory) if os.access(shared_memory, os.W_OK) else None
-        self.path = Path(tempfile.mkdtemp(prefix="slipstream-", dir=root))  # mode 0700
+        root = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
+        _remove_left_behind(root)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))  # mode 0700
+        self._lock = _locked(self.path)
         self._sequence = 0
         self._tensors: list[list[Any]] = []
         self._base: list[list[Any]] = []
@@ -139,6 +145,7 @@ class StagingFolder:
         """Remove the folder."""
         self._files.clear()
         shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
 
     def _write(self, *, load: bool = False, memory: Sequence[Any] = (), **order: Any) -> None:
         self._sequence += 1
@@ -161,6 +168,23 @@ class StagingFolder:
         path, flat = self._files[number]
         flat.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
         return {"kind": "file", "path": str(path), "size": size}
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """A file that is locked for as long as this process lives."""
+    part = folder / f"{LOCK}.part"
+    file = part.open("xb")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    part.rename(folder / LOCK)  # only now: no other start may find it without its lock
+    return file
+
+
+def _remove_left_behind(root: Path) -> None:
+    """Remove the folders of servers that were killed, which hold memory if that was within an update."""
+    for folder in root.glob(f"{PREFIX}*"):
+        with suppress(OSError), (folder / LOCK).open("rb") as file:  # in use, not ours, or just removed by another
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _new_file(path: Path, size: int) -> torch.Tensor:

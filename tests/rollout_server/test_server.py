@@ -1,0 +1,107 @@
+"""A rollout server's end of the channel: when it gives replay up, and which evaluation it answers."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from configs import Config
+from replay import messages as m
+from replay.channel import AsyncDealer, AsyncRouter, ChannelError
+from rollout_server.engines.sglang.engine import SGLangEngine
+from rollout_server.generate import Generator
+from rollout_server.leases import Leases
+from rollout_server.progress import ProgressReports
+from rollout_server.server import RolloutServer
+
+SILENT_AFTER_S = 0.6
+
+
+def server_of(dealer: AsyncDealer) -> RolloutServer:
+    """With nothing but its channel."""
+    network = {"silent_after_s": SILENT_AFTER_S, "heartbeat_s": 0.1}
+    config = Config.model_validate(
+        {"model": {"path": "none"}, "data": {"train": "none.jsonl"}, "network": network, "rollout": {"engine": "torch"}}
+    )
+    engine = SimpleNamespace()
+    generator: Any = SimpleNamespace(config=config, engine=engine)
+    return RolloutServer(config, generator, dealer, name="rollout-0", fingerprint={})
+
+
+async def test_a_server_that_the_next_run_finds_at_its_address_ends_and_says_what_it_heard() -> None:
+    """The next run's replay refuses each heartbeat of a server that the last one has left behind."""
+    router = AsyncRouter("127.0.0.1", 0, "next-run", m.TO_REPLAY)
+    dealer = AsyncDealer(router.address, "rollout-0", m.FROM_REPLAY)
+    dealer.run_id = "last-run"
+    server = server_of(dealer)
+
+    async def refuse() -> None:
+        while True:
+            if await router.wait(1.0) and (arrived := await router.receive()) is not None:
+                await router.send(arrived[0], m.Refused(reason=f"message refused: {arrived[1]}"))
+
+    async def beat() -> None:
+        while True:
+            await dealer.send(m.Heartbeat(activity="generating", since_s=0.0, gauges={}))
+            await asyncio.sleep(SILENT_AFTER_S / 6)
+
+    others = [asyncio.create_task(refuse()), asyncio.create_task(beat())]
+    try:
+        with pytest.raises(ChannelError, match=r"waited 0.6 s .*refused.*'next-run', this peer belongs to 'last-run'"):
+            await asyncio.wait_for(server.next_message(), 10 * SILENT_AFTER_S)
+    finally:
+        for task in others:
+            task.cancel()
+        dealer.close()
+        router.close()
+
+
+async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluated_again() -> None:
+    """A learner that was restarted makes the version again, while a judge still reads answers of the lost one."""
+    judged, sent = asyncio.Event(), list[Any]()
+    rewards = iter([0.25, 1.0])
+
+    async def evaluation(lease: m.EvaluationLease) -> m.EvaluationResult:
+        reward = next(rewards)
+        if reward < 1:
+            await judged.wait()
+        numbers: Any = {"rewards": np.array([reward], np.float32), "lengths": np.ones(1, np.int32)}
+        asked: Any = {name: getattr(lease, name) for name in ("version", "set", "greedy", "first", "samples")}
+        return m.EvaluationResult(**asked, **numbers, texts=["7"], finish_reasons=["stop"], seconds=0.0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def unpin(_: int) -> None: ...
+
+    network: Any = SimpleNamespace(send=send)
+    generator: Any = SimpleNamespace(engine=SimpleNamespace(hold=lambda _: None, unpin=unpin), evaluation=evaluation)
+    leases = Leases(Config.model_validate({"model": {"path": "none"}, "data": {"train": "none"}}), generator, network)
+    asked = m.EvaluationLease(
+        version=4, set="", greedy=True, first=0, samples=1, seed=1, temperature=1.0, max_new_tokens=5, prompts=[{}]
+    )
+    async with asyncio.TaskGroup() as tasks:
+        leases.evaluate(asked, tasks)
+        await asyncio.sleep(0.01)
+        await leases.close_evaluation(3)
+        assert len(leases.evaluating) == 1, "another version's goes on"
+        await leases.close_evaluation(4)
+        leases.evaluate(asked, tasks)
+        judged.set()
+    assert [result.rewards.tolist() for result in sent] == [[1.0]]
+    assert not leases.evaluating
+
+
+async def test_a_lease_whose_prompt_is_still_encoded_is_renewed_with_partial_rollouts_and_sglang(folder: Path) -> None:
+    async def close() -> None: ...
+
+    model = {"model": {"path": str(folder)}, "data": {"train": "none"}, "rollout": {"group_size": 2}}
+    config = Config.model_validate(model)
+    engine = SGLangEngine(config, lambda _: SimpleNamespace(close=close))  # type: ignore[arg-type,return-value]
+    generator = Generator(config, engine, None, None)  # type: ignore[arg-type]
+    renew = ProgressReports(2, partial_rollouts=True).renew([((0, 1, 1), "0/1/1")], {}, generator)
+    assert (renew.leases, renew.progress) == ([[0, 1, 1, 0]], [])
+    await engine.close()
