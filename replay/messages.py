@@ -36,11 +36,10 @@ class Hello(Message):
     fingerprint: dict[str, str] = field(default_factory=dict)
     """What both ends must agree on (tokenizer, vocabulary, group size, ...), by name."""
     digest: str = ""
-    """Learner: parameter digest of those weights."""
     bus_address: str | None = None
     """Learner rank 0: control address of the weight bus."""
     version: int = 0
-    """Learner: version of the weights that it holds at start."""
+    """Learner: version of the weights that it holds at start; `digest` is their parameter digest."""
     incarnation: int = 0
     """Learner: the incarnation that it has, when it comes back to a replay that was restarted; 0 at its own start."""
     cursor: dict[str, Any] | None = None
@@ -73,9 +72,8 @@ class Heartbeat(Message):
     """Sent by peers every `network.heartbeat_s` and answered by replay with one of its own."""
 
     activity: str = ""
-    """What the sender is doing, in words, such as `waiting for leases`."""
     since_s: float = 0.0
-    """For how long."""
+    """What the sender is doing, in words such as `waiting for leases`, and for how long."""
     gauges: dict[str, float] = field(default_factory=dict)
     """Numbers for the live view (tokens per second, running trajectories, idle seconds)."""
 
@@ -141,6 +139,10 @@ class Renew(Message):
     """
 
     leases: list[list[int]]
+    queued: list[int] = field(default_factory=list)
+    """Positions in `leases` of those that wait at the server for their turn: nothing of them runs."""
+    sampled: int = 0
+    """Tokens that the server's engine has sampled since its start, of evaluations too: whether it works at all."""
     progress: list[list[int]] = field(default_factory=list)
     """[position in leases, answer, tokens before, new ones, 0 | 1 | 2]."""
     token_ids: Int32 = field(default_factory=_no_ints)
@@ -251,9 +253,8 @@ class Batch(Message):
     async_lag: int = -1
     """Bound of the lag that its groups were admitted under; -1: the configured one."""
     trajectory: Int32
-    """[n] position in the batch of the trajectory that each sample is of."""
     microbatch: Int32
-    """[n] microbatch of each sample."""
+    """[n] of each sample: position in the batch of its trajectory, and its microbatch."""
     prompt_lengths: Int32
     lengths: Int32
     token_ids: Int32
@@ -391,9 +392,8 @@ class EvaluationClosed(Message):
 
 FROM_ANYONE = (Hello, Heartbeat, Goodbye, StatusRequest)
 FROM_SERVERS = (LeaseRequest, Renew, Cancel, Group, EvaluationResult, EvaluationFailed)
-FROM_RANKS = (Take,)
 FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed, LowerLag)
-TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, *FROM_RANKS, *FROM_RANK_0)
+TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, Take, *FROM_RANK_0)
 TO_ANYONE = (Welcome, Refused, Heartbeat, Goodbye, Status)
 TO_SERVERS = (Lease, Cancel, Ack, EvaluationLease, EvaluationClosed)
 TO_LEARNER = (Batch, Proceed, Cursor, EvaluationResult, EvaluationClosed)

@@ -101,12 +101,15 @@ class Leases:
         for result in list(self._evaluated.values()):
             await self._dealer.send(result)
 
-    async def renew(self, now: float) -> None:
-        """Renew leases in progress; resend groups without an acknowledgement."""
-        running = self._generator.running_tokens()
+    async def renew(self, now: float, *, sampled: int) -> None:
+        """Renew leases in progress; resend groups without an acknowledgement.
+
+        `sampled` are the tokens that the engine has sampled so far.
+        """
         if self.working:
-            working = [(key, _request_id(key)) for key in self.working]
-            await self._dealer.send(self._reports.renew(working, running, self._generator))
+            source, working = self._generator, [(key, _request_id(key)) for key in self.working]
+            running, queued = source.running_tokens(), source.queued()
+            await self._dealer.send(self._reports.renew(working, running, source, queued=queued, sampled=sampled))
         await self._resend(now, RESEND_S)
 
     async def _resend(self, now: float, older_than_s: float) -> None:
