@@ -121,9 +121,8 @@ class Lease(Message):
     prompt: dict[str, Any]
     """The normalised row: prompt (text or chat messages), ground_truth, data_source, extra_info, columns."""
     prefix_finished: list[str] = field(default_factory=list)
-    """[n] or empty: finish reason of answers that an earlier attempt has completed, "" of those to go on with."""
     prefix_lengths: Int32 = field(default_factory=_no_ints)
-    """[n] or empty: tokens of each answer that it has sampled already."""
+    """[n] each, or empty: why an earlier attempt has ended an answer ("": go on with it), and its tokens so far."""
     prefix_token_ids: Int32 = field(default_factory=_no_ints)
     prefix_logprobs: Float32 = field(default_factory=_no_floats)
     prefix_versions: Int32 = field(default_factory=_no_ints)
@@ -184,9 +183,8 @@ class Group(Message):
     lengths: Int32
     """[S] tokens of each sample after its prompt."""
     token_ids: Int32
-    """Answer tokens, environment tokens included."""
     loss_mask: UInt8
-    """1 where the policy sampled the token."""
+    """Answer tokens, environment tokens included, and 1 where the policy sampled one."""
     logprobs: Float32
     """Behaviour logprob at rollout.temperature, from float32 logits; 0 of a token of the environment."""
     versions: Int32
@@ -264,9 +262,8 @@ class Batch(Message):
     all_rewards: Float32
     """[N] rewards of the whole batch."""
     all_groups: Int32
-    """[N] position in group_ids of each trajectory's group."""
     all_loss_tokens: Int32
-    """[N] tokens in the loss of each trajectory."""
+    """[N] of each trajectory: position in group_ids of its group, and its tokens in the loss."""
     all_samples: Int32 = field(default_factory=_no_ints)
     """[N] samples of each trajectory; empty: one each."""
     pictures: list[str] = field(default_factory=list)
@@ -355,6 +352,8 @@ class EvaluationLease(Message):
     seed: int
     """Prompt i of the set has the seed `seed` + i, and each of its answers a stream of its own."""
     prompts: list[dict[str, Any]]
+    asked: str = ""
+    """Hash of what is asked for; the result has it, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -366,6 +365,7 @@ class EvaluationResult(Message):
     greedy: bool
     first: int = 0
     samples: int = 1
+    asked: str = ""
     seconds: float
     texts: list[str]
     finish_reasons: list[str]

@@ -219,6 +219,7 @@ def result_of(
         greedy=lease.greedy,
         first=lease.first,
         samples=lease.samples,
+        asked=lease.asked,
         seconds=time.monotonic() - started,
         texts=[text for text, _, _, _ in answers],
         finish_reasons=[reason for _, reason, _, _ in answers],

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -55,7 +56,8 @@ class Leases:
         """(incarnation, version) of every policy that went live here, in order."""
         self.working: dict[LeaseKey, asyncio.Task[None]] = {}
         self.unacked: dict[LeaseKey, tuple[m.Group, float]] = {}
-        self.evaluating: dict[EvaluationKey, asyncio.Task[None]] = {}
+        self.evaluating: dict[EvaluationKey, tuple[str, asyncio.Task[None]]] = {}
+        """What was asked for, and the work on it."""
         self._evaluated: dict[EvaluationKey, m.EvaluationResult] = {}
         """Results of evaluations that are not closed yet; a restarted replay gets them again."""
         self._reports = ProgressReports(config.rollout.group_size, partial_rollouts=config.replay.partial_rollouts)
@@ -79,12 +81,21 @@ class Leases:
             log.error("group (%d, %d) was rejected: %s", ack.pass_, ack.index, ack.reason)
 
     def evaluate(self, lease: m.EvaluationLease, tasks: asyncio.TaskGroup) -> None:
-        """Run an evaluation, unless it runs already."""
+        """Run an evaluation, unless it runs already, or send what it came to; other prompts of before make way."""
         which = evaluation_key(lease)
-        if which not in self.evaluating:
+        done, (asked, running) = self._evaluated.get(which), self.evaluating.get(which, ("", None))
+        if done is not None and done.asked == lease.asked:
+            tasks.create_task(self._dealer.send(done))
+        elif running is None or asked != lease.asked:
+            self._evaluated.pop(which, None)
             self._generator.engine.hold(lease.version)
-            self.evaluating[which] = tasks.create_task(self._evaluate(lease))
-            self.evaluating[which].add_done_callback(lambda _: self.evaluating.pop(which, None))
+            task = tasks.create_task(self._evaluate(lease, instead_of=running))
+            self.evaluating[which] = lease.asked, task
+            task.add_done_callback(partial(self._evaluation_ended, which))
+
+    def _evaluation_ended(self, which: EvaluationKey, task: asyncio.Task[None]) -> None:
+        if which in self.evaluating and self.evaluating[which][1] is task:
+            del self.evaluating[which]
 
     async def close_evaluation(self, version: int) -> None:
         """Forget the results of an evaluation and let its version go."""
@@ -149,8 +160,11 @@ class Leases:
             await self._generator.engine.health()  # raises when the engine itself is dead
             raise LeaseFailed("engine_error", str(error)) from error
 
-    async def _evaluate(self, lease: m.EvaluationLease) -> None:
+    async def _evaluate(self, lease: m.EvaluationLease, *, instead_of: asyncio.Task[None] | None) -> None:
         name = f"version {lease.version}, {len(lease.prompts)} prompts"
+        if instead_of is not None:  # its requests have the same names
+            instead_of.cancel()
+            await asyncio.wait([instead_of])
         try:
             with self._recorder.span("evaluations", name, at_once=True):
                 result = await self._generator.evaluation(lease)

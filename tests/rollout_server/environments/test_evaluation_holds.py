@@ -159,3 +159,24 @@ async def test_a_request_without_a_token_waits_in_sglang(folder: Path) -> None:
         await asyncio.gather(*calls)
         assert engine.waiting() == set()
         await engine.close()
+
+
+async def test_an_evaluation_of_other_prompts_takes_the_place_of_the_one_that_runs(folder: Path) -> None:
+    """Replay was restarted with others; the same again is what it came to, without any work."""
+    async with playing(folder, "lingers", max_episodes=2) as generator, asyncio.TaskGroup() as tasks:
+        await generator.engine.pin(0)
+        sent = Sent()
+        leases = Leases(generator.config, generator, sent)  # type: ignore[arg-type]
+        before = replace(EVALUATION, asked="before", prompts=[{**PROMPT, "ground_truth": "600"}])
+        now = replace(EVALUATION, asked="now")
+        leases.evaluate(before, tasks)
+        await asyncio.sleep(0.1)
+        leases.evaluate(now, tasks)
+        leases.evaluate(now, tasks)
+        await eventually(lambda: bool(sent), "a result")
+        tokens = (await generator.engine.health()).generated_tokens
+        leases.evaluate(now, tasks)
+        await eventually(lambda: len(sent) == 2, "the result again")
+        assert [one.asked for one in sent] == ["now", "now"] and sent[0] is sent[1] and not leases.evaluating
+        assert (await generator.engine.health()).generated_tokens == tokens
+        await leases.close_evaluation(0)
