@@ -118,7 +118,7 @@ class Lease(Message):
     min_version: int
     lease_s: float
     seed: int
-    prompt: dict[str, Any]
+    prompt: dict[str, object]
     """The normalised row: prompt (text or chat messages), ground_truth, data_source, extra_info, columns."""
     prefix_finished: list[str] = field(default_factory=list)
     prefix_lengths: Int32 = field(default_factory=_no_ints)
@@ -351,7 +351,7 @@ class EvaluationLease(Message):
     max_new_tokens: int
     seed: int
     """Prompt i of the set has the seed `seed` + i, and each of its answers a stream of its own."""
-    prompts: list[dict[str, Any]]
+    prompts: list[dict[str, object]]
     asked: str = ""
     """Hash of what is asked for; the result has it, too."""
 

@@ -79,6 +79,7 @@ class Samples:
             str: lambda: rng.choice(WORDS),
             bool: lambda: rng.random() < 0.5,
             Any: lambda: rng.choice([None, 1, "a", [1, 2], {"role": "user", "content": "x"}]),
+            object: lambda: rng.choice([None, 1, b"\x89PNG", {"images": [b"\xff\xd8\xff"]}]),
             type(None): lambda: None,
         }
         return simple[hint]()
