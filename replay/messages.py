@@ -36,11 +36,10 @@ class Hello(Message):
     fingerprint: dict[str, str] = field(default_factory=dict)
     """What both ends must agree on (tokenizer, vocabulary, group size, ...), by name."""
     digest: str = ""
-    """Learner: parameter digest of those weights."""
     bus_address: str | None = None
     """Learner rank 0: control address of the weight bus."""
     version: int = 0
-    """Learner: version of the weights that it holds at start."""
+    """Learner: version of the weights that it holds at start; `digest` is their parameter digest."""
     incarnation: int = 0
     """Learner: the incarnation that it has, when it comes back to a replay that was restarted; 0 at its own start."""
     cursor: dict[str, Any] | None = None
@@ -73,9 +72,8 @@ class Heartbeat(Message):
     """Sent by peers every `network.heartbeat_s` and answered by replay with one of its own."""
 
     activity: str = ""
-    """What the sender is doing, in words, such as `waiting for leases`."""
     since_s: float = 0.0
-    """For how long."""
+    """What the sender is doing, in words such as `waiting for leases`, and for how long."""
     gauges: dict[str, float] = field(default_factory=dict)
     """Numbers for the live view (tokens per second, running trajectories, idle seconds)."""
 
@@ -120,12 +118,11 @@ class Lease(Message):
     min_version: int
     lease_s: float
     seed: int
-    prompt: dict[str, Any]
+    prompt: dict[str, object]
     """The normalised row: prompt (text or chat messages), ground_truth, data_source, extra_info, columns."""
     prefix_finished: list[str] = field(default_factory=list)
-    """[n] or empty: finish reason of answers that an earlier attempt has completed, "" of those to go on with."""
     prefix_lengths: Int32 = field(default_factory=_no_ints)
-    """[n] or empty: tokens of each answer that it has sampled already."""
+    """[n] each, or empty: why an earlier attempt has ended an answer ("": go on with it), and its tokens so far."""
     prefix_token_ids: Int32 = field(default_factory=_no_ints)
     prefix_logprobs: Float32 = field(default_factory=_no_floats)
     prefix_versions: Int32 = field(default_factory=_no_ints)
@@ -141,6 +138,10 @@ class Renew(Message):
     """
 
     leases: list[list[int]]
+    queued: list[int] = field(default_factory=list)
+    """Positions in `leases` of those that wait at the server for their turn: nothing of them runs."""
+    sampled: int = 0
+    """Tokens that the server's engine has sampled since its start, of evaluations too: whether it works at all."""
     progress: list[list[int]] = field(default_factory=list)
     """[position in leases, answer, tokens before, new ones, 0 | 1 | 2]."""
     token_ids: Int32 = field(default_factory=_no_ints)
@@ -182,9 +183,8 @@ class Group(Message):
     lengths: Int32
     """[S] tokens of each sample after its prompt."""
     token_ids: Int32
-    """Answer tokens, environment tokens included."""
     loss_mask: UInt8
-    """1 where the policy sampled the token."""
+    """Answer tokens, environment tokens included, and 1 where the policy sampled one."""
     logprobs: Float32
     """Behaviour logprob at rollout.temperature, from float32 logits; 0 of a token of the environment."""
     versions: Int32
@@ -251,9 +251,8 @@ class Batch(Message):
     async_lag: int = -1
     """Bound of the lag that its groups were admitted under; -1: the configured one."""
     trajectory: Int32
-    """[n] position in the batch of the trajectory that each sample is of."""
     microbatch: Int32
-    """[n] microbatch of each sample."""
+    """[n] of each sample: position in the batch of its trajectory, and its microbatch."""
     prompt_lengths: Int32
     lengths: Int32
     token_ids: Int32
@@ -263,9 +262,8 @@ class Batch(Message):
     all_rewards: Float32
     """[N] rewards of the whole batch."""
     all_groups: Int32
-    """[N] position in group_ids of each trajectory's group."""
     all_loss_tokens: Int32
-    """[N] tokens in the loss of each trajectory."""
+    """[N] of each trajectory: position in group_ids of its group, and its tokens in the loss."""
     all_samples: Int32 = field(default_factory=_no_ints)
     """[N] samples of each trajectory; empty: one each."""
     pictures: list[str] = field(default_factory=list)
@@ -353,7 +351,9 @@ class EvaluationLease(Message):
     max_new_tokens: int
     seed: int
     """Prompt i of the set has the seed `seed` + i, and each of its answers a stream of its own."""
-    prompts: list[dict[str, Any]]
+    prompts: list[dict[str, object]]
+    asked: str = ""
+    """Hash of what is asked for; the result has it, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +365,7 @@ class EvaluationResult(Message):
     greedy: bool
     first: int = 0
     samples: int = 1
+    asked: str = ""
     seconds: float
     texts: list[str]
     finish_reasons: list[str]
@@ -391,9 +392,8 @@ class EvaluationClosed(Message):
 
 FROM_ANYONE = (Hello, Heartbeat, Goodbye, StatusRequest)
 FROM_SERVERS = (LeaseRequest, Renew, Cancel, Group, EvaluationResult, EvaluationFailed)
-FROM_RANKS = (Take,)
 FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed, LowerLag)
-TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, *FROM_RANKS, *FROM_RANK_0)
+TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, Take, *FROM_RANK_0)
 TO_ANYONE = (Welcome, Refused, Heartbeat, Goodbye, Status)
 TO_SERVERS = (Lease, Cancel, Ack, EvaluationLease, EvaluationClosed)
 TO_LEARNER = (Batch, Proceed, Cursor, EvaluationResult, EvaluationClosed)

@@ -21,6 +21,10 @@ class Peer:
     incarnation: int = 0
     """Of the learner that made `version`."""
     capacity: int = 0
+    sampled: int = 0
+    """Tokens that its engine has sampled, as its last Renew says."""
+    moved_at: float = 0.0
+    """When that number was another one."""
     activity: str = ""
     since: float = 0.0
     unreachable_since: float | None = None

@@ -110,6 +110,10 @@ class Generator:
         """Tokens generated so far by the lease's request id."""
         return self.engine.running_tokens()
 
+    def queued(self) -> set[str]:
+        """Leases, by request id, of which something waits for its turn here, and nothing runs."""
+        return self.engine.waiting()
+
     def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
         """Tokens of each answer of a running lease from number since[i] on, prefix included."""
         if request_id not in self._sampled:
@@ -215,6 +219,7 @@ def result_of(
         greedy=lease.greedy,
         first=lease.first,
         samples=lease.samples,
+        asked=lease.asked,
         seconds=time.monotonic() - started,
         texts=[text for text, _, _, _ in answers],
         finish_reasons=[reason for _, reason, _, _ in answers],

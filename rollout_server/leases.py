@@ -56,7 +56,8 @@ class Leases:
         """(incarnation, version) of every policy that went live here, in order."""
         self.working: dict[LeaseKey, asyncio.Task[None]] = {}
         self.unacked: dict[LeaseKey, tuple[m.Group, float]] = {}
-        self.evaluating: dict[EvaluationKey, asyncio.Task[None]] = {}
+        self.evaluating: dict[EvaluationKey, tuple[str, asyncio.Task[None]]] = {}
+        """What was asked for, and the work on it."""
         self._evaluated: dict[EvaluationKey, m.EvaluationResult] = {}
         """Results of evaluations that are not closed yet; a restarted replay gets them again."""
         self._reports = ProgressReports(config.rollout.group_size, partial_rollouts=config.replay.partial_rollouts)
@@ -80,15 +81,20 @@ class Leases:
             log.error("group (%d, %d) was rejected: %s", ack.pass_, ack.index, ack.reason)
 
     def evaluate(self, lease: m.EvaluationLease, tasks: asyncio.TaskGroup) -> None:
-        """Run an evaluation, unless it runs already."""
+        """Run an evaluation, unless it runs already, or send what it came to; other prompts of before make way."""
         which = evaluation_key(lease)
-        if which not in self.evaluating:
+        done, (asked, running) = self._evaluated.get(which), self.evaluating.get(which, ("", None))
+        if done is not None and done.asked == lease.asked:
+            tasks.create_task(self._dealer.send(done))
+        elif running is None or asked != lease.asked:
+            self._evaluated.pop(which, None)
             self._generator.engine.hold(lease.version)
-            task = self.evaluating[which] = tasks.create_task(self._evaluate(lease))
-            task.add_done_callback(partial(self._leave_evaluation, which))
+            task = tasks.create_task(self._evaluate(lease, instead_of=running))
+            self.evaluating[which] = lease.asked, task
+            task.add_done_callback(partial(self._evaluation_ended, which))
 
-    def _leave_evaluation(self, which: EvaluationKey, task: asyncio.Task[None]) -> None:
-        if self.evaluating.get(which) is task:
+    def _evaluation_ended(self, which: EvaluationKey, task: asyncio.Task[None]) -> None:
+        if which in self.evaluating and self.evaluating[which][1] is task:
             del self.evaluating[which]
 
     async def close_evaluation(self, version: int) -> None:
@@ -97,7 +103,7 @@ class Leases:
         A learner that is restarted makes the version anew: what comes of the old one would be taken for the new one's.
         """
         for which in [which for which in self.evaluating if which[0] == version]:
-            self.evaluating.pop(which).cancel()
+            self.evaluating.pop(which)[1].cancel()
         self._evaluated = {which: result for which, result in self._evaluated.items() if which[0] != version}
         await self._generator.engine.unpin(version)
 
@@ -111,12 +117,15 @@ class Leases:
         for result in list(self._evaluated.values()):
             await self._dealer.send(result)
 
-    async def renew(self, now: float) -> None:
-        """Renew leases in progress; resend groups without an acknowledgement."""
-        running = self._generator.running_tokens()
+    async def renew(self, now: float, *, sampled: int) -> None:
+        """Renew leases in progress; resend groups without an acknowledgement.
+
+        `sampled` are the tokens that the engine has sampled so far.
+        """
         if self.working:
-            working = [(key, _request_id(key)) for key in self.working]
-            await self._dealer.send(self._reports.renew(working, running, self._generator))
+            source, working = self._generator, [(key, _request_id(key)) for key in self.working]
+            running, queued = source.running_tokens(), source.queued()
+            await self._dealer.send(self._reports.renew(working, running, source, queued=queued, sampled=sampled))
         await self._resend(now, RESEND_S)
 
     async def _resend(self, now: float, older_than_s: float) -> None:
@@ -156,8 +165,11 @@ class Leases:
             await self._generator.engine.health()  # raises when the engine itself is dead
             raise LeaseFailed("engine_error", str(error)) from error
 
-    async def _evaluate(self, lease: m.EvaluationLease) -> None:
+    async def _evaluate(self, lease: m.EvaluationLease, *, instead_of: asyncio.Task[None] | None) -> None:
         name = f"version {lease.version}, {len(lease.prompts)} prompts"
+        if instead_of is not None:  # its requests have the same names
+            instead_of.cancel()
+            await asyncio.wait([instead_of])
         try:
             with self._recorder.span("evaluations", name, at_once=True):
                 result = await self._generator.evaluation(lease)

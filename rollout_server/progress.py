@@ -1,7 +1,7 @@
 """Partial rollouts: progress reports to replay, and prefixes from leases. No sockets."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
@@ -58,8 +58,19 @@ class ProgressReports:
         """Report everything from the start: replay may have restarted."""
         self._told.clear()
 
-    def renew(self, working: Iterable[tuple[LeaseKey, str]], running: Mapping[str, int], source: Source) -> m.Renew:
-        """The next Renew, of leases with their requests' names; `running` counts tokens by name."""
+    def renew(
+        self,
+        working: Iterable[tuple[LeaseKey, str]],
+        running: Mapping[str, int],
+        source: Source,
+        *,
+        queued: Container[str] = (),
+        sampled: int = 0,
+    ) -> m.Renew:
+        """The next Renew, of leases with their requests' names; `running` counts tokens by name.
+
+        `queued` and `sampled` are as in Renew, the former by name.
+        """
         working = list(working)
         self._told = {key: self._told[key] for key, _ in working if key in self._told}
         entries: list[list[int]] = []
@@ -80,6 +91,8 @@ class ProgressReports:
                 told.tokens, told.ended = told.tokens + count, ended
         return m.Renew(
             leases=[[*key, running.get(name, 0)] for key, name in working],
+            queued=[position for position, (_, name) in enumerate(working) if name in queued],
+            sampled=sampled,
             progress=entries,
             token_ids=np.concatenate([np.empty(0, np.int32), *(part.token_ids[:count] for part, count in new)]),
             logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs[:count] for part, count in new)]),

@@ -186,7 +186,7 @@ class RolloutServer:
                 await self.join()
             else:
                 await self._ask(self.version, self.capacity)
-            await self.leases.renew(now)
+            await self.leases.renew(now, sampled=self._tokens)
             if self.recorder.on and self._probe.ask(time.time()):
                 await self.dealer.send(m.StatusRequest())
 

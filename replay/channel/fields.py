@@ -1,7 +1,8 @@
 """Whether what came in a header fits the annotation of its field: one check for each kind of message, made once.
 
-Annotations may be made of bool, int, float, str, None, Any, Literal, list, dict and unions. `Any` stands for what JSON
-knows: no bytes, no map with other keys than text, at most MAX_DEPTH levels.
+Annotations may be made of bool, int, float, str, None, Any, object, Literal, list, dict and unions. `Any` stands for
+what JSON knows: no bytes, no map with other keys than text, at most MAX_DEPTH levels. `object` stands for that and
+bytes, which rows of prompts may have (pictures).
 """
 
 import dataclasses
@@ -9,13 +10,15 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from functools import partial
 from typing import Any
 
 MAX_DEPTH = 32
 MIN_INTEGER, MAX_INTEGER = -1, 2**62
 """Of a field that is one number: id, version, step, rank, count (-1: none). What is computed from it fits 64 bits."""
-PLAIN = {type(None), bool, int, float, str}
+PLAIN = frozenset({type(None), bool, int, float, str})
+OF_ROWS = PLAIN | {bytes}
 
 Check = Callable[[Any], bool]
 
@@ -64,8 +67,8 @@ def _bounded(hint: Any) -> Check:
 def _check(hint: Any) -> Check:
     """An int passes for a float, a bool never for an int."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return _is_plain
+    if hint in (Any, object):
+        return partial(_is_plain, PLAIN if hint is Any else OF_ROWS)
     if origin in (types.UnionType, typing.Union):
         options = [_bounded(option) for option in arguments]
         return lambda value: any(fits(value) for fits in options)
@@ -82,7 +85,7 @@ def _check(hint: Any) -> Check:
 
 def _check_items(hint: Any) -> Check:
     """The check of many values at once; for the simple types without a call for each."""
-    if typing.get_origin(hint) is None and hint is not Any:
+    if typing.get_origin(hint) is None and hint not in (Any, object):
         allowed = _types(hint)
         return lambda values: set(map(type, values)) <= allowed
     fits = _check(hint)
@@ -96,12 +99,12 @@ def _types(hint: Any) -> set[type]:
     return {types.NoneType if hint is None else hint}
 
 
-def _is_plain(value: Any, depth: int = 0) -> bool:
+def _is_plain(scalars: Set[type], value: Any, depth: int = 0) -> bool:
     kind = type(value)
-    if kind in PLAIN:
+    if kind in scalars:
         return True
     if depth == MAX_DEPTH or kind not in (list, dict):
         return False
     if kind is dict:
-        return set(map(type, value)) <= {str} and all(_is_plain(item, depth + 1) for item in value.values())
-    return all(_is_plain(item, depth + 1) for item in value)
+        return set(map(type, value)) <= {str} and all(_is_plain(scalars, item, depth + 1) for item in value.values())
+    return all(_is_plain(scalars, item, depth + 1) for item in value)

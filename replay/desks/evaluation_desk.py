@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from replay import messages as m
 from replay.channel.frames import encode
 from replay.desks.evaluation_parts import Part, Work
-from replay.desks.evaluations import Result
+from replay.desks.evaluations import Evaluation, Result
 from replay.desks.validation import problem_with_evaluation
 from replay.journal.apply import record
 from replay.journal.format import Frames
@@ -52,9 +52,12 @@ class EvaluationDesk:
                 self.peers.to_rank(0, m.EvaluationClosed(version=told, reason=self.board.closed[told]))
 
     def joined(self, peer: Peer) -> None:
-        """It may hold a version that was closed while it was silent."""
+        """It may hold a version that was closed while it was silent, and what it evaluates may be of other prompts."""
         for version in self.board.closed:
             self.peers.send(peer.identity, m.EvaluationClosed(version=version))
+        for evaluation in self.board.open.values():
+            if evaluation.server == peer.identity:
+                self._ask(evaluation)
 
     def holds(self, peer: Peer, version: int) -> None:
         """A server reports which version is live there."""
@@ -72,19 +75,31 @@ class EvaluationDesk:
                 self._close(version, "data.eval or evaluation were changed before it was done")
                 continue
             record(self.run, "evaluating", {"version": version, "server": server})
-            for part in evaluation.open_parts:
-                self.peers.send(server, self.work[part].lease(version, self.run.config.run.seed))
+            self._ask(evaluation)
+
+    def _ask(self, evaluation: Evaluation) -> None:
+        """Have its server do what is open; where it does that already, or has done it, nothing begins anew."""
+        assert evaluation.server is not None
+        for part in evaluation.open_parts:
+            if (work := self.work.get(part)) is not None:
+                self.peers.send(evaluation.server, work.lease(evaluation.version, self.run.config.run.seed))
 
     def result(self, peer: Peer, result: m.EvaluationResult, frames: Frames = ()) -> None:
         version, part = result.version, Part(result.set, result.greedy, result.first)
-        if problem := problem_with_evaluation(result, self.work.get(part)):
+        work = self.work.get(part)
+        if work is not None and result.asked != work.fingerprint:  # what is asked for now was said when it joined
+            log.warning(
+                "replay: %r evaluated version %d with prompts or settings of before a restart", peer.name, version
+            )
+            return
+        if problem := problem_with_evaluation(result, work):
             log.warning("replay: evaluation of version %d by %r rejected: %s [corrupt]", version, peer.name, problem)
             self._failed_at(peer, version)
             return
         if not self.board.wants(peer.identity, version, part):
             return
         fields = {"version": version, "greedy": result.greedy, "set": result.set, "first": result.first}
-        fields["asked"] = self.work[part].fingerprint
+        fields["asked"] = result.asked
         record(self.run, "evaluated", fields, frames or encode(result, "", 0))
         if version <= self.run.buffer.version:
             self.peers.to_rank(0, result)

@@ -68,6 +68,7 @@ class Work:
             max_new_tokens=self.of.max_new_tokens,
             seed=stream_seed(run_seed, version, SEEDS + _number(self.of.name)),
             prompts=self.prompts,
+            asked=self.fingerprint,
         )
 
 

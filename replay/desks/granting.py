@@ -122,13 +122,16 @@ class Granting:
 
     def renew(self, peer: Peer, message: m.Renew, now: float) -> None:
         """Push the deadlines of leases that are still worked on, and keep what their answers have got."""
+        if message.sampled != peer.sampled:
+            peer.sampled, peer.moved_at = message.sampled, now
         held: dict[int, Slot] = {}
+        queued = self._queued_behind(peer, message)
         for position, lease in enumerate(message.leases):
             if len(lease) != 4:
                 continue
             pass_, index, attempt, tokens = lease
-            slot = self.buffer.slots.get((pass_, index))
-            if slot is not None and self.leases.renew(slot, peer.identity, attempt, tokens, now):
+            slot, behind = self.buffer.slots.get((pass_, index)), peer.moved_at if position in queued else None
+            if slot is not None and self.leases.renew(slot, peer.identity, attempt, tokens, now, queued_behind=behind):
                 held[position] = slot
                 continue
             self.run.counters["renewals_refused"] += 1
@@ -137,6 +140,17 @@ class Granting:
         if self.run.partials is not None:
             for problem in self.run.partials.take(message, held, Bounds(self.run.newest_possible, self.vocab_size)):
                 log.warning("replay: progress of %r is not kept: %s [corrupt]", peer.name, problem)
+
+    def _queued_behind(self, peer: Peer, message: m.Renew) -> set[int]:
+        """Positions of queued leases whose turn cannot have come: an evaluation or an earlier lease is worked on.
+
+        A server begins its leases in their order, so one that later ones overtake is not waiting, it is forgotten.
+        """
+        queued = set(message.queued)
+        if any(evaluation.server == peer.identity for evaluation in self.run.board.open.values()):
+            return queued
+        first = next((position for position in range(len(message.leases)) if position not in queued), None)
+        return {position for position in queued if first is not None and position > first}
 
     def lower_lag(self, message: m.LowerLag) -> None:
         """A guard of the learner lowers the bound of the lag; one that is as low already stays as it is."""

@@ -48,7 +48,7 @@ class Slot:
     """When it was leased first."""
     tokens: int = 0
     progress_at: float = 0.0
-    """When the server last reported more tokens."""
+    """When the server last reported more tokens, or worked on others while this one waited for its turn."""
     stale_retries: int = 0
     failures: int = 0
     """Leases that ended because of the prompt itself."""
@@ -84,16 +84,20 @@ class Leases:
         slot.begun_at = now if slot.begun_at is None else slot.begun_at
         slot.deadline = now + self.lease_s
 
-    def renew(self, slot: Slot, server: str, attempt: int, tokens: int, now: float) -> bool:
+    def renew(
+        self, slot: Slot, server: str, attempt: int, tokens: int, now: float, *, queued_behind: float | None = None
+    ) -> bool:
         """Push the deadline of a lease that is still held; False when it is not (any more).
 
-        Without a new token for `lease_s`, waiting and scoring included, the deadline stays: a server whose engine
-        hangs goes on renewing.
+        Without a new token for `lease_s`, scoring included, the deadline stays: a server whose engine hangs goes on
+        renewing. Of a lease that waits for its turn, `queued_behind` is when its server sampled anything last.
         """
         if slot.state is not SlotState.LEASED or slot.server != server or slot.attempt != attempt:
             return False
         if tokens != slot.tokens:
             slot.tokens, slot.progress_at = tokens, now
+        elif queued_behind is not None:
+            slot.progress_at = max(slot.progress_at, queued_behind)
         slot.deadline = min(now, slot.progress_at + self.lease_s) + self.lease_s
         return True
 

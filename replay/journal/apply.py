@@ -13,7 +13,7 @@ from replay.desks.evaluations import Result
 from replay.desks.leases import Slot, SlotState
 from replay.desks.line import LineStep, Taken
 from replay.journal.format import Frames, JournalError, Location, Record
-from replay.journal.snapshot import group_id_of, take_over
+from replay.journal.snapshot import group_id_of, settings_of, take_over
 from replay.prompts.source import SETTINGS
 from replay.run import Run
 
@@ -43,15 +43,7 @@ def apply(run: Run, decision: Record, now: float) -> None:
 
 def boot_fields(config: Config, source: dict[str, Any], pid: int) -> dict[str, Any]:
     """The `boot` record: what a run must keep for its journal to go on."""
-    run = {
-        "groups_per_step": config.rollout.groups_per_step,
-        "group_size": config.rollout.group_size,
-        "async_lag": config.replay.async_lag,
-        "on_stale": config.replay.on_stale,
-        "seed": config.run.seed,
-        "temperature": config.rollout.temperature,
-    }
-    return {"pid": pid, "run": run, "source": source}
+    return {"pid": pid, "run": settings_of(config), "source": source}
 
 
 KEPT = (
@@ -60,22 +52,28 @@ KEPT = (
     ("run", "temperature", "rollout.temperature"),
     *(("source", name, key) for name, key in SETTINGS.items()),
 )
-"""What of a `boot` record must not change, and how the user calls it. The trainer takes logprobs at the present
-temperature, and those of the groups that are here already were taken at the one that sampled them."""
+"""What of a `boot` record or a snapshot must not change, and how the user calls it. The trainer takes logprobs at the
+present temperature, and those of the groups that are here already were taken at the one that sampled them."""
 
 
 def check_boot(run: Run, decision: Record, _: float = 0.0) -> None:
     """Raises JournalError when the journal was written with other settings, or for another dataset."""
     mine = boot_fields(run.config, run.source.state(), 0)
     for part, name, key in KEPT:
-        if part == "run" and name not in decision.fields[part]:
-            continue  # older journals have no temperature
+        if part == "run" and name not in decision.fields.get(part, ()):
+            continue  # older journals have no temperature, and none of these in a snapshot
         theirs, own = decision.fields[part].get(name), mine[part].get(name)
         if theirs != own:
             raise JournalError(
                 f"{key}: the run's journal was written with {theirs!r}, now it is {own!r}; go back to what"
                 " it was, or start a new run"
             )
+
+
+def _snapshot(run: Run, decision: Record, now: float) -> None:
+    """Recovery begins here: no `boot` record before it is read."""
+    check_boot(run, decision)
+    take_over(run, decision.fields, now)
 
 
 def _slot(run: Run, decision: Record) -> Slot:
@@ -226,7 +224,7 @@ def _evaluated(run: Run, decision: Record, _: float) -> None:
 
 _HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {
     "boot": check_boot,
-    "snapshot": lambda run, decision, now: take_over(run, decision.fields, now),
+    "snapshot": _snapshot,
     "learner": _learner,
     "lease": _lease,
     "release": _release,

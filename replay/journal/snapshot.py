@@ -3,6 +3,7 @@
 from collections import deque
 from typing import Any
 
+from configs.schema import Config
 from replay.desks.evaluation_parts import Part
 from replay.desks.evaluations import Evaluation, Result
 from replay.desks.leases import GroupId, Slot, SlotState
@@ -14,9 +15,22 @@ KEPT = ("min_version", "async_lag", "attempt", "server", "stale_retries", "failu
 """Of a slot, as it is."""
 
 
+def settings_of(config: Config) -> dict[str, Any]:
+    """What a run must keep for its journal to go on, beside its data."""
+    return {
+        "groups_per_step": config.rollout.groups_per_step,
+        "group_size": config.rollout.group_size,
+        "async_lag": config.replay.async_lag,
+        "on_stale": config.replay.on_stale,
+        "seed": config.run.seed,
+        "temperature": config.rollout.temperature,
+    }
+
+
 def snapshot_of(run: Run) -> dict[str, Any]:
     buffer, board, policies = run.buffer, run.board, run.policies
     return {
+        "run": settings_of(run.config),
         "version": buffer.version,
         "incarnation": policies.incarnation,
         "bus_address": run.bus_address,

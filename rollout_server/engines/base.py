@@ -227,6 +227,9 @@ class Engine(Protocol):
     def running_tokens(self) -> Mapping[str, int]:
         """Tokens so far, prefixes included, by request id; waiting answers count as 0."""
 
+    def waiting(self) -> set[str]:
+        """Requests of which answers wait for room, and none runs."""
+
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
         """What each answer of a running request has, prefix included; nothing for unknown requests.
 

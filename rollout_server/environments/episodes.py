@@ -106,6 +106,11 @@ class EpisodeGenerator(Generator):
             for request_id, sessions in list(self._sessions.items())
         }
 
+    def queued(self) -> set[str]:
+        waiting = self.engine.waiting()
+        left = {name: [one for one in sessions if not one.has_ended] for name, sessions in self._sessions.items()}
+        return {name for name, sessions in left.items() if sessions and all(one.waits(waiting) for one in sessions)}
+
     def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
         """Nothing: no other server could go on from it."""
         return [Partial() for _ in since]

@@ -89,6 +89,7 @@ class Environments:
             # an evaluation may keep the next version waiting (SGLang), training episodes do not
             take = partial(self._slots.take, first=session.pinned is not None)
             await places.enter_async_context(_place(session, take, self._slots.give_back))
+            session.has_begun = True
             process = self._apart if is_suspect else min(self._processes, key=lambda one: one.load)
             try:
                 await process.ensure()
@@ -96,7 +97,10 @@ class Environments:
                 raise LeaseFailed(FAILED, str(error)) from error
             if session.aborted:
                 raise LeaseFailed("aborted", "the episode was called off")
-            return await process.run(row, session)
+            try:
+                return await process.run(row, session)
+            finally:
+                session.has_ended = True
 
     async def close(self) -> None:
         """Kill the processes; episodes that still run fail."""

@@ -5,7 +5,7 @@ user runs, or an OpenAI-compatible endpoint (rollout_server/agents).
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,6 +52,8 @@ class Session:
         self.too_long: str | None = None
         """Why there was no room for an answer to a context, while there was none yet: a function may swallow that."""
         self.aborted = False
+        self.has_begun = self.has_ended = False
+        """Whether it has got its place, and given it back."""
         self._engine, self._texts = engine, texts
         self._sampling, self._limits, self.pinned = sampling, limits, pinned
         self._seen, self._conversation = seen, Conversation(task, None if seen is None else seen.expand)
@@ -112,6 +114,10 @@ class Session:
     def last(self) -> Completion | None:
         """The newest answer."""
         return next(reversed(self._answers.values()), None)
+
+    def waits(self, waiting: Container[str]) -> bool:
+        """Whether it waits for its place, or all its turns are among the engine's `waiting` requests."""
+        return not self.has_begun or (bool(self._running) and all(name in waiting for name in self._running))
 
     def forget(self, number: int) -> None:
         """Take back a turn whose answer nothing has received: it was called off when it had ended already."""

@@ -1,6 +1,7 @@
 """Files of a run: the ledger, evaluations beside what was asked, rollouts with every digit of their logprobs."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,14 @@ def test_a_group_that_is_trained_again_is_counted(tmp_path):
     assert ledger.append(2, [[0, 3], [1, 1]], **OF_STEP) == 0
     assert ledger.append(3, [[0, 2], [0, 4]], **OF_STEP) == 1
     assert [line["step"] for line in read(tmp_path)] == [1, 2, 3] and "expected" not in read(tmp_path)[0]
+
+
+def test_a_resume_that_is_killed_leaves_the_ledger(tmp_path, monkeypatch):
+    Ledger(tmp_path, resume_version=None).append(1, [[0, 1]], **OF_STEP)
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: path.open("w").close())  # as far as the kill lets it
+    for _ in range(2):
+        Ledger(tmp_path, resume_version=1)
+    assert [line["step"] for line in read(tmp_path)] == [1]
 
 
 def test_steps_after_the_checkpoint_may_be_made_again_and_no_others(tmp_path):

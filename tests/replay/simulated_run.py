@@ -1,9 +1,12 @@
 """Services, messages and journals for tests of replay; whole runs are simulated by tests/replay/simulation."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from configs import Config
 from replay import messages as m
+from replay.desks.evaluation_parts import Part
 from replay.prompts import PromptSource
 from replay.service import Service
 from tests.replay.simulation.journal import SimulatedJournal
@@ -82,6 +85,12 @@ def trains(made, rank, step, digest):
     """Rank 0 takes the batch of a step and commits it."""
     made.handle(rank, m.Take(step=step, rank=0), 1.0)
     made.handle(rank, m.Committed(step=step, digest=digest), 1.0)
+
+
+def answering(made, result):
+    """An evaluation's result as one to what replay asks for now."""
+    work = made.evaluations.work.get(Part(result.set, result.greedy, result.first))
+    return result if work is None else replace(result, asked=work.fingerprint)
 
 
 def sent(made, identity, kind):

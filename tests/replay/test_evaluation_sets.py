@@ -12,7 +12,7 @@ from learner.report.evaluation import Evaluations
 from replay import messages as m
 from replay.desks.evaluation_parts import parts_of, prompts_at_once
 from replay.journal.snapshot import snapshot_of, take_over
-from tests.replay.simulated_run import bare_service, config, joins, learner, sent
+from tests.replay.simulated_run import answering, bare_service, config, joins, learner, sent
 from tests.replay.simulation.samples import make_result
 from tests.replay.simulation.world import rows
 
@@ -79,15 +79,15 @@ def test_results_are_taken_by_set_and_the_evaluation_is_closed_with_the_last():
         result("gone", greedy=True, prompts=2),
         result("easy", greedy=True, prompts=3, first=1),
     ):
-        made.handle("a", wrong, 1.0)
+        made.handle("a", answering(made, wrong), 1.0)
         asked = sent(made, "b", m.EvaluationLease) or sent(made, "a", m.EvaluationLease)
         assert asked and not sent(made, "l", m.EvaluationResult), "refused, and asked of the other server"
         made = serving()
     for name, prompts, greedy, samples in (("easy", 3, False, 1), ("aime", 2, False, 3), ("aime", 2, True, 1)):
-        made.handle("a", result(name, greedy=greedy, prompts=prompts, samples=samples), 1.0)
+        made.handle("a", answering(made, result(name, greedy=greedy, prompts=prompts, samples=samples)), 1.0)
         assert [x.set for x in sent(made, "l", m.EvaluationResult)] == [name]
     assert not sent(made, "l", m.EvaluationClosed)
-    made.handle("a", result("easy", greedy=True, prompts=3), 1.0)
+    made.handle("a", answering(made, result("easy", greedy=True, prompts=3)), 1.0)
     assert [x.reason for x in sent(made, "l", m.EvaluationClosed)] == [""]
 
 
@@ -111,7 +111,7 @@ def restarted(made, names, *, from_snapshot=False):
 @pytest.mark.parametrize("from_snapshot", [False, True])
 def test_a_restarted_replay_asks_for_what_is_left_alone(from_snapshot):
     made = serving()
-    made.handle("a", result("aime", greedy=True, prompts=2), 1.0)
+    made.handle("a", answering(made, result("aime", greedy=True, prompts=2)), 1.0)
     again = restarted(made, ["aime", "easy"], from_snapshot=from_snapshot)
     assert [(x.set, x.greedy) for x in sent(again, "l", m.EvaluationResult)] == [("aime", True)]
     asked = [(x.set, x.greedy) for x in sent(again, "b", m.EvaluationLease)]
@@ -120,7 +120,7 @@ def test_a_restarted_replay_asks_for_what_is_left_alone(from_snapshot):
 
 def test_a_run_that_goes_on_with_other_sets_evaluates_those_or_says_why_not():
     made = serving()
-    made.handle("a", result("aime", greedy=True, prompts=2), 1.0)
+    made.handle("a", answering(made, result("aime", greedy=True, prompts=2)), 1.0)
     assert [(x.set, x.greedy) for x in sent(restarted(made, ["aime"]), "b", m.EvaluationLease)] == [("aime", False)]
     again = restarted(made, ["aime"], from_snapshot=True)
     assert "were changed before it was done" in sent(again, "l", m.EvaluationClosed)[-1].reason
@@ -151,7 +151,7 @@ def heard(service, tmp_path, prompts):
 @pytest.mark.parametrize("journal", ["records", "snapshot", "without a hash"])
 def test_a_run_resumed_with_other_prompts_evaluates_its_version_anew(journal, tmp_path):
     made = serving({"": 2}, data__eval="x", evaluation__sampled=False)
-    made.handle("a", result("", greedy=True, prompts=2), 1.0)
+    made.handle("a", answering(made, result("", greedy=True, prompts=2)), 1.0)
     assert made.evaluations.board.closed == {0: ""}
     if journal == "snapshot":
         made.journal.append("snapshot", snapshot_of(made.run))
@@ -168,7 +168,38 @@ def test_a_run_resumed_with_other_prompts_evaluates_its_version_anew(journal, tm
         assert not heard(again, tmp_path, other)
         (asked,) = sent(again, "b", m.EvaluationLease)
         assert asked.prompts == other
-        again.handle("b", result("", greedy=True, prompts=len(other)), 101.0)
+        again.handle("b", answering(again, result("", greedy=True, prompts=len(other))), 101.0)
         assert [version for version, _, _ in heard(again, tmp_path, other)] == [0]
         once_more = resumed(again, other)
         assert heard(once_more, tmp_path, other) and not sent(once_more, "b", m.EvaluationLease)
+
+
+def test_a_server_that_stays_up_evaluates_the_prompts_of_now():
+    """It has evaluated two prompts before replay was restarted with two others, and sends that again."""
+    made = serving({"": 2}, data__eval="x", evaluation__sampled=False)
+    (before,) = sent(made, "a", m.EvaluationLease)
+    other = rows(4)[2:]
+    again = bare_service(made.journal.crash(None), sets={"": other}, data__eval="x", evaluation__sampled=False)
+    again.restore(made.journal.records, 100.0)
+    learner(again, "l2", now=100.0)
+    joins(again, "a", 100.0)
+    (asked,) = sent(again, "a", m.EvaluationLease)
+    assert asked.prompts == other and asked.asked != before.asked
+    old = replace(result("", greedy=True, prompts=2), asked=before.asked)
+    again.handle("a", old, 100.0)
+    again.handle("l2", m.Evaluate(version=0), 100.0)
+    assert not sent(again, "l2", m.EvaluationResult) and again.evaluations.board.open[0].server == "a"
+    again.handle("a", replace(old, asked=asked.asked), 101.0)
+    assert sent(again, "l2", m.EvaluationResult) and again.evaluations.board.closed == {0: ""}
+
+
+def test_a_server_that_stays_up_is_asked_again_for_what_is_left_alone():
+    made = serving()
+    made.handle("a", answering(made, result("aime", greedy=True, prompts=2)), 1.0)
+    again = bare_service(made.journal.crash(None), sets={"aime": rows(2), "easy": rows(3)}, data__eval=SETS)
+    again.restore(made.journal.records, 100.0)
+    joins(again, "b", 100.0)
+    assert not sent(again, "b", m.EvaluationLease)
+    joins(again, "a", 100.0)
+    asked = [(x.set, x.greedy) for x in sent(again, "a", m.EvaluationLease)]
+    assert asked == [("aime", False), ("easy", True), ("easy", False)]

@@ -47,6 +47,50 @@ def test_renewals_without_progress_end_the_lease():
     assert sent(made, "a", m.Cancel)[-1].reason == "lease expired"
 
 
+def renewals(made, given, until, *, queued, sampled):
+    """Server 'a' renews leases every second; `sampled(now)` are the tokens of its engine. When each one ended."""
+    ended = {}
+    for now in range(1, until):
+        renew = [[each.pass_, each.index, each.attempt, 0 if at in queued else sampled(now)] for at, each in given]
+        made.handle("a", m.Renew(leases=renew, queued=queued, sampled=sampled(now)), float(now))
+        made.handle("a", m.LeaseRequest(capacity=0, version=0), float(now))
+        made.tick(float(now))
+        for cancel in sent(made, "a", m.Cancel):
+            ended.setdefault(cancel.index, now)
+    return ended
+
+
+def test_a_lease_that_waits_its_turn_at_a_busy_server_does_not_end():
+    made = service()
+    given = list(enumerate(lease(made, capacity=3)))
+    assert renewals(made, given, 100, queued=[1, 2], sampled=lambda now: now) == {}
+    assert made.counters["leases_released/expired"] == 0
+
+
+def test_a_server_whose_leases_wait_for_ever_is_named(caplog):
+    made = service()
+    given = list(enumerate(lease(made, capacity=2)))
+    ended = renewals(made, given, 60, queued=[1], sampled=lambda now: min(now, 20))
+    assert sorted(ended) == [given[0][1].index, given[1][1].index]
+    assert all(35 < now <= 42 for now in ended.values()), "20 + twice lease_s: the engine has stood still since"
+    assert "expired: not renewed for 10 s by 'rollout-a'" in caplog.text
+
+
+def test_a_lease_that_later_ones_overtake_is_not_waiting():
+    made = service()
+    given = list(enumerate(lease(made, capacity=2)))
+    ended = renewals(made, given, 60, queued=[0], sampled=lambda now: now)
+    assert list(ended) == [given[0][1].index] and 15 < ended[given[0][1].index] <= 22
+
+
+def test_leases_wait_behind_an_evaluation():
+    made = service(evaluated=2, evaluation__deadline_s=1000.0)
+    given = list(enumerate(lease(made, capacity=2)))
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    assert sent(made, "a", m.EvaluationLease)
+    assert renewals(made, given, 100, queued=[0, 1], sampled=lambda now: now) == {}
+
+
 def test_a_prompt_is_poison_once_its_attempts_are_used_up():
     made = service(replay__max_attempts=2)
     for attempt in (1, 2):

@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from simulated_run import gives_back, group_message, learner, lease, make_step, sent, service, trains
+from simulated_run import answering, gives_back, group_message, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
 from replay.desks.leases import SlotState
@@ -186,7 +186,7 @@ def test_an_evaluation_of_a_policy_that_is_gone_is_made_anew():
     made.handle("l", m.Evaluate(version=1), 0.0)
     make_step(made, 1, versions=[0])
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
-    made.handle("a", make_result(1), 0.0)
+    made.handle("a", answering(made, make_result(1)), 0.0)
     assert made.evaluations.board.closed == {1: ""}
     resumed_at(made, 1, digest="d1")
     made.handle("l2", m.Evaluate(version=1), 0.0)

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from replay import messages as m
+from replay.channel import frames
 from replay.pictures import PictureError, Vision, decode, decoder_of, opened, packed, problem_with, unpacked
 from replay.prompts import DataError, load_rows
 
@@ -70,6 +72,12 @@ def test_bytes_of_a_parquet_column(tmp_path: Path) -> None:
     arrow.parquet.write_table(arrow.table(table), tmp_path / "rows.parquet")
     (row,) = load_rows(tmp_path / "rows.parquet")
     assert row["images"] == [png()] and row["prompt"][0]["content"][0] == {"type": "image"}
+    lease = m.Lease(pass_=0, index=0, attempt=1, min_version=0, lease_s=1.0, seed=1, prompt=row)
+    evaluation = m.EvaluationLease(
+        version=1, set="", greedy=True, first=0, samples=1, temperature=1.0, max_new_tokens=8, seed=1, prompts=[row]
+    )
+    lease, evaluation = (frames.decode(frames.encode(x, "run", 1), m.FROM_REPLAY).message for x in (lease, evaluation))
+    assert lease.prompt == row and evaluation.prompts == [row]
 
 
 @pytest.mark.parametrize(

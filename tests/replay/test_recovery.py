@@ -315,17 +315,25 @@ def test_a_checkpoint_on_a_full_disk_frees_nothing_and_costs_nothing():
     assert same(made, restarted(made))
 
 
-def test_a_journal_of_another_dataset_or_run_is_refused():
+@pytest.mark.parametrize("from_snapshot", [False, True])
+def test_a_journal_of_another_dataset_or_run_is_refused(from_snapshot):
     made = busy()
+    if from_snapshot:
+        made.handle("l", m.Committed(step=3, digest="d3"), 2.0)
+        made.handle("l", m.Checkpointed(step=3, kept=[3]), 2.0)
+        assert made.journal.records[made.journal.newest_snapshot()].kind == "snapshot"
     with pytest.raises(JournalError, match=r"data\.train \(number of rows\): .* with 40, now it is 39"):
         restarted(made, num_rows=39)
     with pytest.raises(JournalError, match=r"rollout\.groups_per_step: .*written with 4, now it is 5"):
         restarted(made, rollout__groups_per_step=5)
     with pytest.raises(JournalError, match=r"rollout\.temperature: .*written with 1\.0, now it is 0\.7"):
         restarted(made, rollout__temperature=0.7)
-    (boot,) = (record for record in made.journal.records if record.kind == "boot")
-    del boot.fields["run"]["temperature"]  # as in older journals
+    (last,) = (record for record in made.journal.records if record.kind == ("snapshot" if from_snapshot else "boot"))
+    del last.fields["run"]["temperature"]  # as in older journals
     assert same(made, restarted(made))
+    if from_snapshot:
+        del last.fields["run"]
+        assert same(made, restarted(made))
 
 
 def test_a_lease_of_another_prompt_than_the_next_one_is_damage():

@@ -4,7 +4,19 @@ import dataclasses
 
 import numpy as np
 import pytest
-from simulated_run import bare_service, finishes, group_message, joins, learner, lease, make_step, sent, service, trains
+from simulated_run import (
+    answering,
+    bare_service,
+    finishes,
+    group_message,
+    joins,
+    learner,
+    lease,
+    make_step,
+    sent,
+    service,
+    trains,
+)
 
 from replay import messages as m
 from replay.channel import WireError
@@ -152,10 +164,10 @@ def test_evaluations_run_at_one_server_and_move_when_it_dies():
     assert [x.greedy for x in sent(made, "a", m.EvaluationLease)] == [True, False]
     assert not sent(made, "b", m.EvaluationLease)
 
-    made.handle("a", make_result(0, greedy=True, n=3), 1.0)
+    made.handle("a", answering(made, make_result(0, greedy=True, n=3)), 1.0)
     made.lost("a", "closed", 1.0)
     assert [x.greedy for x in sent(made, "b", m.EvaluationLease)] == [False]
-    made.handle("b", make_result(0, greedy=False, n=3), 2.0)
+    made.handle("b", answering(made, make_result(0, greedy=False, n=3)), 2.0)
     assert len(sent(made, "l", m.EvaluationResult)) == 2
     assert sent(made, "b", m.EvaluationClosed)[-1].version == 0
 
@@ -314,9 +326,9 @@ def test_only_a_server_that_was_asked_evaluates():
     made.handle("l", m.Evaluate(version=0), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
     assert sent(made, "a", m.EvaluationLease)
-    made.handle("b", make_result(0), 1.0)
+    made.handle("b", answering(made, make_result(0)), 1.0)
     assert not sent(made, "l", m.EvaluationResult)
-    made.handle("a", make_result(0), 1.0)
+    made.handle("a", answering(made, make_result(0)), 1.0)
     assert sent(made, "l", m.EvaluationResult)
 
 
@@ -326,7 +338,7 @@ def test_a_learner_hears_of_an_evaluation_once_it_has_made_that_version():
     made.handle("l", m.Evaluate(version=1), 0.0)
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
     learner(made, "l2", version=0)
-    made.handle("a", make_result(1), 1.0)
+    made.handle("a", answering(made, make_result(1)), 1.0)
     assert not sent(made, "l2", m.EvaluationResult) and not sent(made, "l2", m.EvaluationClosed)
     trains(made, "l2", 1, "d1")
     assert sent(made, "l2", m.EvaluationResult) and sent(made, "l2", m.EvaluationClosed)

@@ -15,6 +15,7 @@ from rollout_server.engines import Completion, EngineError, Partial, Sampling
 from rollout_server.engines.torch.model import TorchModel
 from rollout_server.engines.torch.rows import Request, RowTable
 from rollout_server.engines.torch.sampling import choose, stream_key, uniforms
+from tests.support.waiting import eventually
 
 PROMPTS = [[3, 9, 17], [5], [30, 2, 2, 11, 8, 39, 1], list(range(1, 20)), [7, 7]]
 
@@ -242,6 +243,21 @@ async def test_abort_ends_running_and_waiting_answers_and_leaves_others(folder: 
         assert rest.finish_reason == "length"
         assert error(rest, logprobs_of(old, [3], rest)) <= 1e-5
         assert engine.running_tokens() == {}
+
+
+async def test_a_request_waits_while_none_of_its_answers_has_a_row(folder: Path, gate_at: Gates) -> None:
+    gate = gate_at(5)
+    async with serving(folder, max_running=4) as engine:
+        await engine.pause("keep_kv")
+        names = ("whole", "part", "none")
+        calls = [asyncio.ensure_future(sample(engine, [1, 2], name, n=3, max_new_tokens=8)) for name in names]
+        await eventually(lambda: engine.waiting() == set(names), "all of them, while it is paused")
+        await engine.resume()
+        await gate.reached()
+        assert engine.waiting() == {"none"}
+        gate.release()
+        await asyncio.gather(*calls)
+        assert engine.waiting() == set()
 
 
 async def test_cancelled_caller_frees_its_rows(folder: Path, gate_at: Gates) -> None:

@@ -179,6 +179,12 @@ class SGLangEngine:
             tokens[answer.request_id] = tokens.get(answer.request_id, 0) + answer.num_tokens
         return tokens
 
+    def waiting(self) -> set[str]:
+        """As `Engine.waiting`; what has no token yet may wait for memory inside SGLang."""
+        left = [answer for answer in self._answers if answer.ended is None]
+        begun = {answer.request_id for answer in left if answer.part is not None and answer.part.seen}
+        return {answer.request_id for answer in left} - begun
+
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
         """As `Engine.progress`, a stream interval behind at most."""
         answers = [answer for answer in self._answers if answer.request_id == request_id]

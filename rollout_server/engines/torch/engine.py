@@ -204,6 +204,12 @@ class TorchEngine:
                         counts[request.request_id] += produced
         return counts
 
+    def waiting(self) -> set[str]:
+        with self._lock:
+            tables = [lane.rows for lane in (self.live, *self._pins.values())]
+            running = {answer.request.request_id for rows in tables for answer in rows.answers}
+            return {answer.request.request_id for rows in tables for answer in rows.waiting} - running
+
     def progress(self, request_id: str, since: Sequence[int] = ()) -> list[Partial]:
         with self._lock:
             if request_id not in self._requests:

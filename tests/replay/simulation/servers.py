@@ -1,7 +1,7 @@
 """Simulated rollout servers: they lease, generate token by token, resend what is not acked, and outlive replay."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -190,6 +190,7 @@ class SimulatedServer:
             return
         reward = self.books.policy(policy.digest)
         result = make_result(lease.version, greedy=lease.greedy, n=len(lease.prompts), reward=reward)
+        result = replace(result, asked=lease.asked)
         self.evaluated[lease.version, lease.greedy] = result
         self._say(result)
 

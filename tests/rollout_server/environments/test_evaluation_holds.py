@@ -1,6 +1,7 @@
 """An evaluation whose episodes wait for their slots: it keeps its version from its lease on, and comes first."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -120,3 +121,62 @@ async def test_a_slot_goes_first_to_evaluations_and_comes_back_from_those_called
     await asyncio.gather(late, return_exceptions=True)
     async with asyncio.timeout(5):
         await take("after it", False)
+
+
+async def test_a_renewal_says_which_leases_wait_for_a_place(folder: Path) -> None:
+    async with playing(folder, "lingers", max_episodes=1) as generator, asyncio.TaskGroup() as tasks:
+        sent = Sent()
+        leases = Leases(generator.config, generator, sent)  # type: ignore[arg-type]
+        for index in (1, 2):
+            leases.take(lease(index, ground_truth="600"), tasks)
+        await eventually(lambda: sum(generator.running_tokens().values()) > 0, "a turn")
+        await leases.renew(time.monotonic(), sampled=5)
+        (renew,) = sent
+        assert isinstance(renew, m.Renew) and (renew.leases[1], renew.queued, renew.sampled) == ([0, 2, 1, 0], [1], 5)
+        generator.abort("0/1/1")
+        await eventually(lambda: generator.queued() == set(), "the place is free")
+        generator.abort("0/2/1")
+
+
+async def test_a_request_without_a_token_waits_in_sglang(folder: Path) -> None:
+    go_on = asyncio.Event()
+
+    class Slow(StandIn):
+        async def generate(self, *_: Any) -> AsyncIterator[dict[str, Any]]:
+            yield {"output_ids": [7], "meta_info": {"completion_tokens": 1}}
+            await go_on.wait()
+            async for output in super().generate():
+                yield output
+
+    async with playing(folder, "lingers") as generator:
+        rollout = generator.config.rollout.model_copy(update={"max_running": 2})
+        engine = SGLangEngine(generator.config.model_copy(update={"rollout": rollout}), Slow)  # type: ignore[arg-type]
+        sampling = generator.sampling(1)
+        calls = [asyncio.ensure_future(engine.generate([1], sampling, 2, request_id=name)) for name in ("a", "b")]
+        await eventually(lambda: engine.running_tokens() == {"a": 2, "b": 0}, "tokens of the first")
+        assert engine.waiting() == {"b"}
+        go_on.set()
+        await asyncio.gather(*calls)
+        assert engine.waiting() == set()
+        await engine.close()
+
+
+async def test_an_evaluation_of_other_prompts_takes_the_place_of_the_one_that_runs(folder: Path) -> None:
+    """Replay was restarted with others; the same again is what it came to, without any work."""
+    async with playing(folder, "lingers", max_episodes=2) as generator, asyncio.TaskGroup() as tasks:
+        await generator.engine.pin(0)
+        sent = Sent()
+        leases = Leases(generator.config, generator, sent)  # type: ignore[arg-type]
+        before = replace(EVALUATION, asked="before", prompts=[{**PROMPT, "ground_truth": "600"}])
+        now = replace(EVALUATION, asked="now")
+        leases.evaluate(before, tasks)
+        await asyncio.sleep(0.1)
+        leases.evaluate(now, tasks)
+        leases.evaluate(now, tasks)
+        await eventually(lambda: bool(sent), "a result")
+        tokens = (await generator.engine.health()).generated_tokens
+        leases.evaluate(now, tasks)
+        await eventually(lambda: len(sent) == 2, "the result again")
+        assert [one.asked for one in sent] == ["now", "now"] and sent[0] is sent[1] and not leases.evaluating
+        assert (await generator.engine.health()).generated_tokens == tokens
+        await leases.close_evaluation(0)

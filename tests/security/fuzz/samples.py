@@ -23,7 +23,7 @@ SMALL = {"index": LEASED, "version": MAX_VERSION, "min_version": MAX_VERSION, "s
 """Exclusive limits of numbers by the name of their field; others are below 3."""
 WORDS = ["", "stop", "length", "engine_error", "rollout-1", "tcp://127.0.0.1:1", "fuzz"]
 
-FROZEN = json.loads((Path(__file__).parents[2] / "frozen" / "wire_frames_6.json").read_text())["frames"]
+FROZEN = json.loads((Path(__file__).parents[2] / "frozen" / "wire_frames_7.json").read_text())["frames"]
 WHOLE = {"Group": "replay.Group", "Begin": "weight_bus.Begin"}
 
 
@@ -79,6 +79,7 @@ class Samples:
             str: lambda: rng.choice(WORDS),
             bool: lambda: rng.random() < 0.5,
             Any: lambda: rng.choice([None, 1, "a", [1, 2], {"role": "user", "content": "x"}]),
+            object: lambda: rng.choice([None, 1, b"\x89PNG", {"images": [b"\xff\xd8\xff"]}]),
             type(None): lambda: None,
         }
         return simple[hint]()
