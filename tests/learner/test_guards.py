@@ -211,6 +211,37 @@ def test_steps_that_teach_nothing_stop_the_run(make: Make):
     assert stopped is not None and "the gradient is exactly zero although advantages are not" in stopped.text
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "stops"),
+    [
+        ({}, True),
+        ({"drop_zero_advantage": False}, True),
+        ({"advantage": "dr_grpo", "drop_zero_advantage": False, "entropy_coef": 0.01}, True),
+        ({"advantage": "reinforce++_baseline"}, True),
+        ({"advantage": "reinforce++"}, False),
+    ],
+)
+def test_rewards_are_flat_where_no_answer_differs_from_those_that_it_is_compared_with(
+    algorithm: dict[str, Any], stops: bool, qwen3: Path, mesh: DeviceMesh
+):
+    limits = OFF | {"flat_reward_steps": 3, "zero_gradient_steps": 2}
+    config = make_config(qwen3, replay={"async_lag": 2}, algorithm=algorithm, limits=limits)
+    trainer = Trainer(config, *built(config, mesh), guards=Guards(config))
+    apart = [[dataclasses.replace(t, reward=float(t.group % 2)) for t in random_step(step)] for step in (1, 2, 3)]
+    verdicts = [train(trainer, trajectories, step).verdict for step, trajectories in enumerate(apart, start=1)]
+    assert [bool(verdict.alarms) for verdict in verdicts] == [False, False, stops]
+    if stops:
+        assert "every group's rewards are equal" in said(verdicts[2])
+
+
+def test_answers_that_are_all_masked_are_not_called_flat(make: Make):
+    trainer = make(flat_reward_steps=1, zero_gradient_steps=2)
+    masked = [dataclasses.replace(t, loss_mask=[0] * len(t.loss_mask)) for t in honest(trainer.policy, 5)]
+    updates = [train(trainer, masked, step) for step in (5, 6)]
+    assert [update.reason for update in updates] == ["no_tokens"] * 2 and not updates[0].verdict.alarms
+    assert "is every token clipped or masked?" in said(updates[1].verdict)
+
+
 def test_updates_that_change_no_weight_stop_the_run(qwen3: Path, mesh: DeviceMesh):
     config = make_config(qwen3, learner={"lr": 1e-60}, limits=OFF | {"zero_gradient_steps": 2})
     policy, optimizer = built(config, mesh)
