@@ -7,6 +7,7 @@ gave the digest that its journal has, the line holds it as `expected`. Imports n
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ class Ledger:
         if resume_version is not None:
             lines = read(run_dir)
             if self._path.exists():  # without a torn last line: its step is above the checkpoint's
-                self._path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+                os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
             surviving = {line["step"]: line["groups"] for line in lines if line["step"] <= resume_version}
             self._trained = {(pass_, index) for groups in surviving.values() for pass_, index in groups}
 

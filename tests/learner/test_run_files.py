@@ -1,6 +1,8 @@
 """Files of a run: the ledger, evaluations beside what was asked, rollouts with every digit of their logprobs."""
 
 import json
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -149,3 +151,18 @@ def test_steps_after_the_checkpoint_may_be_made_again_and_no_others(tmp_path):
     assert resumed.append(3, [[0, 3]], incarnation=2, digest="d", expected="d") == 0
     assert resumed.append(4, [[0, 1]], **OF_STEP) == 1
     assert [(line["step"], line.get("expected")) for line in read(tmp_path)][2:] == [(3, None), (3, "d"), (4, None)]
+
+
+def test_a_kill_at_the_beginning_of_a_resume_leaves_every_line(tmp_path, monkeypatch):
+    ledger = Ledger(tmp_path, resume_version=None)
+    for step in (1, 2):
+        ledger.append(step, [[0, step]], **OF_STEP)
+
+    def killed(path: Path, *_: Any, **__: Any) -> None:
+        path.open("w").close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)  # between opening a file and writing what was in it
+    with suppress(KeyboardInterrupt):
+        Ledger(tmp_path, resume_version=2)
+    assert [line["step"] for line in read(tmp_path)] == [1, 2]
