@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
 from configs.limits import Limits, rules_of
+from learner.checkpoints.folders import CheckpointError
 from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
 from learner.guards.moving import WARM_UP
 from learner.guards.roll_back import RollBack, RollBacks
@@ -417,6 +418,19 @@ def test_a_checkpoint_on_its_way_to_the_disk_comes_before_the_choice_of_where_to
     with pytest.raises(RollBack, match=r"it broke .to version 10, 1 of 2."):
         learner.checkpoints.settle = lambda *, wait: None
         Learner._roll_back(learner, 12, Alarm("ess", "roll_back", 11, "it broke"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_stops_completes_the_checkpoint_on_its_way_to_the_disk(fails: bool, caplog: Any):
+    learner = Mock(_saved={})
+    written = SimpleNamespace(step=10, kept=[10], metrics={})
+    learner.checkpoints.settle = Mock(side_effect=CheckpointError("no room") if fails else None, return_value=written)
+    learner._settle = lambda *, wait: Learner._settle(learner, wait=wait)
+    learner._stop = lambda alarm: Learner._stop(learner, alarm)
+    with pytest.raises(SilentlyWrong, match="it broke"):
+        Learner._act(learner, 11, Verdict((Alarm("ess", "stop", 9, "it broke"),)))
+    learner.checkpoints.settle.assert_called_once_with(wait=True)
+    assert learner.batches.announce.called != fails and ("no room" in caplog.text) == fails
 
 
 def test_on_gpus_float32_is_warned_of():
