@@ -233,7 +233,7 @@ class Learner:
         moved, lr = update.applied and update.sums.grad_norm > 0, update.lr
         alarm = self.guards.weigh(step, was_applied=moved, has_changed=self._has_changed, lr=lr)
         if alarm is not None:
-            raise alarm.error()
+            self._stop(alarm)
 
     def _act(self, step: int, verdict: Verdict) -> None:
         """What follows from a verdict once the step is committed; every rank does the same."""
@@ -243,9 +243,17 @@ class Learner:
             log.warning("guard: step %d: the lag is %d at most from here on", step, verdict.async_lag)
             self.batches.announce(m.LowerLag(step=step, async_lag=verdict.async_lag))
         if (stops := verdict.first("stop")) is not None:
-            raise stops.error()
+            self._stop(stops)
         if (rolls_back := verdict.first("roll_back")) is not None:
             self._roll_back(step, rolls_back)
+
+    def _stop(self, alarm: Alarm) -> NoReturn:
+        """End the run (a collective). A checkpoint on its way to the disk comes first: --resume is to go on from it."""
+        try:
+            self._settle(wait=True)
+        except CheckpointError as error:
+            log.error("%s", error)
+        raise alarm.error()
 
     def _roll_back(self, step: int, alarm: Alarm) -> NoReturn:
         """Have the next incarnation begin before the first bad step (a collective); or stop, where it cannot.

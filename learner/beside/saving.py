@@ -60,8 +60,11 @@ def load_part(folder: Path, model: Policy, optimizer: Optimizer | None) -> None:
     saved: dict[str, Any] = json.loads((folder / "part.json").read_text(encoding="utf-8"))
     here = _describe(model, optimizer)
     if here["layout"] != saved["layout"]:
-        differing = next(pair for pair in zip(saved["layout"], here["layout"], strict=False) if pair[0] != pair[1])
-        raise ValueError(f"{folder.name}/ is of another architecture: {differing[0]} there, {differing[1]} here")
+        there, own = next(pair for pair in zip(saved["layout"], here["layout"], strict=False) if pair[0] != pair[1])
+        if there[:2] == own[:2]:
+            key = "set learner.compute_dtype as it was"
+            raise ValueError(f"{folder.name}/ has weights in {there[2]}, this run has them in {own[2]}; {key}")
+        raise ValueError(f"{folder.name}/ is of another architecture: {there} there, {own} here")
     dcp_load(_tensors(model, optimizer), checkpoint_id=folder / "dcp", process_group=model.group)
     if optimizer is not None:
         optimizer.set_steps(saved["updates"])

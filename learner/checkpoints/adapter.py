@@ -58,8 +58,9 @@ def describe_base(policy: Policy) -> dict[str, Any]:
     """What state.json says of the frozen weights; empty without LoRA."""
     if policy.lora is None:
         return {}
-    digest = combined(policy.frozen_digests)
-    return {"base": {"path": str(policy.source), "digest": digest, "lora": policy.lora.model_dump()}}
+    described = {"path": str(policy.source), "digest": combined(policy.frozen_digests)}
+    dtype = str(policy.frozen()[0].local.dtype).removeprefix("torch.")
+    return {"base": {**described, "dtype": dtype, "lora": policy.lora.model_dump()}}
 
 
 def problem_with_base(saved: Mapping[str, Any], policy: Policy) -> str:
@@ -72,6 +73,11 @@ def problem_with_base(saved: Mapping[str, Any], policy: Policy) -> str:
         return f"was trained {there} learner.lora and this run is {here}; set learner.lora.rank as it was"
     if own["lora"] != base["lora"]:
         return f"has adapters of learner.lora {base['lora']}, this run has {own['lora']}; set it as it was"
+    if base.get("dtype", own["dtype"]) != own["dtype"]:  # checkpoints of earlier versions do not say
+        return (
+            f"has adapters of weights in {base['dtype']}, this run has them in {own['dtype']}; set"
+            " learner.compute_dtype and rollout.dtype as they were"
+        )
     if own["digest"] != base["digest"]:
         return (
             f"has adapters of other frozen weights: digest {base['digest']} of {base['path']} there, {own['digest']} of"

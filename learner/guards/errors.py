@@ -20,14 +20,16 @@ class FlatRewards(
     mend="Call the function with `python -m rollout_server.try_reward`, read answers in the run folder, and mix in"
     " prompts that succeed now and then.",
 ):
-    """All rewards of a step are equal, for limits.flat_reward_steps steps in a row."""
+    """The rewards of every group are equal, for limits.flat_reward_steps steps in a row."""
 
 
 class NoGradient(
     SilentlyWrong,
     code="SLIP-GUARD-03",
     cause="Every token is clipped or masked: the policy is too far from the one that sampled, or a mask is wrong.",
-    mend="Look at actor/pg_clipfrac and training/ess; lower learner.lr or replay.async_lag, widen algorithm.clip_high.",
+    mend="Look at actor/pg_clipfrac and training/ess; lower learner.lr or replay.async_lag, widen algorithm.clip_high."
+    " Where training/loss_tokens is 0, raise rollout.max_new_tokens (algorithm.overlong_filter) or take"
+    " replay.on_stale=wait.",
 ):
     """The gradient is exactly zero although advantages are not, for limits.zero_gradient_steps steps in a row."""
 

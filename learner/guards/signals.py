@@ -44,6 +44,7 @@ class Memory:
 
     def __init__(self, config: Config) -> None:
         self.is_16bit = {config.rollout.dtype, config.learner.compute_dtype} != {"float32"}
+        self.compares_within_groups = config.algorithm.compares_within_groups
         limits = config.limits
         self.max_diff = limits.max_logprob_diff_16bit if self.is_16bit else limits.max_logprob_diff
         self.entropy, self.reward = Moving(), Moving()
@@ -60,10 +61,11 @@ class Memory:
         found: dict[str, float | None] = dict.fromkeys(NAMES)
         has_tokens = sums.global_tokens > 0
         is_finite = not has_tokens or (math.isfinite(sums.loss) and math.isfinite(sums.grad_norm))
-        is_flat = not has_tokens or float(np.ptp(batch.all_rewards)) == 0.0  # even a critic has nothing to compare then
+        is_flat = self._is_flat(batch)
         found["flat_reward_steps"] = float(is_flat)
         if has_tokens:
             found["nonfinite"] = found["nonfinite_steps"] = float(not is_finite)
+        if has_tokens or not is_flat:  # without a token in the loss, though answers differ: all are masked
             found["zero_gradient_steps"] = float(sums.grad_norm == 0.0 and not is_flat)
         found["reward"] = self._reward(batch)
         lengths = batch.all_loss_tokens
@@ -77,6 +79,15 @@ class Memory:
         if sums.fresh_tokens:
             found |= self._mismatch(measured[NAMES["max_logprob_diff"]], sums.fresh_tokens)
         return found
+
+    def _is_flat(self, batch: Batch) -> bool:
+        """Whether all rewards are equal that are compared with each other: of each group, or of the whole batch."""
+        if not self.compares_within_groups:
+            return float(np.ptp(batch.all_rewards)) == 0.0  # even a critic has nothing to compare then
+        low, high = np.full(len(batch.group_ids), np.inf), np.full(len(batch.group_ids), -np.inf)
+        np.minimum.at(low, batch.all_groups, batch.all_rewards)
+        np.maximum.at(high, batch.all_groups, batch.all_rewards)
+        return bool((low >= high).all())
 
     def _reward(self, batch: Batch) -> float | None:
         """Deviations between the mean reward and its moving mean. A mean over groups has a variance of its own:

@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+import torch
+
 from configs.algorithm import Algorithm
 from configs.errors import SlipstreamError
 from learner.losses.base import Loss, LossFactory, LossInputs, LossOutput
@@ -29,23 +31,45 @@ class LossError(
     SlipstreamError,
     ValueError,
     code="SLIP-LEARN-02",
-    cause="algorithm.loss names a file or function that is not there, or that makes no loss.",
-    mend="Correct path/to/file.py:name; docs/algorithms.md.",
+    cause="algorithm.loss names a file or function that is not there, or that makes no loss, or one that gives"
+    " something else than a value for each token.",
+    mend="Correct path/to/file.py:name, or the function; docs/algorithms.md has an example.",
 ):
     """algorithm.loss cannot be used; the message says what it names."""
 
 
 def build_loss(algorithm: Algorithm) -> Loss:
-    """The loss of this configuration.
+    """The loss of this configuration; one from a file raises LossError where it gives something else than [n] values.
 
     Raises:
         LossError: algorithm.loss names a file or a function in it that is not there, or that is no factory of a loss.
     """
-    factory = LOSSES.get(algorithm.loss) or _from_file(algorithm.loss)
-    loss = factory(algorithm)
+    if algorithm.loss in LOSSES:
+        return LOSSES[algorithm.loss](algorithm)
+    loss = _from_file(algorithm.loss)(algorithm)
     if not callable(loss):
         raise LossError(f"algorithm.loss: {algorithm.loss!r} gave {type(loss).__name__} instead of a loss")
-    return loss
+
+    def checked(inputs: LossInputs) -> LossOutput:
+        output = loss(inputs)
+        if problem := _problem_with(output, inputs.logprobs):
+            raise LossError(
+                f"algorithm.loss: {algorithm.loss!r} {problem}; return LossOutput(loss=...) with a value for each token"
+                " as it comes from logprobs, neither summed nor averaged: that is done over the whole batch"
+            )
+        return output
+
+    return checked
+
+
+def _problem_with(output: object, logprobs: torch.Tensor) -> str:
+    """Why it is no loss of these [n] logprobs; empty where it is. A mean over a row would spread unnoticed."""
+    if not isinstance(output, LossOutput) or not torch.is_tensor(output.loss):
+        return f"returned {type(output).__name__} instead of a LossOutput with a tensor"
+    for name, values in (("loss", output.loss), ("clipped", output.clipped)):
+        if values is not None and values.shape != logprobs.shape:
+            return f"gave {name} of shape {list(values.shape)} for {len(logprobs)} tokens"
+    return "gave a loss without a gradient" if logprobs.requires_grad and not output.loss.requires_grad else ""
 
 
 def _from_file(place: str) -> LossFactory:

@@ -16,6 +16,7 @@ from tiny_models import built, make_config, save_model, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
+from learner.beside.build import build_beside
 from learner.checkpoints import checkpointer
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.checkpoints.folders import latest_complete
@@ -157,6 +158,29 @@ def test_a_reference_that_was_refreshed_is_not_forgotten_in_silence(config, keep
     keeper._config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl": "k3"})})
     with pytest.raises(CheckpointError, match=r"step_1 has reference/, .* algorithm.reference_refresh_steps 0 would"):
         keeper.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"learner": {"lora": {"rank": 2}}}, r"adapters of weights in bfloat16, this run has them in float32"),
+        (
+            {"algorithm": {"kl": "k3", "reference_refresh_steps": 2}},
+            r"reference/ has weights in torch.bfloat16, this run has them in torch.float32; set learner.compute_dtype",
+        ),
+    ],
+)
+def test_weights_in_another_dtype_are_not_called_another_model(qwen3, tmp_path, mesh, sections, words):
+    def keeper_in(dtype: str) -> Checkpointer:
+        run, learner = {"dir": str(tmp_path), "name": "run"}, {**sections.get("learner", {}), "compute_dtype": dtype}
+        config = make_config(qwen3, **{**sections, "run": run, "learner": learner, "rollout": {"dtype": dtype}})
+        policy, optimizer = built(config, mesh)
+        return Checkpointer(config, policy, optimizer, build_beside(config, policy, {}).parts)
+
+    saved(keeper_in("bfloat16"), 1)
+    assert keeper_in("bfloat16").resume()
+    with pytest.raises(CheckpointError, match=words):
+        keeper_in("float32").resume()
 
 
 def test_a_copy_of_other_weights_than_were_committed_is_refused(keeper):

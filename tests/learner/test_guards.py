@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
 from configs.limits import Limits, rules_of
+from learner.checkpoints.folders import CheckpointError
 from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
 from learner.guards.moving import WARM_UP
 from learner.guards.roll_back import RollBack, RollBacks
@@ -211,6 +212,37 @@ def test_steps_that_teach_nothing_stop_the_run(make: Make):
     assert stopped is not None and "the gradient is exactly zero although advantages are not" in stopped.text
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "stops"),
+    [
+        ({}, True),
+        ({"drop_zero_advantage": False}, True),
+        ({"advantage": "dr_grpo", "drop_zero_advantage": False, "entropy_coef": 0.01}, True),
+        ({"advantage": "reinforce++_baseline"}, True),
+        ({"advantage": "reinforce++"}, False),
+    ],
+)
+def test_rewards_are_flat_where_no_answer_differs_from_those_that_it_is_compared_with(
+    algorithm: dict[str, Any], stops: bool, qwen3: Path, mesh: DeviceMesh
+):
+    limits = OFF | {"flat_reward_steps": 3, "zero_gradient_steps": 2}
+    config = make_config(qwen3, replay={"async_lag": 2}, algorithm=algorithm, limits=limits)
+    trainer = Trainer(config, *built(config, mesh), guards=Guards(config))
+    apart = [[dataclasses.replace(t, reward=float(t.group % 2)) for t in random_step(step)] for step in (1, 2, 3)]
+    verdicts = [train(trainer, trajectories, step).verdict for step, trajectories in enumerate(apart, start=1)]
+    assert [bool(verdict.alarms) for verdict in verdicts] == [False, False, stops]
+    if stops:
+        assert "every group's rewards are equal" in said(verdicts[2])
+
+
+def test_answers_that_are_all_masked_are_not_called_flat(make: Make):
+    trainer = make(flat_reward_steps=1, zero_gradient_steps=2)
+    masked = [dataclasses.replace(t, loss_mask=[0] * len(t.loss_mask)) for t in honest(trainer.policy, 5)]
+    updates = [train(trainer, masked, step) for step in (5, 6)]
+    assert [update.reason for update in updates] == ["no_tokens"] * 2 and not updates[0].verdict.alarms
+    assert "is every token clipped or masked?" in said(updates[1].verdict)
+
+
 def test_updates_that_change_no_weight_stop_the_run(qwen3: Path, mesh: DeviceMesh):
     config = make_config(qwen3, learner={"lr": 1e-60}, limits=OFF | {"zero_gradient_steps": 2})
     policy, optimizer = built(config, mesh)
@@ -386,6 +418,19 @@ def test_a_checkpoint_on_its_way_to_the_disk_comes_before_the_choice_of_where_to
     with pytest.raises(RollBack, match=r"it broke .to version 10, 1 of 2."):
         learner.checkpoints.settle = lambda *, wait: None
         Learner._roll_back(learner, 12, Alarm("ess", "roll_back", 11, "it broke"))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_that_stops_completes_the_checkpoint_on_its_way_to_the_disk(fails: bool, caplog: Any):
+    learner = Mock(_saved={})
+    written = SimpleNamespace(step=10, kept=[10], metrics={})
+    learner.checkpoints.settle = Mock(side_effect=CheckpointError("no room") if fails else None, return_value=written)
+    learner._settle = lambda *, wait: Learner._settle(learner, wait=wait)
+    learner._stop = lambda alarm: Learner._stop(learner, alarm)
+    with pytest.raises(SilentlyWrong, match="it broke"):
+        Learner._act(learner, 11, Verdict((Alarm("ess", "stop", 9, "it broke"),)))
+    learner.checkpoints.settle.assert_called_once_with(wait=True)
+    assert learner.batches.announce.called != fails and ("no room" in caplog.text) == fails
 
 
 def test_on_gpus_float32_is_warned_of():

@@ -1,5 +1,6 @@
 """The objective of a row: which policy is the anchor, what a correction does to it, terms beside the loss."""
 
+from pathlib import Path
 from typing import Any
 
 import algorithm_reference as reference
@@ -10,6 +11,7 @@ from test_algorithms import LENGTHS
 from tiny_models import row_of
 
 from configs.algorithm import Algorithm
+from learner.losses import LossError
 from learner.objective import Objective
 from learner.rows import Row
 
@@ -112,3 +114,37 @@ def test_a_row_without_a_token_in_the_loss_measures_zeros() -> None:
         loss, measured = Objective(algorithm)(row, empty, empty)
         loss.backward()
         assert loss == 0 and all(value == 0 for value in measured.values())
+
+
+OWN = """
+from learner.losses import LossOutput
+
+def factory(algorithm):
+    def loss(inputs):
+        value = -inputs.advantages * inputs.logprobs
+        return RETURNED
+    return loss
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        ("LossOutput(loss=value)", ""),
+        ("LossOutput(loss=value.mean())", r"gave loss of shape \[\] for 25 tokens; return LossOutput\(loss=...\)"),
+        ("LossOutput(loss=value, clipped=(value > 0).float().mean())", r"gave clipped of shape \[\] for 25 tokens"),
+        ("LossOutput(loss=value.detach())", "gave a loss without a gradient"),
+        ("value", "returned Tensor instead of a LossOutput"),
+    ],
+)
+def test_a_loss_of_ones_own_gives_a_value_for_each_token(tmp_path: Path, returned: str, said: str) -> None:
+    (tmp_path / "own.py").write_text(OWN.replace("RETURNED", returned))
+    row, logprobs, entropy = made()
+    objective = Objective(Algorithm(loss=f"{tmp_path}/own.py:factory", entropy_coef=0.1))
+    if said:
+        with pytest.raises(LossError, match=said):
+            objective(row, logprobs, entropy)
+        return
+    objective(row, logprobs, entropy)[0].backward()
+    assert logprobs.grad is not None
+    torch.testing.assert_close(logprobs.grad, -row.weights * row.advantages)
