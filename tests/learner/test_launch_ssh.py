@@ -261,14 +261,26 @@ def test_a_node_of_reward_servers_that_hears_nothing_says_so(tmp_path, monkeypat
     assert "node-node2 waited 0.2 s for a sign of replay" in path.read_text()
 
 
-def test_nodes_that_do_not_end_leave_a_hang_report(tmp_path, monkeypatch, capsys):
+def remote(name, *command):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return ssh.Remote(name, Host(name, "10.0.0.1", name, None), subprocess.Popen(command, **pipes))
+
+
+def test_the_first_learner_node_has_its_time_to_report_after_the_others_have_ended_well(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ssh, "FAREWELL_S", 0.3)
+    remotes = [remote("node0", "sleep", "1.5"), remote("node1", "true")]
+    try:
+        assert ssh._watch(remotes, "learner", str(tmp_path / "job")) == 0
+    finally:
+        ssh.stop(remotes)
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err == ""
 
-    def remote(name, *command):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return ssh.Remote(name, Host(name, "10.0.0.1", name, None), subprocess.Popen(command, **pipes))
 
-    remotes = [remote("node0", "true"), remote("node1", "cat")]
+@pytest.mark.parametrize("ended", ["true", "false"])
+def test_nodes_that_do_not_end_leave_a_hang_report(tmp_path, monkeypatch, capsys, ended):
+    monkeypatch.setattr(ssh, "FAREWELL_S", 0.3)
+    remotes = [remote("node0", ended), remote("node1", "cat")]
+    remotes = remotes if ended == "true" else remotes[::-1]
     try:
         assert ssh._watch(remotes, "learner", str(tmp_path / "job")) == 1
     finally:
