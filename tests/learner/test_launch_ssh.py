@@ -246,6 +246,24 @@ def test_a_node_that_replay_never_answers_leaves_a_hang_report(tmp_path, monkeyp
     assert path.read_text().splitlines()[1] == said and "STACKS OF node-node1" in path.read_text()
 
 
+@pytest.mark.parametrize(("silent", "code", "said"), [(True, 1, "waited 0.2 s"), (False, 2, "launcher (pid")])
+def test_a_scheduler_learns_what_another_start_would_refuse_again(tmp_path, capsys, monkeypatch, silent, code, said):
+    """Kubernetes ends the JobSet at exit code 2: replay may be a pod that waits for its machine, data never comes."""
+    settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
+    settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
+    settings += ["model.path=missing", "rollout.wait_for_servers_s=0.2"]
+    (tmp_path / "config.yaml").write_text(dump(configs.load("quickstart", settings)))
+    (tmp_path / "hosts").write_text(HOSTS)
+    words = ["--role", "learner", "--node", "node1" if silent else "node0", "--hosts", str(tmp_path / "hosts")]
+    monkeypatch.setattr(node, "ask_replay", lambda *_: None)
+    monkeypatch.setattr(node, "catch_signals", lambda: None)
+    monkeypatch.setattr(node, "ignore_signals", lambda: None)
+    monkeypatch.setattr("sys.argv", ["node", *words, "--config", str(tmp_path / "config.yaml")])
+    assert node.main() == code
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert said in last and "refused" not in last
+
+
 def test_a_node_of_reward_servers_that_hears_nothing_says_so(tmp_path, monkeypatch, capsys):
     settings = ["placement.learner='node0:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
     settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
