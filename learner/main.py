@@ -74,6 +74,7 @@ def main() -> int:
         check_available(config, runs_servers=config.placement.local_rollouts)
         if args.resume is not None:
             folder, overrides = Path(args.resume), overrides_of(args)
+            earlier_run.check_ended(folder)
             earlier_run.log_changes(folder, earlier_run.changes(folder, overrides, config))
         launcher.config = claim_run_dir(config, new=args.resume is None)
         if launcher.config.run_dir != config.run_dir:

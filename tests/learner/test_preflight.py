@@ -23,6 +23,7 @@ from learner.main import prepare
 from learner.report.live_view import LiveView
 from replay import keys as make_keys
 from replay.channel import KeysError
+from replay.journal import FolderLock
 
 
 def config_in(folder: Path, **sections: dict[str, object]) -> Config:
@@ -184,6 +185,21 @@ def test_what_a_resume_changes_is_shown_and_logged(resume, tmp_path, capsys):
     log = (tmp_path / "same" / "config.changes.log").read_text().splitlines()
     assert [line.partition(" --resume: ")[2] for line in log] == said
     assert earlier_run.changes(tmp_path / "same", [], config) == {}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_resume_of_a_run_that_goes_on_changes_nothing_in_its_folder(resume, tmp_path, monkeypatch, capsys, ends):
+    lock, before = FolderLock(tmp_path / "same" / "journal"), (tmp_path / "same" / "config.yaml").read_text()
+    monkeypatch.setattr(earlier_run, "ENDS_S", 0.3)
+    monkeypatch.setattr(sys, "argv", ["main", "--resume", str(tmp_path / "same"), "--set", "learner.lr=0.5"])
+    monkeypatch.setattr(launcher, "say_at_start", lambda *_: None)
+    monkeypatch.setattr(launcher, "run", lambda made: int(not made.resume))
+    monkeypatch.setattr(earlier_run.time, "sleep", lambda _: lock.close() if ends else None)
+    assert launcher.main() == (0 if ends else 2)
+    text = (tmp_path / "same" / "config.yaml").read_text()
+    assert (text != before) is (tmp_path / "same" / earlier_run.CHANGES).exists() is ends
+    assert ("journal: another replay is writing this journal; let that run end" in capsys.readouterr().err) is not ends
+    lock.close()
 
 
 @pytest.mark.parametrize(
