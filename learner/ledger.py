@@ -24,7 +24,9 @@ class Ledger:
         if resume_version is not None:
             lines = read(run_dir)
             if self._path.exists():  # without a torn last line: its step is above the checkpoint's
-                self._path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+                beside = self._path.with_suffix(".jsonl.new")  # a full disk, or a kill, leaves the ledger as it was
+                beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+                beside.replace(self._path)
             surviving = {line["step"]: line["groups"] for line in lines if line["step"] <= resume_version}
             self._trained = {(pass_, index) for groups in surviving.values() for pass_, index in groups}
 

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from learner.examples import sort6
 from learner.launch import earlier_run, preflight
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import check_keys, check_run_dir, check_trackers, claim_run_dir, make_input
+from learner.ledger import Ledger
 from learner.main import prepare
 from learner.report.live_view import LiveView
 from replay import keys as make_keys
@@ -87,6 +89,22 @@ def test_a_resumed_run_keeps_its_folder(tmp_path):
     claim_run_dir(config_in(tmp_path), new=True)
     changed = config_in(tmp_path, learner={"total_steps": 20})
     assert claim_run_dir(changed, new=False) == changed == load(tmp_path / "same" / "config.yaml")
+
+
+def test_a_disk_that_is_full_at_a_resume_takes_nothing_of_the_run(tmp_path):
+    claim_run_dir(config_in(tmp_path), new=True)
+    ledger(tmp_path, *range(1, 9))
+    kept = {path: path.read_bytes() for path in (tmp_path / "same").glob("*")}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="File too large"):
+            claim_run_dir(config_in(tmp_path, learner={"total_steps": 20}), new=False)
+        with pytest.raises(OSError, match="File too large"):
+            Ledger(tmp_path / "same", resume_version=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path: path.read_bytes() for path in kept} == kept
 
 
 @pytest.mark.parametrize(
