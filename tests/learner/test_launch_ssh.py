@@ -341,6 +341,13 @@ def test_servers_of_this_host(tmp_path, monkeypatch, capsys, settings, code, wor
     assert list((tmp_path / "work").iterdir()) == [], "a dry run writes nothing"
 
 
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_no_server_at_all_is_refused(capsys, count):
+    with pytest.raises(SystemExit) as ended:
+        here.run_servers([f"--servers={count}"], "tcp://10.0.0.1:5757")
+    assert ended.value.code == 2 and f"--servers {count}: give 1 or more" in capsys.readouterr().err
+
+
 def test_gpus_are_counted_whatever_is_visible(tmp_path, monkeypatch):
     shown_gpus(tmp_path, monkeypatch, "NVIDIA H200 (UUID: GPU-1)", "NVIDIA H200 (UUID: GPU-2)")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
