@@ -85,6 +85,9 @@ def main() -> int:
     except REFUSALS as error:
         say(f"refused: {error}")
         return 2
+    except RunFailed as failure:
+        say(f"not resumed: {failure}")
+        return 1
 
 
 def prepare(args: argparse.Namespace) -> Config:

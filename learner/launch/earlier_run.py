@@ -15,6 +15,7 @@ from configs.loading import leaf_keys, load, read_yaml
 from configs.schema import Config
 from learner import ledger
 from learner.launch.preflight import with_free_name
+from learner.launch.servers import RunFailed
 from replay.fingerprint import FingerprintError, model_fingerprint
 from replay.journal import FolderLock, JournalError, JournalReader
 from replay.journal.apply import KEPT
@@ -48,15 +49,15 @@ def check_ended(run_dir: Path) -> None:
     """Have nothing in the folder of a run changed that goes on: what it starts again would read the new config.yaml.
 
     Raises:
-        JournalError: its replay still writes the journal; one that was just killed has ENDS_S to be gone.
+        RunFailed: its replay still writes the journal; one that was just killed has ENDS_S to be gone.
     """
     folder, deadline = run_dir / "journal", time.monotonic() + ENDS_S
     while folder.is_dir():
         try:
             FolderLock(folder).close()
-        except JournalError:
+        except JournalError as error:
             if time.monotonic() > deadline:
-                raise
+                raise RunFailed(str(error)) from error  # no refusal: a later start finds that it has ended
             time.sleep(0.1)
         else:
             return

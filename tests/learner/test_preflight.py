@@ -213,7 +213,7 @@ def test_a_resume_of_a_run_that_goes_on_changes_nothing_in_its_folder(resume, tm
     monkeypatch.setattr(launcher, "say_at_start", lambda *_: None)
     monkeypatch.setattr(launcher, "run", lambda made: int(not made.resume))
     monkeypatch.setattr(earlier_run.time, "sleep", lambda _: lock.close() if ends else None)
-    assert launcher.main() == (0 if ends else 2)
+    assert launcher.main() == (0 if ends else 1), "a scheduler may try again"
     text = (tmp_path / "same" / "config.yaml").read_text()
     assert (text != before) is (tmp_path / "same" / earlier_run.CHANGES).exists() is ends
     assert ("journal: another replay is writing this journal; let that run end" in capsys.readouterr().err) is not ends
