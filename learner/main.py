@@ -74,6 +74,7 @@ def main() -> int:
         check_available(config, runs_servers=config.placement.local_rollouts)
         if args.resume is not None:
             folder, overrides = Path(args.resume), overrides_of(args)
+            earlier_run.check_ended(folder)
             earlier_run.log_changes(folder, earlier_run.changes(folder, overrides, config))
         launcher.config = claim_run_dir(config, new=args.resume is None)
         if launcher.config.run_dir != config.run_dir:
@@ -84,6 +85,9 @@ def main() -> int:
     except REFUSALS as error:
         say(f"refused: {error}")
         return 2
+    except RunFailed as failure:
+        say(f"not resumed: {failure}")
+        return 1
 
 
 def prepare(args: argparse.Namespace) -> Config:

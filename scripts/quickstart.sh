@@ -80,6 +80,11 @@ until mkdir "runs/$name" 2>/dev/null; do
   name="$base-$((number++))"
 done
 started=$(date +%s.%N)
-"$python" -m learner.main "${settings[@]}" --seed "$seed" --name "$name" "${overrides[@]}"
+code=0
+"$python" -m learner.main "${settings[@]}" --seed "$seed" --name "$name" "${overrides[@]}" || code=$?
+if ((code)); then
+  rmdir "runs/$name" 2>/dev/null || true # a run that was refused leaves it empty: the next one has its name
+  exit "$code"
+fi
 seconds=$("$python" -c "import time; print(time.time() - $started)")
 "$python" -m learner.report.summary "runs/$name" --train-seconds "$seconds"

@@ -8,6 +8,7 @@ from pathlib import Path
 from configs.schema import Config
 from learner.doctor.facts import MIB
 from learner.doctor.findings import Finding
+from learner.doctor.machine import DTYPE_BYTES
 from learner.policy.memory import GIB, Sizes
 
 JOURNAL_BYTES = GIB // 16
@@ -17,16 +18,21 @@ SLOW = 50e6
 """Bytes a second; a checkpoint of 8B is 100 GB."""
 STATE_BYTES = 12
 """A parameter in dcp/: weight and two moments in float32."""
-HF_BYTES = 4
-"""At most, in hf/."""
 MEND = "free some, or name a folder with room (run.dir)"
 
 
 def checkpoint_bytes(config: Config, sizes: Sizes) -> int:
-    """Of one checkpoint, at most: dcp/ and hf/."""
-    if config.learner.lora.rank:
-        return sizes.adapter_parameters(config.learner.lora) * (STATE_BYTES + HF_BYTES)
-    return sizes.parameters * (STATE_BYTES + HF_BYTES)
+    """Of one checkpoint: dcp/ of what is trained, hf/ of the whole policy; a critic is taken to be of its size."""
+    lora = config.learner.lora
+    trained = sizes.adapter_parameters(lora) if lora.rank else sizes.parameters
+    if config.algorithm.advantage == "gae":
+        trained += sizes.parameters
+    return trained * STATE_BYTES + weights_bytes(config, sizes)
+
+
+def weights_bytes(config: Config, sizes: Sizes) -> int:
+    """Of hf/, all that checkpoint.keep_best keeps: with LoRA the adapters are merged there."""
+    return sizes.parameters * DTYPE_BYTES[config.checkpoint.hf_dtype]
 
 
 def room(config: Config, sizes: Sizes | None) -> Finding:
@@ -37,8 +43,8 @@ def room(config: Config, sizes: Sizes | None) -> Finding:
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     one = checkpoint_bytes(config, sizes) if sizes is not None else 0
-    kept = config.checkpoint.keep + 1  # the next one is written before the oldest is deleted
-    whole = kept * one + JOURNAL_BYTES
+    kept, best = config.checkpoint.keep + 1, config.checkpoint.keep_best  # the next one comes before the oldest goes
+    whole = kept * one + JOURNAL_BYTES + (best * weights_bytes(config, sizes) if sizes is not None else 0)
     said = f"{free / GIB:.1f} GiB free in {folder}"
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     largest = max(one // max(1, config.num_learner_ranks), JOURNAL_BYTES)
@@ -51,7 +57,8 @@ def room(config: Config, sizes: Sizes | None) -> Finding:
         what = f"{said}; one checkpoint and the journal take {(one + JOURNAL_BYTES) / GIB:.1f} GiB"
         return Finding("stop", "disk", what, why="the run would end at its first checkpoint", mend=MEND)
     if free < whole:
-        what = f"{said}; {kept} checkpoints at a time (checkpoint.keep {config.checkpoint.keep}) take {whole / GIB:.1f}"
+        what = f"{said}; {kept} checkpoints at a time (checkpoint.keep {config.checkpoint.keep}"
+        what += f"{f', and {best} of keep_best' if best else ''}) take {whole / GIB:.1f}"
         return Finding("warn", "disk", f"{what} GiB", why="the run would end at a later checkpoint", mend=MEND)
     if disk.f_files > 0 and disk.f_favail < FREE_INODES:
         what = f"{disk.f_favail} inodes are free in {folder}"

@@ -15,11 +15,13 @@ from configs.loading import leaf_keys, load, read_yaml
 from configs.schema import Config
 from learner import ledger
 from learner.launch.preflight import with_free_name
+from learner.launch.servers import RunFailed
 from replay.fingerprint import FingerprintError, model_fingerprint
-from replay.journal import JournalReader
+from replay.journal import FolderLock, JournalError, JournalReader
 from replay.journal.apply import KEPT
 
 CHANGES = "config.changes.log"
+ENDS_S = 5.0
 FIXED = tuple(key for _, _, key in KEPT if key in leaf_keys())
 """Keys that a journal depends on. Of the data, replay compares the contents: its path may change."""
 
@@ -41,6 +43,24 @@ def resumed(run_dir: Path, overrides: list[str]) -> Config:
             " --steps, or leave it out"
         )
     return config
+
+
+def check_ended(run_dir: Path) -> None:
+    """Have nothing in the folder of a run changed that goes on: what it starts again would read the new config.yaml.
+
+    Raises:
+        RunFailed: its replay still writes the journal; one that was just killed has ENDS_S to be gone.
+    """
+    folder, deadline = run_dir / "journal", time.monotonic() + ENDS_S
+    while folder.is_dir():
+        try:
+            FolderLock(folder).close()
+        except JournalError as error:
+            if time.monotonic() > deadline:
+                raise RunFailed(str(error)) from error  # no refusal: a later start finds that it has ended
+            time.sleep(0.1)
+        else:
+            return
 
 
 def changes(run_dir: Path, overrides: list[str], config: Config) -> dict[str, tuple[Any, Any]]:

@@ -277,8 +277,11 @@ def claim_run_dir(config: Config, *, new: bool) -> Config:
         folder = Path(claimed.run_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / "config.yaml").open("x" if new else "w", encoding="utf-8") as file:
+            path, beside = folder / "config.yaml", folder / "config.yaml.new"
+            with (path if new else beside).open("x" if new else "w", encoding="utf-8") as file:
                 file.write(dump(claimed))
+            if not new:  # whole, or the one before: a disk that is still full must not take the run's configuration
+                beside.replace(path)
             return claimed
         except OSError as error:
             if not (isinstance(error, FileExistsError) and folder.is_dir()):

@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 MOST = 20
 """Reports of one run; the first ones are the ones to read."""
+MOST_ASIDE = 10
+"""Of them those of a run that goes on: late answers of an hour must not take the report of what ends it."""
 FRESH_S = 15.0
 """What expires this soon after a report is a consequence, and is noted in it."""
 FRESH_ASIDE_S = 60.0
@@ -78,8 +80,8 @@ def expired(
         fresh_s = FRESH_S if ends else FRESH_ASIDE_S
         if there and (path == there[-1] or time.time() - there[-1].stat().st_mtime < fresh_s):
             return _note(there[-1], wait)
-        if len(there) >= MOST:
-            return f"; {MOST} hang reports are there already, the first is {there[0]}"
+        if len(there) >= (MOST if ends else MOST_ASIDE):
+            return f"; {len(there)} hang reports are there already, the first is {there[0]}"
         try:
             path.touch(exist_ok=False)
         except FileExistsError:  # another process has begun it in this very second
@@ -98,10 +100,13 @@ def expired(
 
 
 def _note(path: Path, wait: Wait) -> str:
-    """Add a wait to a report, which may still be under way. Raises OSError."""
+    """Add a wait to a report, which may still be under way, and is no fresher for it. Raises OSError."""
     with path.open("a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        made = os.fstat(file.fileno())
         file.write(f"\nALSO EXPIRED, {time.strftime('%H:%M:%S', time.gmtime())} UTC: {wait}\n")
+        file.flush()
+        os.utime(file.fileno(), ns=(made.st_atime_ns, made.st_mtime_ns))
     return f"; hang report: {path}"
 
 

@@ -300,6 +300,34 @@ def test_a_file_that_is_pruned_while_it_is_looked_for_keeps_no_other_from_the_pa
     assert found["broken"].startswith(f"{FILE} is left out: FileNotFoundError")
 
 
+@pytest.mark.parametrize(("anew", "why"), [("", "was deleted since"), ('{"sh', "was written anew since")])
+def test_a_file_that_goes_after_it_was_indexed_is_named_and_its_lines_go_at_the_next_look(folder, anew, why):
+    index, path = indexed(folder), folder / FILE
+    name = next(row["id"] for row in page(index)["rows"] if row["file"] == FILE)
+    path.unlink()
+    if anew:
+        path.write_text(anew)
+    with pytest.raises(ValueError, match=f"^{re.escape(FILE)} {why}"):
+        index.one(name)
+    first, second = page(index), page(index)
+    assert first["found"] == 81 and first["broken"].startswith(f"{FILE} {why}")
+    assert 0 < second["found"] < 81 and second["broken"] == "" and FILE not in {row["file"] for row in second["rows"]}
+    with pytest.raises(KeyError, match="its file was deleted or written anew since"):
+        index.one(name)
+
+
+def test_a_file_that_a_disk_refuses_for_a_while_keeps_its_lines(folder, monkeypatch):
+    index, refused, real = indexed(folder), folder / FILE, Path.stat
+
+    def stat(path, **named):
+        if path == refused:
+            raise OSError(5, "Input/output error", str(path))
+        return real(path, **named)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert page(index)["found"] == page(index)["found"] == 81
+
+
 def test_a_number_that_no_column_holds_leaves_out_its_file(folder):
     path = folder / "rollouts" / "step_11" / "rank_0.jsonl"
     dashboard_runs.write_lines(path, [{**dashboard_runs.trajectory(11, 0), "trajectory": 2**40}])

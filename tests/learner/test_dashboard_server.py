@@ -241,6 +241,24 @@ def test_turns_samples_and_tokens_outside_the_loss_are_marked(episodes):
     assert "8 tokens, 5 of them trained" in next(text for kind, text in shown if "of them trained" in text)
 
 
+def test_a_chosen_line_whose_file_was_deleted_leaves_the_list_as_it_is(tmp_path):
+    folder = dashboard_runs.write(tmp_path / "run", steps=2)
+    with serving(folder) as dashboard:
+        index = dashboard.runs[0].trajectories
+        index.scan()
+        assert index.wait(30)
+        rows = json.loads(ask(dashboard, "/api/trajectories?kind=trained")[1])["rows"]
+        assert index.wait(30)
+        chosen = rows[0]["id"]
+        (folder / rows[0]["file"]).unlink()
+        answer, body = ask(dashboard, f"/api/trajectory?id={chosen}")
+        assert answer.status == 400 and body.decode().startswith(f"{rows[0]['file']} was deleted since")
+        shown = drawn(dashboard, "trajectories", f"kind=trained&id={chosen}")
+    said = [text for kind, text in shown if kind == "detail bad"]
+    assert len(said) == 1 and rows[0]["file"] in said[0] and "was deleted" in said[0]
+    assert "prompt 0" in [text for _, text in shown]
+
+
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     program = chromium.find()

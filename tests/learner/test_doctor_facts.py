@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from configs import load
-from learner.doctor import compare, facts, machine
+from learner.doctor import compare, disk, facts, machine
 from learner.doctor.disk import room
 from learner.doctor.findings import Finding
 from learner.doctor.places import Place, places_of
@@ -158,6 +159,31 @@ def test_shared_memory_and_disks_are_held_against_what_a_run_writes(tmp_path: Pa
     found = [machine.shared_memory(config, SIZES, free * GIB, 1, "") for free in (64, 12, 1)]
     assert [each.severity for each in found] == ["ok", "warn", "stop"] and "docker run --shm-size" in found[2].line
     assert "one checkpoint and the journal take" in room(config, replace(SIZES, layers=100_000)).line
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "weights"),
+    [
+        ([], 12, 2),
+        (["checkpoint.hf_dtype=float32"], 12, 4),
+        (["learner.lora.rank=16"], 0, 2),  # hf/ has the whole policy, adapters merged
+        (["algorithm.advantage=gae"], 24, 2),
+        (["checkpoint.keep_best=3", "checkpoint.best_metric=x", "checkpoint.keep=1"], 12, 2),
+    ],
+)
+def test_a_disk_is_held_against_all_that_checkpoints_have(monkeypatch, settings: list[str], state: int, weights: int):
+    config = load("quickstart", [*ON_GPUS, *settings])
+    trained = SIZES.adapter_parameters(config.learner.lora) * 12 if config.learner.lora.rank else 0
+    one = SIZES.parameters * (state + weights) + trained
+    assert disk.checkpoint_bytes(config, SIZES) == one
+    best = config.checkpoint.keep_best * SIZES.parameters * weights
+    whole = (config.checkpoint.keep + 1) * one + best + disk.JOURNAL_BYTES
+    found = {}
+    for free in (one, whole - 2**20, whole + 2**20):
+        said = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_files=0, f_favail=0)
+        monkeypatch.setattr(disk.os, "statvfs", lambda _, said=said: said)
+        found[free] = room(config, SIZES).severity
+    assert list(found.values()) == ["stop", "warn", "ok"]
 
 
 @pytest.mark.parametrize(

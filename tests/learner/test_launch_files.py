@@ -131,6 +131,27 @@ def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_pat
     assert f"job 42, start 1: run {tmp_path}/runs/{FOUR}-42" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("srun", "code", "said"),
+    [
+        ("true", 1, "slipstream: m1 shows no address; set SLIPSTREAM_INTERFACE to the interface that the nodes share"),
+        ("echo 'srun: error: Unable to create step' >&2; exit 3", 3, "srun: error: Unable to create step"),
+    ],
+)
+def test_a_machine_without_an_address_ends_the_slurm_job_with_its_name(tmp_path, launch, four, srun, code, said):
+    launch("learner", "--slurm", *four)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"scontrol": "printf 'm1\\nm2\\nm3\\nm4\\n'", "srun": srun}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "m[1-4]", "SLURM_CPUS_ON_NODE": "2"}
+    file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
+    path = {"PATH": f"{commands}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", file], env=os.environ | job | path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()) == (code, [said])
+
+
 def test_kubernetes(tmp_path, launch, four):
     folder = tmp_path / "manifests"
     launch("learner", "--kubernetes", "--out", str(folder), "--image", "registry/slip:1", *four)

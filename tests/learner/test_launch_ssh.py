@@ -246,6 +246,24 @@ def test_a_node_that_replay_never_answers_leaves_a_hang_report(tmp_path, monkeyp
     assert path.read_text().splitlines()[1] == said and "STACKS OF node-node1" in path.read_text()
 
 
+@pytest.mark.parametrize(("silent", "code", "said"), [(True, 1, "waited 0.2 s"), (False, 2, "launcher (pid")])
+def test_a_scheduler_learns_what_another_start_would_refuse_again(tmp_path, capsys, monkeypatch, silent, code, said):
+    """Kubernetes ends the JobSet at exit code 2: replay may be a pod that waits for its machine, data never comes."""
+    settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
+    settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
+    settings += ["model.path=missing", "rollout.wait_for_servers_s=0.2"]
+    (tmp_path / "config.yaml").write_text(dump(configs.load("quickstart", settings)))
+    (tmp_path / "hosts").write_text(HOSTS)
+    words = ["--role", "learner", "--node", "node1" if silent else "node0", "--hosts", str(tmp_path / "hosts")]
+    monkeypatch.setattr(node, "ask_replay", lambda *_: None)
+    monkeypatch.setattr(node, "catch_signals", lambda: None)
+    monkeypatch.setattr(node, "ignore_signals", lambda: None)
+    monkeypatch.setattr("sys.argv", ["node", *words, "--config", str(tmp_path / "config.yaml")])
+    assert node.main() == code
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert said in last and "refused" not in last
+
+
 def test_a_node_of_reward_servers_that_hears_nothing_says_so(tmp_path, monkeypatch, capsys):
     settings = ["placement.learner='node0:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
     settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
@@ -261,14 +279,26 @@ def test_a_node_of_reward_servers_that_hears_nothing_says_so(tmp_path, monkeypat
     assert "node-node2 waited 0.2 s for a sign of replay" in path.read_text()
 
 
-def test_nodes_that_do_not_end_leave_a_hang_report(tmp_path, monkeypatch, capsys):
+def remote(name, *command):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return ssh.Remote(name, Host(name, "10.0.0.1", name, None), subprocess.Popen(command, **pipes))
+
+
+def test_the_first_learner_node_has_its_time_to_report_after_the_others_have_ended_well(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ssh, "FAREWELL_S", 0.3)
+    remotes = [remote("node0", "sleep", "1.5"), remote("node1", "true")]
+    try:
+        assert ssh._watch(remotes, "learner", str(tmp_path / "job")) == 0
+    finally:
+        ssh.stop(remotes)
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err == ""
 
-    def remote(name, *command):
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return ssh.Remote(name, Host(name, "10.0.0.1", name, None), subprocess.Popen(command, **pipes))
 
-    remotes = [remote("node0", "true"), remote("node1", "cat")]
+@pytest.mark.parametrize("ended", ["true", "false"])
+def test_nodes_that_do_not_end_leave_a_hang_report(tmp_path, monkeypatch, capsys, ended):
+    monkeypatch.setattr(ssh, "FAREWELL_S", 0.3)
+    remotes = [remote("node0", ended), remote("node1", "cat")]
+    remotes = remotes if ended == "true" else remotes[::-1]
     try:
         assert ssh._watch(remotes, "learner", str(tmp_path / "job")) == 1
     finally:
@@ -309,6 +339,13 @@ def test_servers_of_this_host(tmp_path, monkeypatch, capsys, settings, code, wor
     said = "".join(capsys.readouterr())
     assert [word for word in words if word not in said] == [], said
     assert list((tmp_path / "work").iterdir()) == [], "a dry run writes nothing"
+
+
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_no_server_at_all_is_refused(capsys, count):
+    with pytest.raises(SystemExit) as ended:
+        here.run_servers([f"--servers={count}"], "tcp://10.0.0.1:5757")
+    assert ended.value.code == 2 and f"--servers {count}: give 1 or more" in capsys.readouterr().err
 
 
 def test_gpus_are_counted_whatever_is_visible(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -19,10 +20,12 @@ from learner.examples import sort6
 from learner.launch import earlier_run, preflight
 from learner.launch.launcher import Launcher
 from learner.launch.preflight import check_keys, check_run_dir, check_trackers, claim_run_dir, make_input
+from learner.ledger import Ledger
 from learner.main import prepare
 from learner.report.live_view import LiveView
 from replay import keys as make_keys
 from replay.channel import KeysError
+from replay.journal import FolderLock
 
 
 def config_in(folder: Path, **sections: dict[str, object]) -> Config:
@@ -86,6 +89,22 @@ def test_a_resumed_run_keeps_its_folder(tmp_path):
     claim_run_dir(config_in(tmp_path), new=True)
     changed = config_in(tmp_path, learner={"total_steps": 20})
     assert claim_run_dir(changed, new=False) == changed == load(tmp_path / "same" / "config.yaml")
+
+
+def test_a_disk_that_is_full_at_a_resume_takes_nothing_of_the_run(tmp_path):
+    claim_run_dir(config_in(tmp_path), new=True)
+    ledger(tmp_path, *range(1, 9))
+    kept = {path: path.read_bytes() for path in (tmp_path / "same").glob("*")}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match="File too large"):
+            claim_run_dir(config_in(tmp_path, learner={"total_steps": 20}), new=False)
+        with pytest.raises(OSError, match="File too large"):
+            Ledger(tmp_path / "same", resume_version=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {path: path.read_bytes() for path in kept} == kept
 
 
 @pytest.mark.parametrize(
@@ -184,6 +203,21 @@ def test_what_a_resume_changes_is_shown_and_logged(resume, tmp_path, capsys):
     log = (tmp_path / "same" / "config.changes.log").read_text().splitlines()
     assert [line.partition(" --resume: ")[2] for line in log] == said
     assert earlier_run.changes(tmp_path / "same", [], config) == {}
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_resume_of_a_run_that_goes_on_changes_nothing_in_its_folder(resume, tmp_path, monkeypatch, capsys, ends):
+    lock, before = FolderLock(tmp_path / "same" / "journal"), (tmp_path / "same" / "config.yaml").read_text()
+    monkeypatch.setattr(earlier_run, "ENDS_S", 0.3)
+    monkeypatch.setattr(sys, "argv", ["main", "--resume", str(tmp_path / "same"), "--set", "learner.lr=0.5"])
+    monkeypatch.setattr(launcher, "say_at_start", lambda *_: None)
+    monkeypatch.setattr(launcher, "run", lambda made: int(not made.resume))
+    monkeypatch.setattr(earlier_run.time, "sleep", lambda _: lock.close() if ends else None)
+    assert launcher.main() == (0 if ends else 1), "a scheduler may try again"
+    text = (tmp_path / "same" / "config.yaml").read_text()
+    assert (text != before) is (tmp_path / "same" / earlier_run.CHANGES).exists() is ends
+    assert ("journal: another replay is writing this journal; let that run end" in capsys.readouterr().err) is not ends
+    lock.close()
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,13 @@ def test_what_cannot_be_merged_is_refused_in_one_line(tmp_path, folder, capsys):
     with pytest.raises(TraceError, match="no whole step there yet"):
         merge(folder)
     learner.write_text(text)
+    timeline = folder / "timeline.jsonl"
+    lines = timeline.read_text().splitlines()
+    timeline.write_text("\n".join([lines[0], lines[1][:20] + lines[1], *lines[2:]]) + "\n")  # the disk was full
+    assert main([str(folder)]) == 2
+    assert "timeline.jsonl, line 2: no JSON: " in capsys.readouterr().err
+    timeline.write_text("\n".join(lines) + '\n{"time": 1')
+    assert main([str(folder)]) == 0
     (folder / "trace" / "torch-0.json").write_text("{")
     with pytest.raises(TraceError, match="not a whole profile of torch"):
         merge(folder)

@@ -145,6 +145,27 @@ def test_reports_have_a_bound_and_a_process_without_a_run_writes_none(run_dir, m
     assert expired("x", waited_s=1.0, key="y") == ""
 
 
+@pytest.mark.parametrize("count", [1, report.MOST_ASIDE])
+def test_what_ends_a_run_has_a_report_of_its_own_after_any_number_of_late_answers(run_dir, member, monkeypatch, count):
+    for number in range(count):
+        path = run_dir / f"hang-202601{number + 1:02}-000000.txt"
+        path.touch()
+    now = time.time()
+    for age_s in (50, 40, 30, 20):  # late turns of an environment, each of which is noted
+        os.utime(path, (now - age_s, now - age_s))
+        assert expired("a turn", waited_s=1.0, key="environment.timeout_s", ends=False) == f"; hang report: {path}"
+    os.utime(path, (now - 70, now - 70))
+    if count == report.MOST_ASIDE:
+        said = expired("a turn", waited_s=1.0, key="environment.timeout_s", ends=False)
+        assert said.startswith("; 10 hang reports are there already") and path.read_text().count("ALSO EXPIRED") == 4
+    os.utime(path, (now - 20, now - 20))
+    assert expired("a turn", waited_s=1.0, key="environment.timeout_s", ends=False) == f"; hang report: {path}"
+    said = expired("batch 9", waited_s=600.0, key="learner.batch_deadline_s")
+    new = sorted(run_dir.glob("hang-*.txt"))[-1]
+    assert said == f"; hang report: {new}" != f"; hang report: {path}"
+    assert "STACKS OF" in new.read_text() or "SUSPECTS" in new.read_text()
+
+
 def test_a_disk_that_takes_no_report_costs_only_that(run_dir, member, monkeypatch):
     monkeypatch.setattr(registry, "own", registry.Own(run_dir / "gone", member))
     assert expired("x", waited_s=1.0, key="y").startswith("; no hang report could be written: ")

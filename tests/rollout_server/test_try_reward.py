@@ -79,7 +79,9 @@ def test_saved_trajectories_of_a_run_are_judged_again(data: Path, tmp_path: Path
         {"trajectory": 2, "group": [0, 0], "score": 0.0, "response_ids": ids("12")},
     ]
     asked = [{"prompt_ids": ids(rows[record["group"][1]]["prompt"])} | record for record in records]
-    (folder / "rank_0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in asked))
+    shown = [record | {"text": "one\u2028line\x85 of several"} for record in asked]  # as RolloutWriter writes text
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in shown)
+    (folder / "rank_0.jsonl").write_text(f'{lines}{{"trajectory": 3, "gro', encoding="utf-8")
     code, out, err = tried(capsys, str(run))
     assert code == 0, err
     assert "step_2/0" in out and "recorded" in out and "1 of 3 differ from the score in the run" in out

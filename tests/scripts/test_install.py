@@ -167,7 +167,7 @@ def test_the_list_for_a_cpu_pins_everything_and_brings_no_torch() -> None:
 
 INSTALL = '#!/usr/bin/env bash\necho "install $*" >>"$ASKED"\n'
 PYTHON = """#!/usr/bin/env bash
-case "$*" in *torch.version.cuda*) echo "$DEVICE" ;; *) echo "python $*" >>"$ASKED" ;; esac
+case "$*" in *torch.version.cuda*) echo "$DEVICE" ;; *learner.main*no.such=*) exit 2 ;; *) echo "python $*" >>"$ASKED" ;; esac
 """
 
 
@@ -221,6 +221,16 @@ def test_the_quick_start_leaves_the_folder_that_pages_name(tmp_path: Path) -> No
         return ours[1][3]
 
     assert [names(), names(), names("--seed", "3")] == ["runs/quickstart", "runs/quickstart-2", "runs/quickstart-seed3"]
+
+
+def test_a_run_that_is_refused_leaves_its_name_to_the_next_one(tmp_path: Path) -> None:
+    kept = tmp_path / "runs" / "quickstart" / "config.yaml"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    with pytest.raises(subprocess.CalledProcessError) as refused:
+        asked_by("quickstart.sh", tmp_path, "--set", "no.such=1")
+    assert refused.value.returncode == 2 and "summary" not in (tmp_path / "asked").read_text()
+    assert list((tmp_path / "runs").iterdir()) == [kept.parent] and kept.exists()
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,8 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     parser.add_argument("--servers", type=int, default=1, help="how many")
     parser.add_argument("--dry-run", action="store_true", help="show them and start nothing")
     chosen, words = parser.parse_known_args(words)
+    if chosen.servers < 1:
+        parser.error(f"--servers {chosen.servers}: give 1 or more")
     add_arguments(parser)
     try:
         given = parser.parse_known_args(words)[0]

@@ -19,7 +19,7 @@ from configs.loading import dump
 from configs.plan import Machine
 from configs.schema import Config
 from learner.launch.hosts.job_files import JobFiles
-from learner.launch.hosts.node_spec import ROLES, NodeRole
+from learner.launch.hosts.node_spec import REFUSED, ROLES, NodeRole
 
 FILES = "/etc/slipstream"
 KEYS = f"{FILES}/keys"
@@ -30,8 +30,6 @@ ROLLOUT_RETRIES = 100
 """A rollout pod that fails is started again; above this the job fails, and all pods are made again."""
 RESTARTS = 10
 """How often all pods are made again when a learner pod was lost (preempted, its node gone): the run resumes."""
-REFUSED = 2
-"""Exit code of a learner pod that another start would refuse as well."""
 
 HEAD = """# Run {name} as a JobSet (https://jobset.sigs.k8s.io). Written by learner/launch/hosts/kubernetes.py.
 #

@@ -22,6 +22,7 @@ from learner.launch import children
 from learner.launch.children import Child, Tail
 from learner.launch.hosts.key_files import write_keys
 from learner.launch.hosts.node_spec import (
+    REFUSED,
     Assignment,
     add_spec_arguments,
     read_spec,
@@ -35,6 +36,7 @@ from learner.launch.servers import LocalServers, RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, write_line
 from replay import hang
 from replay.channel import ChannelError
+from replay.channel.keys import PeerSilent
 from replay.lifeline import PARENT
 
 POLL_S = 0.1
@@ -65,9 +67,12 @@ def main() -> int:
         write_keys(assignment.config.network.keys, spec.keys)
         node = Node(assignment, lifeline=args.stdin, resume_if_begun=args.resume_if_begun)
         return node.run_learner() if spec.role == "learner" else node.run_servers()
+    except PeerSilent as silence:  # a scheduler may start the nodes hours apart: unlike a refusal, another start helps
+        show(str(silence))
+        return 1
     except (ConfigError, ChannelError) as error:
         show(f"refused: {error}")
-        return 2
+        return REFUSED
     except RunFailed as failure:
         show(str(failure))
         return 1
@@ -138,6 +143,9 @@ class Node:
         finally:
             ignore_signals()
             children.stop([child], PATIENCE_S)
+        if child.exit_code() == REFUSED and self.assignment.is_first:
+            show(child.root_cause())
+            return REFUSED
         if child.exit_code() != 0:
             raise RunFailed(child.root_cause())
         return 0

@@ -52,7 +52,12 @@ address_of() {{
 }}
 hosts={folder}/hosts-$SLURM_JOB_ID
 for i in "${{!nodes[@]}}"; do
-  echo "${{nodes[i]}} $(address_of "${{machines[i]}}")"
+  address=$(address_of "${{machines[i]}}")
+  if [[ -z "$address" ]]; then
+    echo "slipstream: ${{machines[i]}} shows no address; set SLIPSTREAM_INTERFACE to the interface that the nodes share" >&2
+    exit 1
+  fi
+  echo "${{nodes[i]}} $address"
 done >"$hosts"
 {others}declare -A machine_of
 for i in "${{!nodes[@]}}"; do machine_of[${{nodes[i]}}]=${{machines[i]}}; done

@@ -133,7 +133,10 @@ def stop(remotes: Sequence[Remote]) -> None:
 
 
 def _watch(remotes: Sequence[Remote], role: NodeRole, run_dir: str) -> int:
-    """Name each node that fails; a learner's others have FAREWELL_S to end by themselves, and to say why."""
+    """Name each node that fails; a learner's others have FAREWELL_S to end by themselves, and to say why.
+
+    Ranks that are done end before the first node, whose launcher still waits for servers and writes picture and trace.
+    """
     named: set[str] = set()
     deadline = math.inf
     while True:
@@ -143,7 +146,7 @@ def _watch(remotes: Sequence[Remote], role: NodeRole, run_dir: str) -> int:
                 named.add(remote.name)
                 goes_on = "; the run goes on with the servers of other nodes" if role == "rollout" and running else ""
                 say(f"{remote.failure()}{goes_on}")
-        if role == "learner" and len(running) < len(remotes):
+        if role == "learner" and (named or remotes[0] not in running):
             deadline = min(deadline, time.monotonic() + FAREWELL_S)
         if not running or time.monotonic() > deadline:
             break

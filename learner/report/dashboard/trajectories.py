@@ -40,6 +40,10 @@ TEXT_CHARS = 160
 """Of prompt and answer in a page."""
 
 
+class GoneError(ValueError):
+    """A line that the index has is no longer in its file."""
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One file of lines."""
@@ -117,33 +121,37 @@ class Trajectories:
             known = ~np.isnan(rows[sort][order])  # lines that have no such number come last either way
             order = np.concatenate([order[known][::-1], order[~known]])
         shown = order[first : first + min(count, MAX_PAGE)].tolist()
+        gone: list[str] = []
+        briefs = [self._brief(sources[files[i]], rows[i], gone) for i in shown]
         return {
             "total": len(rows),
             "found": len(order),
             "files": self._files,
             "files_read": len(sources) + self._unreadable,
-            "broken": self._broken or next(iter(self._left_out), ""),
-            "rows": [self._brief(sources[files[i]], rows[i]) for i in shown],
+            "broken": next(filter(None, [*gone, self._broken, *self._left_out]), ""),
+            "rows": briefs,
         }
 
     def one(self, name: str) -> dict[str, Any]:
         """The whole line of an id that a page gave: file and offset, both of which the index must have.
 
-        Raises KeyError: it has not.
+        Raises:
+            KeyError: it has not.
+            GoneError: the file was deleted or written anew since.
         """
         _, sources, rows, files = self._joined()
         file, _, offset = name.rpartition(":")
         number = next((i for i, source in enumerate(sources) if self._relative(source) == file), None)
-        if number is None or not (offset.isdecimal() and len(offset) < 18):
-            raise KeyError(name)
-        found = np.flatnonzero((files == number) & (rows["offset"] == int(offset)))
-        if not found.size:
-            raise KeyError(name)
+        found = np.zeros(0, np.int64)
+        if number is not None and offset.isdecimal() and len(offset) < 18:
+            found = np.flatnonzero((files == number) & (rows["offset"] == int(offset)))
+        if number is None or not found.size:
+            raise KeyError(f"{name}: no line there; if it was, its file was deleted or written anew since")
         row = rows[int(found[0])]
         return {
             **self._numbers(sources[number], row),
             "samples": self._samples(sources, rows, files, row),
-            "line": _line(sources[number].path, int(offset)),
+            "line": self._line(sources[number], int(offset)),
         }
 
     def _samples(self, sources: Sequence[Source], rows: Array, files: Array, row: Array) -> list[str]:
@@ -176,8 +184,27 @@ class Trajectories:
                 self._orders[(column, generation)] = known
         return known
 
-    def _brief(self, source: Source, row: Array) -> dict[str, Any]:
-        line = _line(source.path, int(row["offset"]))
+    def _line(self, source: Source, offset: int) -> dict[str, Any]:
+        """Raises GoneError: it is no longer where the index has it."""
+        try:
+            with source.path.open("rb") as file:
+                file.seek(offset)
+                found = json.loads(file.readline())
+        except FileNotFoundError:
+            why = "was deleted since this page listed it; a run deletes none, so see what else cleans its folder"
+        except ValueError:
+            why = "was written anew since this page listed it, as by --resume; draw the page again"
+        else:
+            return found if isinstance(found, dict) else {}
+        raise GoneError(f"{self._relative(source)} {why}")
+
+    def _brief(self, source: Source, row: Array, gone: list[str]) -> dict[str, Any]:
+        """A line of a page; of one that is no longer in its file the numbers, and why among the `gone`."""
+        line: Mapping[str, Any] = {}
+        try:
+            line = self._line(source, int(row["offset"]))
+        except GoneError as error:
+            gone.append(str(error))
         prompt, text = _prompt(line), str(line.get("text", ""))
         return {**self._numbers(source, row), "prompt": prompt[:TEXT_CHARS], "text": text[:TEXT_CHARS]}
 
@@ -195,6 +222,7 @@ class Trajectories:
         sources = self._sources(left_out)
         self._files = len(sources)
         known = self._kept.load() if self._kept and not self._parts else {}
+        self._forget_deleted()
         new = unreadable = 0
         for source in sources:
             if self._closed:
@@ -220,6 +248,21 @@ class Trajectories:
                 every = [(str(path.relative_to(self.folder)), s, rows) for path, (s, rows) in self._parts.items()]
                 parts = {(name, *s.stamp): rows for name, s, rows in every}
             self._kept.save(parts)
+
+    def _forget_deleted(self) -> None:
+        """Leave out lines of files that are there no more; those of files that a disk refuses stay."""
+        deleted = []
+        for path in list(self._parts):
+            try:
+                path.stat()
+            except FileNotFoundError:
+                deleted.append(path)
+            except OSError:
+                continue  # `_sources` names it
+        with self._lock:
+            for path in deleted:
+                del self._parts[path]
+            self._generation += bool(deleted)
 
     def _sources(self, left_out: list[str]) -> list[Source]:
         """The newest first; what is no file of a step or version, or cannot be looked at, is `left_out` by name."""
@@ -291,13 +334,6 @@ def _largest_ratio(line: Mapping[str, Any]) -> float:
     pairs = zip(line.get("trainer_logprobs") or (), line["logprobs"], strict=False)
     largest = max((abs(trainer - behaviour) for trainer, behaviour in pairs if trainer is not None), default=np.nan)
     return float(np.exp(min(largest, 80.0)))
-
-
-def _line(path: Path, offset: int) -> dict[str, Any]:
-    with path.open("rb") as file:
-        file.seek(offset)
-        found = json.loads(file.readline())
-    return found if isinstance(found, dict) else {}
 
 
 def _prompt(line: Mapping[str, Any]) -> str:

@@ -78,17 +78,23 @@ class Start:
         return min(found, key=lambda clock: float(clock["error_s"]), default=None)
 
 
-def starts(path: Path) -> list[Start]:
-    """All starts of a process. Raises TraceError: a line that is not the last one is broken."""
-    found: list[Start] = []
+def lines_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of JSON, without a torn last one. Raises TraceError: another one is broken, as by a disk that was full."""
     lines = path.read_text(encoding="utf-8").splitlines()
     for number, text in enumerate(lines, start=1):
         try:
             line = json.loads(text)
         except ValueError as error:
             if number == len(lines):
-                break  # the process was killed while it wrote
+                return  # killed while it wrote
             raise TraceError(f"{path}, line {number}: no JSON: {text[:60]!r}; delete the line, or the file") from error
+        yield line
+
+
+def starts(path: Path) -> list[Start]:
+    """All starts of a process. Raises TraceError: a line that is not the last one is broken."""
+    found: list[Start] = []
+    for line in lines_of(path):
         if "process" in line:
             found.append(Start(line, []))
         elif found:
@@ -144,8 +150,7 @@ def _shift(start: Start, reference: Mapping[str, Any] | None) -> tuple[int, str]
 
 def _add_states(found: dict[str, Process], path: Path) -> None:
     """What replay saw of its peers; of a server whose spans are on another host's disk it is all there is."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    events = [json.loads(line) for line in lines if line.endswith("}")]
+    events = list(lines_of(path)) if path.exists() else []
     roles = {event["name"]: event for event in events if event.get("event") == "joined"}
     for lane in peer_lanes(events, end=max([float(event["time"]) for event in events], default=0.0)):
         about = roles.get(lane.name, {})

@@ -75,7 +75,11 @@ async function one(index, name, several, all, setAll) {
     setAll({ ...others, ...Object.fromEntries(Object.entries(kept).map(([key, value]) => [several ? `${key}.${index}` : key, value])) });
   };
   const { id, colour, ...query } = mine;
-  const [page, aside] = await Promise.all([get("/api/trajectories", { ...query, count: COUNT, run: index }), detail(index, mine, change)]);
+  const gone = (error) => { // of a line whose file is gone: the list is there all the same
+    if (error instanceof TypeError) throw error;
+    return h("aside", { class: "detail bad" }, error.message);
+  };
+  const [page, aside] = await Promise.all([get("/api/trajectories", { ...query, count: COUNT, run: index }), detail(index, mine, change).catch(gone)]);
   const empty = !page.total && page.files_read >= page.files
     ? h("p", { class: "hint" }, "This run saved no trajectories. Set tracking.save_rollouts_every to write those of every so many steps; evaluations (evaluation.every_steps) are shown, too.") : "";
   const section = h("section", {}, several && h("h2", {}, name), filters(mine, change), empty, pager(page, mine, change), h("div", { class: "browser" }, table(page, mine, change), aside));
