@@ -229,6 +229,36 @@ def test_a_reward_model_of_another_server_scores_by_either_convention(tmp_path: 
 
 
 @pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ 1 // (messages | length - 2) }}", "ZeroDivisionError"),
+        ("{{ messages[7].content.text }}", "UndefinedError"),
+        ("{{ raise_exception('two turns only') }}", "two turns only"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ],
+)
+def test_a_template_that_fails_on_an_answer_is_the_error_of_that_answer(template: str, said: str) -> None:
+    with serving(lambda *_: (200, {"data": [{"embedding": [1.0]}]})) as served:
+        (outcome,) = scored({"remote_model": {"url": served.url, "model": "rm", "chat_template": template}}, [sample()])
+    assert math.isnan(outcome.score) and "[SLIP-REWARD-06]" in str(outcome.error) and said in str(outcome.error)
+    assert "remote_model: chat_template: fails on messages of the roles user, assistant: " in str(outcome.error)
+
+
+def test_a_template_is_read_as_transformers_reads_it() -> None:
+    template = (
+        "{% for m in messages %}{% if loop.index0 == 2 %}{% break %}{% endif %}{{ m.content | tojson }}{% endfor %}"
+        "{% generation %}{{ strftime_now('%%') }}{% endgeneration %}"
+    )
+    settings = RemoteModel(url="http://h/v1", model="m", chat_template=template)
+    chat = sample("<b> é", prompt=[{"role": "user", "content": "1"}])
+    assert scoring.request_of(chat, settings, scoring.template_of(settings))["input"] == '"1""<b> é"%'
+    broken = settings.model_copy(update={"chat_template": "{% for %}"})
+    with pytest.raises(RewardError, match="'remote_model': chat_template cannot be used"):
+        scoring.template_of(broken)
+
+
+@pytest.mark.parametrize(
     "data",
     [[], [{}], *([{"embedding": found}] for found in ([], [1.0, 2.0], ["1"], [True], [10**400]))],
 )
