@@ -59,6 +59,19 @@ python train.py ${A_ARGS[@]} \\
     assert found[0][9:] == ["--b", "x y", "--len", "4096", "--data", "$DATA", "--host", "$(hostname)"]
 
 
+def test_a_comment_begins_at_a_hash_that_begins_a_word_outside_of_quotes():
+    text = """A_ARGS=(--lr 1e-6 #2e-6, isn't it
+   --tag a#b  #
+   --name "a # b \\" #c" --other 'x
+   # y'
+)
+python train.py ${A_ARGS[@]} \\# #d
+"""
+    (found,) = shell.commands(text, "x.sh")
+    names = ["--name", 'a # b " #c', "--other", "x    # y", "#"]
+    assert found[2:] == ["--lr", "1e-6", "--tag", "a#b", *names]
+
+
 @pytest.mark.parametrize("text", ["$((1 / 0))", "$((1 +))", "$((X + 1))", "$((2 ** 9))"])
 def test_sums_that_cannot_be_worked_out_stay_as_they_are(text):
     (words,) = shell.commands(f"echo {text}", "x.sh")
