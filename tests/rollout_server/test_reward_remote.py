@@ -93,11 +93,19 @@ def test_a_verdict_that_is_none_is_named_and_counted(reply: Reply, kind: str, sa
 
 
 @pytest.mark.parametrize(
-    "text", ["Grade: 5", "x\n**Grade: 5**", "grade : 5/10", "Grade: 9\nno\nGrade: 5.0", "- Grade: 5 "]
+    "text", ["Grade: 5", "x\n**Grade: 5**", "grade : 5/10", "Grade: 9\nno\nGrade: 5.0", "- Grade: 5 ", "Grade... 5"]
 )
 def test_the_last_line_with_a_grade_counts(text: str) -> None:
     settings = Judge(url="http://h/v1", model="m")
     assert judge.grade_of(verdict(text)[1], settings) == (0.5, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "grade"), [("Grade: .5", 0.5), ("Grade: -.5", -0.5), ("Grade: 0.5.", 0.5), ("Grade: −3", -3)]
+)
+def test_a_grade_has_the_sign_and_the_point_that_it_was_given_with(text: str, grade: float) -> None:
+    settings = Judge(url="http://h/v1", model="m", scale=(-10.0, 10.0))
+    assert judge.grade_of(verdict(text)[1], settings) == ((grade + 10) / 20, grade)
 
 
 def test_what_an_answer_says_of_grades_stands_between_marks_it_cannot_know() -> None:
