@@ -91,7 +91,10 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
         raise FingerprintError(f"model.path: {path}: the vision tower is not readable: {error}") from error
 
 
-TEMPLATE_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+TEMPLATE_ERRORS = (
+    *(jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError),
+    RecursionError,
+)
 """What a chat template raises: its expressions are Python's, such as `content + 1`."""
 
 

@@ -54,10 +54,9 @@ def _statements(text: str, source: str) -> Iterator[str]:
     """Logical lines: continued ones joined, arrays whole, comments and empty lines left out."""
     waiting = ""
     for line in re.sub(r"[ \t]*\\\n[ \t]*", " ", text).splitlines():
-        bare = _without_comment(line)
-        if not bare:
+        waiting = _without_comment(f"{waiting} {line}")
+        if not waiting:
             continue
-        waiting = f"{waiting} {bare}".strip()
         opened = ASSIGNMENT.fullmatch(waiting)
         is_open_array = opened is not None and opened[3].startswith("(") and not opened[3].rstrip().endswith(")")
         if is_open_array or _has_open_quote(waiting):
@@ -76,9 +75,18 @@ def _has_open_quote(text: str) -> bool:
     return False
 
 
-def _without_comment(line: str) -> str:
-    stripped = line.strip()
-    return "" if stripped.startswith("#") else re.sub(r"\s+#\s.*$", "", stripped)
+def _without_comment(text: str) -> str:
+    """The text up to a `#` that begins a word outside of quotes."""
+    quote, before = "", " "
+    for at, sign in enumerate(text):
+        if quote:
+            quote = "" if sign == quote and (quote == "'" or before != "\\") else quote
+        elif sign in "'\"" and before != "\\":
+            quote = sign
+        elif sign == "#" and before.isspace():
+            return text[:at].strip()
+        before = "" if before == "\\" else sign  # what follows two backslashes is not escaped
+    return text.strip()
 
 
 def _filled(text: str, variables: dict[str, str]) -> str:

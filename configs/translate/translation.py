@@ -72,6 +72,12 @@ READS = {"ppo_clip": BOUNDS, "gspo": BOUNDS[:2], "cispo": BOUNDS[1:2]}
 SECRET = re.compile(r"(wandb|api|access|auth|hub|hf|swanlab|comet)_?(key|token)\b|password|secret", re.IGNORECASE)
 FOLLOWS = {"--eps-clip-high": ("--eps-clip",), "epsilon_high": ("epsilon",)}
 """Names that are, unset, what another name has."""
+LENGTHS = {
+    "learner.max_tokens_per_microbatch": None,
+    "data.max_prompt_tokens": 1024,
+    "rollout.max_new_tokens": 1024,
+}
+"""Of a microbatch, and of a trajectory, where nothing is said."""
 LAG = {
     True: "sampling runs ahead of training there, too; 0 to 8 are possible",
     False: "there sampling and training take turns, which is 0; 1 overlaps them",
@@ -154,7 +160,8 @@ def _put(tree: dict[str, Any], key: str, value: Any) -> None:
 def _line(setting: Setting, foreign: Foreign, given: Given) -> Line:
     if SECRET.search(plain(setting.name)):
         return Line(f"{setting.name} ...", "not needed", note="a secret is not copied")
-    setting = replace(setting, shown=" ".join(setting.shown.split()))  # it becomes a comment of one line
+    # both become comments of one line
+    setting = replace(setting, shown=" ".join(setting.shown.split()), open=" ".join(setting.open.split()))
     if setting.open:
         keys = BY_FRAMEWORK[foreign.framework]
         key = next((keys[end] for end in _ends(setting.name, foreign) if end in keys), "")
@@ -255,9 +262,11 @@ def _decided(foreign: Foreign, given: Given, pairs: Mapping[str, Any], chosen: s
         yield Line("batch", "key", {"rollout.groups_per_step": groups})
     if "reward.function" not in have:
         yield _reward(foreign)
-    longest = int(pairs.get("data.max_prompt_tokens", 1024)) + int(pairs.get("rollout.max_new_tokens", 1024))
-    if "learner.max_tokens_per_microbatch" in pairs and int(pairs["learner.max_tokens_per_microbatch"]) < longest:
-        yield Line("microbatch", "key", {"learner.max_tokens_per_microbatch": longest}, "one trajectory has to fit")
+    own, *parts = (pairs.get(key, default) for key, default in LENGTHS.items())
+    # what is no number is refused by its own name when the configuration is checked
+    if all(isinstance(one, (int, float)) for one in (own, *parts)) and own < sum(parts):
+        longest = {"learner.max_tokens_per_microbatch": int(sum(parts))}
+        yield Line("microbatch", "key", longest, "one trajectory has to fit")
 
 
 def _reward(foreign: Foreign) -> Line:

@@ -23,6 +23,8 @@ class Client:
     """environment.options."""
     temperature: float
     """rollout.temperature, at which answers are sampled; an evaluation has its own."""
+    turn_timeout_s: float
+    """environment.turn_timeout_s: for what the function does between two turns."""
     _episode: int
     _send: Send
     _calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)

@@ -145,6 +145,7 @@ class EnvironmentProcess:
                 "function": self._settings.function,
                 "options": self._settings.options,
                 "temperature": self._temperature,
+                "turn_timeout_s": self._settings.turn_timeout_s,
             }
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):

@@ -2,7 +2,7 @@
 
 | from    | message                                                                                        |
 |---------|------------------------------------------------------------------------------------------------|
-| server  | first: {"function": str, "options": {...}, "temperature": float}                               |
+| server  | first: {"function": str, "options": {...}, "temperature": float, "turn_timeout_s": float}      |
 | process | first: {"ready": true} or {"error": str}                                                       |
 | server  | ["start", episode, row, seed, prompt_seed], ["cancel", episode],                               |
 |         | ["answer", episode, call, value],                                                              |

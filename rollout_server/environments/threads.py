@@ -2,10 +2,23 @@
 
 import asyncio
 import contextvars
+import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
+
+from configs.errors import SlipstreamError
+
+
+class NoThread(
+    SlipstreamError,
+    RuntimeError,
+    code="SLIP-ENV-07",
+    cause="Tools without `async` do not return, and each of their calls keeps its thread until it does.",
+    mend="Give the tools that the message names a limit of their own, such as the `timeout` of their requests.",
+):
+    """No thread became free for a tool's call; the message names the tools that hold them."""
 
 
 class Threads:
@@ -14,11 +27,37 @@ class Threads:
     def __init__(self, most: int) -> None:
         self._executor = ThreadPoolExecutor(most, thread_name_prefix="tools")
         self._free = asyncio.Semaphore(most)
+        self._held: dict[Future[Any], tuple[str, float]] = {}
+        """By call: its tool, and when it began."""
 
-    async def start(self, function: Callable[..., Any], values: Mapping[str, Any]) -> asyncio.Future[Any]:
-        """Wait for a free thread and call a function in it. The thread is taken until the function ends."""
-        await self._free.acquire()
+    async def start(
+        self, tool: str, function: Callable[..., Any], values: Mapping[str, Any], wait_s: float
+    ) -> asyncio.Future[Any]:
+        """Wait for a free thread and call a function in it. The thread is taken until the function ends.
+
+        Raises NoThread: none was free within `wait_s`.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._free.acquire()
+        except TimeoutError as error:
+            said = f"{tool} waited {wait_s:g} s for one of {len(self._held)} threads: {self._said()}"
+            raise NoThread(said) from error
         loop = asyncio.get_running_loop()
         running = self._executor.submit(contextvars.copy_context().run, partial(function, **values))
-        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._free.release))
+        self._held[running] = (tool, time.monotonic())
+        running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._ended, running))
         return asyncio.wrap_future(running)
+
+    def _ended(self, running: Future[Any]) -> None:
+        del self._held[running]
+        self._free.release()
+
+    def _said(self) -> str:
+        """What holds the threads, the tool with the most calls first."""
+        now, since = time.monotonic(), dict[str, list[float]]()
+        for tool, began in self._held.values():
+            since.setdefault(tool, []).append(began)
+        most = sorted(since.items(), key=lambda one: -len(one[1]))
+        calls = [f"{len(began)} of {tool}, the longest since {now - min(began):.0f} s" for tool, began in most]
+        return f"calls that have not returned hold them ({'; '.join(calls)})"

@@ -17,13 +17,15 @@ from typing import Any
 
 from rollout_server.environments import EnvironmentFailed, EpisodeOver, Trajectory
 from rollout_server.environments.client import Client
-from rollout_server.environments.threads import Threads
+from rollout_server.environments.threads import NoThread, Threads
 from rollout_server.environments.tool_calls import Tool, sendable
 from rollout_server.environments.tools import load_tools
 
 OPTIONS = {"tools", "system", "max_tool_chars", "tool_timeout_s", "allow_unisolated"}
 MAX_THREADS = 64
 """Calls of tools without `async` that run at once, over all episodes of the process; further ones wait."""
+WAIT = 0.9
+"""Of environment.turn_timeout_s, for a thread; past the whole of it the server fails the episode, and knows no tool."""
 _tools: dict[str, Tool] = {}
 _threads: list[Threads] = []
 
@@ -56,7 +58,7 @@ async def rollout(row: dict[str, Any], client: Client) -> Trajectory:
         calls = turn.message.get("tool_calls")
         if not calls or turn.finish_reason == "length":
             return Trajectory(metrics=counts)
-        said = await asyncio.gather(*(use(call, client.options) for call in calls))
+        said = await asyncio.gather(*(use(call, client) for call in calls))
         counts["episode/tool_calls"] += len(calls)
         counts["episode/tool_errors"] += sum(failed for _, failed in said)
         names = [(call["id"], call["function"]["name"]) for call in calls]
@@ -67,9 +69,12 @@ async def rollout(row: dict[str, Any], client: Client) -> Trajectory:
         messages = [*messages, turn.message, *results]
 
 
-async def use(call: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str, bool]:
-    """What a tool says to a call, and whether it has failed. Never raises for what the policy has written."""
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
+async def use(call: Mapping[str, Any], client: Client) -> tuple[str, bool]:
+    """What a tool says to a call, and whether it has failed. Never raises for what the policy has written.
+
+    Raises NoThread: other calls hold all threads, and do not return.
+    """
+    name, arguments, options = call["function"]["name"], call["function"]["arguments"], client.options
     most, limit_s = int(options.get("max_tool_chars", 4096)), float(options.get("tool_timeout_s", 20.0))
     if name not in _tools:
         known = ", ".join(_tools)
@@ -78,15 +83,22 @@ async def use(call: Mapping[str, Any], options: Mapping[str, Any]) -> tuple[str,
         values = json.loads(arguments) if arguments.strip() else {}
         if not isinstance(values, dict):
             return "error: the arguments are no JSON object", True
-        return sendable(str(await _said(_tools[name], values, limit_s))[:most]), False
+        said = await _said(name, values, limit_s, WAIT * client.turn_timeout_s)
+        return sendable(str(said)[:most]), False
+    except NoThread:
+        raise
     except TimeoutError:
         return f"error: {name} took longer than {limit_s:g} s", True
     except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
         return sendable(f"error: {type(error).__name__}: {error}"[:most]), True
 
 
-async def _said(tool: Tool, values: Mapping[str, Any], limit_s: float) -> Any:
-    """What a tool returns. Raises TimeoutError: it took longer than `limit_s` from its start on."""
-    running = await _threads[0].start(tool.call, values) if tool.in_thread else tool.call(**values)
+async def _said(name: str, values: Mapping[str, Any], limit_s: float, wait_s: float) -> Any:
+    """What a tool returns. Raises TimeoutError: it took longer than `limit_s` from its start on; NoThread."""
+    tool = _tools[name]
+    if tool.in_thread:
+        running = await _threads[0].start(name, tool.call, values, wait_s)
+    else:
+        running = tool.call(**values)
     async with asyncio.timeout(limit_s):
         return await running

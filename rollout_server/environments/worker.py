@@ -93,7 +93,7 @@ class Worker:
 
     def __init__(self, function: Rollout, order: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         self._function, self._writer = function, writer
-        self._options, self._temperature = order["options"], order["temperature"]
+        self._of_all = (order["options"], order["temperature"], order["turn_timeout_s"])
         loop = asyncio.get_running_loop()
         loop.set_task_factory(named_alike)
         self._watch = Watch(loop)
@@ -104,7 +104,7 @@ class Worker:
         kind, episode, *rest = message
         if kind == "start":
             row, seed, prompt_seed = rest
-            client = Client(seed, prompt_seed, self._options, self._temperature, episode, self._send)
+            client = Client(seed, prompt_seed, *self._of_all, episode, self._send)
             task = asyncio.create_task(self._run(episode, row, client), name=f"{EPISODE}{episode}")
             self._episodes[episode] = (task, client)
             task.add_done_callback(lambda _: self._never_ran(episode))

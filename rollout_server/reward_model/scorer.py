@@ -15,9 +15,8 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
 from configs.data import RewardModel
-from configs.errors import SlipstreamError
 from replay.fingerprint import TEMPLATE_ERRORS, FingerprintError, resolve_chat_template, template_failure
-from rollout_server.rewards import RewardError
+from rollout_server.rewards import NotScored, RewardError
 from rollout_server.tasks import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -25,16 +24,6 @@ log = logging.getLogger(__name__)
 Prompt = str | list[dict[str, str]]
 Judged = tuple[float, str]
 """(score, "") or (NaN, error)."""
-
-
-class NotScored(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-REWARD-06",
-    cause="The conversation is too long for the reward model, has no tokens of it, or its chat template fails.",
-    mend="Lower data.max_prompt_tokens or rollout.max_new_tokens, or set reward.model.chat_template.",
-):
-    """One conversation has no score; the message says why."""
 
 
 class Scorer:

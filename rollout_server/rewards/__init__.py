@@ -23,6 +23,16 @@ class RewardError(
     """The reward function cannot be loaded, or its processes do not start."""
 
 
+class NotScored(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-REWARD-06",
+    cause="The conversation is too long for the reward model, has no tokens of it, or its chat template fails.",
+    mend="Lower data.max_prompt_tokens or rollout.max_new_tokens, or correct the chat_template that the message names.",
+):
+    """One conversation has no score; the message says why."""
+
+
 class Sample(TypedDict):
     """One answer as a reward function sees it: a dict with these keys.
 

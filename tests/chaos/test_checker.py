@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from written_journal import Journal, a_run, groups_of, record, wire_message
+from written_journal import Journal, a_run, boots, groups_of, record, wire_message
 
 from scripts.chaos.checker import check
 from scripts.chaos.checker.journal import Tail, read
@@ -32,7 +32,36 @@ def above_the_bound_under_mask(journal):
     journal.edit("group", 4, wire_message((2, 2, 0)))
 
 
+def a_lower_bound_at_the_resume(journal):
+    boots(journal, 2)
+    boots(journal, 1, where=1)
+    journal.edit("group", 4, wire_message(0))
+    journal.metrics[3]["training/lag_histogram"]["2"] = 1
+
+
+def a_lease_that_is_older_than_a_lower_bound(journal):
+    journal.edit("lease", 4, async_lag=1)
+    records, i = journal.at("take", 2)
+    records.insert(i, ("lag", {"step": 2, "async_lag": 0, "configured": 1}, ()))
+    journal.edit("group", 4, wire_message(1))
+    for step in (1, 2, 3):
+        journal.edit("take", step, async_lag=1)
+    journal.edit("take", 5, async_lag=0)
+    del journal.metrics[-1]["training/lag_histogram"]["1"]
+
+
+def masked_at_the_first_start_alone(journal):
+    boots(journal, 1, on_stale="mask")
+    boots(journal, 1, where=1, on_stale="wait")
+    journal.edit("group", 4, wire_message(0))
+    for step in range(5):
+        journal.edit("take", step, masked=True)
+
+
 ALLOWED = {
+    "a bound that a resume has lowered": (a_lower_bound_at_the_resume, {}),
+    "a bound that a guard has lowered": (a_lease_that_is_older_than_a_lower_bound, {}),
+    "masks that a resume takes away": (masked_at_the_first_start_alone, {}),
     "a group that was superseded": (lambda j: j.ack((0, 56), status="superseded"), {"acked": 9}),
     "a group that was rejected": (lambda j: j.ack((0, 57), status="rejected"), {"acked": 9}),
     "a drop, counted by its reason": (

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from written_journal import a_run, groups_of, wire_message
+from written_journal import a_run, boots, groups_of, wire_message
 
 from scripts.chaos import checker
 from scripts.chaos.bus_cluster import Policy
@@ -46,6 +46,17 @@ def lease_after_a_drop(journal):
     journal.lease((0, 99), attempt=3)
 
 
+def a_higher_bound_at_the_resume(journal):
+    boots(journal, 0)
+    boots(journal, 1, where=1)
+    journal.edit("group", 2, wire_message(0))
+
+
+def a_lease_above_a_lowered_bound(journal):
+    journal.add("lag", step=4, async_lag=0, configured=1)
+    journal.add("lease", group=[0, 98], attempt=1, min_version=4, server="rollout-0", async_lag=1)
+
+
 TWICE = [list(groups_of(1)[0]), list(groups_of(4)[1])]
 LOST = {
     "an acked group is not journalled": (lambda j: j.ack((0, 55)), "[0, 55] attempt 1 was acked and is not in the"),
@@ -62,6 +73,12 @@ VIOLATIONS = {
     "a stale group under mask": (lambda j: stale(j, "mask"), "on_stale is mask"),
     "a stale group was not there": (lambda j: stale(j, "drop", (0, 98)), "[0, 98] is not in the buffer"),
     "a token is too old": (lambda j: j.edit("group", 4, wire_message((2, 2, 0))), "lag 2 of group [0, 6] is above 1"),
+    "a token is older than its start allowed": (a_higher_bound_at_the_resume, "lag 1 of group [0, 4] is above 0"),
+    "a start's bound is not the configured one": (lambda j: boots(j, 0), "trained tokens of lag 1"),
+    "a guard's bound is passed over": (a_lease_above_a_lowered_bound, "[0, 98] with lag 1, the bound is 0"),
+    "a guard raises the bound": (lambda j: j.add("lag", async_lag=2), "makes the bound of the lag 2, it is 1"),
+    "a batch has a bound of its own": (lambda j: j.edit("take", 1, async_lag=3), "step 2 under a lag of 3"),
+    "a batch is masked under wait": (lambda j: j.edit("take", 1, masked=True), "masked True, and on_stale is wait"),
     "a token is of a version to come": (lambda j: j.edit("group", 2, wire_message(2)), "tokens of version 2 in step 2"),
     "masking leaves an old token in": (masked_above_the_bound, "trained tokens of lag 2"),
     "a repeated step has other weights": (lambda j: j.edit("commit", 3, digest="other"), "digest-2 when it was first"),

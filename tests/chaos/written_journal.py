@@ -38,6 +38,7 @@ class Journal:
 
     def __init__(self):
         self.files, self.ledger, self.acks, self.metrics = [], [], [], []
+        self.metrics.append({"version": STEPS, "final": True})  # no row of a step
         self.on_stale, self.tail = "wait", b""
         self.new_file()
 
@@ -91,6 +92,11 @@ class Journal:
         for name, rows in (("ledger", self.ledger), ("logs/acks-rollout-0", self.acks), ("metrics", self.metrics)):
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return folder
+
+
+def boots(journal, lag, where=0, **run):
+    """Replay starts with these settings before the first record of a file."""
+    journal.files[where].insert(1, ("boot", {"pid": 1, "run": {"async_lag": lag, **run}}, ()))
 
 
 def groups_of(step):

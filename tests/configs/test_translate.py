@@ -12,6 +12,7 @@ from configs.translate.batches import Given
 from configs.translate.files import read
 from configs.translate.settings import Untranslatable
 from configs.translate.tables import ROWS
+from configs.translate.text import yaml_file
 from configs.translate.together import TOGETHER
 from configs.translate.translation import DEFAULTS, Translation, translate
 
@@ -56,6 +57,19 @@ python train.py ${A_ARGS[@]} \\
     assert len(found) == 1
     assert found[0][:9] == ["python", "train.py", "--lr", "1e-6", "--n", "8", "--name", "my run", "--extra"]
     assert found[0][9:] == ["--b", "x y", "--len", "4096", "--data", "$DATA", "--host", "$(hostname)"]
+
+
+def test_a_comment_begins_at_a_hash_that_begins_a_word_outside_of_quotes():
+    text = """A_ARGS=(--lr 1e-6 #2e-6, isn't it
+   --tag a#b  #
+   --name "a # b \\" #c" --other 'x
+   # y'
+)
+python train.py ${A_ARGS[@]} \\# #d
+"""
+    (found,) = shell.commands(text, "x.sh")
+    names = ["--name", 'a # b " #c', "--other", "x    # y", "#"]
+    assert found[2:] == ["--lr", "1e-6", "--tag", "a#b", *names]
 
 
 @pytest.mark.parametrize("text", ["$((1 / 0))", "$((1 +))", "$((X + 1))", "$((2 ** 9))"])
@@ -308,3 +322,18 @@ def test_no_name_is_in_two_rows_of_one_framework():
     for column in range(1, 6):
         names = [row[column] for row in ROWS if row[column] != "-"]
         assert len(names) == len(set(names))
+
+
+def test_a_length_that_is_no_number_is_refused_by_its_key(tmp_path, capsys):
+    file, out = tmp_path / "verl.yaml", tmp_path / "out.yaml"
+    file.write_text("data: {train_files: t, val_files: v, max_prompt_length: 2k}\ntrainer: {total_training_steps: 4}\n")
+    words = [str(file), "--out", str(out), "--set", "model.path=x", "--set", "reward.function=exact"]
+    assert command.main(words) == 2
+    assert "data.max_prompt_tokens: Input should be a valid integer" in capsys.readouterr().err
+    assert command.main([*words, "--set", "data.max_prompt_tokens=2048", "--set", "rollout.group_size=8"]) == 0
+
+
+def test_an_open_value_of_several_lines_is_a_comment_of_one(tmp_path):
+    text = "data:\n  train_files: |\n    ${oc.env:DATA}/a.parquet\n    ${oc.env:DATA}/b.parquet\n"
+    found = made(tmp_path, "verl.yaml", text, "data.train=x")
+    assert "a.parquet ${oc.env:DATA}/b.parquet; give --set data.train=..." in yaml_file(found).splitlines()[-1]

@@ -146,6 +146,8 @@ def test_datasets_by_name_and_options_come_out_as_they_went_in() -> None:
         "gsm_symbolic?seed=3",
         'basic_arithmetic?seed=3&operators=["+","-"]',
         "time_intervals?seed=3&task_types=[date, time]",
+        "time_intervals?seed=3&min_date=2020-01-01&max_date='2021-06-30'&min_time='08:30'",
+        "time_intervals?seed=3&level=1&min_date=2020-01-01",
     ],
 )
 def test_a_right_answer_of_a_generated_row_scores_one(family: str) -> None:

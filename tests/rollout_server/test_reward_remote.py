@@ -93,11 +93,19 @@ def test_a_verdict_that_is_none_is_named_and_counted(reply: Reply, kind: str, sa
 
 
 @pytest.mark.parametrize(
-    "text", ["Grade: 5", "x\n**Grade: 5**", "grade : 5/10", "Grade: 9\nno\nGrade: 5.0", "- Grade: 5 "]
+    "text", ["Grade: 5", "x\n**Grade: 5**", "grade : 5/10", "Grade: 9\nno\nGrade: 5.0", "- Grade: 5 ", "Grade... 5"]
 )
 def test_the_last_line_with_a_grade_counts(text: str) -> None:
     settings = Judge(url="http://h/v1", model="m")
     assert judge.grade_of(verdict(text)[1], settings) == (0.5, 5.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "grade"), [("Grade: .5", 0.5), ("Grade: -.5", -0.5), ("Grade: 0.5.", 0.5), ("Grade: −3", -3)]
+)
+def test_a_grade_has_the_sign_and_the_point_that_it_was_given_with(text: str, grade: float) -> None:
+    settings = Judge(url="http://h/v1", model="m", scale=(-10.0, 10.0))
+    assert judge.grade_of(verdict(text)[1], settings) == ((grade + 10) / 20, grade)
 
 
 def test_what_an_answer_says_of_grades_stands_between_marks_it_cannot_know() -> None:
@@ -226,6 +234,36 @@ def test_a_reward_model_of_another_server_scores_by_either_convention(tmp_path: 
     assert (plain.score, classified.score, templated.score) == (6.0, 0.75, float(len("[user]a[assistant]b")))
     assert [request[1]["input"] for request in served.requests] == ["6*7=42", "6*7=42", "[user]a[assistant]b"]
     assert "give the reward model's chat_template" in str(refused.error)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+        ("{{ 1 // (messages | length - 2) }}", "ZeroDivisionError"),
+        ("{{ messages[7].content.text }}", "UndefinedError"),
+        ("{{ raise_exception('two turns only') }}", "two turns only"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+    ],
+)
+def test_a_template_that_fails_on_an_answer_is_the_error_of_that_answer(template: str, said: str) -> None:
+    with serving(lambda *_: (200, {"data": [{"embedding": [1.0]}]})) as served:
+        (outcome,) = scored({"remote_model": {"url": served.url, "model": "rm", "chat_template": template}}, [sample()])
+    assert math.isnan(outcome.score) and "[SLIP-REWARD-06]" in str(outcome.error) and said in str(outcome.error)
+    assert "remote_model: chat_template: fails on messages of the roles user, assistant: " in str(outcome.error)
+
+
+def test_a_template_is_read_as_transformers_reads_it() -> None:
+    template = (
+        "{% for m in messages %}{% if loop.index0 == 2 %}{% break %}{% endif %}{{ m.content | tojson }}{% endfor %}"
+        "{% generation %}{{ strftime_now('%%') }}{% endgeneration %}"
+    )
+    settings = RemoteModel(url="http://h/v1", model="m", chat_template=template)
+    chat = sample("<b> é", prompt=[{"role": "user", "content": "1"}])
+    assert scoring.request_of(chat, settings, scoring.template_of(settings))["input"] == '"1""<b> é"%'
+    broken = settings.model_copy(update={"chat_template": "{% for %}"})
+    with pytest.raises(RewardError, match="'remote_model': chat_template cannot be used"):
+        scoring.template_of(broken)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ i - 1 of seed s + 1, so that training on seed 1 would see nearly all of an evalu
 at row 500.
 """
 
+import dataclasses
+import datetime
 import functools
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
@@ -16,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from replay.prompts.formats.base import ENDLESS, Raw
-from replay.prompts.rows import DataError, Place, RowError
+from replay.prompts.rows import DataError, Place, RowError, plain
 from replay.prompts.spec import GENERATED, Spec
 
 CHUNK = 500
@@ -36,7 +38,9 @@ class Generated:
         """Check family and options. Raises DataError: unknown, refused by the family, or the package is missing."""
         self.source, self.family = spec.text, spec.name
         self.form = f"{GENERATED}'s {spec.name}"
-        self._options = {key: value for key, value in spec.options.items() if key not in OWN}
+        options = {key: value for key, value in spec.options.items() if key not in OWN}
+        # As rows carry them: what these make, the reward makes again.
+        self._options: dict[str, Any] = plain(options, "options", Place(spec.text, 1))
         self._seed, self._level = spec.options.get("seed", 0), spec.options.get("level")
         self._as_text = spec.options.get("form", "chat") == "text"
         self._check(spec)
@@ -134,6 +138,7 @@ class Generated:
 def make_dataset(family: str, seed: int, level: int | None, options: dict[str, Any]) -> Any:
     """A dataset of reasoning_gym, of CHUNK rows. Raises what the family raises for options that it refuses."""
     package = _package(family)
+    options = _with_dates(package.factory.DATASETS[family][1], options)
     if level is None:
         return package.create_dataset(family, seed=seed, size=CHUNK, **options)
     curriculum = package.factory.create_curriculum(family)
@@ -144,6 +149,16 @@ def make_dataset(family: str, seed: int, level: int | None, options: dict[str, A
     if taken:
         raise ValueError(f"{taken[0]} follows from the level; leave it out")
     return package.factory.DATASETS[family][0](config=configuration)
+
+
+def _with_dates(configuration: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Rows carry dates and times as ISO text; families that have such fields compare with them. Raises ValueError."""
+    defaults = {field.name: field.default for field in dataclasses.fields(configuration)}
+    kinds = {key: type(one) for key, one in defaults.items() if isinstance(one, (datetime.date, datetime.time))}
+    return {
+        key: kinds[key].fromisoformat(value) if key in kinds and isinstance(value, str) else value
+        for key, value in options.items()
+    }
 
 
 def _as_answer(answer: Any) -> Any:

@@ -14,7 +14,7 @@ from configs.errors import SlipstreamError
 from configs.rewards import Judge
 from rollout_server.rewards import RewardError, Sample
 
-GRADE = re.compile(r"^\W{0,8}grade\W{0,8}?(-?\d{1,9}(?:\.\d{1,9})?)", re.IGNORECASE | re.MULTILINE)
+GRADE = re.compile(r"^\W{0,8}grade\W{0,8}?([-−]?(?:\d{1,9}(?:\.\d{1,9})?|\.\d{1,9}))", re.IGNORECASE | re.MULTILINE)
 MAX_VERDICT_CHARS = 8000
 SYSTEM = """You grade answers. The rubric:
 {rubric}
@@ -91,7 +91,7 @@ def grade_of(reply: dict[str, Any], settings: Judge) -> tuple[float, float]:
     grades = GRADE.findall(text[-MAX_VERDICT_CHARS:])
     if not grades:
         raise NoVerdict("unreadable", f"no line `Grade: <number>` at the end of {text[-200:]!r}")
-    grade, (low, high) = float(grades[-1]), settings.scale
+    grade, (low, high) = float(grades[-1].replace("−", "-")), settings.scale
     if not low <= grade <= high:
         raise NoVerdict("unreadable", f"grade {grade:g} is outside of {low:g} to {high:g}")
     return (grade - low) / (high - low), grade

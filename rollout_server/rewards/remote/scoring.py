@@ -5,45 +5,54 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from configs.rewards import RemoteModel
-from rollout_server.rewards import RewardError, Sample
+from replay.fingerprint import TEMPLATE_ERRORS, template_failure
+from rollout_server.rewards import NotScored, RewardError, Sample
 from rollout_server.rewards.remote.judge import NoVerdict
 
 PATHS = {"embeddings": "/embeddings", "classify": "/classify"}
 
 
-def template_of(settings: RemoteModel) -> jinja2.Template | None:
-    """The compiled chat template, if there is one. Raises RewardError: a broken one, or no such file."""
+def template_of(settings: RemoteModel) -> str | None:
+    """The text of the chat template, if there is one. Raises RewardError: a broken one, or no such file."""
     given = settings.chat_template
     if given is None:
         return None
     try:
         text = given if "{" in given else Path(given).expanduser().read_text(encoding="utf-8")
-        return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(text)
+        rendered(text, [])
     except (OSError, UnicodeDecodeError, jinja2.TemplateError) as error:
         raise RewardError(f"reward.function: 'remote_model': chat_template cannot be used: {error}") from error
+    return text
 
 
-def request_of(sample: Sample, settings: RemoteModel, template: jinja2.Template | None) -> dict[str, Any]:
+def rendered(template: str, conversations: list[list[dict[str, str]]]) -> list[str]:
+    """The conversations as text, by the rules of transformers: its filters, functions and tags."""
+    # here, because it loads transformers, which plain text does without
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, _ = render_jinja_template(conversations, chat_template=template)
+    return list(texts)
+
+
+def request_of(sample: Sample, settings: RemoteModel, template: str | None) -> dict[str, Any]:
     """The body of the request.
 
     Raises:
-        ValueError: a prompt of chat messages and no template, or one that fails on them.
+        NotScored: a prompt of chat messages and no template, or one that fails on them.
     """
     prompt, answer = sample["prompt"], sample["completion"]
     if template is None:
         if not isinstance(prompt, str):
-            raise ValueError("the prompt is a list of chat messages; give the reward model's chat_template")
+            raise NotScored("the prompt is a list of chat messages; give the reward model's chat_template")
         return {"model": settings.model, "input": prompt + answer}
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    messages = [*messages, {"role": "assistant", "content": answer}]
     try:
-        text = template.render(
-            messages=[*messages, {"role": "assistant", "content": answer}], add_generation_prompt=False
-        )
-    except jinja2.TemplateError as error:
-        raise ValueError(f"chat_template fails: {error}") from error
+        (text,) = rendered(template, [messages])
+    except TEMPLATE_ERRORS as error:
+        raise NotScored(template_failure(messages, error, "chat_template")) from error
     return {"model": settings.model, "input": text}
 
 

@@ -80,9 +80,12 @@ def examine(run: Path, *, journal: Path | None = None, acks: Iterable[Path] | No
     _fates(history, report)
     report.violations += ledger_differences(run / "ledger.jsonl", history)
     for row in JsonLines.read(run / "metrics.jsonl"):
-        above = [lag for lag in row.get("training/lag_histogram", {}) if int(lag) > history.async_lag]
+        if "training/lag_histogram" not in row:
+            continue  # no row of a step
+        step = row["training/global_step"]
+        above = [lag for lag in row["training/lag_histogram"] if int(lag) > history.bounds.of_step(step)]
         if above:  # after masking
-            text = f"metrics: step {row['training/global_step']} trained tokens of lag {', '.join(above)}"
+            text = f"metrics: step {step} trained tokens of lag {', '.join(above)}"
             report.violations.append(text)
     return report, history
 
@@ -102,7 +105,7 @@ def _fates(history: History, report: Report) -> None:
         if group in trained or group in history.dropped:
             continue
         report.buffered += 1
-        limit = high + history.async_lag + 1
+        limit = high + history.bounds.of_group(group) + 1
         if history.version >= limit:
             report.lost.append(
                 f"group {list(group)} was accepted at version {high}, must be trained by step {limit}, and is neither"

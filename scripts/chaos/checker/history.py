@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+from scripts.chaos.checker.bounds import Bounds, GroupId
 from scripts.chaos.checker.journal import Record, arrays
 
-GroupId = tuple[int, int]
 Fields = dict[str, Any]
 
 
@@ -23,7 +23,7 @@ class History:
     """State after all records that were applied; `wrong` and `lost` say what breaks a rule."""
 
     def __init__(self, async_lag: int = 0, on_stale: str = "wait", groups_per_step: int = 0) -> None:
-        self.async_lag, self.on_stale, self.groups_per_step = async_lag, on_stale, groups_per_step
+        self.bounds, self.on_stale, self.groups_per_step = Bounds(async_lag), on_stale, groups_per_step
         self.wrong: list[str] = []
         self.lost: list[str] = []
         # ---- steps
@@ -73,8 +73,16 @@ class History:
         what = f"is file {fields['number']}, {self._file_number} was expected"
         self._must((fields["number"], record.file) == expected, record, what)
 
-    def _on_boot(self, _record: Record, _fields: Fields) -> None:
+    def _on_boot(self, _record: Record, fields: Fields) -> None:
         self.boots += 1
+        settings = fields.get("run", {})  # of this start: a run may be resumed with others
+        self.on_stale = settings.get("on_stale", self.on_stale)
+        self.bounds.boot(settings.get("async_lag", self.bounds.configured))
+
+    def _on_lag(self, record: Record, fields: Fields) -> None:
+        lag, before = fields["async_lag"], self.bounds.now
+        self._must(0 <= lag < before, record, f"makes the bound of the lag {lag}, it is {before}")
+        self.bounds.now = lag
 
     def _on_learner(self, record: Record, fields: Fields) -> None:
         version, incarnation, last = fields["version"], fields["incarnation"], self.version
@@ -89,6 +97,8 @@ class History:
     def _on_lease(self, record: Record, fields: Fields) -> None:
         group = identity(fields["group"])
         self.leases[group] = name_of(fields["server"])
+        lag, now = fields.get("async_lag"), self.bounds.now
+        self._must(self.bounds.lease(group, lag), record, f"leases {list(group)} with lag {lag}, the bound is {now}")
         if group in self.held:
             self.lost.append(f"group {list(group)} was leased again ({record}) after it had been accepted")
         self._must(group not in self.dropped, record, f"group {list(group)} is leased after it was dropped")
@@ -125,21 +135,28 @@ class History:
     def _on_take(self, record: Record, fields: Fields) -> None:
         step, groups, wanted = fields["step"], tuple(map(identity, fields["groups"])), self.groups_per_step
         self._must(step == self.version + 1, record, f"takes step {step} after version {self.version}")
+        again = step in self.again or step in self.taken
         before = self.again[step].groups if step in self.again else self.taken.get(step, groups)
         self._must(groups == before, record, f"step {step} is taken again with other groups, or in another order")
         whole = len(set(groups)) == len(groups) == wanted
         self._must(whole, record, f"{len(set(groups))} groups, {wanted} make a step")
+        recorded = fields.get("async_lag")
+        bound = self.bounds.take(step, groups, recorded, again=again)
+        self._must(bound is not None, record, f"forms step {step} under a lag of {recorded}, above its groups' bounds")
+        masks = self.on_stale == "mask"
+        is_masked = fields.get("masked", masks)
+        self._must(again or is_masked == masks, record, f"says masked {is_masked}, and on_stale is {self.on_stale}")
         for group in groups:
             self._must(group in self.held, record, f"group {list(group)} was never accepted")
-            self._judge_age(record, step, group)
+            own = self.bounds.of_step(step) if again else max(self.bounds.now, self.bounds.of_group(group))
+            self._judge_age(record, step, group, None if is_masked else own)
         self.taken[step], self.newest_take = groups, step
 
-    def _judge_age(self, record: Record, step: int, group: GroupId) -> None:
+    def _judge_age(self, record: Record, step: int, group: GroupId, bound: int | None) -> None:
         """Lag of a token: the version that is trained (step - 1) minus the version that has sampled it."""
         oldest, newest = self._stamps.get(group, (step - 1, step - 1))
-        lag, bound = step - 1 - oldest, self.async_lag
-        young = lag <= bound or self.on_stale == "mask"
-        self._must(young, record, f"lag {lag} of group {list(group)} is above {bound}")
+        lag = step - 1 - oldest
+        self._must(bound is None or lag <= bound, record, f"lag {lag} of group {list(group)} is above {bound}")
         self._must(newest < step, record, f"group {list(group)} has tokens of version {newest} in step {step}")
 
     def _on_commit(self, record: Record, fields: Fields) -> None:
@@ -167,13 +184,16 @@ class History:
         step = fields["step"]
         rolls_back = fields["expected"] == fields["found"]
         self._must(rolls_back, record, f"step {step} diverged: {fields['expected']} became {fields['found']}")
+        gone = {s: self.taken.get(s, ()) for s in (*self.again, *self.taken) if s > step}
+        for later, groups in gone.items():
+            self.bounds.dissolve(later, groups)
         for group in map(identity, fields.get("dropped", ())):
             self.held.pop(group, None)
             self.dropped.setdefault(group, []).append("rolled_back")
         for group in map(identity, fields["superseded"]):  # these are sampled anew
             self.held.pop(group, None)
             self.reopened.add(group)
-        for later in [s for s in (*self.again, *self.taken) if s > step]:
+        for later in gone:
             self.again.pop(later, None)
             self.taken.pop(later, None)
 

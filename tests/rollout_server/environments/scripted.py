@@ -11,6 +11,8 @@ from rollout_server.environments.tool_calls import message_of
 class Scripted:
     """A client whose policy says what it was told to say."""
 
+    turn_timeout_s = 60.0
+
     def __init__(self, answers: Sequence[str], options: Mapping[str, Any] | None = None) -> None:
         self.answers, self.options, self.temperature = list(answers), options or {}, 1.0
         self.prompt_seed, self.seed = 5, 6

@@ -12,6 +12,7 @@ from scripted import Scripted
 
 from rollout_server.environments import EnvironmentFailed, tool_loop, tools
 from rollout_server.environments.adapters import textarena_games
+from rollout_server.environments.threads import NoThread
 from rollout_server.environments.tools import calculator, tool_of
 from rollout_server.sandbox import probe
 from rollout_server.sandbox.probe import Isolation, isolation
@@ -87,6 +88,21 @@ async def test_a_call_that_is_given_up_keeps_its_thread_until_it_ends(monkeypatc
     client, _ = await converse(said, tools=[f"{__file__}:naps"], tool_timeout_s=0.3)
     told = [message["content"] for message in client.contexts[1][-2:]]
     assert told == ["error: naps took longer than 0.3 s", "rested"]
+
+
+async def test_tools_that_hold_all_threads_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_loop, "MAX_THREADS", 3)
+    monkeypatch.setattr(Scripted, "turn_timeout_s", 1.0)
+    own = [f"{__file__}:naps", f"{__file__}:dozes"]
+    held = call("naps", seconds=1.6) * 2 + call("dozes", seconds=1.6)
+    said = r"naps waited 0\.9 s for one of 3 threads: .*2 of naps, the longest since 1 s; 1 of dozes, .*SLIP-ENV-07"
+    with pytest.raises(NoThread, match=said):
+        await converse([held + call("naps", seconds=0), "8"], tools=own, tool_timeout_s=0.2)
+
+
+def dozes(seconds: float) -> str:
+    """Sleep lightly."""
+    return naps(seconds)
 
 
 def naps(seconds: float) -> str:
