@@ -86,10 +86,9 @@ def whiten(values: Float64, loss_tokens: NDArray[np.int32]) -> Float64:
     total = weights.sum()
     if total == 0:
         return np.zeros_like(values)
-    centred = values - (weights * values).sum() / total
-    counted = centred[weights > 0]
-    if not counted.any() or np.ptp(values[weights > 0]) == 0:
+    if np.ptp(values[weights > 0]) == 0:
         return np.zeros_like(values)
+    centred = values - (weights * values).sum() / total
     variance = (weights * centred**2).sum() / max(total - 1, 1)
     return np.asarray(centred / (np.sqrt(variance) + EPSILON), np.float64)
 

@@ -22,6 +22,6 @@ def maxrl(_: Algorithm) -> Advantage:
                 " mean and takes rewards >= 0 only"
             )
         mean = inputs.of_groups().mean(values)
-        return np.where(mean > 0, (values - mean) / (mean + EPSILON), 0.0)
+        return (values - mean) / (mean + EPSILON)
 
     return advantage

@@ -15,7 +15,7 @@ def dppo_tv(algorithm: Algorithm) -> Loss:
     def loss(inputs: LossInputs) -> LossOutput:
         log_ratio = inputs.log_ratio()
         moved = inputs.logprobs.detach().exp() - inputs.proximal_logprobs.exp()
-        far = (moved * inputs.advantages.sign() > algorithm.dppo_delta) & (inputs.advantages != 0)
+        far = moved * inputs.advantages.sign() > algorithm.dppo_delta
         value = -inputs.advantages * log_ratio.exp()
         return LossOutput(loss=value.masked_fill(far, 0.0) + algorithm.dppo_kl * log_ratio.square(), clipped=far)
 

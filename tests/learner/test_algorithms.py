@@ -2,17 +2,21 @@
 
 import functools
 import math
+from pathlib import Path
 from typing import Any
 
 import algorithm_reference as reference
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from configs.algorithm import Algorithm
 from learner.advantages import ADVANTAGES, AdvantageInputs, advantages_of, build_advantage
+from learner.advantages.base import whiten
 from learner.advantages.gae import gae
-from learner.losses import LOSSES, LossInputs, build_loss
+from learner.losses import LOSSES, LossError, LossInputs, LossOutput, build_loss
 from learner.objective.aggregation import token_weights
 from learner.objective.corrections import CORRECTIONS, Rho, build_correction
 from learner.objective.kl import ESTIMATORS, estimate
@@ -39,6 +43,15 @@ def row(seed: int, spread: float) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return torch.tensor(logprobs), torch.tensor(proximal), torch.tensor(advantages)
 
 
+def run(name: str, logprobs: torch.Tensor, proximal: torch.Tensor, advantages: torch.Tensor, **also: Any) -> LossOutput:
+    """The loss of LOSS_REFERENCES with its options over a row of LENGTHS."""
+    loss = build_loss(Algorithm(loss=name.partition(",")[0], **LOSS_REFERENCES[name][1], **also))
+    lengths, groups = torch.tensor(LENGTHS), torch.arange(len(LENGTHS))
+    return loss(
+        LossInputs(logprobs=logprobs, proximal_logprobs=proximal, advantages=advantages, lengths=lengths, groups=groups)
+    )
+
+
 def test_every_loss_has_a_reference() -> None:
     assert {name.partition(",")[0] for name in LOSS_REFERENCES} == set(LOSSES)
 
@@ -47,22 +60,12 @@ def test_every_loss_has_a_reference() -> None:
 @pytest.mark.parametrize("name", LOSS_REFERENCES)
 @pytest.mark.parametrize("spread", [2e-4, 0.3, 3.0])
 def test_a_loss_and_its_gradient(name: str, aggregation: str, spread: float) -> None:
-    of_reference, options = LOSS_REFERENCES[name]
-    loss = build_loss(Algorithm(loss=name.partition(",")[0], **options))
+    of_reference, _ = LOSS_REFERENCES[name]
     weights = torch.tensor(np.repeat(token_weights(aggregation, np.array(LENGTHS, np.int32), constant=16), LENGTHS))
     for seed in range(3):
         logprobs, proximal, advantages = row(seed, spread)
         moving = logprobs.clone().requires_grad_()
-        lengths = torch.tensor(LENGTHS)
-        output = loss(
-            LossInputs(
-                logprobs=moving,
-                proximal_logprobs=proximal,
-                advantages=advantages,
-                lengths=lengths,
-                groups=torch.arange(len(LENGTHS)),
-            )
-        )
+        output = run(name, moving, proximal, advantages)
 
         def total(at: list[float]) -> float:
             held, prox, adv = logprobs.tolist(), proximal.tolist(), advantages.tolist()  # noqa: B023
@@ -80,6 +83,78 @@ def test_a_loss_and_its_gradient(name: str, aggregation: str, spread: float) -> 
             down[index] -= STEP
             slope = (total(up) - total(down)) / (2 * STEP)
             assert moving.grad[index].item() == pytest.approx(slope, rel=1e-4, abs=1e-7), (seed, index)
+
+
+@pytest.mark.parametrize("name", sorted(LOSS_REFERENCES.keys() - {"cispo", "sapo", "policy_gradient"}))
+@pytest.mark.parametrize("spread", [2e-4, 0.3, 3.0])
+def test_clipped_are_the_tokens_whose_gradient_the_loss_takes_away(name: str, spread: float) -> None:
+    logprobs, proximal, advantages = row(1, spread)
+    moving = logprobs.requires_grad_()
+    output = run(name, moving, proximal, advantages, dppo_kl=0.0)
+    output.loss.sum().backward()
+    assert moving.grad is not None and output.clipped is not None
+    assert output.clipped.tolist() == (moving.grad == 0).tolist()
+
+
+def test_cispo_counts_the_tokens_whose_weight_it_bounds() -> None:
+    logprobs, proximal, advantages = row(1, 3.0)
+    output = run("cispo", logprobs, proximal, advantages)
+    assert output.clipped is not None and 0 < output.clipped.sum() < sum(LENGTHS)
+    assert output.clipped.tolist() == ((logprobs - proximal).exp() > 5.0).tolist()
+
+
+@pytest.mark.parametrize("name", sorted(LOSS_REFERENCES.keys() - {"policy_gradient"}))
+def test_a_ratio_ends_where_it_has_no_meaning_any_more(name: str) -> None:
+    """e^20, and e^10 for that of an answer; in float32, where e^100 is infinite."""
+    ends = 10.0 if name == "gspo" else 20.0
+    proximal, advantages = torch.full((sum(LENGTHS),), -1000.0), torch.full((sum(LENGTHS),), -1.0)
+    clip: dict[str, Any] = {"clip_high": 1e12} if name == "cispo" else {}
+    at_end, beyond = (run(name, proximal + apart, proximal, advantages, **clip).loss for apart in (ends, 900.0))
+    before = run(name, proximal + ends / 2, proximal, advantages, **clip).loss
+    if name == "cispo":  # its loss has the logprob as a factor
+        at_end, beyond = at_end / (ends - 1000), beyond / -100
+    assert beyond.isfinite().all() and torch.allclose(at_end, beyond)
+    assert name in ("ppo_clip, dual", "sapo") or not torch.allclose(before, beyond), "it still counts here"
+
+
+def test_a_loss_from_a_file_is_built_and_what_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(
+        "from learner.losses import LossOutput\n"
+        "def twice(algorithm):\n"
+        "    return lambda inputs: LossOutput(loss=algorithm.clip[1] * inputs.logprobs)\n"
+        "def none(algorithm):\n"
+        "    pass\n"
+        "number = 3\n"
+    )
+    own = build_loss(Algorithm(loss=f"{path}:twice", clip_high=2.0))
+    inputs = {"proximal_logprobs": torch.zeros(2), "advantages": torch.zeros(2)}
+    places = {"lengths": torch.tensor([2]), "groups": torch.tensor([0])}
+    assert own(LossInputs(logprobs=torch.tensor([-1.0, -3.0]), **inputs, **places)).loss.tolist() == [-2.0, -6.0]
+    for place, said in {
+        f"{tmp_path}/other.py:twice": "algorithm.loss: no file '.*other.py'",
+        f"{path}:thrice": "own.py has no function 'thrice'",
+        f"{path}:number": "own.py has no function 'number'",
+        f"{path}:none": "own.py:none' gave NoneType instead of a loss",
+    }.items():
+        with pytest.raises(LossError, match=said):
+            build_loss(Algorithm(loss=place))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 9))
+def test_weights_make_means_of_whatever_is_in_the_loss(counts: list[int], constant: int) -> None:
+    tokens = np.array(counts, np.int32)
+    trained = tokens[tokens > 0]
+    values = np.arange(1.0, len(tokens) + 1)  # of every token of a trajectory
+    for kind, want in {
+        "token": np.repeat(values, tokens),
+        "sequence": values[tokens > 0],
+        "constant": values[tokens > 0] * trained / constant,
+    }.items():
+        weights = token_weights(kind, tokens, constant=constant)
+        assert (weights * tokens * values).sum() == pytest.approx(want.mean() if trained.size else 0.0, rel=1e-6)
+        assert not weights[tokens == 0].any()
 
 
 @pytest.mark.parametrize("kind", ["none", *CORRECTIONS])
@@ -135,9 +210,31 @@ def test_an_advantage(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ADVANTAGES)
-def test_equal_rewards_teach_nothing(kind: str) -> None:
+def test_of_nothing_there_is_no_advantage(kind: str) -> None:
     inputs = AdvantageInputs(
-        rewards=np.full(12, 0.1, np.float32),
+        rewards=np.zeros(0, np.float32), groups=np.zeros(0, np.int32), loss_tokens=np.zeros(0, np.int32)
+    )
+    got = advantages_of(build_advantage(Algorithm(advantage=kind)), inputs)  # type: ignore[arg-type]
+    assert got.shape == (0,) and got.dtype == np.float32
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=5))
+def test_whitened_values_have_a_mean_of_0_and_a_deviation_of_1_over_tokens(drawn: list[tuple[int, int]]) -> None:
+    values, tokens = np.array(drawn, np.float64).reshape(-1, 2).T
+    got = whiten(values, tokens.astype(np.int32))
+    counted = np.repeat(values, tokens.astype(int))
+    if len(set(counted)) < 2:
+        assert not got.any(), "nothing to learn, also from a trajectory that no token of is in the loss"
+        return
+    assert got == pytest.approx((values - counted.mean()) / (counted.std(ddof=1) + 1e-4))
+
+
+@pytest.mark.parametrize("reward", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ADVANTAGES)
+def test_equal_rewards_teach_nothing(kind: str, reward: float) -> None:
+    inputs = AdvantageInputs(
+        rewards=np.full(12, reward, np.float32),
         groups=np.repeat(np.arange(4, dtype=np.int32), 3),
         loss_tokens=np.arange(12, dtype=np.int32),
     )
@@ -152,6 +249,11 @@ def test_gae_over_mixed_lengths() -> None:
         want = reference.gae(rewards.tolist(), values.tolist(), LENGTHS, gamma, lam)
         assert advantages.tolist() == pytest.approx(want, rel=1e-9)
         assert returns.tolist() == pytest.approx(np.add(want, values).tolist(), rel=1e-9)
+    none, one = np.zeros(0), np.zeros(1)
+    assert [part.size for part in gae(none, none, np.zeros(0, np.int64), gamma=1.0, lam=1.0)] == [0, 0]
+    for wrong in ((rewards, values[:-1], LENGTHS), (rewards, values, LENGTHS[:-1]), (one, one, ())):
+        with pytest.raises(ValueError, match="do not fit"):
+            gae(wrong[0], wrong[1], np.array(wrong[2], np.int64), gamma=1.0, lam=1.0)
 
 
 def test_a_reward_that_is_not_finite_is_named() -> None:
@@ -163,9 +265,18 @@ def test_a_reward_that_is_not_finite_is_named() -> None:
         )
 
 
+def test_rewards_without_their_groups_are_refused() -> None:
+    three = np.zeros(3, np.int32)
+    for groups, tokens in ((three[:2], three), (three, three[:2]), (three[:, None], three)):
+        with pytest.raises(ValueError, match="are not three vectors of one length"):
+            AdvantageInputs(rewards=np.zeros(3, np.float32), groups=groups, loss_tokens=tokens)
+    with pytest.raises(ValueError, match="are not three vectors of one length"):
+        AdvantageInputs(rewards=np.zeros((3, 1), np.float32), groups=three[:, None], loss_tokens=three[:, None])
+
+
 def test_maxrl_refuses_a_negative_reward() -> None:
     inputs = AdvantageInputs(
-        rewards=np.array([1, -1], np.float32), groups=np.zeros(2, np.int32), loss_tokens=np.ones(2, np.int32)
+        rewards=np.array([0, 0.5, -1], np.float32), groups=np.zeros(3, np.int32), loss_tokens=np.ones(3, np.int32)
     )
-    with pytest.raises(ValueError, match=r"reward of trajectory 1 is -1.*takes rewards >= 0"):
+    with pytest.raises(ValueError, match=r"reward of trajectory 2 is -1.*takes rewards >= 0"):
         build_advantage(Algorithm(advantage="maxrl"))(inputs)

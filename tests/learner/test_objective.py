@@ -50,7 +50,8 @@ def decoupled(row: Row, logprobs: torch.Tensor) -> tuple[float, list[float]]:
 
 def test_decoupled_ppo_is_the_clip_around_a_log_linear_policy_with_a_truncated_weight() -> None:
     row, logprobs, entropy = made()
-    loss, _ = Objective(Algorithm(proximal="log_linear", correction="token_tis"))(row, logprobs, entropy)
+    loss, measured = Objective(Algorithm(proximal="log_linear", correction="token_tis"))(row, logprobs, entropy)
+    assert measured["correction"] > 0 and measured["refused"] == 0
     loss.backward()
     total, gradient = decoupled(row, logprobs)
     assert loss.item() == pytest.approx(total, rel=1e-6)
@@ -60,7 +61,8 @@ def test_decoupled_ppo_is_the_clip_around_a_log_linear_policy_with_a_truncated_w
 def test_at_lag_zero_decoupled_ppo_is_ppo_clip() -> None:
     row, logprobs, entropy = made()
     object.__setattr__(row, "lags", torch.zeros(sum(LENGTHS)))
-    plain, _ = Objective(Algorithm())(row, logprobs, entropy)
+    plain, measured = Objective(Algorithm())(row, logprobs, entropy)
+    assert "correction" not in measured
     split, _ = Objective(Algorithm(proximal="log_linear", correction="token_tis"))(row, logprobs, entropy)
     assert plain.item() == split.item()
 
@@ -86,6 +88,22 @@ def test_what_a_correction_refuses_is_counted_and_has_no_gradient() -> None:
     assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
     assert not logprobs.grad[: LENGTHS[0]].any() and logprobs.grad[LENGTHS[0] :].any()
     assert measured["refused"] == LENGTHS[0] and measured["tokens"] == sum(LENGTHS)
+
+
+def test_a_refused_token_may_have_an_infinite_loss() -> None:
+    row, logprobs, entropy = made()
+    impossible = logprobs.detach().clone()
+    impossible[3] = -torch.inf  # the first of LENGTHS has five tokens
+    plain, refused = (
+        Objective(Algorithm(loss="policy_gradient", **options))(row, impossible.requires_grad_(), entropy)
+        for options in ({}, {"veto_low": 1e-4})
+    )
+    assert not plain[0].isfinite() and refused[1]["refused"] == LENGTHS[0]
+    rest = slice(LENGTHS[0], None)
+    want = (-row.advantages * impossible * row.weights)[rest].sum()
+    assert refused[0].item() == pytest.approx(want.item(), rel=1e-6)
+    (gradient,) = torch.autograd.grad(refused[0], impossible)
+    assert gradient.isfinite().all() and not gradient[: LENGTHS[0]].any() and gradient[rest].all()
 
 
 def test_entropy_and_kl_are_averaged_like_the_loss() -> None:
