@@ -198,23 +198,6 @@ async def test_several_pins_and_unpin(folder: Path, old: Any, new: Any, gate_at:
         assert (await engine.health()).generated_tokens == 2 * 40 + 4
 
 
-async def test_a_version_that_is_made_again_is_pinned_anew(folder: Path, old: Any, new: Any) -> None:
-    """By a learner that was restarted; the server may have missed that the old one is over."""
-    async with serving(folder) as engine:
-        await engine.pin(0)
-        await engine.pause("keep_kv")
-        evaluating = asyncio.ensure_future(engine.generate([8], LONG, 1, request_id="e", pinned=0))
-        await engine.load(hf_tensors(old).items(), 0)
-        await engine.pin(0)
-        await engine.resume()
-        assert (await evaluating)[0].finish_reason == "length", "of the same weights nothing is ended"
-        await update(engine, new, 0)
-        await engine.pin(0)
-        (answer,) = await engine.generate([8], LONG, 1, request_id="e", pinned=0)
-        assert error(answer, logprobs_of(new, [8], answer)) <= 1e-5
-        assert (await engine.health()).detail["pins"] == 1
-
-
 class BusBrokeError(Exception):
     """Stands for what a weight bus raises in the middle of an update."""
 

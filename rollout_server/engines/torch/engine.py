@@ -310,14 +310,12 @@ class TorchEngine:
         self._mode = None
 
     def _pin(self, version: int) -> None:
-        held = self._pins.get(version)
-        if held is not None and (version != self.live.version or held.weights.equal(self.live.weights)):
+        if version in self._pins:
             return
         if self._half_updated is not None:
             raise EngineError(f"pin of version {version} refused: {self._half_updated}")
         if version != self.live.version:
             raise EngineError(f"pin of version {version} refused: the live version is {self.live.version}")
-        self._unpin(version)  # of a learner that was restarted since, and has made this version anew
         lane = self._lane(self.live.weights.copy(), version)
         with self._lock:
             self._pins[version] = lane

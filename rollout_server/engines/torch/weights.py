@@ -198,10 +198,6 @@ class LiveWeights:
             found = {name: slice_digest(view) for name, view in self._views.items()}
         return found if self.lora is None else {**found, SCALE: scale_digest(self.lora.scale)}
 
-    def equal(self, other: "LiveWeights") -> bool:
-        """Whether another set of the same model holds the same numbers."""
-        return all(torch.equal(view, other._updated[name]) for name, view in self._updated.items())
-
     def copy(self) -> "LiveWeights":
         """A second set with the same contents, which no update of this one changes."""
         twin = LiveWeights(self.spec, self.dtype, self.lora, base=self if self.lora is not None else None)
