@@ -179,8 +179,16 @@ class BatchReader:
                 return
             self._aside(envelope.message)
 
-    def wait_for_evaluation(self, version: int, deadline_s: float) -> None:
-        """Wait until the evaluation of `version` is closed, with all that came of it; expiry closes it."""
+    def wait_for_evaluations(self, deadline_s: float) -> None:
+        """Wait until every evaluation that was asked for is closed, with all that came of it; expiry closes it.
+
+        The last version's need not be the last to end: several servers evaluate, each a version of its own.
+        """
+        while (version := min((v for kind, v in self._said if kind is m.Evaluate), default=None)) is not None:
+            self._wait_for_evaluation(version, deadline_s)
+            self._said.pop((m.Evaluate, version), None)
+
+    def _wait_for_evaluation(self, version: int, deadline_s: float) -> None:
         self._waiting_since = time.monotonic()
         deadline, beat_at = self._waiting_since + deadline_s, 0.0
         while (now := time.monotonic()) < deadline:

@@ -301,12 +301,11 @@ class Learner:
             self.batches.announce(m.Checkpointed(step=report.step, kept=report.kept))
 
     def finish(self, version: int) -> None:
-        """Wait for the last broadcast and the last evaluation, and leave."""
+        """Wait for the last broadcast and all evaluations, and leave."""
         report = self.wait_for_broadcast()
         if self.ranks.is_first:
             self.metrics.log_final(version, {**self._spans.take(), **self.bus.metrics(report), **self._saved})
-            if self.config.is_evaluated(version):
-                self.batches.wait_for_evaluation(version, self.config.evaluation.deadline_s)
+            self.batches.wait_for_evaluations(self.config.evaluation.deadline_s)
             self._record_evaluations()
             if self.config.checkpoint.keep_best:
                 self.checkpoints.tidy()

@@ -202,6 +202,11 @@ class Service:
         elif peer.unreachable_since is None:
             peer.unreachable_since = now
 
+    def reached(self, identity: str) -> None:
+        """A send to this peer was taken: a learner rank that computes says nothing when its connection is back."""
+        if (peer := self.peers.get(identity)) is not None:
+            peer.unreachable_since = None
+
     def lost(self, identity: str, symptom: str, now: float) -> None:
         """A peer is gone: its leases and evaluations are free for others."""
         peer, said = self.peers.get(identity), ""

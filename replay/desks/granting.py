@@ -145,9 +145,11 @@ class Granting:
         """Positions of queued leases whose turn cannot have come: an evaluation or an earlier lease is worked on.
 
         A server begins its leases in their order, so one that later ones overtake is not waiting, it is forgotten.
+        Behind an evaluation they wait where no other server asks for leases; else they go there in time.
         """
-        queued = set(message.queued)
-        if any(evaluation.server == peer.identity for evaluation in self.run.board.open.values()):
+        queued, servers = set(message.queued), self.peers.role("rollout_server")
+        alone = not any(other.capacity for other in servers if other is not peer)
+        if alone and any(evaluation.server == peer.identity for evaluation in self.run.board.open.values()):
             return queued
         first = next((position for position in range(len(message.leases)) if position not in queued), None)
         return {position for position in queued if first is not None and position > first}

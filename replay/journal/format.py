@@ -98,10 +98,9 @@ def segments(folder: Path) -> list[int]:
     return sorted(int(p.stem) for p in folder.iterdir() if re.fullmatch(rf"\d{{6,}}{re.escape(SUFFIX)}", p.name))
 
 
-def scan(file: BinaryIO, segment: int) -> Iterator[Record | int]:
-    """Records of a file in order; last comes the offset up to which it is whole, which is less than its size when the
-    rest is torn or damaged."""
-    size = file.seek(0, 2)
+def scan(file: BinaryIO, segment: int, size: int) -> Iterator[Record | int]:
+    """Records of the first `size` bytes of a file in order; last comes the offset up to which they are whole, which is
+    less than `size` when the rest is torn or damaged."""
     offset = 0
     while (record := read_record(file, segment, offset, size)) is not None:
         yield record

@@ -94,7 +94,7 @@ class JournalReader:
         numbers = segments(self.folder)
         for segment in reversed(numbers):
             with _opened(path_of(self.folder, segment)) as file:
-                for position, record in enumerate(scan(file, segment)):
+                for position, record in enumerate(scan(file, segment, file.seek(0, os.SEEK_END))):
                     if isinstance(record, int) or position > 1:
                         break
                     if record.kind == "snapshot":
@@ -110,9 +110,10 @@ class JournalReader:
         path = path_of(self.folder, segment)
         synced = 0
         with _opened(path) as file:
-            for position, record in enumerate(scan(file, segment)):
+            size = file.seek(0, os.SEEK_END)  # once: replay may be writing on
+            for position, record in enumerate(scan(file, segment, size)):
                 if isinstance(record, int):
-                    self._check_end(path, file, record, synced, is_last=is_last, cut=cut)
+                    self._check_end(path, file, size, record, synced, is_last=is_last, cut=cut)
                     return
                 if position == 0:
                     _check_first(path, segment, record)
@@ -124,12 +125,13 @@ class JournalReader:
                 synced = max(synced, _synced_until(record))
                 yield record
 
-    def _check_end(self, path: Path, file: BinaryIO, end: int, synced: int, *, is_last: bool, cut: bool) -> None:
-        size = file.seek(0, os.SEEK_END)
+    def _check_end(
+        self, path: Path, file: BinaryIO, size: int, end: int, synced: int, *, is_last: bool, cut: bool
+    ) -> None:
         self.end = end
         if end == size and (end or is_last):
             return
-        behind = _follows_behind(file, self.last, end, synced) if is_last else None
+        behind = _follows_behind(file, self.last, size, end, synced) if is_last else None
         if behind is not None or not is_last:
             what = f"record {behind.number} follows" if behind is not None else "other files follow"
             raise JournalDamaged(
@@ -182,12 +184,11 @@ def _check_first(path: Path, segment: int, record: Record) -> None:
         )
 
 
-def _follows_behind(file: BinaryIO, segment: int, end: int, synced: int) -> Record | None:
-    """The record that makes what stands at `end` of the last file damage; None for a torn end.
+def _follows_behind(file: BinaryIO, segment: int, size: int, end: int, synced: int) -> Record | None:
+    """The record that makes what stands at `end` of the last file, of `size` bytes, damage; None for a torn end.
 
     Its whole records end there and say that the file was synced up to `synced`.
     """
-    size = file.seek(0, 2)
     started = read_meta(file, segment, end, size)
     # What is in its frames is part of it, whatever it looks like; frames that were cut short have nothing behind them.
     behind = list(_whole_from(file, segment, end + 1 if started is None else started.location.end, size))

@@ -108,24 +108,31 @@ def test_a_part_that_cannot_be_trained_on_is_refused_before_it_is_reported_as_he
     assert isinstance(said[-1], m.Goodbye) and said[-1].failed and "rank 1" in said[-1].reason
 
 
-def test_a_rank_that_waits_for_an_evaluation_shows_that_it_lives(tmp_path, monkeypatch):
+def test_a_rank_that_waits_for_its_evaluations_shows_that_it_lives(tmp_path, monkeypatch):
     monkeypatch.setattr(batches, "ASK_AGAIN_S", 0.1)
 
     async def heard() -> list[m.Message]:
         router, said = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY), list[m.Message]()
         reader = BatchReader(make_config(tmp_path), router.address, rank=0, fingerprint={})
-        waits = asyncio.create_task(asyncio.to_thread(reader.wait_for_evaluation, 7, 30.0))
+        for version in (5, 7):
+            reader.announce(m.Evaluate(version=version))
+        waits = asyncio.create_task(asyncio.to_thread(reader.wait_for_evaluations, 30.0))
         try:
-            while len(said) < 3:
+            while len(said) < 6:
                 assert await router.wait(10), f"only {said}"
                 while (arrived := await router.receive()) is not None:
                     identity, envelope = arrived
                     said.append(envelope.message)  # type: ignore[union-attr]
             await router.send(identity, m.EvaluationClosed(version=7))
+            await asyncio.sleep(1.0)
+            assert not waits.done(), "an earlier version is evaluated still"
+            await router.send(identity, m.EvaluationClosed(version=5))
             await asyncio.wait_for(waits, 30)
         finally:
             router.close()
             reader.abandon()
         return said
 
-    assert all(isinstance(message, m.Heartbeat) for message in asyncio.run(heard()))
+    first, second, *others = asyncio.run(heard())
+    assert isinstance(first, m.Evaluate) and isinstance(second, m.Evaluate)
+    assert all(isinstance(message, m.Heartbeat) for message in others)

@@ -1,6 +1,7 @@
 """Files of the journal: what was flushed is read back, a torn end is cut, and damage is never taken for one."""
 
 import logging
+import os
 import random
 import zlib
 from pathlib import Path
@@ -120,6 +121,28 @@ def test_every_flipped_byte_is_found(tmp_path, caplog):
         start = max((r.location.end for r in records if r.location.end <= position), default=0)
         assert f"byte {start}:" in str(e.value) and "--resume" in str(e.value)
         assert first_file(folder).read_bytes() == flipped, "nothing is cut"
+
+
+@pytest.mark.parametrize("bytes_visible", [0, 7])
+def test_a_journal_that_is_written_on_meanwhile_is_read_as_it_was(tmp_path, caplog, bytes_visible):
+    """A plan, a hint about the split or a playback read beside a run."""
+    books = Books(JournalWriter(tmp_path, "run", fsync="never"))
+    for number in range(3):
+        books.append(*entry(random.Random(number), number))
+    books.writer.flush()
+    size = first_file(tmp_path).stat().st_size
+    with first_file(tmp_path).open("ab") as file:
+        file.write((MAGIC * 2)[:bytes_visible])  # of a record that is being written
+    reader, found = JournalReader(tmp_path), []
+    for record in reader.records():
+        found.append(record)
+        if len(found) == 1:
+            os.truncate(first_file(tmp_path), size)
+            for number in range(3, 6):
+                books.append(*entry(random.Random(number), number))
+            books.writer.flush()
+    assert [record.number for record in found] == [1, 2, 3, 4] and reader.torn_bytes == bytes_visible
+    books.writer.close()
 
 
 def test_damage_before_the_last_file_is_never_a_torn_end(tmp_path):

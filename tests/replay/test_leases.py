@@ -83,12 +83,16 @@ def test_a_lease_that_later_ones_overtake_is_not_waiting():
     assert list(ended) == [given[0][1].index] and 15 < ended[given[0][1].index] <= 22
 
 
-def test_leases_wait_behind_an_evaluation():
-    made = service(evaluated=2, evaluation__deadline_s=1000.0)
+@pytest.mark.parametrize("others", [False, True])
+def test_leases_wait_behind_an_evaluation_unless_another_server_has_room(others):
+    made = service(evaluated=2, evaluation__deadline_s=1000.0, network__silent_after_s=1000.0)
     given = list(enumerate(lease(made, capacity=2)))
     made.handle("l", m.Evaluate(version=0), 0.0)
     assert sent(made, "a", m.EvaluationLease)
-    assert renewals(made, given, 100, queued=[0, 1], sampled=lambda now: now) == {}
+    if others:
+        lease(made, "b")
+    ended = renewals(made, given, 100, queued=[0, 1], sampled=lambda now: now)
+    assert sorted(ended) == ([each.index for _, each in given] if others else [])
 
 
 def test_a_prompt_is_poison_once_its_attempts_are_used_up():

@@ -1,5 +1,6 @@
 """The replay protocol message by message. Whole runs with every kind of fault: tests/replay/test_simulation.py."""
 
+import asyncio
 import dataclasses
 
 import numpy as np
@@ -21,6 +22,7 @@ from simulated_run import (
 from replay import messages as m
 from replay.channel import WireError
 from replay.desks.leases import SlotState
+from replay.serve import beat
 from tests.replay.simulation.samples import make_result
 
 
@@ -227,6 +229,28 @@ def test_the_run_waits_for_a_learner_rank_that_is_gone_and_then_ends():
     assert made.ended is None, "the launcher may start it again"
     made.tick(36.0)
     assert made.failed and "no learner for 20 s (replay.wait_for_learner_s)" in made.ended
+
+
+def test_a_learner_whose_connection_comes_back_in_a_long_step_is_not_lost():
+    """It sends nothing while it computes: what replay can send it shows that it is there."""
+    made = service(replay__wait_for_learner_s=20, rollout__wait_for_servers_s=1e6)
+    gone = {"l"}
+
+    class Router:
+        async def send(self, identity, _):
+            return identity not in gone
+
+    asyncio.run(beat(Router(), made, 1.0))
+    gone.clear()
+    for now in range(2, 60):
+        asyncio.run(beat(Router(), made, float(now)))
+        made.tick(float(now))
+    assert made.peers.get("l") is not None and made.ended is None
+    gone.add("l")
+    for now in range(60, 120):
+        asyncio.run(beat(Router(), made, float(now)))
+        made.tick(float(now))
+    assert made.peers.get("l") is None and made.failed
 
 
 def test_a_learner_that_waits_for_its_disk_is_not_lost_while_it_says_so():
