@@ -28,6 +28,8 @@ PARTS = {"orch": "orchestrator.", "infer": "inference.", "train": "trainer."}
 """Files of a prime-rl set, by what their names hold."""
 SECTIONS = {"orchestrator", "trainer", "inference", "deployment"}
 """Of one prime-rl file that holds all."""
+FURTHER = "of environment {}, and a run has one here, the first; docs/howto/data.md mixes datasets"
+"""Of settings in a list of several tables."""
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
@@ -70,7 +72,7 @@ def _verl_yaml(path: Path, text: str) -> Foreign:
         )
     if not VERL_SECTIONS & tree.keys():
         raise Untranslatable(f"{path}: none of verl's sections ({', '.join(sorted(VERL_SECTIONS))}) is in it")
-    values = dict(leaves(tree))
+    values = {name: value for name, value, _ in leaves(tree)}
     settings = []
     for name, value in values.items():
         filled = _referred(value, values)
@@ -173,7 +175,8 @@ def _prime_rl(texts: Mapping[Path, str]) -> Foreign:
                 f"{path}: none of prime-rl's sections ({', '.join(sorted(SECTIONS))}) is in it, and its name does not"
                 " say which part it is (orchestrator, trainer or inference); rename it"
             )
-        for name, value in leaves(tree, prefix):
+        for name, value, number in leaves(tree, prefix):
             if value != {}:  # `[trainer]` alone
-                found.settings.append(Setting(name, value, f"{name} = {inline(value)}"))
+                further = FURTHER.format(number + 1) if number and ".env." in name else ""
+                found.settings.append(Setting(name, value, f"{name} = {inline(value)}", further))
     return found
