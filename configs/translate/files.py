@@ -95,7 +95,9 @@ def _referred(value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
 
 
 def _script(path: Path, text: str) -> Foreign:
-    for words in shell.commands(text, str(path)):
+    # others name verl, too (its folder, its model_merger, an echo): the one with settings of a run starts it
+    commands = sorted(shell.commands(text, str(path)), key=_sets_nothing)
+    for words in commands:
         if any(VERL.search(word) for word in words[:8]):
             start = next(number for number, word in enumerate(words) if VERL.search(word)) + 1
             found = Foreign("verl", (str(path),), [_override(word) for word in words[start:] if "=" in word])
@@ -115,6 +117,11 @@ def _script(path: Path, text: str) -> Foreign:
         f"{path}: no command starts verl (python -m verl.trainer.main_ppo) or slime (train.py, train_async.py); give a"
         " .toml of prime-rl, a .py of TRL, a .yaml of verl, or a script with such a command"
     )
+
+
+def _sets_nothing(words: Sequence[str]) -> bool:
+    """Whether none of the words sets a key of verl."""
+    return not any("=" in word and word.lstrip("+~").partition(".")[0] in VERL_SECTIONS for word in words)
 
 
 def _override(word: str) -> Setting:
