@@ -350,7 +350,7 @@ def test_of_several_environments_the_first_is_translated_and_the_others_are_open
     assert (have["data.train"], have["data.eval"]) == ("datasets:a/b?split=train", "datasets:e/f?split=test")
 
 
-@pytest.mark.parametrize("before", ["cd /opt/verl.git", "echo starts verl.trainer", "python3 -m verl.model_merger merge"])
+@pytest.mark.parametrize("before", ["cd /opt/verl.git", "echo starts verl.trainer", "python3 -m verl.model_merger"])
 def test_the_command_with_settings_is_the_one_that_starts_verl(tmp_path, before):
     found = made(tmp_path, "a.sh", f"{before}\n{VERL.format('trainer.total_training_steps=7')}")
     assert keys(found)["learner.total_steps"] == 7 and len(found.lines) == 1
