@@ -354,3 +354,10 @@ def test_of_several_environments_the_first_is_translated_and_the_others_are_open
 def test_the_command_with_settings_is_the_one_that_starts_verl(tmp_path, before):
     found = made(tmp_path, "a.sh", f"{before}\n{VERL.format('trainer.total_training_steps=7')}")
     assert keys(found)["learner.total_steps"] == 7 and len(found.lines) == 1
+
+
+def test_a_script_that_makes_two_configurations_has_a_remark(tmp_path):
+    text = "from trl import GRPOConfig\nGRPOConfig(learning_rate=1e-5)\nGRPOConfig(max_steps=9)\n"
+    found = made(tmp_path, "a.py", text)
+    assert ["GRPOConfig is made more than once" in remark for remark in found.foreign.remarks] == [True]
+    assert made(tmp_path, "a.py", text.partition("GRPOConfig(max")[0]).foreign.remarks == []
