@@ -168,6 +168,30 @@ def test_a_functional_test_without_a_name_is_an_error() -> None:
         read_tests([{"input": "1", "testtype": "functional", "metadata": '{"func_name": "f"}'}], 20)
 
 
+TEST = "def test_add():\n    assert add(1, 2) == 3\n"
+
+
+@pytest.mark.parametrize("truth", [TEST, f"{TEST}M = dict(a=1)\n", {"test": TEST, "entry_point": "add"}])
+def test_tests_that_nothing_calls_are_an_error(truth: Any) -> None:
+    """Run as they are, they would pass for every program."""
+    with pytest.raises(ValueError, match=r"nothing calls test_add .* add a last line such as test_add\(\)"):
+        read_tests(truth, 20)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "test_add()",
+        "if __name__ == '__main__':\n    test_add()",
+        "for name, one in list(globals().items()):\n    if name.startswith('test_'):\n        one()",
+        "def all_of_them():\n    test_add()\nall_of_them()",
+    ],
+)
+def test_tests_that_are_called_are_run(calls: str) -> None:
+    assert judged(ADD, f"{TEST}{calls}\n")["score"] == 1.0
+    assert judged("def add(a, b):\n    return 7", f"{TEST}{calls}\n")["score"] == 0.0
+
+
 @pytest.mark.parametrize("tests", [HUMAN_EVAL["test"], OPAQUE["test"]])
 def test_a_check_of_a_function_that_nothing_names_is_an_error(tests: str) -> None:
     """Run as it is, it would pass for every program."""

@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_server.rewards.built_in.code_asserts import Names, Rest, comparison, rest, value_name
+from rollout_server.rewards.built_in.code_asserts import Names, Rest, comparison, rest, unrun, value_name
 from rollout_server.sandbox.box import Ended
 
 PRELUDE = """
@@ -31,6 +31,7 @@ for expression in order["expressions"]:
     results.write(json.dumps(value) + "\\n")
     results.flush()
 if order["whole"]:
+    names["__name__"] = "__main__"
     exec(compile(order["whole"], "tests.py", "exec"), names)
     results.write(json.dumps(sys.stdin.readline().strip()) + "\\n")
 results.close()
@@ -202,6 +203,11 @@ def _of_asserts(source: str, entry_point: str, most: int) -> Checks:
     asserts = [node for node in inner if isinstance(node, ast.Assert)]
     if not asserts and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError("the tests of ground_truth assert nothing")
+    if functions := unrun(tree, CHECK):
+        raise ValueError(
+            f"ground_truth: nothing calls {', '.join(functions[:3])} of the tests, so no program would fail them; add a"
+            f" last line such as {functions[0]}()"
+        )
     if bodies and not entry_point:
         entry_point = _checked(tree)
     imports = [node for node in (*tree.body, *inner) if isinstance(node, ast.Import | ast.ImportFrom)]
