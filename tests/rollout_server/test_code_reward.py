@@ -165,7 +165,7 @@ def test_a_functional_test_without_a_name_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"ground_truth.*functional.*fn_name"):
         read_tests([{"input": "1", "output": "1", "testtype": "functional"}], 20)
     with pytest.raises(ValueError, match=r"ground_truth.*functional.*fn_name"):
-        read_tests([{"input": "1", "testtype": "functional", "metadata": '{"func_name": "f"}'}], 20)
+        read_tests([{"input": "1", "output": "1", "testtype": "functional", "metadata": '{"func_name": "f"}'}], 20)
 
 
 TEST = "def test_add():\n    assert add(1, 2) == 3\n"
@@ -279,6 +279,7 @@ def test_a_condition_comes_apart_where_no_other_name_is_in_it(test: str, calls: 
         {"inputs": ["1"], "outputs": []},
         {"inputs": ["1"], "outputs": None},
         {"inputs": "12", "outputs": "34"},
+        [{"input": "1", "expected": "2"}],
         ["assert ("],
         "{broken",
     ],

@@ -37,6 +37,7 @@ if order["whole"]:
 results.close()
 """
 """Runs in the sandbox, before and around the answer."""
+PAIR = {"input", "output"}
 CHECK, CANDIDATE = "check", "candidate"
 RELATIVE = 1e-9
 """Floats of a program and of a dataset that differ by less are equal."""
@@ -152,7 +153,7 @@ def read_tests(truth: Any, most: int) -> list[Test]:
         return [_of_asserts(str(truth["test"]), str(truth.get("entry_point") or ""), most)]
     if isinstance(truth, list) and truth and all(isinstance(one, str) for one in truth):
         return [_of_asserts("\n".join(truth[:most]), "", most)]
-    if isinstance(truth, list) and truth and all(isinstance(one, dict) and "input" in one for one in truth):
+    if isinstance(truth, list) and truth and all(isinstance(one, dict) and one.keys() >= PAIR for one in truth):
         truth = _joined(truth)
     inputs, outputs = (truth.get("inputs"), truth.get("outputs")) if isinstance(truth, dict) else (None, None)
     if not inputs or not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
@@ -165,7 +166,7 @@ def read_tests(truth: Any, most: int) -> list[Test]:
 
 def _joined(tests: list[dict[str, Any]]) -> dict[str, Any]:
     """[{"input", "output"}] as one dict. Raises ValueError: a function is to be called, and none is named."""
-    joined = {"inputs": [one["input"] for one in tests], "outputs": [one.get("output", "") for one in tests]}
+    joined = {"inputs": [one["input"] for one in tests], "outputs": [one["output"] for one in tests]}
     if any(one.get("testtype") == "functional" for one in tests):
         metadata = tests[0].get("metadata")
         name = metadata.get("func_name") if isinstance(metadata, dict) else None
