@@ -28,6 +28,8 @@ PARTS = {"orch": "orchestrator.", "infer": "inference.", "train": "trainer."}
 """Files of a prime-rl set, by what their names hold."""
 SECTIONS = {"orchestrator", "trainer", "inference", "deployment"}
 """Of one prime-rl file that holds all."""
+FURTHER = "of environment {}, and a run has one here, the first; docs/howto/data.md mixes datasets"
+"""Of settings in a list of several tables."""
 REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
 
 
@@ -70,7 +72,7 @@ def _verl_yaml(path: Path, text: str) -> Foreign:
         )
     if not VERL_SECTIONS & tree.keys():
         raise Untranslatable(f"{path}: none of verl's sections ({', '.join(sorted(VERL_SECTIONS))}) is in it")
-    values = dict(leaves(tree))
+    values = {name: value for name, value, _ in leaves(tree)}
     settings = []
     for name, value in values.items():
         filled = _referred(value, values)
@@ -93,7 +95,9 @@ def _referred(value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
 
 
 def _script(path: Path, text: str) -> Foreign:
-    for words in shell.commands(text, str(path)):
+    # others name verl, too (its folder, its model_merger, an echo): the one with settings of a run starts it
+    commands = sorted(shell.commands(text, str(path)), key=_sets_nothing)
+    for words in commands:
         if any(VERL.search(word) for word in words[:8]):
             start = next(number for number, word in enumerate(words) if VERL.search(word)) + 1
             found = Foreign("verl", (str(path),), [_override(word) for word in words[start:] if "=" in word])
@@ -113,6 +117,11 @@ def _script(path: Path, text: str) -> Foreign:
         f"{path}: no command starts verl (python -m verl.trainer.main_ppo) or slime (train.py, train_async.py); give a"
         " .toml of prime-rl, a .py of TRL, a .yaml of verl, or a script with such a command"
     )
+
+
+def _sets_nothing(words: Sequence[str]) -> bool:
+    """Whether none of the words sets a key of verl."""
+    return not any("=" in word and word.lstrip("+~").partition(".")[0] in VERL_SECTIONS for word in words)
 
 
 def _override(word: str) -> Setting:
@@ -173,7 +182,8 @@ def _prime_rl(texts: Mapping[Path, str]) -> Foreign:
                 f"{path}: none of prime-rl's sections ({', '.join(sorted(SECTIONS))}) is in it, and its name does not"
                 " say which part it is (orchestrator, trainer or inference); rename it"
             )
-        for name, value in leaves(tree, prefix):
+        for name, value, number in leaves(tree, prefix):
             if value != {}:  # `[trainer]` alone
-                found.settings.append(Setting(name, value, f"{name} = {inline(value)}"))
+                further = FURTHER.format(number + 1) if number and ".env." in name else ""
+                found.settings.append(Setting(name, value, f"{name} = {inline(value)}", further))
     return found

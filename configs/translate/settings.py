@@ -121,14 +121,17 @@ class Foreign:
         return found
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every value that is no mapping; tables in a list are named without their number."""
+def leaves(tree: Mapping[str, Any], prefix: str = "", number: int = 0) -> Iterator[tuple[str, Any, int]]:
+    """(dotted name, value, number) of every value that is no mapping.
+
+    Tables in a list are named without their number, which counts from 0.
+    """
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{name}.")
+            yield from leaves(value, f"{name}.", number)
         elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
-            for item in value:
-                yield from leaves(item, f"{name}.")
+            for at, item in enumerate(value):
+                yield from leaves(item, f"{name}.", max(number, at))
         else:
-            yield name, value
+            yield name, value, number

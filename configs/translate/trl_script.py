@@ -29,6 +29,9 @@ def read(path: Path, text: str) -> Foreign:
     for call in sorted(made, key=lambda call: call.lineno):
         found.settings += script.settings(call)
     found.remarks += script.remarks
+    for name in (CONFIG, TRAINER, LORA):
+        if sum(_called(call).endswith(name) for call in made) > 1:
+            found.remarks.append(f"{name} is made more than once: all is read, and each setting's last value counts")
     found.is_asynchronous = any(_called(call).startswith("Async") for call in made)
     return found
 

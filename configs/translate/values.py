@@ -30,6 +30,8 @@ def nothing(why: str) -> Here:
     return Here({}, why, is_needed=False)
 
 
+NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+"""What the name of a run or of a dataset cannot have."""
 HUB = re.compile(r"(?!(?:models?|checkpoints?|ckpts?|data|runs|outputs?|\.+)/)[\w.-]+/[\w.-]+")
 """Organisation and model; a folder of one's own is mostly called otherwise."""
 LOSSES: Mapping[str, Mapping[str, Pairs]] = {
@@ -131,10 +133,20 @@ def _prompts(key: str) -> Callable[..., Here]:
             )
         if isinstance(value, list):
             paths = [str(path) for path in value]
-            return Here({key: paths[0] if len(paths) == 1 else {PurePosixPath(p).parent.name or p: p for p in paths}})
+            return Here({key: paths[0] if len(paths) == 1 else _named(paths)})
         return Here({key: str(value)})
 
     return convert
+
+
+def _named(paths: list[str]) -> dict[str, str]:
+    """Files by the names of their folders, where each has one of its own, else by their own, else by whole paths."""
+    folders = [PurePosixPath(path).parent.name or path for path in paths]
+    whole = [NO_NAME.sub("-", path.rpartition(".")[0] or path).strip("-._") for path in paths]
+    for names in (folders, [PurePosixPath(path).stem for path in paths], whole):
+        if len(set(names)) == len(set(paths)):
+            return dict(zip(names, paths, strict=True))
+    return dict(zip(paths, paths, strict=True))
 
 
 def _loss(framework: str, name: str, value: Any, foreign: Foreign) -> Here:
@@ -258,7 +270,7 @@ def _trackers(framework: str, name: str, value: Any, foreign: Foreign) -> Here:
 
 
 def _name(framework: str, name: str, value: Any, foreign: Foreign) -> Here:
-    return Here({"run.name": re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-._") or "run"})
+    return Here({"run.name": NO_NAME.sub("-", str(value)).strip("-._") or "run"})
 
 
 def _engine(framework: str, name: str, value: Any, foreign: Foreign) -> Here:

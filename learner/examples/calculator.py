@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.examples import sort6
-from learner.examples.folder import make_folder, report_of
+from learner.examples.folder import make_folder, report_of, seed
 from learner.examples.sort6 import EOS, PAD, SPECIAL
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the last line of the output is one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m learner.examples.calculator", description=(__doc__ or "")[:80])
     parser.add_argument("--out", type=Path, default=Path("data/calculator"), help="folder (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     args = parser.parse_args(argv)
     arguments = {"format": sort6.FORMAT, "seed": args.seed}
     make = partial(make_folder, args.out, arguments, partial(fill, arguments=arguments))

@@ -1,5 +1,6 @@
 """Folders that a script makes once: whole or not at all, and not again."""
 
+import argparse
 import json
 import os
 import shutil
@@ -21,6 +22,13 @@ class MakeError(
     mend="Take another --out, or remove the folder.",
 ):
     """The folder cannot be made; the message names the flag and the way out."""
+
+
+def seed(text: str) -> int:
+    """`--seed` of a command, as argparse reads it."""
+    if (number := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{text}: must not be negative")
+    return number
 
 
 def make_folder(

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from learner.examples.folder import make_folder, report_of
+from learner.examples.folder import make_folder, report_of, seed
 
 FORMAT = 1
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 50, 220), "yellow": (230, 220, 40)}
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m learner.examples.pictures", description=(__doc__ or "")[:80])
     parser.add_argument("--out", type=Path, default=Path("data/pictures"), help="folder (default: %(default)s)")
     parser.add_argument("--count", type=int, default=64, help="pictures (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     args = parser.parse_args(argv)
     arguments = {"format": FORMAT, "seed": args.seed, "count": args.count}
     make = partial(make_folder, args.out, arguments, lambda folder: fill(folder, arguments))

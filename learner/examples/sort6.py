@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.examples.folder import MakeError, make_folder, report_of
+from learner.examples.folder import MakeError, make_folder, report_of, seed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -218,11 +218,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the last line of the output is one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m learner.examples.sort6", description="Make the quick-start input.")
     parser.add_argument("--out", type=Path, default=Path("data/sort6"), help="folder to make (default: %(default)s)")
-    for flag, default in (("--seed", 0), ("--train-prompts", 20000), ("--eval-prompts", 512)):
-        parser.add_argument(flag, type=int, default=default, help="default: %(default)s")
+    for flag, kind, default in (("--seed", seed, 0), ("--train-prompts", int, 20000), ("--eval-prompts", int, 512)):
+        parser.add_argument(flag, type=kind, default=default, help="default: %(default)s")
     args = parser.parse_args(argv)
-    if args.seed < 0:
-        parser.error(f"--seed {args.seed}: must not be negative")
     made = partial(make, args.out, seed=args.seed, train_prompts=args.train_prompts, eval_prompts=args.eval_prompts)
     return report_of("sort6", args.out, {"model": str(args.out / "model")}, made)
 

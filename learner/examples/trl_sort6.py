@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.loading import load
+from configs.loading import ConfigError, load
 from learner.examples import sort6
 from learner.examples.folder import MakeError
 
@@ -31,7 +31,9 @@ PATHS = {"model.path": "model", "data.train": "train.jsonl", "data.eval": "eval.
 
 
 def train(steps: int, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Train, and return what the closing line reports."""
+    """Train, and return what the closing line reports. Raises ConfigError."""
+    paths = [f"{key}={folder / name}" for key, name in PATHS.items()]
+    config = load("quickstart", [*SETTINGS, *paths, *overrides, f"learner.total_steps={steps}"])
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from datasets import Dataset
@@ -43,8 +45,6 @@ def train(steps: int, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     use_cpu()
-    paths = [f"{key}={folder / name}" for key, name in PATHS.items()]
-    config = load("quickstart", [*SETTINGS, *paths, *overrides, f"learner.total_steps={steps}"])
     args = AsyncGRPOConfig(
         str(Path(config.run_dir) / "trl"),
         learning_rate=LEARNING_RATE,
@@ -93,10 +93,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not (args.data / "model" / "config.json").exists():
             sort6.make(args.data)
-    except MakeError as error:
+        report = train(args.steps, args.data, args.set)
+    except (MakeError, ConfigError) as error:
         sys.stderr.write(f"trl_sort6: {error}\n")
         return 2
-    report = train(args.steps, args.data, args.set)
     if os.environ.get("RANK", "0") != "0":
         return 0  # rank 0 has the run
     sys.stdout.write(json.dumps(report) + "\n")

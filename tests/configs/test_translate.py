@@ -337,3 +337,27 @@ def test_an_open_value_of_several_lines_is_a_comment_of_one(tmp_path):
     text = "data:\n  train_files: |\n    ${oc.env:DATA}/a.parquet\n    ${oc.env:DATA}/b.parquet\n"
     found = made(tmp_path, "verl.yaml", text, "data.train=x")
     assert "a.parquet ${oc.env:DATA}/b.parquet; give --set data.train=..." in yaml_file(found).splitlines()[-1]
+
+
+def test_of_several_environments_the_first_is_translated_and_the_others_are_open(tmp_path):
+    env = '[[orchestrator.{}.env]]\nid = "{}"\nargs = {{dataset_name = "{}"}}\n'
+    given = (("train", "gsm8k", "a/b"), ("train", "wordle", "c/d"), ("eval", "x", "e/f"), ("eval", "y", "g/h"))
+    found = made(tmp_path, "rl.toml", "".join(env.format(*one) for one in given))
+    assert [line.kind for line in found.lines] == ["key", "key", "open", "open", "not needed", "key", "open", "open"]
+    assert found.lines[2].note.startswith("of environment 2, and a run has one here, the first")
+    have = keys(found)
+    assert have["reward.function"] == "math" and "environment.function" not in have
+    assert (have["data.train"], have["data.eval"]) == ("datasets:a/b?split=train", "datasets:e/f?split=test")
+
+
+@pytest.mark.parametrize("before", ["cd /opt/verl.git", "echo starts verl.trainer", "python3 -m verl.model_merger"])
+def test_the_command_with_settings_is_the_one_that_starts_verl(tmp_path, before):
+    found = made(tmp_path, "a.sh", f"{before}\n{VERL.format('trainer.total_training_steps=7')}")
+    assert keys(found)["learner.total_steps"] == 7 and len(found.lines) == 1
+
+
+def test_a_script_that_makes_two_configurations_has_a_remark(tmp_path):
+    text = "from trl import GRPOConfig\nGRPOConfig(learning_rate=1e-5)\nGRPOConfig(max_steps=9)\n"
+    found = made(tmp_path, "a.py", text)
+    assert ["GRPOConfig is made more than once" in remark for remark in found.foreign.remarks] == [True]
+    assert made(tmp_path, "a.py", text.partition("GRPOConfig(max")[0]).foreign.remarks == []

@@ -364,3 +364,16 @@ def test_an_empty_list_of_filters_is_none(tmp_path):
     found = made(tmp_path, "rl.toml", "[orchestrator]\npre_batch_filters = []\npost_batch_filters = []\n")
     assert keys(found)["algorithm.dynamic_sampling"] is False
     assert keys(found)["algorithm.drop_zero_advantage"] is False
+
+
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (("a/gsm8k/t.parquet", "a/math/t.parquet"), ("gsm8k", "math")),
+        (("d/easy.parquet", "d/hard.parquet"), ("easy", "hard")),
+        (("a/x/t.parquet", "b/x/t.parquet"), ("a-x-t", "b-x-t")),
+    ],
+)
+def test_several_files_are_several_datasets_whatever_their_folders(tmp_path, files, names):
+    found = made(tmp_path, "a.sh", VERL.format(f"data.train_files=[{','.join(files)}]"))
+    assert keys(found)["data.train"] == dict(zip(names, files, strict=True))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.examples import folder, sort6
+from learner.examples import calculator, folder, pictures, sort6, trl_sort6
 from tests.support.runs import trained_input
 
 
@@ -156,3 +156,18 @@ def test_a_faster_twin_is_accepted(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "move_into_place", loses_the_race)
     assert sort6.make(tmp_path / "sort6")[0] == {"final_loss": 1.0}
     assert [p.name for p in tmp_path.iterdir()] == ["sort6"]
+
+
+@pytest.mark.parametrize("example", [sort6, calculator, pictures])
+@pytest.mark.parametrize(("seed", "said"), [("-1", "-1: must not be negative"), ("x", "invalid seed value: 'x'")])
+def test_a_seed_that_is_none_is_refused(tmp_path, capsys, example, seed, said):
+    with pytest.raises(SystemExit) as refused:
+        example.main(["--out", str(tmp_path / "out"), "--seed", seed])
+    assert refused.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_key_that_trl_cannot_have_is_refused_in_a_line(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert trl_sort6.main(["--data", str(tmp_path), "--set", "replay.async_lags=1"]) == 2
+    assert "did you mean 'replay.async_lag'?" in capsys.readouterr().err

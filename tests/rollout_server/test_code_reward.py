@@ -32,6 +32,7 @@ NEAR = {
 }
 """What counts is a comparison that the answer's interpreter must not make."""
 ADD = "def add(a, b):\n    return a + b"
+SOLUTION = "class Solution:\n    def add(self, a, b):\n        return a + b"
 
 FORGED = """
 import __main__, json, os, sys
@@ -56,7 +57,7 @@ def judged(program: str, truth: Any, **options: Any) -> dict[str, float]:
     [
         ("print(sum(map(int, input().split())))", json.dumps(STREAMS)),
         (ADD, CALLS),
-        ("class Solution:\n    def add(self, a, b):\n        return a + b", CALLS),
+        (SOLUTION, CALLS),
         (ADD, ASSERTS),
         (ADD, HUMAN_EVAL),
         (ADD, OPAQUE),
@@ -69,6 +70,10 @@ def judged(program: str, truth: Any, **options: Any) -> dict[str, float]:
             },
         ),
         (ADD, ["import math", "assert math.isclose(add(1, 2), 3)", "assert isinstance(add(1, 2), int)"]),
+        (ADD, HUMAN_EVAL["test"] + "check(add)\n"),
+        (SOLUTION, HUMAN_EVAL),
+        (SOLUTION, {**HUMAN_EVAL, "entry_point": "Solution().add"}),
+        (SOLUTION, {**OPAQUE, "entry_point": "Solution().add"}),
     ],
 )
 def test_right_programs_pass(program: str, truth: Any) -> None:
@@ -159,6 +164,40 @@ def test_functions_are_called_as_data_sets_have_their_rows(program: str, wrong: 
 def test_a_functional_test_without_a_name_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"ground_truth.*functional.*fn_name"):
         read_tests([{"input": "1", "output": "1", "testtype": "functional"}], 20)
+    with pytest.raises(ValueError, match=r"ground_truth.*functional.*fn_name"):
+        read_tests([{"input": "1", "output": "1", "testtype": "functional", "metadata": '{"func_name": "f"}'}], 20)
+
+
+TEST = "def test_add():\n    assert add(1, 2) == 3\n"
+
+
+@pytest.mark.parametrize("truth", [TEST, f"{TEST}M = dict(a=1)\n", {"test": TEST, "entry_point": "add"}])
+def test_tests_that_nothing_calls_are_an_error(truth: Any) -> None:
+    """Run as they are, they would pass for every program."""
+    with pytest.raises(ValueError, match=r"nothing calls test_add .* add a last line such as test_add\(\)"):
+        read_tests(truth, 20)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "test_add()",
+        "if __name__ == '__main__':\n    test_add()",
+        "for name, one in list(globals().items()):\n    if name.startswith('test_'):\n        one()",
+        "def all_of_them():\n    test_add()\nall_of_them()",
+    ],
+)
+def test_tests_that_are_called_are_run(calls: str) -> None:
+    assert judged(ADD, f"{TEST}{calls}\n")["score"] == 1.0
+    assert judged("def add(a, b):\n    return 7", f"{TEST}{calls}\n")["score"] == 0.0
+
+
+@pytest.mark.parametrize("tests", [HUMAN_EVAL["test"], OPAQUE["test"]])
+def test_a_check_of_a_function_that_nothing_names_is_an_error(tests: str) -> None:
+    """Run as it is, it would pass for every program."""
+    for truth in (tests, {"test": tests}, {"test": tests, "entry_point": None}):
+        with pytest.raises(ValueError, match=r"nothing names the function.*\{test, entry_point\}"):
+            read_tests(truth, 20)
     (test,) = read_tests([{"input": "1", "output": "1", "testtype": "stdin"}], 20)
     assert isinstance(test, Streams)
 
@@ -230,7 +269,20 @@ def test_a_condition_comes_apart_where_no_other_name_is_in_it(test: str, calls: 
 
 
 @pytest.mark.parametrize(
-    "truth", [None, 3, "no tests", [], {}, {"inputs": ["1"], "outputs": []}, ["assert ("], "{broken"]
+    "truth",
+    [
+        None,
+        3,
+        "no tests",
+        [],
+        {},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": ["1"], "outputs": None},
+        {"inputs": "12", "outputs": "34"},
+        [{"input": "1", "expected": "2"}],
+        ["assert ("],
+        "{broken",
+    ],
 )
 def test_rows_without_tests_are_errors(truth: Any) -> None:
     with pytest.raises(ValueError, match="ground_truth"):

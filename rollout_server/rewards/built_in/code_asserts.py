@@ -15,6 +15,9 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 BUILTINS = frozenset(dir(builtins))
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+FINDING = frozenset(("globals", "locals", "vars", "eval", "exec", "unittest", "pytest"))
+"""What may find functions by other means than their names."""
 BINDING = (ast.comprehension, ast.Lambda, ast.NamedExpr)
 
 
@@ -86,6 +89,22 @@ def rest(test: ast.expr, names: Names) -> Rest | None:
 def value_name(number: int) -> str:
     """Of what a call has given, in a condition."""
     return f"_value_{number}"
+
+
+def unrun(tests: ast.Module, called: str) -> list[str]:
+    """Functions and classes that hold all asserts of tests, where neither a statement nor `called` leads to one."""
+    defined = {node.name: node for node in tests.body if isinstance(node, DEFINITIONS)}
+    waiting: list[ast.AST] = [node for node in tests.body if not isinstance(node, DEFINITIONS)]
+    waiting += [node for name, node in defined.items() if name == called or node.decorator_list]
+    left = set(defined)
+    while waiting:
+        for node in ast.walk(waiting.pop()):
+            if isinstance(node, ast.Assert) or (isinstance(node, ast.Name) and node.id in FINDING):
+                return []
+            if isinstance(node, ast.Name) and node.id in left:
+                left.remove(node.id)
+                waiting.append(defined[node.id])
+    return [name for name in defined if any(isinstance(node, ast.Assert) for node in ast.walk(defined[name]))]
 
 
 class _Taking(ast.NodeTransformer):

@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_server.rewards.built_in.code_asserts import Names, Rest, comparison, rest, value_name
+from rollout_server.rewards.built_in.code_asserts import Names, Rest, comparison, rest, unrun, value_name
 from rollout_server.sandbox.box import Ended
 
 PRELUDE = """
@@ -18,10 +18,10 @@ os.dup2(2, 1)
 names = {"__name__": "answer"}
 exec("from typing import Dict, List, Optional, Set, Tuple", names)  # LiveCodeBench's starter code does without
 exec(compile(open("answer.py").read(), "answer.py", "exec"), names)
+if order["entry_point"].isidentifier() and order["entry_point"] not in names and "Solution" in names:
+    names[order["entry_point"]] = getattr(names["Solution"](), order["entry_point"])
 if order["setup"]:
     exec(compile(order["setup"], "tests.py", "exec"), names)
-if order["entry_point"] and order["entry_point"] not in names and "Solution" in names:
-    names[order["entry_point"]] = getattr(names["Solution"](), order["entry_point"])
 for expression in order["expressions"]:
     try:
         value = repr(eval(expression, names))
@@ -31,11 +31,13 @@ for expression in order["expressions"]:
     results.write(json.dumps(value) + "\\n")
     results.flush()
 if order["whole"]:
+    names["__name__"] = "__main__"
     exec(compile(order["whole"], "tests.py", "exec"), names)
     results.write(json.dumps(sys.stdin.readline().strip()) + "\\n")
 results.close()
 """
 """Runs in the sandbox, before and around the answer."""
+PAIR = {"input", "output"}
 CHECK, CANDIDATE = "check", "candidate"
 RELATIVE = 1e-9
 """Floats of a program and of a dataset that differ by less are equal."""
@@ -148,24 +150,26 @@ def read_tests(truth: Any, most: int) -> list[Test]:
     if isinstance(truth, str) and "assert" in truth:
         return [_of_asserts(truth, "", most)]
     if isinstance(truth, dict) and "test" in truth:
-        return [_of_asserts(str(truth["test"]), str(truth.get("entry_point", "")), most)]
+        return [_of_asserts(str(truth["test"]), str(truth.get("entry_point") or ""), most)]
     if isinstance(truth, list) and truth and all(isinstance(one, str) for one in truth):
         return [_of_asserts("\n".join(truth[:most]), "", most)]
-    if isinstance(truth, list) and truth and all(isinstance(one, dict) and "input" in one for one in truth):
+    if isinstance(truth, list) and truth and all(isinstance(one, dict) and one.keys() >= PAIR for one in truth):
         truth = _joined(truth)
-    if not isinstance(truth, dict) or not truth.get("inputs") or len(truth["inputs"]) != len(truth.get("outputs", ())):
+    inputs, outputs = (truth.get("inputs"), truth.get("outputs")) if isinstance(truth, dict) else (None, None)
+    if not inputs or not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise ValueError(f"ground_truth holds no tests; {_forms(truth)}")
     if name := truth.get("fn_name"):
-        return [_of_calls(str(name), truth["inputs"], list(map(_result, truth["outputs"])), most)]
-    pairs = list(zip(truth["inputs"], truth["outputs"], strict=True))[:most]
+        return [_of_calls(str(name), inputs, list(map(_result, outputs)), most)]
+    pairs = list(zip(inputs, outputs, strict=True))[:most]
     return [Streams(_text(given), _text(out)) for given, out in pairs]
 
 
 def _joined(tests: list[dict[str, Any]]) -> dict[str, Any]:
     """[{"input", "output"}] as one dict. Raises ValueError: a function is to be called, and none is named."""
-    joined = {"inputs": [one["input"] for one in tests], "outputs": [one.get("output", "") for one in tests]}
+    joined = {"inputs": [one["input"] for one in tests], "outputs": [one["output"] for one in tests]}
     if any(one.get("testtype") == "functional" for one in tests):
-        name = (tests[0].get("metadata") or {}).get("func_name")
+        metadata = tests[0].get("metadata")
+        name = metadata.get("func_name") if isinstance(metadata, dict) else None
         if not name:
             raise ValueError(
                 "ground_truth: a test of testtype 'functional' calls a function, and nothing names it; write the tests"
@@ -190,7 +194,7 @@ def _of_calls(name: str, inputs: list[Any], expected: list[Any], most: int) -> C
 
 
 def _of_asserts(source: str, entry_point: str, most: int) -> Checks:
-    """Raises ValueError: the tests do not parse, or assert nothing."""
+    """Raises ValueError: the tests do not parse, assert nothing, or check no function that has a name."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
@@ -200,6 +204,13 @@ def _of_asserts(source: str, entry_point: str, most: int) -> Checks:
     asserts = [node for node in inner if isinstance(node, ast.Assert)]
     if not asserts and not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
         raise ValueError("the tests of ground_truth assert nothing")
+    if functions := unrun(tree, CHECK):
+        raise ValueError(
+            f"ground_truth: nothing calls {', '.join(functions[:3])} of the tests, so no program would fail them; add a"
+            f" last line such as {functions[0]}()"
+        )
+    if bodies and not entry_point:
+        entry_point = _checked(tree)
     imports = [node for node in (*tree.body, *inner) if isinstance(node, ast.Import | ast.ImportFrom)]
     if asserts and all(isinstance(node, ast.Assert | ast.Import | ast.ImportFrom) for node in inner):
         names = Names.of(imports, frozenset((CANDIDATE, entry_point)) if entry_point else None)
@@ -217,6 +228,18 @@ def _of_asserts(source: str, entry_point: str, most: int) -> Checks:
             )
     call = f"\n{CHECK}({entry_point})" if bodies and entry_point else ""
     return Checks(whole=source + call, entry_point=entry_point)
+
+
+def _checked(tests: ast.Module) -> str:
+    """What tests without an entry point check: `f` of a line `check(f)`. Raises ValueError: there is none."""
+    for node in tests.body:
+        match node:
+            case ast.Expr(value=ast.Call(func=ast.Name(id=name), args=[checked], keywords=[])) if name == CHECK:
+                return ast.unparse(checked)
+    raise ValueError(
+        "ground_truth: nothing names the function that `check` of the tests checks; give {test, entry_point}, or a last"
+        " line such as check(f)"
+    )
 
 
 def same(value: Any, wanted: Any) -> bool:
