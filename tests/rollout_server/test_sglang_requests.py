@@ -2,6 +2,10 @@
 
 import itertools
 import os
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,6 +212,33 @@ def test_memory_leaves_no_file_behind_and_is_taken_at_once(monkeypatch: pytest.M
     finally:
         folder.close()
     assert not folder.path.exists()
+
+
+LEAVES = """
+import os, signal, torch
+from rollout_server.engines.sglang.update.orders import StagingFolder
+folder = StagingFolder()
+folder.write_update([("a", torch.ones(1000))])
+print(folder.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_folder_of_a_server_that_was_killed_is_removed_by_the_next_one() -> None:
+    """With it the model, where it was killed in its first update: such files are memory."""
+    ended = subprocess.run([sys.executable, "-c", LEAVES], stdout=subprocess.PIPE, text=True, check=False)
+    left = Path(ended.stdout.strip())
+    assert ended.returncode == -signal.SIGKILL and sum(f.stat().st_size for f in left.glob("memory.*")) == 4000
+    live, other = StagingFolder(), Path(tempfile.mkdtemp(prefix="slipstream-", dir=left.parent))
+    try:
+        assert left.is_dir(), "too young to say"
+        for folder in (left, live.path):
+            os.utime(folder / "owner", (0, 0))
+        StagingFolder().close()
+        assert not left.exists() and live.path.is_dir() and other.is_dir()
+    finally:
+        live.close()
+        other.rmdir()
 
 
 GB = 10**9

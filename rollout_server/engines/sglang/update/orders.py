@@ -5,12 +5,15 @@ memory by its IPC handle, host memory as a file in shared memory, and what is st
 number there. Each scheduler answers with one reply. Nothing is pickled, and only this user can open the folder.
 """
 
+import fcntl
 import json
 import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,10 @@ from weight_bus.staging import DTYPES, NAMES
 
 FOLDER = "SLIPSTREAM_STAGING"
 """Environment variable that tells the schedulers where the folder is."""
+PREFIX = "slipstream-"
+OWNER = "owner"
+"""A file that the server holds locked: the folder of one that was killed has a free lock."""
+YOUNG_S = 60.0  # a folder may be about to be locked
 REQUEST = "request.msgpack"
 CUDA_HANDLE = ("device", "handle", "size", "offset", "ref_handle", "ref_offset", "event", "event_sync")
 Update = Iterable[tuple[str, torch.Tensor]] | RemoteUpdate
@@ -39,7 +46,10 @@ class StagingFolder:
     def __init__(self) -> None:
         shared_memory = Path("/dev/shm")
         root = str(shared_memory) if os.access(shared_memory, os.W_OK) else None
-        self.path = Path(tempfile.mkdtemp(prefix="slipstream-", dir=root))  # mode 0700
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))  # mode 0700
+        self._owner = (self.path / OWNER).open("wb")
+        fcntl.flock(self._owner, fcntl.LOCK_EX)
+        _remove_left_over(self.path.parent)
         self._sequence = 0
         self._tensors: list[list[Any]] = []
         self._base: list[list[Any]] = []
@@ -139,6 +149,7 @@ class StagingFolder:
         """Remove the folder."""
         self._files.clear()
         shutil.rmtree(self.path, ignore_errors=True)
+        self._owner.close()
 
     def _write(self, *, load: bool = False, memory: Sequence[Any] = (), **order: Any) -> None:
         self._sequence += 1
@@ -161,6 +172,16 @@ class StagingFolder:
         path, flat = self._files[number]
         flat.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
         return {"kind": "file", "path": str(path), "size": size}
+
+
+def _remove_left_over(root: Path) -> None:
+    """Remove folders of servers that were killed: of one in its first update it holds the model, in memory."""
+    for folder in root.glob(f"{PREFIX}*"):
+        # another user's, without a lock, locked by a server that lives, or removed meanwhile: an OSError each
+        with suppress(OSError), (folder / OWNER).open("rb") as owner:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(owner.fileno()).st_mtime > YOUNG_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _new_file(path: Path, size: int) -> torch.Tensor:
