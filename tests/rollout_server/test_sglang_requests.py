@@ -1,9 +1,11 @@
 """SGLang's engine where no SGLang is needed: versions of tokens, arguments, staged memory, layout of live tensors."""
 
 import itertools
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,28 +214,31 @@ def test_memory_leaves_no_file_behind_and_is_taken_at_once(monkeypatch: pytest.M
     assert not folder.path.exists()
 
 
-def test_what_a_killed_server_had_staged_is_removed_when_the_next_one_starts() -> None:
-    """The kernel ends servers in updates, when memory is short; what lies in shared memory stays."""
+LEAVES = """
+import os, signal, torch
+from rollout_server.engines.sglang.update.orders import StagingFolder
+folder = StagingFolder()
+folder.write_update([("a", torch.ones(1000))])
+print(folder.path, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
-    def stage_and_die(paths: Any) -> None:
-        staging = StagingFolder()
-        staging.write_update([("a", torch.ones(1000))])
-        paths.send(str(staging.path))
-        os.kill(os.getpid(), signal.SIGKILL)
 
-    theirs, ours = (fork := multiprocessing.get_context("fork")).Pipe()
-    (process := fork.Process(target=stage_and_die, args=(ours,))).start()
-    left = Path(theirs.recv())
-    process.join()
-    assert list(left.glob("memory.*"))
-    living = StagingFolder()
+def test_the_folder_of_a_server_that_was_killed_is_removed_by_the_next_one() -> None:
+    """With it the model, where it was killed in its first update: such files are memory."""
+    ended = subprocess.run([sys.executable, "-c", LEAVES], stdout=subprocess.PIPE, text=True, check=False)
+    left = Path(ended.stdout.strip())
+    assert ended.returncode == -signal.SIGKILL and sum(f.stat().st_size for f in left.glob("memory.*")) == 4000
+    other = Path(tempfile.mkdtemp(prefix="slipstream-", dir=left.parent))
+    live = StagingFolder()
     try:
         assert not left.exists()
-        living.write_update([("a", torch.ones(1000))])
         StagingFolder().close()
-        assert list(living.path.glob("memory.*")), "what is in use stays"
+        assert live.path.is_dir(), "in use"
+        assert other.is_dir(), "not locked yet"
     finally:
-        living.close()
+        live.close()
+        other.rmdir()
 
 
 GB = 10**9

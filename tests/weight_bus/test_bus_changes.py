@@ -166,6 +166,20 @@ def test_a_change_between_other_layouts_is_refused():
         intake._change(begin, second)
 
 
+def test_a_change_that_there_is_no_memory_for_costs_a_full_refill(monkeypatch, caplog):
+    """On a GPU that an engine fills, a dense one of a large model needs gigabytes to be applied."""
+
+    def exhausted(buckets, change):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.20 GiB.")
+
+    monkeypatch.setattr(coding, "apply", exhausted)
+    second = stepped(weights(0), 1)
+    with bus(DELTA, "a") as (publisher, (server,)):
+        report = send(publisher, 1, second)
+        assert report.served == ["a"] and same(server, second) and report.num_bytes == FULL
+    assert "cannot be applied in the memory here: CUDA out of memory" in caplog.text
+
+
 def test_a_change_on_a_gpu_has_ended_before_it_counts_as_staged(monkeypatch):
     """Schedulers copy the buckets from processes of their own, which do not wait for the subscriber's stream."""
     old, new = changed(torch.Generator().manual_seed(3), 1000, 2, 0.01, small=True)

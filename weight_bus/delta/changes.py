@@ -119,10 +119,14 @@ class ChangeReader:
             buckets: flat uint8, on this reader's device.
             wire_bytes, num_bytes: what has come into the room, and after decompression; the same when not compressed.
 
-        Raises WireError: it cannot be what leads on from here. Nothing was written.
+        Raises WireError: it cannot be what leads on from here, and nothing was written; or there is no memory to apply
+            it, and the buckets may hold anything.
         """
         coded = self._room[:wire_bytes]
-        coding.apply(buckets, coded if wire_bytes == num_bytes else _decompressed(coded, num_bytes))
+        try:
+            coding.apply(buckets, coded if wire_bytes == num_bytes else _decompressed(coded, num_bytes))
+        except torch.OutOfMemoryError as error:  # it takes ten bytes a changed element, beside an engine
+            raise WireError(f"a change of {num_bytes} bytes cannot be applied in the memory here: {error}") from error
         if self._device.type == "cuda":
             # other processes read the buckets next, and another stream writes the room: neither waits for this one
             torch.cuda.current_stream(self._device).synchronize()
