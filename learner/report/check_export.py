@@ -29,7 +29,8 @@ def check(run_dir: Path) -> dict[str, Any]:
     folder = run_dir / "checkpoints" / f"step_{step}" / "hf"
     reported, rows, limits = [], list[Row](), list[int]()
     for one in (one for one in config.evaluation_sets if one.greedy):
-        lines = file_of(run_dir, step, one.name, greedy=True).read_text(encoding="utf-8").splitlines()
+        with file_of(run_dir, step, one.name, greedy=True).open(encoding="utf-8") as file:
+            lines = list(file)
         asked = load_rows(one.path)[: len(lines)]
         reported += [json.loads(line) for line in lines]
         rows += asked
