@@ -223,6 +223,7 @@ def test_what_a_killed_server_had_staged_is_removed_when_the_next_one_starts() -
 
     theirs, ours = (fork := multiprocessing.get_context("fork")).Pipe()
     (process := fork.Process(target=stage_and_die, args=(ours,))).start()
+    ours.close()
     left = Path(theirs.recv())
     process.join()
     assert list(left.glob("memory.*"))
