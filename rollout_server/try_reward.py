@@ -117,9 +117,8 @@ def _recorded(config: Config, folder: Path) -> Iterator[Case]:
     task, source = Task(config), prompt_source(config)
     for step in steps:
         for file in sorted(step.glob("rank_*.jsonl")):
-            for line in file.read_bytes().splitlines(keepends=True):  # of text it would divide at U+2028, too
-                if not line.endswith(b"\n"):
-                    break  # the learner is writing it
+            # By newlines alone, for texts have other ends of lines; what follows the last one is empty or was cut.
+            for line in file.read_bytes().split(b"\n")[:-1]:
                 record = json.loads(line)
                 ids, index = record["response_ids"], record["group"][1]
                 reason = "stop" if ids and ids[-1] in task.stop_token_ids else "length"

@@ -57,7 +57,7 @@ async def play(
 
     Raises AgentFailed.
     """
-    said = json.dumps(row).encode()
+    said = _as_json(row)
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", LAUNCH, str(os.getpid()), PACKAGE_ROOT, *_filled(command, row),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment,
@@ -103,6 +103,20 @@ def _filled(command: Sequence[str], row: Mapping[str, Any]) -> list[str]:
     prompt = row["prompt"] if isinstance(row["prompt"], str) else json.dumps(row["prompt"])
     first, *rest = (part.replace("{prompt}", prompt) for part in command)
     return [sys.executable if first in ("python", "python3") else first, *rest]
+
+
+def _as_json(row: Mapping[str, Any]) -> bytes:
+    """A row for stdin. Raises AgentFailed: it has bytes in it, which JSON cannot hold."""
+    inner = {f"{outer}.{name}": row[outer][name] for outer in ("columns", "extra_info") for name in row.get(outer, ())}
+    for name, value in [*inner.items(), *row.items()]:
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise AgentFailed(
+                f"the row's {name!r} cannot be given to a program as JSON: {error}; drop such columns of the data, or"
+                " take environment.options.function, which gets the row itself"
+            ) from error
+    return json.dumps(row).encode()
 
 
 async def _feed(stdin: asyncio.StreamWriter, said: bytes) -> None:

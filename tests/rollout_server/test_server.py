@@ -11,7 +11,11 @@ import pytest
 from configs import Config
 from replay import messages as m
 from replay.channel import AsyncDealer, AsyncRouter, ChannelError
+from rollout_server.engines.base import EngineError, Sampling
+from rollout_server.engines.sglang import process as sglang_process
 from rollout_server.engines.sglang.engine import SGLangEngine
+from rollout_server.engines.sglang.process import SGLangProcess
+from rollout_server.engines.sglang.requests import Answer, Part
 from rollout_server.generate import Generator
 from rollout_server.leases import Leases
 from rollout_server.progress import ProgressReports
@@ -104,4 +108,46 @@ async def test_a_lease_whose_prompt_is_still_encoded_is_renewed_with_partial_rol
     generator = Generator(config, engine, None, None)  # type: ignore[arg-type]
     renew = ProgressReports(2, partial_rollouts=True).renew([((0, 1, 1), "0/1/1")], {}, generator)
     assert (renew.leases, renew.progress) == ([[0, 1, 1, 0]], [])
+    await engine.close()
+
+
+async def test_an_update_that_waits_too_long_in_sglang_names_the_key_of_its_wait(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the hang report is written beside the loop: the server goes on."""
+    reports = list[Any]()
+
+    def expired(_: str, *, key: str, ends: bool = True, **__: Any) -> str:
+        reports.append((key, ends))
+        return ""
+
+    monkeypatch.setattr(sglang_process, "expired", expired)
+    limits = {"evaluation": {"deadline_s": 0.05}, "replay": {"lease_s": 0.05}, "rollout": {"engine_deadline_s": 0.05}}
+    config = Config.model_validate({"model": {"path": str(folder)}, "data": {"train": "none"}, **limits})
+
+    class Process(SGLangProcess):
+        def __init__(self, _: Any) -> None:
+            self.deadline_s = config.rollout.engine_deadline_s
+
+        def check_alive(self) -> None: ...
+
+        def abort(self, rid: str) -> None: ...
+
+        async def pause(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+    engine = SGLangEngine(config, Process)
+    await engine.pin(0)
+    engine.hold(0)
+    answer = Answer("0/1/1", [3], Sampling(max_new_tokens=1), pinned=None)
+    answer.part = Part(rid="a", version=0)
+    engine._answers[answer] = None
+    for mode, key in (("drain", "replay.lease_s"), ("keep_kv", "rollout.engine_deadline_s")):
+        with pytest.raises(EngineError, match=rf"an update waited 0 s for .* \({key}\)"):
+            await engine.pause(mode)  # type: ignore[arg-type]
+    assert "the evaluation (evaluation.deadline_s)" in caplog.text
+    wanted = ["evaluation.deadline_s", "replay.lease_s", "rollout.engine_deadline_s"]
+    assert reports == [(key, False) for key in wanted]
+    engine._answers.clear()
     await engine.close()

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch_oracle import LLAMA3_ROPE, VARIANTS, hf_tensors, load_model, make_model, save_folder
 
 from rollout_server.engines.base import EngineError
+from rollout_server.engines.sglang.update.orders import folder_tensors
 from rollout_server.engines.torch.family import read_spec
 from rollout_server.engines.torch.weights import LiveWeights, read_folder
 from weight_bus.digest import slice_digest
@@ -175,3 +176,12 @@ def test_an_index_that_points_outside_the_folder_is_refused(tmp_path: Path) -> N
     (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(EngineError, match=r"weight_map names '\.\./model\.safetensors'"):
         read(tmp_path / "model")
+
+
+def test_files_beside_the_model_are_not_its_own_for_either_engine(tmp_path: Path) -> None:
+    """Adapters that peft has saved there, or the format of another library: the learner reads the model alone."""
+    folder = save_folder(tmp_path / "model")
+    names = [name for name, _ in folder_tensors(folder)]
+    save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, folder / "adapter_model.safetensors")
+    assert [name for name, _ in folder_tensors(folder)] == names
+    assert [name for name, _ in read_folder(folder, tied=False, dtype=torch.float32)] == names

@@ -76,12 +76,12 @@ def test_saved_trajectories_of_a_run_are_judged_again(data: Path, tmp_path: Path
     records = [
         {"trajectory": 0, "group": [0, 1], "score": 1.0, "response_ids": [*ids("21"), 1]},
         {"trajectory": 1, "group": [0, 0], "score": 1.0, "response_ids": [*ids("21"), 1]},
-        {"trajectory": 2, "group": [0, 0], "score": 0.0, "response_ids": ids("12")},
+        {"trajectory": 2, "group": [0, 0], "score": 0.0, "response_ids": ids("12"), "text": "12\u2028\u0085"},
     ]
     asked = [{"prompt_ids": ids(rows[record["group"][1]]["prompt"])} | record for record in records]
-    shown = [record | {"text": "one\u2028line\x85 of several"} for record in asked]  # as RolloutWriter writes text
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in shown)
-    (folder / "rank_0.jsonl").write_text(f'{lines}{{"trajectory": 3, "gro', encoding="utf-8")
+    whole = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in asked).encode()
+    cut = '{"trajectory": 3, "text": "…'.encode()[:-1]  # the run writes it at this moment, or was killed there
+    (folder / "rank_0.jsonl").write_bytes(whole + cut)
     code, out, err = tried(capsys, str(run))
     assert code == 0, err
     assert "step_2/0" in out and "recorded" in out and "1 of 3 differ from the score in the run" in out

@@ -203,7 +203,8 @@ class SGLangEngine:
         if self._paused:
             return
         try:
-            await self.sglang.until(lambda: self.holds() is None, self._hold_limit_s, "the evaluation")
+            key = "evaluation.deadline_s"
+            await self.sglang.until(lambda: self.holds() is None, self._hold_limit_s, "the evaluation", key)
         except EngineError as late:
             self.sglang.check_alive()
             log.error("%s; the evaluation is given up here", late)
@@ -221,8 +222,8 @@ class SGLangEngine:
     async def _stop_parts(self, mode: PauseMode) -> None:
         """Wait for running requests, or end parts that continue as new ones."""
         if mode == "drain":
-            left = "running requests (replay.lease_s)"
-            await self.sglang.until(lambda: not self._parts(), self._drain_limit_s, left)
+            left = "running requests"
+            await self.sglang.until(lambda: not self._parts(), self._drain_limit_s, left, "replay.lease_s")
             return
         chosen = [part for part in self._parts() if mode == "recompute_kv" or part.seen == 0]
         for part in chosen:
@@ -234,7 +235,7 @@ class SGLangEngine:
                 self.sglang.abort(part.rid)
             return not left
 
-        await self.sglang.until(ended, self.sglang.deadline_s, "requests to end")
+        await self.sglang.until(ended, self.sglang.deadline_s, "requests to end", "rollout.engine_deadline_s")
 
     async def load(self, update: Update, version: int) -> None:
         """As `Engine.load`. Copies and digests inside the schedulers; memory is mapped there, not sent."""

@@ -199,14 +199,14 @@ class SGLangProcess:
             self.check_alive()
             await asyncio.sleep(DEATH_LOOK_S)
 
-    async def until(self, done: Callable[[], bool], limit_s: float, what: str) -> None:
-        """Wait until `done()`. Raises EngineError: SGLang is dead, or an update waited `limit_s` for `what`."""
+    async def until(self, done: Callable[[], bool], limit_s: float, what: str, key: str) -> None:
+        """Wait until `done()`. Raises EngineError: SGLang is dead, or an update waited `limit_s` (`key`) for `what`."""
         started = time.monotonic()
         while not done():
             waited = time.monotonic() - started
             if waited > limit_s:
-                said = expired(what, owed_by=("SGLang",), waited_s=waited, key="weight_bus.deadline_s")
-                raise EngineError(f"an update waited {waited:.0f} s for {what}{said} [slow]")
+                said = expired(what, owed_by=("SGLang",), waited_s=waited, key=key, ends=False)
+                raise EngineError(f"an update waited {waited:.0f} s for {what} ({key}){said} [slow]")
             self.check_alive()
             await asyncio.sleep(LOOK_S)
 

@@ -8,7 +8,6 @@ With LoRA updates are adapters, beside weights that stay as the folder has them.
 what an adapter makes of its input, as the learner does, so here too what is digested is what is multiplied with.
 """
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import safe_open
 
 from configs.learner import Lora
 from rollout_server.engines.base import EngineError
+from rollout_server.engines.folders import weight_files
 from rollout_server.engines.torch.family import ModelSpec
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
 from weight_bus.digest import slice_digest
@@ -212,7 +212,7 @@ def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype, skip: str = "")
     index names is absent, or the lm_head differs from the embedding although config.json says that they are tied.
     """
     aside: dict[str, torch.Tensor] = {}
-    for file in _files(folder):
+    for file in weight_files(folder):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 # Buffers that old Llama exports carry; the frequencies follow from the config.
@@ -228,16 +228,3 @@ def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype, skip: str = "")
             f"{folder}: tie_word_embeddings is true but {LM_HEAD} differs from {EMBEDDING}; "
             "set it to false in config.json, or remove the one that is wrong"
         )
-
-
-def _files(folder: Path) -> list[Path]:
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if not index.is_file():
-        if single.is_file():
-            return [single]
-        raise EngineError(f"{folder}: neither {single.name} nor {index.name}; only safetensors load")
-    names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise EngineError(f"{index}: weight_map names {name!r}, which is not a file in this folder")
-    return [folder / name for name in names]

@@ -12,7 +12,7 @@ from configs import Config
 from learner.examples.calculator import save_tokenizer
 from learner.launch.reward_source import problem_with_agent
 from rollout_server.agents.answers import CHUNK_CHARS, message_of, stream, whole
-from rollout_server.agents.program import AgentFailed, reward_of
+from rollout_server.agents.program import AgentFailed, play, reward_of
 from rollout_server.agents.requests import Asked, Refused, Rules, read
 from rollout_server.environments import Turn
 from rollout_server.environments import tool_calls as parsing
@@ -115,6 +115,13 @@ def test_the_last_line_says_the_reward() -> None:
     assert reward_of("42") is reward_of("the answer is 42") is reward_of("") is None, "an answer is no reward"
     with pytest.raises(AgentFailed, match="without `reward`"):
         reward_of('{"rewrd": 1.0}')
+
+
+@pytest.mark.parametrize("row", [{"images": [b"PNG"]}, {"columns": {"images": b"PNG"}}])
+async def test_a_row_that_is_no_json_is_named_by_its_column(row: dict[str, Any]) -> None:
+    name = "columns.images" if "columns" in row else "images"
+    with pytest.raises(AgentFailed, match=rf"the row's '{name}' cannot be given to a program as JSON: .* bytes"):
+        await play(["python", "-c", "pass"], {"prompt": "1", **row}, {})
 
 
 def test_files_that_are_not_there_are_seen_before_a_run(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from configs.learner import Lora
 from replay.pictures import TOWER, decoder_of, vision_of
 from rollout_server.engines.base import EngineError
+from rollout_server.engines.folders import weight_files
 from weight_bus.adapters import SCALE
 from weight_bus.digest import add
 from weight_bus.remote import RemoteUpdate
@@ -227,10 +228,13 @@ def in_bytes(text: str) -> dict[str, Any]:
 
 
 def folder_tensors(folder: Path, *, whole: bool = False) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """(name, shape) of each tensor of a Hugging Face folder that an update carries: a vision tower only if `whole`."""
+    """(name, shape) of each tensor of a Hugging Face folder that an update carries: a vision tower only if `whole`.
+
+    Raises as `weight_files`.
+    """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tied, has_tower = decoder_of(config).get("tie_word_embeddings"), vision_of(config) is not None and not whole
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in weight_files(folder):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 is_left_out = (tied and name == "lm_head.weight") or (has_tower and name.startswith(TOWER))
