@@ -134,7 +134,7 @@ def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_pat
 @pytest.mark.parametrize(
     ("srun", "code", "said"),
     [
-        ("true", 1, "slipstream: m1 shows no address; set SLIPSTREAM_INTERFACE to the interface that the nodes share"),
+        ("true", 1, "slipstream: m1 shows no address; set SLIPSTREAM_INTERFACE to the interface of its network"),
         ("echo 'srun: error: Unable to create step' >&2; exit 3", 3, "srun: error: Unable to create step"),
     ],
 )
