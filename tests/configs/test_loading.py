@@ -74,6 +74,8 @@ REFUSED = [
     (["rollout.engine=vllm"], ["rollout.engine", "'torch' or 'sglang'", "'vllm'"]),
     (["run.name=../x"], ["run.name", "'../x'"]),
     (["learner.betas=[0.9]"], ["learner.betas"]),
+    (["learner.betas=[0.9, 1.0]"], ["learner.betas", "two from 0 to below 1"]),
+    (["run.dir="], ["run.dir", "at least 1 character"]),  # of a shell variable that is not set: / of a container
     (["rollout.groups_per_step=1", "rollout.group_size=1"], ["groups_per_step", "fewer than 2 learner ranks"]),
     (["rollout.group_size=1"], ["rollout.group_size", "1 with algorithm.advantage 'grpo'", "take 2 or more"]),
     (["placement.split=0:2"], ["placement.split", "'0:2'", "at least 1"]),
