@@ -8,7 +8,6 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from configs.auto import BY_DEVICE, LEAVES
 from configs.errors import ConfigError as ConfigError
 
-
 ENDLESS = ("growth_window_s",)
 """Keys in seconds that nothing waits for, so they may be infinite."""
 
