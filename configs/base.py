@@ -1,9 +1,15 @@
 """The base of every configuration section, frozen and documented in place."""
 
+import math
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from configs.auto import BY_DEVICE, LEAVES
 from configs.errors import ConfigError as ConfigError
+
+ENDLESS = ("growth_window_s",)
+"""Keys in seconds that nothing waits for, so they may be infinite."""
 
 
 class Section(BaseModel):
@@ -16,3 +22,12 @@ class Section(BaseModel):
     def _stands_alone(cls, value: str | bool, info: ValidationInfo) -> str | bool:
         """`auto` in a section outside a Config, where nothing is placed, is what works everywhere."""
         return BY_DEVICE[LEAVES[str(info.field_name)]][0] if value == "auto" else value
+
+    @field_validator("*")
+    @classmethod
+    def _can_be_waited_for(cls, value: Any, info: ValidationInfo) -> Any:
+        """Clocks of torch and of sockets take no infinity, and say so in the middle of a start."""
+        name = str(info.field_name)
+        if isinstance(value, float) and math.isinf(value) and name.endswith("_s") and name not in ENDLESS:
+            raise ValueError("is infinite, and no clock counts so far; for no limit give many seconds, such as 1e7")
+        return value

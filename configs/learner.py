@@ -105,6 +105,13 @@ class LearnerSettings(Section):
     lora: Lora = Lora()
     """Adapters in training in place of the weights; off with rank 0."""
 
+    @field_validator("betas")
+    @classmethod
+    def _are_of_a_mean(cls, value: tuple[float, float]) -> tuple[float, float]:
+        if not all(0 <= beta < 1 for beta in value):
+            raise ValueError("each is the share of the old moment in a moving mean; give two from 0 to below 1")
+        return value
+
     @field_validator("recompute", mode="before")
     @classmethod
     def _was_a_switch(cls, value: object) -> object:

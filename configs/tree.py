@@ -24,7 +24,7 @@ class Run(Section):
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run folder."""
-    dir: str = "runs"
+    dir: str = Field(default="runs", min_length=1)
     """Folder that holds run folders."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seeds the data order, sampling and everything else that is random."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from configs.errors import CODE, coded
 from replay.hang import expired
+from replay.hang.processes import of
 from replay.hang.report import end_of
 
 ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^\w*(Error|Exception|Interrupt)\b|error:", re.IGNORECASE)
@@ -133,10 +134,12 @@ def start(name: str, command: Sequence[str], log_path: Path, environment: Mappin
 
 def stop(children: Sequence[Child], patience_s: float = 5.0) -> None:
     """SIGTERM all, give them `patience_s`, then SIGKILL their process groups."""
+    # A child that ended hours ago may have left its number to a process of another run, which leads a group as well.
+    mine = [child for child in children if child.exit_code() is None or of(child.pid) is None]
     for child in children:
         child.process.terminate()
     wait_or_kill([child.process for child in children], patience_s)
-    for child in children:
+    for child in mine:
         with contextlib.suppress(ProcessLookupError):  # the whole group has ended
             os.killpg(child.pid, signal.SIGKILL)
 

@@ -80,7 +80,8 @@ def problem_with_function(spec: str, options: Mapping[str, Any] | None = None) -
     if importlib.util.find_spec(root) is None:
         return f"no module {root!r} (not installed, and not below {os.getcwd()}); install it, or give a .py file"
     file = _module_file(location)
-    return None if file is None else judge(ast.parse(file.read_bytes(), str(file)), name)
+    tree = _parsed(file) if file is not None else None
+    return judge(tree, name) if isinstance(tree, ast.Module) else tree
 
 
 def problem_with_loss(spec: str) -> str | None:
@@ -140,16 +141,23 @@ def _module_file(module: str) -> Path | None:
 def _problem_with_file(path: Path, name: str, judge: Callable[[ast.Module, str], str | None]) -> str | None:
     if not path.is_file():
         return f"no file {str(path)!r} (looked from {os.getcwd()}); correct the path"
-    try:
-        tree = ast.parse(path.read_bytes(), str(path))
-    except (SyntaxError, ValueError) as error:
-        return f"{path} does not parse: {error}; correct the file"
+    tree = _parsed(path)
+    if isinstance(tree, str):
+        return tree
     names = {each for node in ast.walk(tree) for each in _names_of(node)}
     if names & {name, "*", "__getattr__"}:  # a star import, or a call, may bring it
         return judge(tree, name)
     functions = sorted(n for n in names if not n.startswith("_"))
     hint = did_you_mean(name, functions) or f"it has {', '.join(functions[:8]) or 'no functions'}"
     return f"{path} has no function {name!r}; {hint}"
+
+
+def _parsed(path: Path) -> ast.Module | str:
+    """The syntax tree of a file, or what is wrong with it."""
+    try:
+        return ast.parse(path.read_bytes(), str(path))
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{path} does not parse: {error}; correct the file"
 
 
 def problem_with_signature(tree: ast.Module, name: str, options: Collection[str] = ()) -> str | None:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from configs import load
+from configs import ConfigError, load
 from configs.command import program
+from configs.errors import InputMissing
 from learner.report.evaluation import file_of
 from replay.prompts import Row, load_rows
 
@@ -23,13 +24,25 @@ BATCH = 128
 
 
 def check(run_dir: Path) -> dict[str, Any]:
-    """Compare; the result names every prompt whose answer differs."""
+    """Compare; the result names every prompt whose answer differs.
+
+    Raises:
+        ConfigError: the folder is no run, or has no checkpoint, or none with an evaluation of greedy answers.
+    """
     config = load(run_dir / "config.yaml")
-    step = max(int(path.parent.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*/COMPLETE"))
+    steps = [int(path.parent.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*/COMPLETE")]
+    if not steps:
+        raise InputMissing(f"{run_dir}/checkpoints: no checkpoint is complete yet; wait for one, or name another run")
+    if not any(one.greedy for one in config.evaluation_sets):
+        raise InputMissing(f"{run_dir}: it evaluates nothing greedily (data.eval, evaluation.greedy); name another run")
+    step = max(steps)
     folder = run_dir / "checkpoints" / f"step_{step}" / "hf"
     reported, rows, limits = [], list[Row](), list[int]()
     for one in (one for one in config.evaluation_sets if one.greedy):
-        lines = file_of(run_dir, step, one.name, greedy=True).read_bytes().splitlines()  # of text also at U+2028
+        file = file_of(run_dir, step, one.name, greedy=True)
+        if not file.is_file():
+            raise InputMissing(f"{file} is missing: the newest checkpoint was not evaluated; wait, or name another run")
+        lines = file.read_bytes().splitlines()  # of text also at U+2028
         asked = load_rows(one.path)[: len(lines)]
         reported += [json.loads(line) for line in lines]
         rows += asked
@@ -71,7 +84,12 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog=program("learner.report.check_export"), description=__doc__)
     parser.add_argument("run_dir", type=Path)
-    result = check(parser.parse_args().run_dir)
+    args = parser.parse_args()
+    try:
+        result = check(args.run_dir)
+    except ConfigError as error:
+        sys.stderr.write(f"check_export: {error}\n")
+        return 2
     sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
     return int(len(result["different"]) > max(1, result["prompts"] // 512))
 

@@ -146,19 +146,21 @@ class Trackers:
     def __init__(
         self, folder: Path, tracking: Tracking, run_config: Mapping[str, Any], resume_step: int | None
     ) -> None:
-        """Start them, each within START_S. Raises MetricsError: one does not start."""
+        """Start them, each within START_S. Raises MetricsError: one does not start, or their ids cannot be read."""
         self.wanted = bool(tracking.trackers)
         self.failed: dict[str, str] = {}
         """By name: why it gets no more rows."""
         self._running: dict[Tracker, _Running] = {}
-        ids = read_ids(folder)
+        ids = read_ids(folder) if self.wanted else {}
         for name in tracking.trackers:
             place = Place(folder, tracking.project, ids.get(name), resume_step)
             self._running[name] = start(name, place, tracking.tracker_options.get(name, {}), run_config)
             if (found := SERVICES[name].id(self._running[name].tracker.tracker)) is not None:
                 ids[name] = found
         if self.wanted:
-            (folder / IDS).write_text(json.dumps(ids, indent=1) + "\n", encoding="utf-8")
+            beside = folder / f"{IDS}.new"  # a full disk, or a kill, leaves the ids that there were
+            beside.write_text(json.dumps(ids, indent=1) + "\n", encoding="utf-8")
+            beside.replace(folder / IDS)
 
     def log(self, position: int, evaluation: bool, scalars: Mapping[str, float]) -> None:
         """Hand a row to each: of a step, or of an evaluation of a version."""
@@ -240,9 +242,13 @@ def plain(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_ids(folder: Path) -> dict[str, str]:
-    """Ids of the services' runs, by tracker; of a run folder of before, that of wandb."""
+    """Ids of the services' runs, by tracker; of a run folder of before, that of wandb. Raises MetricsError."""
     kept, before = folder / IDS, folder / "wandb_run_id"
     if kept.exists():
-        ids: dict[str, str] = json.loads(kept.read_text(encoding="utf-8"))
+        try:
+            ids: dict[str, str] = json.loads(kept.read_text(encoding="utf-8"))
+        except ValueError as error:
+            text = f"{kept} is no JSON ({error}); delete it, and trackers begin runs of their own"
+            raise MetricsError(text) from error
         return ids
     return {"wandb": before.read_text(encoding="utf-8").strip()} if before.exists() else {}

@@ -33,7 +33,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     wait = report.Wait(waiter=by.name, what="this report", owed_by=(), waited_s=0.0, key="asked for by hand")
     path = run_dir / f"hang-asked-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.txt"
-    suspects = report.write(path, wait, by, None)
+    try:
+        suspects = report.write(path, wait, by, None)
+    except OSError as error:
+        sys.stderr.write(f"{path} cannot be written: {error.strerror}; run this as the run's user, or free the disk\n")
+        return 2
     sys.stdout.write("\n".join([str(path), *(suspects or ["no suspect; read the stacks"])]) + "\n")
     return 0
 

@@ -54,7 +54,8 @@ class Endpoint:
             raise NoRoom(
                 f"tracking.prometheus: {self._host!r} cannot be served on this machine ({error}); take 127.0.0.1"
             ) from error
-        target = {"targets": [f"{self._host}:{self._server.server_port}"], "labels": self._labels}
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        target = {"targets": [f"{host}:{self._server.server_port}"], "labels": self._labels}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps([target]) + "\n", encoding="utf-8")
 

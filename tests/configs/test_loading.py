@@ -68,12 +68,22 @@ def test_an_unknown_key_is_named_with_a_suggestion(override, key, suggested):
     assert f"{key}: unknown key" in said and suggested in said
 
 
+@pytest.mark.parametrize("override", ["learner.max_grad_norm=.inf", "limits.growth_window_s=.inf"])
+def test_what_nothing_waits_for_may_be_infinite(override):
+    config = load("quickstart", [override])
+    assert parse(dump(config), "its dump") == config
+
+
 REFUSED = [
     (["rollout.group_size=eight"], ["rollout.group_size", "valid integer", "'eight'"]),
     (["learner.lr=-1"], ["learner.lr", "greater than 0", "-1"]),
     (["rollout.engine=vllm"], ["rollout.engine", "'torch' or 'sglang'", "'vllm'"]),
     (["run.name=../x"], ["run.name", "'../x'"]),
     (["learner.betas=[0.9]"], ["learner.betas"]),
+    (["learner.betas=[0.9, 1.0]"], ["learner.betas", "two from 0 to below 1"]),
+    (["learner.batch_deadline_s=.inf"], ["learner.batch_deadline_s", "is infinite", "such as 1e7"]),
+    (["reward.model.timeout_s=.inf"], ["reward.model.timeout_s", "is infinite"]),
+    (["run.dir="], ["run.dir", "at least 1 character"]),  # of a shell variable that is not set: / of a container
     (["rollout.groups_per_step=1", "rollout.group_size=1"], ["groups_per_step", "fewer than 2 learner ranks"]),
     (["rollout.group_size=1"], ["rollout.group_size", "1 with algorithm.advantage 'grpo'", "take 2 or more"]),
     (["placement.split=0:2"], ["placement.split", "'0:2'", "at least 1"]),

@@ -1,6 +1,7 @@
 """What the launcher reads from the logs of its children, and when it starts a server again."""
 
 import json
+import subprocess
 import sys
 import time
 from functools import partial
@@ -13,6 +14,7 @@ from configs.plan import Process
 from learner.launch import children, servers
 from learner.launch.reward_servers import RewardServers
 from learner.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, LocalServers, Restarts, RunFailed
+from replay.hang import processes
 from replay.lifeline import CANNOT_START, RUN_FAILED
 from tests.support.waiting import until
 
@@ -68,6 +70,22 @@ def test_who_was_killed_from_outside_has_no_last_word(tmp_path):
         child = children.start("x", [sys.executable, "-c", said + end], tmp_path / f"{how}.log", {})
         child.process.wait()
         assert how in child.how_it_ended() and ("no room" in child.how_it_ended()) == quoted
+
+
+def test_what_an_ended_child_has_left_is_ended_and_nothing_else(tmp_path):
+    child = children.start("left", ["sh", "-c", "sleep 60 & echo $!"], tmp_path / "left.log", {})
+    until(lambda: child.exit_code() == 0, "the end of the child")
+    left = int((tmp_path / "left.log").read_text())
+    assert processes.of(left) is not None
+    stranger = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    ended = SimpleNamespace(pid=stranger.pid, poll=lambda: 0, terminate=lambda: None, wait=lambda _: 0)
+    try:  # the number of a child that ended hours ago, of another run now
+        children.stop([child, children.Child("ended", ended, tmp_path / "ended.log", 0)])
+        until(lambda: (found := processes.of(left)) is None or found.state == "Z", "the end of what it has left")
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
 
 
 def test_a_quoted_line_keeps_its_code():

@@ -241,6 +241,9 @@ def test_unknown_parameters_are_refused_in_files_and_in_modules(tmp_path, monkey
         said = problem_with_function(spec)
         assert said is not None and "has the parameters (answer, truth); take `async def reward(sample)`" in said
     assert problem_with_function("graders_of_this_test.others:reward") is None
+    (folder / "cut.py").write_text("def reward(sample")
+    said = problem_with_function("graders_of_this_test.cut:reward")
+    assert said is not None and said.startswith(f"{folder}/cut.py does not parse: ") and "correct the file" in said
 
 
 @pytest.mark.parametrize(

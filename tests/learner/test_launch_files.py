@@ -134,7 +134,7 @@ def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_pat
 @pytest.mark.parametrize(
     ("srun", "code", "said"),
     [
-        ("true", 1, "slipstream: m1 shows no address; set SLIPSTREAM_INTERFACE to the interface that the nodes share"),
+        ("true", 1, "slipstream: m1 shows no address; set SLIPSTREAM_INTERFACE to the interface of its network"),
         ("echo 'srun: error: Unable to create step' >&2; exit 3", 3, "srun: error: Unable to create step"),
     ],
 )
@@ -235,11 +235,16 @@ def test_a_node_of_reward_servers_alone_is_a_rollout_node_with_keys_to_meet_othe
 
 
 @pytest.mark.parametrize(
-    ("answers", "over"),
-    [([None, None], [False, True]), ([False, True], [False, True]), ([False, None, None], [False, False, True])],
+    ("answers", "silent_s", "step_s", "over"),
+    [
+        ([None, None], 10, 60, [False, True]),
+        ([False, True], 10, 15, [False, True]),
+        ([False, None, None, None], 10, 24, [False, False, False, True]),
+        ([False, None, None, None], 40, 39, [False, False, False, True]),
+    ],
 )
-def test_a_node_of_reward_servers_alone_ends_with_the_run(monkeypatch, answers, over):
-    """It asks replay, and gives up when replay is silent: before the first answer later than afterwards."""
+def test_a_node_of_reward_servers_alone_ends_with_the_run(monkeypatch, answers, silent_s, step_s, over):
+    """It asks replay, and gives up when replay is silent for as long as rollout servers wait for one."""
     clock = SimpleNamespace(now=0.0)
     waits = iter(answers)
 
@@ -249,12 +254,12 @@ def test_a_node_of_reward_servers_alone_ends_with_the_run(monkeypatch, answers, 
 
     monkeypatch.setattr(node, "ask_replay", ask)
     monkeypatch.setattr(node.time, "monotonic", lambda: clock.now)
-    config = configs.load("quickstart", ["rollout.wait_for_servers_s=50", "network.silent_after_s=10"])
+    config = configs.load("quickstart", ["rollout.wait_for_servers_s=50", f"network.silent_after_s={silent_s}"])
     end, found = node.RunEnd(config, "tcp://10.0.0.1:5757"), []
     for _ in answers:
         found.append(end.is_here(clock.now))
         assert end.is_here(clock.now + 1.0) is False, "looks only now and then"
-        clock.now += 60.0 if answers[0] is None else 15.0
+        clock.now += step_s
     assert found == over
 
 

@@ -341,11 +341,11 @@ def test_servers_of_this_host(tmp_path, monkeypatch, capsys, settings, code, wor
     assert list((tmp_path / "work").iterdir()) == [], "a dry run writes nothing"
 
 
-@pytest.mark.parametrize("count", ["0", "-1"])
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
 def test_no_server_at_all_is_refused(capsys, count):
     with pytest.raises(SystemExit) as ended:
         here.run_servers([f"--servers={count}"], "tcp://10.0.0.1:5757")
-    assert ended.value.code == 2 and f"--servers {count}: give 1 or more" in capsys.readouterr().err
+    assert ended.value.code == 2 and f"--servers: {count}: give a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_gpus_are_counted_whatever_is_visible(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from PIL import Image
 
 from configs import load
 from configs.loading import dump
-from learner.report import lag, plot
+from learner.report import check_export, lag, plot
 from learner.report.metrics import MetricsError
 
 STEP: dict[str, Any] = {"step": 1, "time": 1000.0, "critic/score/mean": 0.4, "rollout/idle_ratio": 0.3}
@@ -150,3 +150,24 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, lag_report, spoil, words):
     spoil(run)
     code, lines, errors = lag_report(run)
     assert code == 2 and not lines and str(run) in errors and words in errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "complete", "said"),
+    [
+        ([], False, "/checkpoints: no checkpoint is complete yet; wait for one"),
+        (["evaluation.greedy=false"], True, ": it evaluates nothing greedily"),
+        ([], True, "version_50_greedy.jsonl is missing: the newest checkpoint was not evaluated"),
+    ],
+)
+def test_an_export_that_nothing_can_be_compared_with_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, settings: list[str], complete: bool, said: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(dump(load("quickstart", settings)))
+    (tmp_path / "checkpoints" / "step_50").mkdir(parents=True)
+    if complete:
+        (tmp_path / "checkpoints" / "step_50" / "COMPLETE").touch()
+    monkeypatch.setattr("sys.argv", ["check_export", str(tmp_path)])
+    assert check_export.main() == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import resource
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -194,6 +195,23 @@ def test_a_run_folder_of_before_keeps_the_id_of_its_wandb_run(tmp_path):
     assert read_ids(tmp_path) == {"wandb": "abc123"}
     (tmp_path / "trackers.json").write_text('{"mlflow": "x"}')
     assert read_ids(tmp_path) == {"mlflow": "x"}
+
+
+def test_ids_survive_a_full_disk_and_broken_ones_are_named(tmp_path, service):
+    kept = tmp_path / trackers.IDS
+    kept.write_text('{"wandb": "an-id"}')
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            open_metrics(tmp_path, trackers=["trackio"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_ids(tmp_path) == {"wandb": "an-id"}
+    kept.write_text("")
+    with pytest.raises(MetricsError, match=r"trackers.json is no JSON .*; delete it, and trackers begin runs of their"):
+        open_metrics(tmp_path, trackers=["trackio"])
+    open_metrics(tmp_path).close()
 
 
 def test_leaves_of_a_configuration_are_plain():

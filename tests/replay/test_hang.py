@@ -171,11 +171,14 @@ def test_a_disk_that_takes_no_report_costs_only_that(run_dir, member, monkeypatc
     assert expired("x", waited_s=1.0, key="y").startswith("; no hang report could be written: ")
 
 
-def test_a_disk_that_fills_up_under_a_report_is_named(run_dir, member, monkeypatch, caplog):
+def test_a_disk_that_fills_up_under_a_report_is_named(run_dir, member, monkeypatch, caplog, capsys):
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(report, "_fill", full)
+    registry.begin("learner-0", run_dir)
+    assert by_hand.main([str(run_dir)]) == 2
+    assert "txt cannot be written: No space left on device; run this as" in capsys.readouterr().err
     assert "could be written: [Errno 28] No space left" in expired("x", waited_s=1.0, key="y")
     (begun,) = run_dir.glob("hang-*.txt")
     begun.unlink()

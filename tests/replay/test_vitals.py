@@ -9,6 +9,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -320,6 +321,15 @@ def test_an_endpoint_serves_numbers_with_labels_and_leaves_no_target_behind(tmp_
     assert found["targets"][0].startswith("127.0.0.1:") and found["labels"]["role"] == "learner"
     assert not target.exists() and "slipstream_text" not in text
     assert text.count("# TYPE slipstream_prompts_level gauge") == 1
+
+
+def test_a_target_of_ipv6_is_written_as_prometheus_reads_it(tmp_path, monkeypatch):
+    client = pytest.importorskip("prometheus_client", reason="the extra `prometheus` is not installed")
+    server = SimpleNamespace(server_port=9, shutdown=lambda: None, server_close=lambda: None)
+    monkeypatch.setattr(client, "start_http_server", lambda *_, **__: (server, None))  # IPv6 may be off here
+    with Vitals(config(tmp_path, "tracking.prometheus=::1"), "replay", "replay"):
+        (found,) = json.loads((tmp_path / "a" / "prometheus" / "replay.json").read_text())
+    assert found["targets"] == ["[::1]:9"]
 
 
 def test_without_an_address_nothing_listens_and_a_wrong_one_is_refused(tmp_path):

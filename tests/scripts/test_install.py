@@ -167,7 +167,11 @@ def test_the_list_for_a_cpu_pins_everything_and_brings_no_torch() -> None:
 
 INSTALL = '#!/usr/bin/env bash\necho "install $*" >>"$ASKED"\n'
 PYTHON = """#!/usr/bin/env bash
-case "$*" in *torch.version.cuda*) echo "$DEVICE" ;; *learner.main*no.such=*) exit 2 ;; *) echo "python $*" >>"$ASKED" ;; esac
+case "$*" in
+  *torch.version.cuda*) echo "$DEVICE" ;;
+  *learner.main*no.such=*) exit 2 ;;
+  *) echo "python $*" >>"$ASKED" ;;
+esac
 """
 
 

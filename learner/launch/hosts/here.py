@@ -46,11 +46,9 @@ def run_servers(words: Sequence[str], replay: str) -> int:
         0 when all ended well, 78 when they cannot start, 130 after a signal, or else the exit code of one that failed.
     """
     parser = argparse.ArgumentParser(prog=f"{program('learner.launch')} rollout", allow_abbrev=False)
-    parser.add_argument("--servers", type=int, default=1, help="how many")
+    parser.add_argument("--servers", type=_count, default=1, help="how many")
     parser.add_argument("--dry-run", action="store_true", help="show them and start nothing")
     chosen, words = parser.parse_known_args(words)
-    if chosen.servers < 1:
-        parser.error(f"--servers {chosen.servers}: give 1 or more")
     add_arguments(parser)
     try:
         given = parser.parse_known_args(words)[0]
@@ -97,6 +95,12 @@ def run_servers(words: Sequence[str], replay: str) -> int:
             process.terminate()
         wait_or_kill(started, PATIENCE_S)
         children.stop(rewards.children)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1 on")
+    return int(text)
 
 
 def reward_servers(config: Config, given: argparse.Namespace) -> RewardServers:

@@ -118,7 +118,9 @@ class RunEnd:
         if answer is None:
             self.silence = self._limit if now > self._deadline else None
             return self.silence is not None
-        self._limit = (2 * self._config.network.silent_after_s, "twice network.silent_after_s")
+        # a replay that is started again reads its journal first; rollout servers wait as long for it
+        silent = (2 * self._config.network.silent_after_s, "twice network.silent_after_s")
+        self._limit = max(silent, (self._config.rollout.wait_for_servers_s, "rollout.wait_for_servers_s"))
         self._deadline = now + self._limit[0]
         return bool(answer.state["ended"])
 

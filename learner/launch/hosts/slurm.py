@@ -54,7 +54,7 @@ hosts={folder}/hosts-$SLURM_JOB_ID
 for i in "${{!nodes[@]}}"; do
   address=$(address_of "${{machines[i]}}")
   if [[ -z "$address" ]]; then
-    echo "slipstream: ${{machines[i]}} shows no address; set SLIPSTREAM_INTERFACE to the interface that the nodes share" >&2
+    echo "slipstream: ${{machines[i]}} shows no address; set SLIPSTREAM_INTERFACE to the interface of its network" >&2
     exit 1
   fi
   echo "${{nodes[i]}} $address"

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from configs.errors import SlipstreamError
 from learner.report.dashboard.kept_index import KeptIndex
 
 Array = np.ndarray[Any, Any]
@@ -40,7 +41,13 @@ TEXT_CHARS = 160
 """Of prompt and answer in a page."""
 
 
-class GoneError(ValueError):
+class GoneError(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-REPORT-04",
+    cause="A file of trajectories was deleted, or written anew by a resumed run, after the dashboard had indexed it.",
+    mend="Draw the page again. A run deletes no trajectories: see what else cleans its folder.",
+):
     """A line that the index has is no longer in its file."""
 
 
