@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs import load
 from configs.command import program
+from learner.checkpoints.folders import CheckpointError, incomplete, numbered, step_of
 from learner.report.evaluation import file_of
 from replay.prompts import Row, load_rows
 
@@ -25,8 +26,8 @@ BATCH = 128
 def check(run_dir: Path) -> dict[str, Any]:
     """Compare; the result names every prompt whose answer differs."""
     config = load(run_dir / "config.yaml")
-    step = max(int(path.parent.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*/COMPLETE"))
-    folder = run_dir / "checkpoints" / f"step_{step}" / "hf"
+    newest = newest_checkpoint(run_dir)
+    step, folder = step_of(newest), newest / "hf"
     reported, rows, limits = [], list[Row](), list[int]()
     for one in (one for one in config.evaluation_sets if one.greedy):
         lines = file_of(run_dir, step, one.name, greedy=True).read_text(encoding="utf-8").splitlines()
@@ -50,6 +51,14 @@ def check(run_dir: Path) -> dict[str, Any]:
     }
 
 
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The newest that is complete and was not rolled back. Raises CheckpointError."""
+    found = [folder for folder in numbered(run_dir / "checkpoints") if not incomplete(folder)]
+    if not found:
+        raise CheckpointError(f"{run_dir}/checkpoints has no complete checkpoint; name the folder of a run that has")
+    return found[0]
+
+
 def greedy_answers(folder: Path, prompts: list[str], limits: list[int]) -> list[str]:
     """Answers of transformers' own generate, prompts of equal length and limit of new tokens together."""
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
@@ -71,7 +80,11 @@ def main() -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(prog=program("learner.report.check_export"), description=__doc__)
     parser.add_argument("run_dir", type=Path)
-    result = check(parser.parse_args().run_dir)
+    try:
+        result = check(parser.parse_args().run_dir)
+    except CheckpointError as error:
+        sys.stderr.write(f"check_export: {error}\n")
+        return 2
     sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
     return int(len(result["different"]) > max(1, result["prompts"] // 512))
 
