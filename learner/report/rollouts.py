@@ -53,8 +53,8 @@ class RolloutWriter:
         path = self._run_dir / "rollouts" / f"step_{batch.step}" / f"rank_{batch.rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if batch.rank == 0:  # where a run makes the step again with fewer ranks, files of the others have it twice
-            for file in set(path.parent.glob("rank_*.jsonl")) - self._files(path.parent):
-                file.unlink()
+            for other in set(path.parent.glob("rank_*.jsonl")) - self._files(path.parent):
+                other.unlink()
         tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
         answers = offsets(batch.lengths)
         trained = self._trainer_logprobs(batch)
