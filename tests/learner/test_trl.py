@@ -197,6 +197,7 @@ def test_arguments_follow_from_the_configuration() -> None:
         ({"weight_sync_steps": 2}, [], "weight_sync_steps is 2"),
         ({"max_staleness": 0}, [], "max_staleness is 0, less than replay.async_lag 1"),
         ({}, ["placement.split=1:2"], "2 learner ranks"),
+        ({}, ["learner.lora.rank=4"], "learner.lora.rank: 4, so that engines would wait for adapters"),
         ({}, ["algorithm.advantage=gae"], "follows from forwards over the tokens"),
     ],
 )
