@@ -320,7 +320,7 @@ class Critic(Section):
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate of the critic; warm-up, schedule, betas and clipping are those of the learner section."""
     warmup_steps: int = Field(default=0, ge=0)
-    """First steps in which the critic learns and the policy stays as it is."""
+    """First steps in which the critic learns and the policy stays as it is; its own warm-up begins after them."""
     updates: int = Field(default=1, ge=1)
     """Critic updates a step, each over the whole batch."""
     clip: float = Field(default=0.5, gt=0)

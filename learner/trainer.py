@@ -131,10 +131,11 @@ class Trainer:
             work = prepare(batch, self.advantage, self.config, self.looker)
         with self._span("judge"):
             judged = beside.judge(batch, work.rows, work.advantages, global_tokens=work.global_tokens)
-        if beside.only_critic_learns(batch.step):
+        if batch.step <= beside.warmup_steps:
             update = Update(StepSums(Counter(), 0), judged.advantages, 0.0, CRITIC_WARMUP)
         else:
-            update = self._train_policy(batch, judged, work.global_tokens, lr_at(batch.step, learner))
+            lr = lr_at(batch.step, learner, idle=beside.warmup_steps)
+            update = self._train_policy(batch, judged, work.global_tokens, lr)
         learnt: dict[str, float] = {}
         if not update.verdict.refusal:  # what a guard keeps from the policy is nothing for the critic either
             with self._span("critic"):

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from configs.command import program
 from configs.loading import ConfigError, Parser, add_arguments, find, load, overrides_of
 from configs.schema import Config
+from replay.desks.shaping import penalty
 from replay.prompts import DataError, prompt_source, read_rows
 from rollout_server.reward_model.combined import rewards_of
 from rollout_server.rewards import RewardError, RewardOutcome, Sample
@@ -129,7 +131,14 @@ def _recorded(config: Config, folder: Path) -> Iterator[Case]:
                         " weights or the chat template were changed since, or its level followed the answers"
                         " (data.curriculum pass_rate), which this run's trajectories do not tell"
                     )
-                yield Case(name, task.sample(row, ids, reason), record["score"])
+                yield Case(name, task.sample(row, ids, reason), record["score"] + _cost(config, len(ids)))
+
+
+def _cost(config: Config, num_tokens: int) -> float:
+    """What algorithm.overlong_buffer has taken from the score of an answer: it is saved as it was trained."""
+    if not config.algorithm.overlong_buffer:
+        return 0.0
+    return float(penalty(np.array([num_tokens], np.int32), config.algorithm, config.rollout.max_new_tokens)[0])
 
 
 def _token_counter(config: Config) -> Any:
@@ -178,7 +187,7 @@ def show(config: Config, cases: Sequence[Case], outcomes: Sequence[RewardOutcome
         console.print(f"  {name}: mean {math.fsum(values_of) / len(values_of):.4g} of {len(values_of)}")
     if is_recorded:
         pairs = [(case.recorded, outcome.score) for case, outcome in zip(cases, outcomes, strict=True)]
-        differ = sum(one is None or not math.isclose(one, other, abs_tol=1e-6) for one, other in pairs)
+        differ = sum(one is None or not math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6) for one, other in pairs)
         console.print(f"{differ} of {len(cases)} differ from the score in the run")
     if not Path(config.model.path).is_dir():
         console.print(f"num_tokens are words: there is no model at {config.model.path}")

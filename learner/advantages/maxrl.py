@@ -3,7 +3,18 @@
 import numpy as np
 
 from configs.algorithm import Algorithm
+from configs.errors import SlipstreamError
 from learner.advantages.base import EPSILON, Advantage, AdvantageInputs, Float64
+
+
+class NegativeReward(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-REWARD-08",
+    cause="The reward function has given less than 0, and algorithm.advantage 'maxrl' divides by the mean of a group.",
+    mend="Have the function give 0 or more in a new run, or go on with --resume and algorithm.advantage=dr_grpo.",
+):
+    """A reward is negative, and the advantage takes none."""
 
 
 def maxrl(_: Algorithm) -> Advantage:
@@ -17,7 +28,7 @@ def maxrl(_: Algorithm) -> Advantage:
         values = inputs.values
         if (values < 0).any():
             wrong = int(np.flatnonzero(values < 0)[0])
-            raise ValueError(
+            raise NegativeReward(
                 f"reward of trajectory {wrong} is {values[wrong]:g}; algorithm.advantage 'maxrl' divides by the group's"
                 " mean and takes rewards >= 0 only"
             )

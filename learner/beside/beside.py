@@ -112,9 +112,10 @@ class Beside:
             return {}
         return self.critic.train(rows, step=step, global_tokens=global_tokens)
 
-    def only_critic_learns(self, step: int) -> bool:
-        """Whether this step is one of the critic's warm-up."""
-        return self.critic is not None and step <= self._config.critic.warmup_steps
+    @property
+    def warmup_steps(self) -> int:
+        """First steps, in which the critic learns alone; 0 without one."""
+        return 0 if self.critic is None else self._config.critic.warmup_steps
 
     def follow(self, policy: Policy, *, step: int) -> None:
         """After a step: every algorithm.reference_refresh_steps the reference becomes the policy. A collective."""

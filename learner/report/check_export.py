@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from configs import ConfigError, load
 from configs.command import program
 from configs.errors import InputMissing
+from learner.checkpoints.folders import CheckpointError, incomplete, numbered, step_of
 from learner.report.evaluation import file_of
 from replay.prompts import Row, load_rows
 
@@ -27,16 +28,14 @@ def check(run_dir: Path) -> dict[str, Any]:
     """Compare; the result names every prompt whose answer differs.
 
     Raises:
-        ConfigError: the folder is no run, or has no checkpoint, or none with an evaluation of greedy answers.
+        ConfigError: the folder is no run, or has no evaluation of greedy answers of its newest checkpoint.
+        CheckpointError: it has no checkpoint.
     """
     config = load(run_dir / "config.yaml")
-    steps = [int(path.parent.name.removeprefix("step_")) for path in run_dir.glob("checkpoints/step_*/COMPLETE")]
-    if not steps:
-        raise InputMissing(f"{run_dir}/checkpoints: no checkpoint is complete yet; wait for one, or name another run")
+    newest = newest_checkpoint(run_dir)
+    step, folder = step_of(newest), newest / "hf"
     if not any(one.greedy for one in config.evaluation_sets):
         raise InputMissing(f"{run_dir}: it evaluates nothing greedily (data.eval, evaluation.greedy); name another run")
-    step = max(steps)
-    folder = run_dir / "checkpoints" / f"step_{step}" / "hf"
     reported, rows, limits = [], list[Row](), list[int]()
     for one in (one for one in config.evaluation_sets if one.greedy):
         file = file_of(run_dir, step, one.name, greedy=True)
@@ -63,6 +62,14 @@ def check(run_dir: Path) -> dict[str, Any]:
     }
 
 
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The newest that is complete and was not rolled back. Raises CheckpointError."""
+    found = [folder for folder in numbered(run_dir / "checkpoints") if not incomplete(folder)]
+    if not found:
+        raise CheckpointError(f"{run_dir}/checkpoints: no checkpoint is complete yet; wait for one, or name another run")
+    return found[0]
+
+
 def greedy_answers(folder: Path, prompts: list[str], limits: list[int]) -> list[str]:
     """Answers of transformers' own generate, prompts of equal length and limit of new tokens together."""
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
@@ -87,7 +94,7 @@ def main() -> int:
     args = parser.parse_args()
     try:
         result = check(args.run_dir)
-    except ConfigError as error:
+    except (ConfigError, CheckpointError) as error:
         sys.stderr.write(f"check_export: {error}\n")
         return 2
     sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")

@@ -22,6 +22,7 @@ class RolloutWriter:
 
     def __init__(self, config: Config) -> None:
         self._run_dir, self._every = Path(config.run_dir), config.tracking.save_rollouts_every
+        self._num_parts = config.num_data_ranks
         self._tokenizer: Any = load_tokenizer(config.model.path) if self._every else None
         self._pieces: dict[int, str] = {}
         self._measured: list[tuple[Row, NDArray[np.float32]]] | None = None
@@ -51,6 +52,9 @@ class RolloutWriter:
             return
         path = self._run_dir / "rollouts" / f"step_{batch.step}" / f"rank_{batch.rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
+        if batch.rank == 0:  # where a run makes the step again with fewer ranks, files of the others have it twice
+            for other in set(path.parent.glob("rank_*.jsonl")) - self._files(path.parent):
+                other.unlink()
         tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
         answers = offsets(batch.lengths)
         trained = self._trainer_logprobs(batch)
@@ -76,6 +80,10 @@ class RolloutWriter:
                     "versions": batch.versions[answer].tolist(),
                 }
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _files(self, folder: Path) -> set[Path]:
+        """Those of all ranks in the folder of a step."""
+        return {folder / f"rank_{rank}.jsonl" for rank in range(self._num_parts)}
 
     def _trainer_logprobs(self, batch: Batch) -> NDArray[np.float32]:
         """[answer tokens] float32, of this rank's samples; NaN of tokens that no row had in the loss."""

@@ -86,6 +86,11 @@ def check(config: Config) -> None:
             f"algorithm.advantage: {config.algorithm.advantage!r} (algorithm.kl_in {config.algorithm.kl_in!r}) follows"
             " from forwards over the tokens, and TRL takes one number for each answer; take 'grpo', and kl_in 'loss'"
         )
+    if rank := config.learner.lora.rank:
+        raise TrlDisagrees(
+            f"learner.lora.rank: {rank}, so that engines would wait for adapters, and TRL sends whole weights,"
+            " adapters of its own (peft_config) merged: take learner.lora.rank=0"
+        )
     if (ranks := len(config.training_ranks)) != 1:
         raise TrlDisagrees(
             f"placement: {ranks} learner ranks; TRL divides the batch over its own processes and is one rank for"

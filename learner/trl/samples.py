@@ -1,9 +1,11 @@
 """From replay's batches to TRL's queue of samples: what each holds, and what comes in which order.
 
-TRL reads one microbatch ahead of its update (learner/trl/agreement.py). With batches of two microbatches, a and b, and
-fillers F, the queue holds F a1 b1 | F a2 b2 | F ...: after b1 it gives the next F, and a2 only once update 1 is
-committed. A filler is a prompt and one answer token of the last batch with advantage 0: its gradient is exactly 0. The
-advantages of the others are scaled by what TRL's mean over microbatches takes from them.
+TRL takes maxima over the tokens of each row: an answer that no token of is in the loss, cut or too old, stands there
+with one token and advantage 0. It also reads one microbatch ahead of its update (learner/trl/agreement.py). With
+batches of two microbatches, a and b, and fillers F, the queue holds F a1 b1 | F a2 b2 | F ...: after b1 it gives the
+next F, and a2 only once update 1 is committed. A filler is a prompt and one answer token of the last batch with
+advantage 0: its gradient is exactly 0. The advantages of the others are scaled by what TRL's mean over microbatches
+takes from them.
 """
 
 import queue
@@ -87,16 +89,16 @@ def samples_of(batch: Batch, advantages: NDArray[np.float32], *, num_groups: int
         trajectory = int(batch.trajectory[i])
         group = int(batch.all_groups[trajectory])
         in_loss, versions = batch.loss_mask[answer] != 0, batch.versions[answer]
-        oldest = int(versions[in_loss].min()) if in_loss.any() else batch.step - 1
-        nothing = np.zeros(prompt)
+        teaches = bool(in_loss.any())
+        oldest = int(versions[in_loss].min()) if teaches else batch.step - 1
+        logprobs, nothing = np.where(in_loss, batch.logprobs[answer], 0), np.zeros(prompt)
+        first, kept = int(ends[i]) - prompt - length, length if teaches else 1
         made.append(
             Sample(
-                input_ids=batch.token_ids[int(ends[i]) - prompt - length : int(ends[i])].astype(np.int64),
-                completion_mask=np.concatenate([nothing, in_loss]).astype(np.int64),
-                old_log_probs=np.concatenate([nothing, np.where(in_loss, batch.logprobs[answer], 0)]).astype(
-                    np.float32
-                ),
-                advantage=float(advantages[trajectory]),
+                input_ids=batch.token_ids[first : first + prompt + kept].astype(np.int64),
+                completion_mask=np.concatenate([nothing, in_loss[:kept] | (not teaches)]).astype(np.int64),
+                old_log_probs=np.concatenate([nothing, logprobs[:kept]]).astype(np.float32),
+                advantage=float(advantages[trajectory]) if teaches else 0.0,
                 model_version=oldest + 1,
                 group_id=(batch.step - 1) * num_groups + group,
                 metrics={
@@ -110,15 +112,8 @@ def samples_of(batch: Batch, advantages: NDArray[np.float32], *, num_groups: int
 
 
 def filler_of(samples: Sequence[Sample], version: int) -> Sample:
-    """A sample of advantage 0: the shortest prompt of these with its first token in the loss, and no metrics.
-
-    Raises:
-        BatchError: no token of the batch is in the loss.
-    """
-    trained = [sample for sample in samples if sample.completion_mask.any()]
-    if not trained:
-        raise BatchError("no token of the whole batch is in the loss, and TRL has no update without any")
-    shortest = min(trained, key=lambda sample: int(sample.completion_mask.argmax()))
+    """A sample of advantage 0: the shortest prompt of these with its first token in the loss, and no metrics."""
+    shortest = min(samples, key=lambda sample: int(sample.completion_mask.argmax()))
     end = int(shortest.completion_mask.argmax()) + 1
     return Sample(
         input_ids=shortest.input_ids[:end],
@@ -135,7 +130,7 @@ class SampleQueue(queue.Queue[Any]):
     """TRL's `rollout_buffer`: asks replay for the next batch when TRL has read the last one. For TRL's main thread.
 
     Args:
-        take: gives the samples of batch s, and waits for it.
+        take: gives the `size` samples of batch s, and waits for it.
         make: a RolloutSample from the fields of one.
         size: samples of a batch.
         microbatch: samples of one microbatch of all processes.
@@ -182,10 +177,9 @@ class SampleQueue(queue.Queue[Any]):
             step = self._taken + 1
             samples = self._take(step)
             self._filler = filler_of(samples, step)
-            missing = [self._filler] * (self._size - len(samples))  # without a token in the loss
             if step == 1:
                 self._add([self._filler] * self._microbatch, 1.0)
-            self._add([*samples, *missing], self.scale)
+            self._add(samples, self.scale)
             self._taken, self._has_read_ahead = step, False
         elif not self._has_read_ahead and self._filler is not None:
             self._add([self._filler] * self._microbatch, 1.0)

@@ -33,7 +33,7 @@ def shape(groups: Sequence[Group], algorithm: Algorithm, limit: int) -> tuple[li
     measured = {"critic/score/mean": float(raw.mean())}
     shaped = list(groups)
     if algorithm.overlong_buffer:
-        costs = [_penalty(_longest(group), algorithm, limit) for group in groups]
+        costs = [penalty(_longest(group), algorithm, limit) for group in groups]
         shaped = [
             replace(g, rewards=(g.rewards - cost).astype(np.float32)) for g, cost in zip(groups, costs, strict=True)
         ]
@@ -49,7 +49,7 @@ def shape(groups: Sequence[Group], algorithm: Algorithm, limit: int) -> tuple[li
     return shaped, measured
 
 
-def _penalty(lengths: NDArray[np.int32], algorithm: Algorithm, limit: int) -> NDArray[np.float64]:
+def penalty(lengths: NDArray[np.int32], algorithm: Algorithm, limit: int) -> NDArray[np.float64]:
     """[n] what each trajectory loses: 0 up to limit - buffer tokens, then more with each up to overlong_penalty.
 
     DAPO, equation 13, with verl's factor: min(-(length - (limit - buffer)) / buffer * penalty, 0) joins the reward.

@@ -166,8 +166,8 @@ SOURCE = {
         "unnamed",
     ),
     "a restarted learner takes other steps": (
-        "lr_at(batch.step, learner))",
-        "lr_at(batch.step, learner) * (1.0 + __import__('time').time() % 1))",
+        "lr_at(batch.step, learner, idle=beside.warmup_steps)",
+        "lr_at(batch.step, learner, idle=beside.warmup_steps) * (1.0 + __import__('time').time() % 1)",
         "kill learner",
         "violations",
     ),

@@ -160,6 +160,16 @@ def test_the_critic_learns_and_in_its_warm_up_alone(qwen3: Path, mesh: DeviceMes
     assert "flat_reward_steps/0 above 0.5" in guards.broken, "equal rewards teach a critic's policy nothing either"
 
 
+def test_the_policys_warm_up_begins_after_that_of_its_critic(qwen3: Path, mesh: DeviceMesh) -> None:
+    learner = {"warmup_steps": 2, "lr": 1e-4, "total_steps": 6, "schedule": "linear"}
+    config = configured(qwen3, algorithm={"advantage": "gae"}, critic=CRITIC | {"warmup_steps": 2}, learner=learner)
+    policy, optimizer = built(config, mesh)
+    trainer = Trainer(config, policy, optimizer, beside=build_beside(config, policy, {}))
+    seen = [trainer.train_step(batch_of(STEP, step)).values for step in range(1, 7)]
+    assert [row["actor/lr"] for row in seen] == pytest.approx([0, 0, 5e-5, 1e-4, 5.5e-5, 1e-5])
+    assert [row["critic/lr"] for row in seen[:2]] == pytest.approx([1e-3, 2e-3])
+
+
 def test_what_a_guard_skips_teaches_the_critic_nothing_either(qwen3: Path, mesh: DeviceMesh) -> None:
     limits = {"same_length": "skip above 0"}
     config = configured(qwen3, algorithm={"advantage": "gae"}, critic=CRITIC, limits=limits)

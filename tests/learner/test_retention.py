@@ -13,6 +13,7 @@ from configs.learner import Checkpoint
 from learner.checkpoints.folders import MARK, CheckpointError, incomplete, latest_complete, mark_complete, weights_only
 from learner.checkpoints.retention import Best, choose, clear, prune
 from learner.learner import Learner
+from learner.report.check_export import newest_checkpoint
 from replay.messages import Checkpointed
 
 SCORE = "val-core/sort6/greedy"
@@ -173,6 +174,16 @@ def test_the_link_to_the_best_goes_with_it(tmp_path):
     prune(tmp_path, Best(settings()))
     assert not (tmp_path / "best").is_symlink()
     assert json.loads((tmp_path / "best.json").read_text())["checkpoints"] == []
+
+
+def test_the_export_that_is_checked_is_of_no_checkpoint_that_was_rolled_back(tmp_path):
+    parent = tmp_path / "checkpoints"
+    written(parent, 8)
+    written(parent, 12).rename(parent / "step_12.rolled_back_1")
+    assert newest_checkpoint(tmp_path) == parent / "step_8"
+    (parent / "step_8" / MARK).unlink()
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+        newest_checkpoint(tmp_path)
 
 
 def test_a_metric_that_evaluations_do_not_have_is_refused():

@@ -114,5 +114,6 @@ def test_rewards_that_the_advantage_does_not_take_are_refused_before_the_step() 
     learner: Any = SimpleNamespace(config=config, policy=SimpleNamespace(vocab_size=64))
     Learner.check(learner, batch_of(ONE, STEP))
     punished = [ONE[0], dataclasses.replace(ONE[1], reward=-1.0)]
-    with pytest.raises(BatchError, match=r"batch 5: reward of trajectory 1 is -1; .*'maxrl'.* takes rewards >= 0"):
+    said = r"batch 5: reward of trajectory 1 is -1; .*'maxrl'.* takes rewards >= 0 .*REWARD-08"
+    with pytest.raises(BatchError, match=said):
         Learner.check(learner, batch_of(punished, STEP))

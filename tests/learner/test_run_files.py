@@ -92,6 +92,20 @@ def test_a_saved_trajectory_has_text_score_and_exact_numbers(tmp_path, monkeypat
         assert row["score"] == row["reward"] == trajectory.reward
 
 
+def test_a_step_that_is_made_again_on_fewer_ranks_is_saved_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: Letters())
+    saved: dict[int, list[str]] = {}
+    for ranks in (2, 1):
+        sections = {"tracking": {"save_rollouts_every": 1}, "placement": {"split": f"1:{ranks}"}}
+        config = make_config(tmp_path, run={"dir": str(tmp_path), "name": "run"}, **sections)
+        for rank in reversed(range(ranks)):
+            batch = batch_of(random_step(3), 3, rank=rank, world_size=ranks)
+            rollouts.RolloutWriter(config).write_if_due(batch, np.zeros(len(batch.all_rewards), np.float32))
+        folder = tmp_path / "run" / "rollouts" / "step_3"
+        saved[ranks] = [line for file in folder.iterdir() for line in file.read_text().splitlines()]
+    assert sorted(saved[1]) == sorted(saved[2]) and len(set(saved[1])) == len(saved[1])
+
+
 def test_a_saved_trajectory_has_the_trainers_logprob_of_each_trained_token(tmp_path, monkeypatch):
     monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: Letters())
     config = make_config(tmp_path, run={"dir": str(tmp_path), "name": "run"}, tracking={"save_rollouts_every": 1})

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_tasks import ids, save_tokenizer
 
@@ -86,6 +87,16 @@ def test_saved_trajectories_of_a_run_are_judged_again(data: Path, tmp_path: Path
     assert code == 0, err
     assert "step_2/0" in out and "recorded" in out and "1 of 3 differ from the score in the run" in out
     assert "score mean 0.3333" in out
+    function = tmp_path / "judge.py"
+    function.write_text("async def reward(sample):\n    return 100.1\n")
+    for scores, changed in (
+        ((0.5, 0.5, 0.0), {"algorithm.overlong_buffer": 2, "rollout.max_new_tokens": 4}),  # saved as it was trained
+        ((100.1, 1.0, 100.1), {"reward.function": f"{function}:reward"}),  # saved in float32
+    ):
+        kept = [record | {"score": float(np.float32(score))} for record, score in zip(asked, scores, strict=True)]
+        (folder / "rank_0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in kept))
+        code, out, err = tried(capsys, str(run), *(f"--set={key}={value}" for key, value in changed.items()))
+        assert code == 0 and "1 of 3 differ from the score in the run" in out, (out, err)
     code, _, err = tried(capsys, str(run), "--set", "environment.function=tools")
     assert code == 2 and "episodes of environment.function 'tools'" in err
     prompts.write_text("".join(reversed(prompts.read_text().splitlines(keepends=True))))
