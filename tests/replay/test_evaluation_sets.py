@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,6 +79,7 @@ def test_results_are_taken_by_set_and_the_evaluation_is_closed_with_the_last():
         result("aime", greedy=False, prompts=6),
         result("gone", greedy=True, prompts=2),
         result("easy", greedy=True, prompts=3, first=1),
+        replace(result("aime", greedy=True, prompts=2), rewards=np.array([1, np.nan], np.float32)),
     ):
         made.handle("a", wrong, 1.0)
         asked = sent(made, "b", m.EvaluationLease) or sent(made, "a", m.EvaluationLease)
