@@ -51,8 +51,8 @@ def test_chunks_cover_all_tokens_in_order_and_are_as_large_as_memory_allows(toke
     parts = [range(tokens)[part] for part in logprobs._chunks(targets, weight)]
     assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])][: len(parts)]
     assert (parts[-1].stop if parts else 0) == tokens
+    assert all(len(part) == 1 or 4 * vocabulary * len(part) <= CHUNK_BYTES for part in parts)
     for part in parts[:-1]:
-        assert len(part) == 1 or 4 * vocabulary * len(part) <= CHUNK_BYTES
         assert 4 * vocabulary * (len(part) + TILE) > CHUNK_BYTES, "another tile of tokens has no room"
         assert len(part) < TILE or len(part) % TILE == 0
 
