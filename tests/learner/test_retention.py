@@ -138,6 +138,14 @@ def test_a_run_does_not_go_on_from_weights_alone_and_keeps_a_broken_newer_one(tm
     assert latest_complete(tmp_path)[0] is None
 
 
+def test_a_broken_checkpoint_goes_once_a_newer_one_is_whole(tmp_path):
+    best = Best(settings())
+    (written(tmp_path, 10) / "state.json").write_text("cut short")
+    assert prune(tmp_path, best) == [] and names(tmp_path) == ["step_10"]
+    written(tmp_path, 20)
+    assert prune(tmp_path, best) == [20] and names(tmp_path) == ["step_20"]
+
+
 def test_scores_of_a_resumed_run_come_from_its_metrics(tmp_path):
     rows = [{"step": 1, SCORE: 7.0}, {"version": 10, SCORE: 0.5}, {"version": 10, "x": 1}, {"version": 20, SCORE: None}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

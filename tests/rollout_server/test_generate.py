@@ -71,8 +71,23 @@ class Task:
         return {**row, "completion": "7"}
 
 
+WORK = pytest.mark.parametrize("work", [lambda g: g.group(lease(1), "0/1/1"), lambda g: g.evaluation(EVALUATION)])
+
+
+@WORK
+async def test_an_answer_whose_reward_failed_has_no_score(work: Callable[[Generator], Any]) -> None:
+    async def fails(samples: list[Sample]) -> list[RewardOutcome]:
+        return [*(await score(samples))[1:], RewardOutcome(score=0.0, seconds=0.0, error="KeyError: 'answer'")]
+
+    engine, rewards = SimpleNamespace(generate=generate), SimpleNamespace(score=fails)
+    generator = Generator(Config.model_validate(CONFIG), engine, Task(""), rewards)  # type: ignore[arg-type]
+    with pytest.raises(LeaseFailed, match=r"answer \d: KeyError: 'answer'") as failed:
+        await work(generator)
+    assert failed.value.reason == "reward_error"
+
+
 @pytest.mark.parametrize("slow", ["encode", "decode"])
-@pytest.mark.parametrize("work", [lambda g: g.group(lease(1), "0/1/1"), lambda g: g.evaluation(EVALUATION)])
+@WORK
 async def test_the_loop_goes_on_while_texts_are_encoded_and_decoded(
     slow: str, work: Callable[[Generator], Any]
 ) -> None:
