@@ -2,6 +2,7 @@
 
 import os
 import sys
+from tempfile import TemporaryDirectory
 
 from replay.lifeline import PARENT, die_with_parent
 
@@ -11,4 +12,6 @@ if __name__ == "__main__":
     os.environ[PARENT] = str(os.getpid())
     from torch.distributed.run import main
 
-    sys.exit(main())
+    # torchrun would make a folder of its own for what ranks leave there when they fail, and never delete it
+    with TemporaryDirectory(prefix="slipstream-torchrun-") as folder:
+        sys.exit(main(["--log-dir", folder, *sys.argv[1:]]))

@@ -66,7 +66,8 @@ def newest_checkpoint(run_dir: Path) -> Path:
     """The newest that is complete and was not rolled back. Raises CheckpointError."""
     found = [folder for folder in numbered(run_dir / "checkpoints") if not incomplete(folder)]
     if not found:
-        raise CheckpointError(f"{run_dir}/checkpoints: no checkpoint is complete yet; wait for one, or name another run")
+        said = "no checkpoint is complete yet; wait for one, or name another run"
+        raise CheckpointError(f"{run_dir}/checkpoints: {said}")
     return found[0]
 
 

@@ -108,12 +108,11 @@ class JournalReader:
 
     def _file_records(self, segment: int, *, is_last: bool, cut: bool) -> Iterator[Record]:
         path = path_of(self.folder, segment)
-        synced = 0
         with _opened(path) as file:
             size = file.seek(0, os.SEEK_END)  # once: replay may be writing on
             for position, record in enumerate(scan(file, segment, size)):
                 if isinstance(record, int):
-                    self._check_end(path, file, size, record, synced, is_last=is_last, cut=cut)
+                    self._check_end(path, file, size, record, is_last=is_last, cut=cut)
                     return
                 if position == 0:
                     _check_first(path, segment, record)
@@ -122,16 +121,13 @@ class JournalReader:
                         f"{path}: record {record.number} follows record {self.number}; one is missing; {WAY_OUT}"
                     )
                 self.number = record.number
-                synced = max(synced, _synced_until(record))
                 yield record
 
-    def _check_end(
-        self, path: Path, file: BinaryIO, size: int, end: int, synced: int, *, is_last: bool, cut: bool
-    ) -> None:
+    def _check_end(self, path: Path, file: BinaryIO, size: int, end: int, *, is_last: bool, cut: bool) -> None:
         self.end = end
         if end == size and (end or is_last):
             return
-        behind = _follows_behind(file, self.last, size, end, synced) if is_last else None
+        behind = _follows_behind(file, self.last, size, end) if is_last else None
         if behind is not None or not is_last:
             what = f"record {behind.number} follows" if behind is not None else "other files follow"
             raise JournalDamaged(
@@ -184,10 +180,11 @@ def _check_first(path: Path, segment: int, record: Record) -> None:
         )
 
 
-def _follows_behind(file: BinaryIO, segment: int, size: int, end: int, synced: int) -> Record | None:
+def _follows_behind(file: BinaryIO, segment: int, size: int, end: int) -> Record | None:
     """The record that makes what stands at `end` of the last file, of `size` bytes, damage; None for a torn end.
 
-    Its whole records end there and say that the file was synced up to `synced`.
+    Its whole records end there. What those before it say to be synced lies before them; only one behind it can say
+    that this was.
     """
     started = read_meta(file, segment, end, size)
     # What is in its frames is part of it, whatever it looks like; frames that were cut short have nothing behind them.
@@ -195,7 +192,7 @@ def _follows_behind(file: BinaryIO, segment: int, size: int, end: int, synced: i
     if not behind:
         return None
     offset, first = behind[0]
-    synced = max([synced, *(_synced_until(record) for _, record in behind)])
+    synced = max(_synced_until(record) for _, record in behind)
     return None if synced <= end and _lacks_a_block(file, end, offset) else first
 
 

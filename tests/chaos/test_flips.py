@@ -48,8 +48,9 @@ def test_without_the_proof_of_staged_bytes_the_live_digest_still_finds_them(monk
         assert made.counts["healed"]["wire"] == 2 and not made.oracle.wrong
 
 
-def test_a_flip_that_nobody_names_is_wrong(monkeypatch, capsys):
+def test_a_flip_that_nobody_names_is_wrong(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(Flip, "apply", lambda self, tensor, offset=0: None)
-    assert main(["weights", "flips", "--updates", "2", "--every", "1", "--seed", "3"]) == 1
+    work = ["--work", str(tmp_path / "work")]  # which a campaign that finds something leaves there
+    assert main(["weights", "flips", "--updates", "2", "--every", "1", "--seed", "3", *work]) == 1
     out = capsys.readouterr().out
     assert out.count("found False") == 2 and json.loads(out.splitlines()[-1])["found"] == 0

@@ -143,6 +143,7 @@ def test_a_log_line_ends_in_its_code():
     ("overrides", "kind"),
     [
         (["replay.async_lags=1"], UnknownKey),
+        (["algorithm.advantage_epsilon=1"], UnknownKey),
         (["rollout.group_size=none"], BadValue),
         (["rollout.group_size=1"], Contradiction),
         (["replay.async_lags=1", "rollout.group_size=none"], ConfigError),

@@ -1,6 +1,7 @@
 """What the launcher reads from the logs of its children, and when it starts a server again."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -243,3 +244,11 @@ def test_a_reward_server_that_does_not_listen_is_named(tmp_path):
     rewards.begin()
     with pytest.raises(RunFailed, match="reward-0 did not start: exit code 1: error: no such folder"):
         rewards.arguments()
+
+
+def test_torchrun_leaves_nothing_in_the_folder_for_temporary_files(tmp_path):
+    words = ("--standalone", "--nproc-per-node", "1", "--no-python", "false")
+    command = [sys.executable, "-m", "learner.launch.torchrun", *words]
+    done = subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, timeout=120)
+    assert done.returncode == 1 and b"exitcode  : 1" in done.stderr
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import random
 import shutil
 from collections import Counter
@@ -149,7 +150,11 @@ def test_a_mean_reward_that_leaves_its_moving_deviation_is_named(make: Make):
     for step in range(1, WARM_UP + 2):
         assert train(trainer, with_rewards(lambda t: 0.0), step).reason == "no_tokens"
     first_success = with_rewards(lambda t: float(t is drawn[0]))
-    assert train(trainer, first_success, 20).applied, "no deviation so far, yet the batch has one of its own"
+    success = train(trainer, first_success, 20)
+    share = 1 / len(drawn)
+    own = math.sqrt(share * (1 - share) / 8)
+    assert success.applied, "no deviation so far, yet the batch has one of its own"
+    assert success.values["critic/rewards/deviations"] == pytest.approx(share / own)
     worse = train(trainer, with_rewards(lambda t: t.reward - 9.0), 21)
     assert worse.reason == "guard_reward" and "below -6" in said(worse.verdict)
 
@@ -384,6 +389,9 @@ def test_a_roll_back_goes_to_the_newest_checkpoint_that_was_good(tmp_path: Path)
     assert names == ["roll_back.json", "step_12.rolled_back_1", "step_4", "step_8"]
     again.done()
     assert (noted.count, noted.pending) == (1, 0)
+    noted.note(4, step=5, reason="broken")
+    noted.set_aside()
+    assert not (tmp_path / "checkpoints" / "step_4").exists(), "the checkpoint of the first bad step is of it"
 
 
 def test_a_roll_back_passes_over_weights_alone_and_what_is_half_written(tmp_path: Path):

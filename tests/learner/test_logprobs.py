@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from learner.policy import logprobs
-from learner.policy.logprobs import head_logprobs
+from learner.policy.logprobs import CHUNK_BYTES, TILE, head_logprobs
 
 
 def dense(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,6 +42,19 @@ def test_agrees_with_dense(
     for mine, their in zip(ours, theirs, strict=True):
         assert mine.grad is not None and their.grad is not None and mine.grad.dtype == dtype
         torch.testing.assert_close(mine.grad, their.grad, rtol=tolerance, atol=tolerance)
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 3000), st.integers(1 << 16, 1 << 29))
+def test_chunks_cover_all_tokens_in_order_and_are_as_large_as_memory_allows(tokens: int, vocabulary: int) -> None:
+    targets, weight = torch.empty(tokens, device="meta"), torch.empty(vocabulary, 1, device="meta")
+    parts = [range(tokens)[part] for part in logprobs._chunks(targets, weight)]
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])][: len(parts)]
+    assert (parts[-1].stop if parts else 0) == tokens
+    assert all(len(part) == 1 or 4 * vocabulary * len(part) <= CHUNK_BYTES for part in parts)
+    for part in parts[:-1]:
+        assert 4 * vocabulary * (len(part) + TILE) > CHUNK_BYTES, "another tile of tokens has no room"
+        assert len(part) < TILE or len(part) % TILE == 0
 
 
 def test_products_of_16_bit_are_not_rounded_to_16_bit() -> None:

@@ -166,7 +166,7 @@ def test_an_export_that_nothing_can_be_compared_with_is_refused_in_one_line(
     (tmp_path / "config.yaml").write_text(dump(load("quickstart", settings)))
     (tmp_path / "checkpoints" / "step_50").mkdir(parents=True)
     if complete:
-        (tmp_path / "checkpoints" / "step_50" / "COMPLETE").touch()
+        (tmp_path / "checkpoints" / "step_50" / "COMPLETE").write_text('{"files": {}}')
     monkeypatch.setattr("sys.argv", ["check_export", str(tmp_path)])
     assert check_export.main() == 2
     error = capsys.readouterr().err

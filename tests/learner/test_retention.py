@@ -139,6 +139,14 @@ def test_a_run_does_not_go_on_from_weights_alone_and_keeps_a_broken_newer_one(tm
     assert latest_complete(tmp_path)[0] is None
 
 
+def test_a_broken_checkpoint_goes_once_a_newer_one_is_whole(tmp_path):
+    best = Best(settings())
+    (written(tmp_path, 10) / "state.json").write_text("cut short")
+    assert prune(tmp_path, best) == [] and names(tmp_path) == ["step_10"]
+    written(tmp_path, 20)
+    assert prune(tmp_path, best) == [20] and names(tmp_path) == ["step_20"]
+
+
 def test_scores_of_a_resumed_run_come_from_its_metrics(tmp_path):
     rows = [{"step": 1, SCORE: 7.0}, {"version": 10, SCORE: 0.5}, {"version": 10, "x": 1}, {"version": 20, SCORE: None}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -182,7 +190,7 @@ def test_the_export_that_is_checked_is_of_no_checkpoint_that_was_rolled_back(tmp
     written(parent, 12).rename(parent / "step_12.rolled_back_1")
     assert newest_checkpoint(tmp_path) == parent / "step_8"
     (parent / "step_8" / MARK).unlink()
-    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="no checkpoint is complete yet"):
         newest_checkpoint(tmp_path)
 
 

@@ -92,6 +92,9 @@ def test_ranks_and_rows_share_out_every_trained_token_once(seed: int, ranks: int
         ({"trajectory": np.array([0, -1], np.int32)}, r"trajectory\[1\] is -1"),
         ({"all_loss_tokens": np.array([3, 1], np.int32)}, "trajectory 0 has 2 tokens in the loss, .* says 3"),
         ({"prompt_lengths": np.array([3, 0], np.int32)}, "trajectory 1 has a prompt of 0 tokens"),
+        ({"all_samples": np.array([1], np.int32)}, "all_samples has 1 entries, not 2"),
+        ({"picture_counts": np.array([0, 0], np.int32)}, "picture_counts has 2 entries, not 1"),
+        ({"picture_counts": np.array([1], np.int32)}, "pictures has 0 entries, not 1"),
     ],
 )
 def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> None:

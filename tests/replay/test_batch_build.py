@@ -110,6 +110,38 @@ def test_a_batch_says_how_long_prompts_and_answers_are_and_how_long_they_took() 
     assert part.stats["timing_s/gen"] == 2.5
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+def test_each_rank_has_the_pictures_of_its_own_samples_and_no_others(ranks: int) -> None:
+    rng = np.random.default_rng(ranks)
+    groups = [
+        replace(
+            group(i, rng, all_in_loss=True),
+            pictures=[f"{i}{k}:2:" for k in range(i)],
+            picture_bytes=np.full(2 * i, i, np.uint8),
+        )
+        for i in range(3)
+    ]
+    for part in built(groups, ranks):
+        here = [g for i, g in enumerate(groups) if (part.trajectory // SIZE == i).any()]
+        assert part.pictures == [picture for g in here for picture in g.pictures]
+        assert part.picture_bytes.tolist() == [byte for g in here for byte in g.picture_bytes]
+        counts = [len(g.pictures) if g in here else 0 for g in groups]
+        assert part.picture_counts.tolist() == (counts if any(counts) else [])
+
+
+def test_what_rewards_say_is_averaged_over_those_that_say_it_and_counts_of_episodes_over_all_groups() -> None:
+    said: list[dict[str, float]] = [{"style": 1.0}, {"style": 4.0, "episode/late": 3.0}, {}]
+    groups = [replace(group(i, np.random.default_rng(i), all_in_loss=True), reward_metrics=said[i]) for i in range(3)]
+    (part,) = built(groups)
+    assert part.stats["reward/style"] == 2.5 and part.stats["episode/late"] == 1.0
+    assert not {"style", "episode/style", "reward/late"} & part.stats.keys()
+
+
+def test_a_microbatch_may_be_full_to_the_last_token() -> None:
+    made = assign(np.array([50, 30, 20]), np.ones(3, np.bool_), 1, 100)
+    assert made.num_microbatches == 1 and not made.microbatch.any()
+
+
 @given(
     sizes=st.lists(st.tuples(st.integers(1, 100), st.booleans()), min_size=4, max_size=60),
     ranks=st.integers(1, 4),

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from configs.evaluation import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, PromptSet
 from learner.report.evaluation import Evaluations
 from replay import messages as m
 from replay.desks.evaluation_parts import parts_of, prompts_at_once
+from replay.desks.evaluations import EvaluationBoard
 from replay.journal.snapshot import snapshot_of, take_over
 from tests.replay.simulated_run import answering, bare_service, config, joins, learner, sent
 from tests.replay.simulation.samples import make_result
@@ -78,6 +80,7 @@ def test_results_are_taken_by_set_and_the_evaluation_is_closed_with_the_last():
         result("aime", greedy=False, prompts=6),
         result("gone", greedy=True, prompts=2),
         result("easy", greedy=True, prompts=3, first=1),
+        replace(result("aime", greedy=True, prompts=2), rewards=np.array([1, np.nan], np.float32)),
     ):
         made.handle("a", answering(made, wrong), 1.0)
         asked = sent(made, "b", m.EvaluationLease) or sent(made, "a", m.EvaluationLease)
@@ -89,6 +92,21 @@ def test_results_are_taken_by_set_and_the_evaluation_is_closed_with_the_last():
     assert not sent(made, "l", m.EvaluationClosed)
     made.handle("a", answering(made, result("easy", greedy=True, prompts=3)), 1.0)
     assert [x.reason for x in sent(made, "l", m.EvaluationClosed)] == [""]
+
+
+def test_who_holds_a_version_that_is_gone_does_not_hold_the_one_that_takes_its_place():
+    board = EvaluationBoard(parts_of([prompt_set()], {"s": rows(1)}), deadline_s=60.0)
+    for version in (4, 5):
+        board.request(version, 0.0)
+        board.holds("a", version)
+    board.supersede(5)
+    board.request(5, 1.0)
+    assert (board.next_server(4), board.next_server(5)) == ("a", None)
+    board.holds("b", 5)
+    assert board.next_server(5) == "b"
+    for version in range(6, 60):
+        board.holds("a", version)
+    assert len(board.holders) < 24 and {4, 5} <= board.holders.keys(), "not all, but those of open evaluations"
 
 
 def restarted(made, names, *, from_snapshot=False):

@@ -1,5 +1,7 @@
 """Files of the journal: what was flushed is read back, a torn end is cut, and damage is never taken for one."""
 
+import errno
+import fcntl
 import logging
 import os
 import random
@@ -93,7 +95,10 @@ def test_a_record_in_the_text_of_a_torn_group_is_part_of_it(tmp_path):
     assert [kind for kind, *_ in entries(tmp_path, cut=True)] == ["lease"]
 
 
-@pytest.mark.parametrize("meta", [b"\xc1", b"\x93\x01\x02\x03", b"\x94\x01\x02\x03\x04", b"", b"\x91" * 3000])
+HUGE = msgpack.packb(["group", 9, {}, [1 << 60]])  # more than a file or memory holds
+
+
+@pytest.mark.parametrize("meta", [b"\xc1", b"\x93\x01\x02\x03", b"\x94\x01\x02\x03\x04", b"", b"\x91" * 3000, HUGE])
 def test_bytes_that_only_look_like_a_record_are_none(tmp_path, meta):
     written = a_journal(tmp_path)
     with first_file(tmp_path).open("ab") as file:
@@ -301,3 +306,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     for make in (FolderLock, lambda folder: JournalWriter(folder, "run", fsync="never")):
         with pytest.raises(JournalError, match=r"file/journal: the journal cannot be written: Not a directory"):
             make(tmp_path / "file" / "journal")
+
+
+def test_a_file_system_without_locks_is_warned_of_and_used(tmp_path, monkeypatch, caplog):
+    def no_lock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    FolderLock(tmp_path).close()
+    assert "its file system has no locks; start no second replay" in caplog.text
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.stat(tmp_path / "gone"))
+    with pytest.raises(JournalError, match="the journal cannot be written: No such file"):
+        FolderLock(tmp_path)

@@ -77,6 +77,22 @@ def test_ranks_proceed_only_when_all_hold_their_part():
     assert sent(made, "l", m.Proceed) and sent(made, "l1", m.Proceed)
 
 
+def test_ranks_of_a_new_learner_wait_for_each_other_in_a_step_that_their_predecessors_had_begun():
+    made = service(ranks=2, replay__async_lag=0)
+    finishes(made, 9, [0])
+    for first, second in (("l", "l1"), ("n", "n1")):
+        if first == "n":
+            learner(made, first, now=2.0)
+            learner(made, second, now=2.0, name="learner-1", rank=1)
+        made.handle(first, m.Take(step=1, rank=0), 2.0)
+        made.handle(second, m.Take(step=1, rank=1), 2.0)
+        assert sent(made, first, m.Batch) and sent(made, second, m.Batch)
+        made.handle(first, m.Take(step=1, rank=0, have=True), 2.0)
+        assert not sent(made, first, m.Proceed), "the other one has not got its part"
+        made.handle(second, m.Take(step=1, rank=1, have=True), 2.0)
+        assert sent(made, first, m.Proceed) and sent(made, second, m.Proceed)
+
+
 def test_ranks_that_compute_the_same_rows_hold_the_same_part():
     made = service(ranks=4, placement__split="1:4", learner__mesh={"tensor": 2}, replay__async_lag=0)
     ranks = ["l", "l1", "l2", "l3"]

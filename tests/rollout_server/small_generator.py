@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from configs import Config
+from replay import messages as m
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
 from rollout_server.rewards.pool import RewardPool
@@ -14,6 +15,12 @@ from scripts.bench.server import ForcedLengths
 
 PROMPT = {"prompt": "w5 w9 w300", "ground_truth": "", "data_source": "bench", "extra_info": {}, "columns": {}}
 PROMPT_TOKENS = 8
+
+
+def evaluation_lease(max_new_tokens: int, **fields: Any) -> m.EvaluationLease:
+    """Two greedy answers to PROMPT by version 0, or what `fields` say."""
+    values = {"version": 0, "set": "", "greedy": True, "first": 0, "samples": 2, "seed": 1, "temperature": 1.0}
+    return m.EvaluationLease(**values | {"max_new_tokens": max_new_tokens, "prompts": [PROMPT]} | fields)
 
 
 def config_of(folder: Path, group: int, cap: int, **replay: Any) -> Config:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_generator import PROMPT, config_of, generating
+from small_generator import PROMPT, config_of, evaluation_lease, generating
 from torch_served import Gates
 
 from configs import Config
@@ -27,9 +27,7 @@ from scripts.bench.server import forced_length
 from tests.support.waiting import eventually
 from weight_bus.errors import NotAvailable, RemovedFromBus
 
-SAMPLED: dict[str, Any] = {"version": 0, "set": "", "greedy": True, "first": 0, "samples": 1, "seed": 1}
-SAMPLED |= {"temperature": 1.0, "max_new_tokens": 5}
-EVALUATION = m.EvaluationLease(**SAMPLED, prompts=[PROMPT])
+EVALUATION = evaluation_lease(5, samples=1)
 LIMIT_S = 5.0
 CONFIG = {"model": {"path": "none"}, "data": {"train": "none.jsonl"}, "rollout": {"group_size": 2}}
 
@@ -73,8 +71,23 @@ class Task:
         return {**row, "completion": "7"}
 
 
+WORK = pytest.mark.parametrize("work", [lambda g: g.group(lease(1), "0/1/1"), lambda g: g.evaluation(EVALUATION)])
+
+
+@WORK
+async def test_an_answer_whose_reward_failed_has_no_score(work: Callable[[Generator], Any]) -> None:
+    async def fails(samples: list[Sample]) -> list[RewardOutcome]:
+        return [*(await score(samples))[1:], RewardOutcome(score=0.0, seconds=0.0, error="KeyError: 'answer'")]
+
+    engine, rewards = SimpleNamespace(generate=generate), SimpleNamespace(score=fails)
+    generator = Generator(Config.model_validate(CONFIG), engine, Task(""), rewards)  # type: ignore[arg-type]
+    with pytest.raises(LeaseFailed, match=r"answer \d: KeyError: 'answer'") as failed:
+        await work(generator)
+    assert failed.value.reason == "reward_error"
+
+
 @pytest.mark.parametrize("slow", ["encode", "decode"])
-@pytest.mark.parametrize("work", [lambda g: g.group(lease(1), "0/1/1"), lambda g: g.evaluation(EVALUATION)])
+@WORK
 async def test_the_loop_goes_on_while_texts_are_encoded_and_decoded(
     slow: str, work: Callable[[Generator], Any]
 ) -> None:
@@ -166,9 +179,9 @@ async def test_answers_have_their_lengths_and_no_token_stops_them(config: Config
 
 async def test_an_evaluation_has_k_answers_a_prompt_and_the_same_ones_when_it_is_repeated(config: Config) -> None:
     other = PROMPT | {"prompt": "w7 w8"}
-    asked = SAMPLED | {"greedy": False, "set": "aime", "samples": 3, "temperature": 0.7, "max_new_tokens": 6}
-    whole = m.EvaluationLease(**asked | {"prompts": [PROMPT, other]})
-    second = m.EvaluationLease(**asked | {"prompts": [other], "first": 1})
+    asked: dict[str, Any] = {"greedy": False, "set": "aime", "samples": 3, "temperature": 0.7}
+    whole = evaluation_lease(6, **asked, prompts=[PROMPT, other])
+    second = evaluation_lease(6, **asked, prompts=[other], first=1)
     async with generating(config) as generator:
         await generator.engine.pin(0)
         first, again, rest = [await generator.evaluation(lease) for lease in (whole, whole, second)]
@@ -181,7 +194,7 @@ async def test_an_evaluation_has_k_answers_a_prompt_and_the_same_ones_when_it_is
 async def test_an_evaluation_that_fails_ends_its_requests_and_fails_again_for_the_same_reason(config: Config) -> None:
     rows = [PROMPT, PROMPT | {"prompt": "w5 " * 99}, PROMPT | {"prompt": "w7 w8"}]
     length, tries = 400, 20
-    wanted = m.EvaluationLease(**SAMPLED | {"samples": 8, "max_new_tokens": length}, prompts=rows)
+    wanted = evaluation_lease(length, samples=8, prompts=rows)
     async with generating(config_of(Path(config.model.path), GROUP, length)) as generator:
         generator.task.stop_token_ids = ()
         await generator.engine.pin(0)

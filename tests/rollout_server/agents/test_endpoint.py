@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from small_generator import evaluation_lease
 from torch_oracle import hf_tensors, make_model
 
 from configs import Config
@@ -223,10 +224,7 @@ async def test_programs_end_and_are_ended_with_all_that_they_started(talking: Pa
         pids = [int(path.read_text()) for path in tmp_path.iterdir()]
         assert len(pids) == 2
         await eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "no process is left")
-        wanted = m.EvaluationLease(
-            version=0, set="", greedy=True, first=0, samples=2, seed=1, temperature=1.0, max_new_tokens=CAP,
-            prompts=[lease(tmp_path, "rewards").prompt],
-        )  # fmt: skip
+        wanted = evaluation_lease(CAP, prompts=[lease(tmp_path, "rewards").prompt])
         await generator.engine.pin(0)
         result = await generator.evaluation(wanted)
     assert result.rewards.tolist() == [0.5] * 2 and len(set(result.texts)) == 1, "greedy, by the pinned version"

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_generator import PROMPT, PROMPT_TOKENS, config_of
+from small_generator import PROMPT, PROMPT_TOKENS, config_of, evaluation_lease
 
 from configs import Config, ConfigError
 from configs.environment import BUILT_IN
@@ -292,17 +292,7 @@ async def test_time_that_a_function_blocks_is_measured(folder: Path) -> None:
 
 
 async def test_an_evaluation_runs_at_its_version(folder: Path) -> None:
-    wanted = m.EvaluationLease(
-        version=0,
-        set="",
-        greedy=True,
-        first=0,
-        samples=2,
-        seed=1,
-        temperature=1.0,
-        max_new_tokens=CAP,
-        prompts=[PROMPT],
-    )
+    wanted = evaluation_lease(CAP)
     async with playing(folder, "three_turns") as generator:
         await generator.engine.pin(0)
         result = await generator.evaluation(wanted)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from small_generator import PROMPT
+from small_generator import PROMPT, evaluation_lease
 from test_episodes import CAP, lease, playing
 
 from replay import messages as m
@@ -17,17 +17,7 @@ from rollout_server.environments.pool import Slots
 from rollout_server.leases import Leases
 from tests.support.waiting import eventually
 
-EVALUATION = m.EvaluationLease(
-    version=0,
-    set="",
-    greedy=True,
-    first=0,
-    samples=2,
-    seed=1,
-    temperature=1.0,
-    max_new_tokens=CAP,
-    prompts=[{**PROMPT, "ground_truth": "0"}],
-)
+EVALUATION = evaluation_lease(CAP, prompts=[{**PROMPT, "ground_truth": "0"}])
 
 
 class StandIn:

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from small_generator import config_of
+from small_generator import config_of, evaluation_lease
 from test_episodes import playing
 from test_picture_prompts import IMAGE, reference
 
@@ -46,9 +46,7 @@ def lease(folder: Path) -> m.Lease:
 async def test_a_picture_is_seen_in_every_turn(folder: Path) -> None:
     """Behaviour logprobs of two turns and of a context without the picture are those of transformers' forward."""
     row = lease(folder).prompt
-    wanted = m.EvaluationLease(
-        version=0, set="", greedy=True, first=0, samples=2, seed=1, temperature=1.0, max_new_tokens=8, prompts=[row] * 2
-    )  # fmt: skip
+    wanted = evaluation_lease(8, prompts=[row] * 2)
     async with playing(folder / "model", "about_a_picture", 64, max_episodes=2) as generator:
         group = await generator.group(lease(folder), "0/1/1")
         seen = generator.task.look(row)
