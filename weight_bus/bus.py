@@ -237,6 +237,7 @@ class Bus:
         self._membership.staged(staged, now, now + self._config.deadline_s)
         for phase, seconds in (("wire", staged.wire_s), ("verify", staged.verify_s)):
             offer.seconds[phase] = max(offer.seconds.get(phase, 0.0), seconds)
+        offer.staged_at = now
         if staged.corrupt:
             board.counters["corrupt"] += 1
             self._faulty(member, "corrupt", f"v{version}: received corrupt tensors: {_named(staged.corrupt)} [corrupt]")

@@ -68,6 +68,8 @@ class Offer:
     failed: dict[str, str] = field(default_factory=dict)
     report: PublishReport | None = None  # set once every member is settled
     sent_at: float = 0.0
+    sending_since: float = 0.0  # of a round that is under way; 0: none
+    staged_at: float = 0.0  # when the last receiver said that it has all
 
     @property
     def digest(self) -> str:
@@ -153,9 +155,14 @@ class Board:
         spans = list(offer.spans)
         if "queue" in seconds:
             spans.append(("queue", offer.posted_at, offer.posted_at + seconds["queue"]))
-        if offer.sent_at:
-            seconds["apply"] = now - offer.sent_at
-            spans.append(("apply", offer.sent_at, now))
+        sent_at = offer.sent_at
+        if 0 < offer.sending_since < offer.staged_at:  # all have it, and the end of the broadcasts is not noticed yet
+            sent_at = offer.staged_at
+            seconds["send"] = seconds.get("send", 0.0) + sent_at - offer.sending_since
+            spans.append(("send", offer.sending_since, sent_at))
+        if sent_at:
+            seconds["apply"] = now - sent_at
+            spans.append(("apply", sent_at, now))
         return PublishReport(
             version=offer.version,
             served=served,

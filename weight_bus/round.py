@@ -156,7 +156,7 @@ class Round:
         if not self._receivers:
             return Outcome(suspects=self._suspects)
         offer.spend("epoch", started)
-        started = time.monotonic()
+        started = offer.sending_since = time.monotonic()
         parcel = self._begin()
         if parcel is None:
             return Outcome(suspects=self._suspects)
@@ -165,7 +165,7 @@ class Round:
         if error is None and self._direct:
             # SGLang ends a transfer with no collective: only the subscribers know that everything is there
             self._settle(self._receivers, State.RECEIVING, self._config.deadline_s)
-        offer.sent_at = offer.spend("send", started)
+        offer.sent_at, offer.sending_since = offer.spend("send", started), 0.0
         if error is not None:
             return self._abort(error)
         self._board.emit("sent", offer.version)

@@ -100,8 +100,7 @@ def test_a_disk_that_is_full_at_a_resume_takes_nothing_of_the_run(tmp_path):
     try:
         with pytest.raises(ConfigError, match="File too large"):
             claim_run_dir(config_in(tmp_path, learner={"total_steps": 20}), new=False)
-        with pytest.raises(OSError, match="File too large"):
-            Ledger(tmp_path / "same", resume_version=4)
+        Ledger(tmp_path / "same", resume_version=4)  # takes no room
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {path: path.read_bytes() for path in kept} == kept

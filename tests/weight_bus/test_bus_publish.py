@@ -11,6 +11,7 @@ import torch
 from configs.infrastructure import WeightBus
 from tests.support.bus_receiver import Engine, Rollout, digests, faulty, learner, once, publish, servers, until, weights
 from weight_bus import BusClosed, Event, NonFiniteWeights, Publisher, RemovedFromBus, TransportError, WeightBusError
+from weight_bus.transports.gloo import Collective
 
 
 def test_two_subscribers_hold_every_version_and_share_one_epoch(publisher):
@@ -26,6 +27,20 @@ def test_two_subscribers_hold_every_version_and_share_one_epoch(publisher):
         assert (rollout.engine.activated, rollout.engine.evaluated) == ([1, 2, 3, 4], [3])
         rollout.join(20.0)
         assert isinstance(rollout.ended, BusClosed) and "done" in str(rollout.ended)
+
+
+def test_a_version_that_is_live_before_its_sender_has_looked_up_has_all_its_phases(publisher, monkeypatch):
+    def finish(*_: object) -> None:
+        if threading.current_thread().name.startswith("weight-bus-data"):  # the publisher's, on a busy machine
+            until(lambda: publisher.members() == {"one": ("live", 1)}, "the version is live")
+
+    (rollout,) = servers(publisher, "one")
+    monkeypatch.setattr(Collective, "finish", finish)
+    report = publish(publisher, 1)
+    assert report.served == ["one"] and rollout.engine.activated == [1]
+    assert [phase for phase, _, _ in report.spans][-3:] == ["epoch", "send", "apply"]
+    begun = [begin for _, begin, _ in report.spans]
+    assert begun == sorted(begun) and report.seconds["send"] > 0 < report.seconds["apply"] < report.seconds["total"]
 
 
 def test_a_late_join_is_served_without_the_learners_thread(publisher):
