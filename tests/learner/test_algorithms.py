@@ -18,7 +18,7 @@ from learner.advantages.base import whiten
 from learner.advantages.gae import gae
 from learner.losses import LOSSES, LossError, LossInputs, LossOutput, build_loss
 from learner.objective.aggregation import token_weights
-from learner.objective.corrections import CORRECTIONS, Rho, build_correction
+from learner.objective.corrections import CORRECTIONS, Rho, build_correction, within
 from learner.objective.kl import ESTIMATORS, estimate
 
 LENGTHS = (5, 1, 9, 3, 7)
@@ -164,6 +164,16 @@ def test_a_correction(kind: str) -> None:
         log_rho = np.random.default_rng(seed).normal(0, spread, sum(LENGTHS))
         weights = correct(Rho(torch.tensor(log_rho), torch.tensor(LENGTHS)))
         assert weights.tolist() == pytest.approx(reference.correction(kind, log_rho.tolist(), LENGTHS), rel=1e-9)
+
+
+def test_an_answer_beyond_its_bounds_is_refused_and_one_at_them_is_not() -> None:
+    lengths = torch.tensor([2, 2])
+    masked = build_correction(Algorithm(loss="policy_gradient", correction="sequence_mis"))
+    weights = masked(Rho(torch.tensor([1.0, 1.0, 0.1, 0.2]), lengths))
+    assert weights.tolist() == pytest.approx([0, 0, math.exp(0.3), math.exp(0.3)])
+    assert within(torch.tensor([0.49, 0.5, 2.0, 2.01]), 0.5, 2.0).tolist() == [False, True, True, False]
+    far = Rho(torch.tensor([15.0, 15.0, -15.0, -15.0], dtype=torch.float64), lengths).product()
+    assert far.log().tolist() == pytest.approx([20, 20, -20, -20])
 
 
 def test_a_correction_of_a_loss_with_a_ratio_only_masks() -> None:
