@@ -180,16 +180,17 @@ class BatchReader:
             self._aside(envelope.message)
 
     def wait_for_evaluations(self, deadline_s: float) -> None:
-        """Wait until every evaluation that was asked for is closed, with all that came of it; expiry closes it.
+        """Wait until every evaluation that was asked for is closed, with all that came of it; expiry closes the rest.
 
         The last version's need not be the last to end: several servers evaluate, each a version of its own.
         """
+        self._waiting_since = time.monotonic()
         while (version := min((v for kind, v in self._said if kind is m.Evaluate), default=None)) is not None:
             self._wait_for_evaluation(version, deadline_s)
             self._said.pop((m.Evaluate, version), None)
 
     def _wait_for_evaluation(self, version: int, deadline_s: float) -> None:
-        self._waiting_since = time.monotonic()
+        """Until `deadline_s` after the wait for all of them began."""
         deadline, beat_at = self._waiting_since + deadline_s, 0.0
         while (now := time.monotonic()) < deadline:
             if version in self.inbox.closed:
@@ -221,7 +222,7 @@ class BatchReader:
             envelope = self._dealer.poll(POLL_S)
         except WireError as error:
             log.warning("learner rank %d refuses a message of replay: %s [corrupt]", self.rank, error)
-            return None
+            envelope = None  # it is no sign of this run's replay
         silent = time.monotonic() - max(self._dealer.last_heard, self._waiting_since)
         if envelope is None:
             if silent > self.config.network.silent_after_s:

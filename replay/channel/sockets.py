@@ -98,6 +98,7 @@ class _Peer:
         self.run_id = ""
         """Of the first message that comes; from then on no other is accepted."""
         self.last_heard = time.monotonic()
+        """When a message of this run came; what is refused is no sign of it."""
         self._accepted = accepted
         self._sequence = sequence_numbers()
         self._context = self._new_context()
@@ -117,11 +118,11 @@ class _Peer:
         return encode(message, self.run_id, next(self._sequence))
 
     def _decode(self, parts: list[zmq.Frame]) -> Envelope:
-        self.last_heard = time.monotonic()
         envelope = decode(contents(parts), self._accepted)
         self.run_id = self.run_id or envelope.run_id
         if envelope.run_id != self.run_id:
             raise WireError(f"run id {envelope.run_id!r}, this peer belongs to {self.run_id!r}")
+        self.last_heard = time.monotonic()
         return envelope
 
 

@@ -19,7 +19,7 @@ from learner.batches import BatchReader
 from learner.learner import Learner
 from learner.rows import BatchError
 from replay import messages as m
-from replay.channel import AsyncRouter
+from replay.channel import AsyncRouter, ChannelError
 
 STEP = 3
 PART = batch_of(random_step(STEP), STEP, rank=1, world_size=2)
@@ -136,3 +136,42 @@ def test_a_rank_that_waits_for_its_evaluations_shows_that_it_lives(tmp_path, mon
     first, second, *others = asyncio.run(heard())
     assert isinstance(first, m.Evaluate) and isinstance(second, m.Evaluate)
     assert all(isinstance(message, m.Heartbeat) for message in others)
+
+
+def test_what_is_refused_is_no_sign_of_replay(tmp_path):
+    """A rank that is left over from a killed run, and finds the next run's replay at its address."""
+
+    async def heard() -> None:
+        router = AsyncRouter("127.0.0.1", 0, "next", m.TO_REPLAY)
+        config = make_config(tmp_path, network={"silent_after_s": 1.0, "heartbeat_s": 0.1})
+        reader = BatchReader(config, router.address, rank=0, fingerprint={})
+        reader._dealer.run_id = "last"
+        reader.announce(m.Evaluate(version=5))
+        waits = asyncio.create_task(asyncio.to_thread(reader.wait_for_evaluations, 20.0))
+        try:
+            while not waits.done():
+                await router.send(reader._dealer.identity, m.Heartbeat())
+                await asyncio.sleep(0.1)
+            await waits
+        finally:
+            router.close()
+            reader.abandon()
+
+    with pytest.raises(ChannelError, match=r"the evaluation of version 5, but replay at .* was last heard 1\.\d s ago"):
+        asyncio.run(heard())
+
+
+def test_all_evaluations_share_a_deadline(tmp_path, caplog):
+    async def closed() -> dict[int, str]:
+        router = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY)
+        reader = BatchReader(make_config(tmp_path), router.address, rank=0, fingerprint={})
+        for version in range(8):
+            reader.announce(m.Evaluate(version=version))
+        try:
+            await asyncio.wait_for(asyncio.to_thread(reader.wait_for_evaluations, 0.5), 3)
+        finally:
+            router.close()
+            reader.abandon()
+        return reader.inbox.closed
+
+    assert asyncio.run(closed()) == dict.fromkeys(range(8), "not done within 0.5 s")
