@@ -188,6 +188,8 @@ class Service:
             del self.missing[identity]
             held = self.granting.server_lost(identity)
             log.warning("replay: %s has not come back; its %d leases go to other servers [silent]", identity, held)
+        if not self.missing:
+            self.evaluations.give_up()
         for version in self.evaluations.expire(now):
             what, limit_s = f"the evaluation of version {version}", self.config.evaluation.deadline_s
             self._say_hung(what, [], limit_s, "evaluation.deadline_s")
@@ -355,6 +357,9 @@ class Service:
         self._send(peer.identity, m.Goodbye(reason="goodbye"))
         if peer.role == "learner" and (peer.hello.rank == 0 or message.failed):
             self.end(message.reason, failed=message.failed)
+        elif peer.role == "learner":  # rank 0 may still wait for evaluations
+            self.peers.remove(peer.identity)
+            self.peers.gone[peer.identity] = message.reason
         elif peer.role == "rollout_server":
             self.lost(peer.identity, "closed", now)
 

@@ -113,6 +113,17 @@ class EvaluationDesk:
         log.warning("replay: %r could not evaluate version %d: %s", peer.name, message.version, message.reason)
         self._failed_at(peer, message.version)
 
+    def give_up(self) -> None:
+        """Close what no server can do: a version comes to it once, and all are past one that none was asked for."""
+        servers = self.peers.role("rollout_server")
+        on_line = [peer.version for peer in servers if not self.run.policies.is_lost(peer.policy)]
+        if not servers or len(on_line) < len(servers):
+            return
+        for version in self.board.out_of_reach(min(on_line), {peer.identity for peer in servers}):
+            reason = "no server holds that version any more"
+            log.warning("replay: evaluation of version %d given up: %s", version, reason)
+            self._close(version, reason)
+
     def expire(self, now: float) -> list[int]:
         """Give up those that take too long; their versions."""
         overdue = self.board.overdue(now)

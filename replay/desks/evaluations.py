@@ -3,7 +3,7 @@
 Every server that gets the version keeps it until it is closed; one runs the whole, and when it dies another takes over.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -100,6 +100,10 @@ class EvaluationBoard:
         for evaluation in self.open.values():
             if evaluation.server == server:
                 evaluation.server = None
+
+    def out_of_reach(self, past: int, here: Set[str]) -> list[int]:
+        """Versions that none of the servers `here` was asked for, all of which are at `past` or later."""
+        return [each.version for each in self.open.values() if each.version < past and here.isdisjoint(each.tried)]
 
     def overdue(self, now: float) -> list[tuple[int, str]]:
         """What takes too long: (version, reason) each."""

@@ -199,6 +199,22 @@ def test_an_evaluation_of_a_policy_that_is_gone_is_made_anew():
     assert len(sent(made, "a", m.EvaluationLease)) == 2, "at first, and again once the new policy is live"
 
 
+def test_an_evaluation_waits_for_servers_whose_policy_is_lost():
+    """They are past its version on a line that has ended, and get it with the new one."""
+    made = service(evaluated=1)
+    for step in (1, 2, 3):
+        make_step(made, step, versions=[step - 1])
+    for name in ("a", "b"):
+        made.handle(name, m.LeaseRequest(capacity=0, version=3, incarnation=1), 0.0)
+    resumed_at(made, 1, rolls_back=True)
+    made.handle("l2", m.Evaluate(version=2), 0.0)
+    made.tick(1.0)
+    assert made.evaluations.board.open
+    made.handle("b", m.LeaseRequest(capacity=0, version=1, incarnation=2), 2.0)
+    made.tick(2.0)
+    assert made.evaluations.board.open, "a is where it was, and b before version 2"
+
+
 def test_a_roll_back_drops_what_it_takes_back_and_samples_anew_what_later_policies_sampled():
     made = service()
     ids = {step: make_step(made, step, versions=[step - 1]) for step in (1, 2, 3)}

@@ -212,6 +212,53 @@ def test_overdue_evaluations_are_closed_with_a_reason():
     assert "no server holds that version" in sent(made, "l", m.EvaluationClosed)[-1].reason
 
 
+def test_an_evaluation_that_no_server_can_do_any_more_is_closed_at_once():
+    """Its only server died with it; the others, and the one in its place, are past that version."""
+    made = service(evaluated=1)
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
+    assert sent(made, "a", m.EvaluationLease)
+    make_step(made, 1)
+    made.lost("a", "closed", 1.0)
+    made.tick(1.0)
+    assert made.evaluations.board.open, "b may still report it"
+    made.handle("b", m.LeaseRequest(capacity=0, version=1, incarnation=1), 2.0)
+    made.tick(2.0)
+    (closed,) = sent(made, "l", m.EvaluationClosed)
+    assert (closed.version, closed.reason) == (0, "no server holds that version any more")
+
+
+def test_an_evaluation_is_not_given_up_while_a_server_may_come_back_with_it():
+    made = service(evaluated=1)
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
+    make_step(made, 1)
+    for server in ("a", "b"):
+        made.handle(server, m.LeaseRequest(capacity=0, version=1, incarnation=1), 2.0)
+    made.tick(2.0)
+    assert made.evaluations.board.open, "a has it"
+    made.lost("a", "silent", 3.0)
+    joins(made, "a")
+    made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 4.0)
+    made.tick(4.0)
+    assert made.evaluations.board.open, "a goes on with what it was asked for"
+    made.lost("a", "silent", 5.0)
+    made.missing["a"] = 7.0
+    made.tick(6.0)
+    assert made.evaluations.board.open, "replay was restarted, and waits for a"
+    made.handle("b", m.Heartbeat(), 8.0)
+    made.tick(8.0)
+    assert not made.evaluations.board.open
+
+
+def test_a_rank_that_is_done_before_rank_0_is_not_lost():
+    made = service(ranks=2, rollout__wait_for_servers_s=1e6)
+    made.handle("l1", m.Goodbye(reason="all steps are done", failed=False), 1.0)
+    assert made.peers.get("l1") is None and made.peers.gone["l1"] == "all steps are done" and made.ended is None
+    made.handle("l", m.Goodbye(reason="all steps are done", failed=False), 2.0)
+    assert made.ended == "all steps are done" and made.counters["learner_ranks_lost"] == 0
+
+
 def test_leases_are_spread_over_servers():
     made = service(replay__async_lag=0)
     made.receive("a", m.LeaseRequest(capacity=8, version=0), 0.0)
