@@ -9,8 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weight_bus.digest import add, definition, digester, reference_digest, slice_digest, slice_digests
-from weight_bus.digest.definition import CHUNK, VIEWS, Part, Rows, all_rows, host_digest, rows_of
+from weight_bus.digest import add, digester, reference_digest, slice_digest, slice_digests
+from weight_bus.digest.definition import (
+    CHUNK,
+    HOST_CHUNK,
+    SHARED_CHUNK,
+    VIEWS,
+    Part,
+    Rows,
+    all_rows,
+    host_digest,
+    rows_of,
+)
 
 WORD = (1 << 32) - 1
 DTYPES = (torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.int64)
@@ -96,11 +106,11 @@ def test_long_tensors_are_the_sum_of_their_pieces_at_any_place(first):
 @pytest.mark.parametrize("first", [0, (1 << 31) - 5, (1 << 32) - 40_000, (1 << 33) + 3])
 def test_numpy_and_torch_agree_at_any_place(dtype, first, monkeypatch):
     """Whichever the number of threads chooses."""
-    monkeypatch.setattr(definition, "HOST_CHUNK", 5000)  # over its borders
     values = random_tensor((12_345,), dtype, 10)
     part = Part(values, (1 << 34,), (first,))
-    found = host_digest(Rows(values.view(1, -1), first, 0), dtype)
-    assert found == reference_digest(part)
+    rows = Rows(values.view(1, -1), first, 0)
+    found = host_digest(rows, dtype, 5000)
+    assert found == reference_digest(part) == host_digest(rows, dtype, 12_345) == host_digest(rows, dtype)
     for threads in (1, 8):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert slice_digests([part]) == [found]
@@ -112,11 +122,12 @@ def test_threads_share_what_one_would_digest(threads, monkeypatch):
     monkeypatch.setattr(digester, "HOST_THREADS", threads)
     monkeypatch.setattr(digester, "PIECE", 1000)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    begun = []
+    begun, chunks = [], set()
 
-    def noted(rows, dtype):
+    def noted(rows, dtype, chunk=HOST_CHUNK):
         begun.append(threading.get_ident())
-        return host_digest(rows, dtype)
+        chunks.add(chunk)
+        return host_digest(rows, dtype, chunk)
 
     monkeypatch.setattr(digester, "host_digest", noted)
     parts = [Part(random_tensor((size,), torch.bfloat16, size)) for size in (1, 999, 1000, 1001, 2000, 54_321)]
@@ -124,6 +135,7 @@ def test_threads_share_what_one_would_digest(threads, monkeypatch):
     assert slice_digests(parts) == [reference_digest(part) for part in parts]
     assert len(begun) == 1 + 1 + 1 + 2 + 2 + 55
     assert (threading.get_ident() in begun) == (threads == 1)
+    assert chunks == {HOST_CHUNK if threads == 1 else SHARED_CHUNK}
 
 
 def test_columns_and_rows_share_the_memory_of_their_tensor():

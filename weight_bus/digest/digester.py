@@ -2,11 +2,12 @@
 
 Tensors on a CUDA device take one Triton kernel for all of them, and a single wait. Contiguous ones in host memory take
 NumPy, unless torch has threads to outdo that: a logical shift is one operation there, and every intermediate result has
-its place in the cache. Where a machine has many cores, threads share them: NumPy computes without the GIL. All others,
-and all without Triton, take the definition itself.
+its place in the cache. Where a machine has many cores, threads share them: NumPy computes without the GIL, in longer
+operations then. All others, and all without Triton, take the definition itself.
 """
 
 import functools
+import itertools
 import logging
 import os
 from collections import defaultdict
@@ -16,7 +17,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from weight_bus.digest.definition import MASK, Part, Rows, Task, add, all_rows, host_digest, rows_digest
+from weight_bus.digest.definition import (
+    MASK,
+    SHARED_CHUNK,
+    Part,
+    Rows,
+    Task,
+    add,
+    all_rows,
+    host_digest,
+    rows_digest,
+)
 
 if TYPE_CHECKING:
     from weight_bus.digest.device import Plan
@@ -141,4 +152,4 @@ def _host_digests(pieces: Sequence[tuple[int, Rows, torch.dtype]]) -> list[int]:
     if HOST_THREADS == 1 or sum(row.values.numel() for row in rows) <= PIECE:
         return list(map(host_digest, rows, dtypes))
     with ThreadPoolExecutor(HOST_THREADS, "digest") as threads:
-        return list(threads.map(host_digest, rows, dtypes))
+        return list(threads.map(host_digest, rows, dtypes, itertools.repeat(SHARED_CHUNK)))
