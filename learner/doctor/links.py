@@ -16,6 +16,7 @@ from learner.doctor.reach import CONNECT_S, REFUSAL_S
 ORDER_S = 15.0
 IMPORT_S = 90.0
 """The first group of a probe imports torch, and CUDA starts."""
+SHARED_GPU = "nothing, where it is one GPU that both share: NCCL refuses that, and such a run takes gloo"
 FORMS = 4
 """Collective timeouts that forming a group may take (weight_bus/transports/base.py)."""
 MEND = {
@@ -98,7 +99,7 @@ def group(config: Config, backend: str, first: Asked, other: Asked) -> Finding:
             check,
             f"between {between}: {error}",
             why=_why(config.weight_bus, backend),
-            mend="" if "weight_bus.backend" in str(error) else MEND[backend],
+            mend="" if "weight_bus.backend" in str(error) else _mend(config, backend),
         )
     if not member["intact"]:
         mend = "look for faults of memory and cables (dmesg, ibstat)"
@@ -118,6 +119,10 @@ def _both(first: Asked, other: Asked, limit_s: float) -> list[Mapping[str, float
     if failures:
         raise ProbeFailed("; ".join(failures))
     return answers
+
+
+def _mend(config: Config, backend: str) -> str:
+    return SHARED_GPU if backend == "nccl" and config.engines_share_gpus else MEND[backend]
 
 
 def _why(bus: WeightBus, backend: str) -> str:

@@ -164,6 +164,17 @@ def test_a_group_that_does_not_form_or_brings_other_bytes(backend, answer, sever
     assert finding.severity == severity and words in finding.line
 
 
+def test_nccl_between_two_processes_of_one_gpu_needs_no_switches():
+    problem = {"problem": "epoch 1 with 2 members did not form: NCCL error, invalid usage [silent]"}
+    shares = [*SETTINGS, "placement.device=cuda", "placement.split=1:1", "placement.share_gpus=true"]
+    shares += ["rollout.engine=sglang"]
+    finding = links.group(load("quickstart", shares), "nccl", Answers(problem), Answers(problem))  # type: ignore[arg-type]
+    assert finding.severity == "warn" and finding.mend == links.SHARED_GPU
+    apart = load("quickstart", [*SETTINGS, "placement.device=cuda"])
+    finding = links.group(apart, "nccl", Answers(problem), Answers(problem))  # type: ignore[arg-type]
+    assert "NCCL_DEBUG" in finding.mend
+
+
 # ---- this machine ---------------------------------------------------------------------------------------
 
 
