@@ -1,7 +1,7 @@
 """What a process and its descendants use, by role, as the kernel counts it."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -21,9 +21,11 @@ class Use:
     """User and system time of those that are there."""
     largest: int = 0
     """Pid of the process with the most memory."""
+    cpu_by_pid: dict[int, float] = field(default_factory=dict)
+    """CPU seconds of those whose own command line gives them the role, so without what they have started."""
     _most: int = 0
 
-    def add(self, process: psutil.Process) -> None:
+    def add(self, process: psutil.Process, *, is_named: bool = False) -> None:
         """Count a process; one that has ended meanwhile is left out, one that may not be looked into in part."""
         try:
             with process.oneshot():
@@ -36,6 +38,8 @@ class Use:
         self.descriptors += descriptors
         self.threads += threads
         self.cpu_s += times.user + times.system
+        if is_named:
+            self.cpu_by_pid[process.pid] = times.user + times.system
         if memory > self._most:
             self._most, self.largest = memory, process.pid
 
@@ -58,13 +62,15 @@ def by_role(root: psutil.Process, role: str, modules: Mapping[str, str], others:
     """
     found: dict[str, Use] = {role: Use()}
     found[role].add(root)
-    for process, its_role in descendants(root, modules, others) if others is not None else ():
-        found.setdefault(its_role, Use()).add(process)
+    for process, its_role, is_named in descendants(root, modules, others) if others is not None else ():
+        found.setdefault(its_role, Use()).add(process, is_named=is_named)
     return found
 
 
-def descendants(root: psutil.Process, modules: Mapping[str, str], others: str) -> Iterator[tuple[psutil.Process, str]]:
-    """Each with its role, parents first."""
+def descendants(
+    root: psutil.Process, modules: Mapping[str, str], others: str
+) -> Iterator[tuple[psutil.Process, str, bool]]:
+    """Each with its role, and whether that is by its own command line, parents first."""
     roles: dict[int, str] = {}
     below = {process.pid: process for process in root.children(recursive=True)}
     for process in below.values():
@@ -74,4 +80,4 @@ def descendants(root: psutil.Process, modules: Mapping[str, str], others: str) -
             continue
         named = next((its for text, its in modules.items() if text in command), None)
         roles[process.pid] = named or roles.get(parent, others)
-        yield process, roles[process.pid]
+        yield process, roles[process.pid], named is not None

@@ -1,12 +1,12 @@
-"""Watches what this process and its children use, from a thread of its own, and names what grows without end.
+"""Watches what this process and its children use, from a thread of its own; names what grows without end or is full.
 
 Every role has one. Per role of its processes it appends a line a minute to vitals/<name>.jsonl of the run folder:
 
     {"time": 1760000000.0, "pid": 4711, "role": "reward", "processes": 4, "memory_bytes": 190000000, "descriptors": 40,
      "threads": 8, "cpu_s": 12.5, "largest": 4720}
 
-A leak is a line of the log that begins with `leak:`; the launcher shows it. Imports no torch: what a device says comes
-from the caller.
+A leak is a line of the log that begins with `leak:`, workers that hold all others up one with `busy:`; the launcher
+shows them. Imports no torch: what a device says comes from the caller.
 """
 
 import json
@@ -23,6 +23,7 @@ import psutil
 
 from configs.schema import Config
 from replay.lifeline import BoundedLog
+from replay.vitals.busy import Busy
 from replay.vitals.endpoint import Endpoint
 from replay.vitals.growth import COUNT_PER_H, MIB, Growth, Series
 from replay.vitals.processes import Use, by_role
@@ -85,6 +86,7 @@ class Vitals(AbstractContextManager["Vitals"]):
         self._series: dict[tuple[str, str], Series] = {}
         self._gauges: dict[str, float] = {}
         self._leaks = 0
+        self._busy = Busy(config)
         self._written = float("-inf")
         self._log = BoundedLog(log)
         self._over = threading.Event()
@@ -141,7 +143,11 @@ class Vitals(AbstractContextManager["Vitals"]):
                 gauges[f"vitals/gpu_utilization/{role}"] = device["gpu_utilization"]
             for quantity, value in quantities.items():
                 gauges |= self._judge(now, role, quantity, float(value), use)
-        self._gauges = gauges | {"vitals/leaks": float(self._leaks)}
+        times = psutil.cpu_times()
+        full, lines = self._busy.judge(now, times.idle + getattr(times, "iowait", 0.0), used)
+        for line in lines:
+            log.warning("busy: %r: %s", self._name, line)
+        self._gauges = gauges | full | {"vitals/leaks": float(self._leaks)}
         if now - self._written >= min(WRITE_S, self._window / 30):
             self._written = now
             self._write(used, device)
