@@ -92,9 +92,9 @@ def mix(bits: torch.Tensor, keyed: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def _lanes(device: torch.device) -> torch.Tensor:
-    """The index's term of the first CHUNK elements, less its constant."""
-    return torch.arange(CHUNK, dtype=torch.int32, device=device).mul_(_signed(INDEX_KEY))
+def _lanes(device: torch.device, size: int) -> torch.Tensor:
+    """The index's term of the first `size` elements, less its constant."""
+    return torch.arange(size, dtype=torch.int32, device=device).mul_(_signed(INDEX_KEY))
 
 
 def reference_digest(part: Part) -> int:
@@ -106,7 +106,7 @@ def rows_digest(rows: Rows, rounded: torch.dtype) -> int:
     """The digest of rows, in torch on any device; `rounded`: see `Part`, the dtype of the values leaves them."""
     values, base, row_step = rows
     num_rows, cols = values.shape
-    lanes, total, at_once = _lanes(values.device), 0, max(1, CHUNK // cols)
+    lanes, total, at_once = _lanes(values.device, CHUNK), 0, max(1, CHUNK // cols)
     for row in range(0, num_rows, at_once):
         begins = torch.arange(row, min(row + at_once, num_rows), device=values.device).mul_(row_step).add_(base + 1)
         for col in range(0, cols, CHUNK):
@@ -131,16 +131,10 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-@functools.cache
-def _host_lanes(size: int) -> npt.NDArray[np.uint32]:
-    """`_lanes` in NumPy."""
-    return np.arange(size, dtype=np.uint32) * np.uint32(INDEX_KEY)
-
-
 def host_digest(rows: Rows, rounded: torch.dtype, chunk: int = HOST_CHUNK) -> int:
     """`rows_digest` of a single row, in unsigned 32 bits, `chunk` elements at once."""
     (values,), first, _ = rows
-    lanes, total = _host_lanes(chunk), 0
+    lanes, total = _lanes(values.device, chunk).numpy().view(np.uint32), 0
     for begin in range(0, values.numel(), chunk):
         piece = values[begin : begin + chunk].detach().to(rounded)
         bits = piece.view(VIEWS[piece.element_size()]).numpy()
