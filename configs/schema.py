@@ -176,6 +176,11 @@ class Config(Tree):
                 f" {self.rollout.group_size} = {total} trajectories a step are fewer than {ranks} learner ranks;"
                 f" take {-(-ranks // self.rollout.group_size)} groups or more, or another placement.split"
             )
+        least = 2 if self.algorithm.compares_within_groups and self.rollout.group_size > 1 else 1
+        if not least <= self.min_group <= self.rollout.group_size:
+            raise ValueError(
+                f"rollout.min_group: {self.min_group}; take {least} to {self.rollout.group_size} (rollout.group_size)"
+            )
         if self.rollout.group_size == 1 and self.algorithm.compares_within_groups:
             raise ValueError(
                 f"rollout.group_size: 1 with algorithm.advantage {self.algorithm.advantage!r}, which compares the"

@@ -18,6 +18,9 @@ Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
 Role = Literal["rollout_server", "learner", "launcher"]
 
+ERRORS = ("reward_error", "environment_error")
+"""Codes of what fails one answer or episode and leaves its group and its evaluation whole."""
+
 _no_ints = cast(Callable[[], Int32], partial(np.empty, 0, np.int32))
 _no_floats = cast(Callable[[], Float32], partial(np.empty, 0, np.float32))
 _no_bytes = cast(Callable[[], UInt8], partial(np.empty, 0, np.uint8))
@@ -198,6 +201,12 @@ class Group(Message):
     pictures: list[str] = field(default_factory=list)
     """`digest:size:path` of each picture of the prompt; without a path, so many of the bytes below are it."""
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
+    errors: list[str] = field(default_factory=list)
+    """[n] one of ERRORS for each trajectory that failed, "" for the others; empty: none failed."""
+    left_out: UInt8 = field(default_factory=_no_bytes)
+    """[n] 1 for a failed trajectory that is not trained, of which `samples` may be 0; empty: none."""
+    error_detail: str = ""
+    """What the first of the errors said."""
     policies: list[list[int]] = field(default_factory=list)
     """[incarnation, version] of each policy that may have sampled a token of this group. Empty: each version is of the
     incarnation that its sender serves now."""
@@ -371,6 +380,10 @@ class EvaluationResult(Message):
     finish_reasons: list[str]
     rewards: Float32
     lengths: Int32
+    errors: list[str] = field(default_factory=list)
+    left_out: UInt8 = field(default_factory=_no_bytes)
+    error_detail: str = ""
+    """As in Group, of each answer: one that is left out has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
