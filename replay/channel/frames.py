@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from configs.errors import SlipstreamError, kind_of
 from replay.channel.fields import Field, fields_of, shown
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """3: Group has `policies`. 4: evaluations have sets, and several answers to a prompt. 5: trajectories have samples.
 6: Group and Batch have pictures. 7: results of evaluations say what was asked."""
 MAX_HEADER_BYTES = 64 * 1024 * 1024

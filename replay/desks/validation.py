@@ -32,8 +32,8 @@ def problem_with(group: Group, slot: Slot, config: Config, bounds: Bounds) -> st
         return f"{trajectories} trajectories, {group.rewards.size} rewards; a group has {n}"
     if (problem := problem_with_errors(group, n)) is not None:
         return problem
-    least = 1 - group.left_out.astype(np.int32) if group.left_out.size else 1
-    if (group.samples < least).any() or (group.samples.size and int(group.samples.sum()) != group.lengths.size):
+    fewest = 1 - group.left_out.astype(np.int32) if group.left_out.size else np.ones(n, np.int32)
+    if group.samples.size and ((group.samples < fewest).any() or int(group.samples.sum()) != group.lengths.size):
         return f"samples {group.samples[:8].tolist()}... do not add up to {group.lengths.size} lengths"
     if group.samples.size and (most := int(group.samples.max())) > config.environment.max_turns:
         return f"{most} samples of a trajectory (environment.max_turns {config.environment.max_turns})"

@@ -92,11 +92,11 @@ def altered(message: Message, **changes: Any) -> list[bytes]:
 
 def test_an_older_schema_is_for_journals_alone() -> None:
     older = altered(RESULT, schema=2)
-    with pytest.raises(WireError, match="schema version 2, this side speaks 7"):
+    with pytest.raises(WireError, match="schema version 2, this side speaks 8"):
         decode(older, m.TO_REPLAY)
     assert isinstance(decode(older, m.TO_REPLAY, oldest_schema=2).message, m.EvaluationResult)
-    for schema in (1, 8, True, "2"):
-        with pytest.raises(WireError, match="this side speaks 7"):
+    for schema in (1, 9, True, "2"):
+        with pytest.raises(WireError, match="this side speaks 8"):
             decode(altered(RESULT, schema=schema), m.TO_REPLAY, oldest_schema=2)
 
 
@@ -109,6 +109,7 @@ def altered_arrays(described: list[Any]) -> list[bytes]:
 FIELDS = {"pass_": 0, "index": 7, "attempt": 1, "status": "accepted"}
 RESULT_FIELDS = msgpack.unpackb(wire(RESULT)[0])["fields"]
 LENGTHS = ["lengths", "int32", [1]]
+LEFT_OUT = ["left_out", "uint8", [0]]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ LENGTHS = ["lengths", "int32", [1]]
     [
         ([], "0 frames"),
         ([wire(ACK)[0]] + [b""] * (MAX_ARRAYS + 1), "66 frames"),
-        (altered(ACK, schema=1), "schema version 1, this side speaks 7; update the older side"),
+        (altered(ACK, schema=1), "schema version 1, this side speaks 8; update the older side"),
         (altered(ACK, seq=-1), "header.seq -1 is not within 0 to 2^62"),
         (altered(ACK, seq=2**62 + 1), "is not within 0 to 2^62"),
         (altered(ACK, kind="Exec"), "kind 'Exec' is not accepted"),
@@ -130,17 +131,17 @@ LENGTHS = ["lengths", "int32", [1]]
         (altered(RESULT, fields=RESULT_FIELDS | {"seconds": float("nan")}), "EvaluationResult.seconds: nan"),
         (altered(RESULT, fields=RESULT_FIELDS | {"rewards": []}), "unknown fields ['rewards']"),
         (altered(ACK, fields=FIELDS | {"code": "x"}), "unknown fields ['code']"),
-        (wire(RESULT)[:-1], "damaged on the way"),
-        (sealed(msgpack.unpackb(wire(RESULT)[0]), [b"1234"]), "2 arrays described, 1 frames"),
-        (sealed(msgpack.unpackb(wire(RESULT)[0]), [b"1234", b"123"]), "3 bytes for shape [1]"),
-        (altered(RESULT, arrays=[["rewards", "float64", [1]], LENGTHS]), "dtype 'float64'"),
-        (altered_arrays([["rewards", "float32", [1]]]), "arrays ['lengths'] are missing"),
+        (wire(RESULT)[:-2], "damaged on the way"),
+        (sealed(msgpack.unpackb(wire(RESULT)[0]), [b"1234"]), "3 arrays described, 1 frames"),
+        (sealed(msgpack.unpackb(wire(RESULT)[0]), [b"1234", b"123", b""]), "3 bytes for shape [1]"),
+        (altered(RESULT, arrays=[["rewards", "float64", [1]], LENGTHS, LEFT_OUT]), "dtype 'float64'"),
+        (altered_arrays([["rewards", "float32", [1]]]), "arrays ['left_out', 'lengths'] are missing"),
         (altered_arrays([["rewards", "float32", [1]], LENGTHS, LENGTHS]), "EvaluationResult.lengths: comes twice"),
-        (altered(RESULT, arrays=[[["rewards"], "float32", [1]], LENGTHS]), "EvaluationResult"),
-        (altered(RESULT, arrays=[[{}, "float32", [1]], LENGTHS]), "EvaluationResult"),
-        (altered(RESULT, arrays=[["other", None, [1]], LENGTHS]), "EvaluationResult"),
-        (altered(RESULT, arrays=["rewards", "lengths"]), "array description 'rewards'"),
-        (altered(RESULT, arrays=[["rewards", "float32", [1, 1]], LENGTHS]), "expected one dimension"),
+        (altered(RESULT, arrays=[[["rewards"], "float32", [1]], LENGTHS, LEFT_OUT]), "EvaluationResult"),
+        (altered(RESULT, arrays=[[{}, "float32", [1]], LENGTHS, LEFT_OUT]), "EvaluationResult"),
+        (altered(RESULT, arrays=[["other", None, [1]], LENGTHS, LEFT_OUT]), "EvaluationResult"),
+        (altered(RESULT, arrays=["rewards", "lengths", "left_out"]), "array description 'rewards'"),
+        (altered(RESULT, arrays=[["rewards", "float32", [1, 1]], LENGTHS, LEFT_OUT]), "expected one dimension"),
     ],
 )
 def test_what_is_wrong_is_named(frames: list[bytes], said: str) -> None:

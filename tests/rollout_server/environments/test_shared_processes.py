@@ -26,12 +26,12 @@ def pid_of(generator: EpisodeGenerator) -> int:
 
 
 async def ending(generator: EpisodeGenerator, index: int, attempt: int, ground_truth: str = "") -> str:
-    """Why the lease failed, or "" for a group."""
+    """Why the lease or its episodes failed, or "" for a whole group."""
     try:
-        await generator.group(lease(index, ground_truth=ground_truth), f"0/{index}/{attempt}")
+        group = await generator.group(lease(index, ground_truth=ground_truth), f"0/{index}/{attempt}")
+        return max(group.errors, default="")
     except LeaseFailed as failed:
         return failed.reason
-    return ""
 
 
 async def test_the_death_of_a_process_is_one_error_of_all_its_leases(folder: Path) -> None:
