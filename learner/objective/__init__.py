@@ -19,7 +19,7 @@ class Objective:
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
         self.loss = build_loss(algorithm)
-        self.correct = build_correction(algorithm)
+        self.correct = build_correction(algorithm, self.loss.traits)
 
     def __call__(self, row: Row, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Measurements]:
         """The row's share of the loss, 0-dim with a gradient, and what was measured.
