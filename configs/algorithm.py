@@ -1,11 +1,11 @@
 """How answers become updates: sampling, groups, lag, advantages and the loss."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from configs.base import Own, OwnPath, Section
-from configs.losses import BOUNDS, LEAST_ANSWER_CLIP, LOSSES, UNDECLARED, WIDE_ANSWER_CLIP, Clip, LossTraits
 
 
 class Rollout(Section):
@@ -77,6 +77,41 @@ class Replay(Section):
     """How often the launcher starts a dead replay again, in place; an hour of good running refills it."""
 
 
+Clip = tuple[float, float]
+Ratio = Literal["none", "token", "answer"]
+PPO_CLIP: Clip = (0.2, 0.28)
+BOUNDS = ("clip_low", "clip_high", "clip_dual")
+LEAST_ANSWER_CLIP = 0.01
+"""Narrowest bounds of an answer's ratio against a 16-bit engine, whose rounding moves it by up to half as much."""
+WIDE_ANSWER_CLIP = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class LossTraits:
+    """What the guards of lag, correction and bounds go by."""
+
+    ratio: Ratio = "none"
+    """Of policy to proximal policy that the loss takes: none, each token's own, or one of the whole answer."""
+    bounds: tuple[str, ...] | None = ()
+    """Which of BOUNDS it reads; None: nobody knows."""
+    clip: Clip = PPO_CLIP
+    """(clip_low, clip_high) where the configuration gives none."""
+
+    @property
+    def has_ratio(self) -> bool:
+        return self.ratio in ("token", "answer")
+
+
+LOSSES: dict[str, LossTraits] = {
+    "ppo_clip": LossTraits("token", BOUNDS),  # bounds of DAPO
+    "gspo": LossTraits("answer", ("clip_low", "clip_high"), (3e-4, 4e-4)),  # of the paper
+    "cispo": LossTraits("token", ("clip_high",), (1.0, 4.0)),  # of TRL and ScaleRL
+    "sapo": LossTraits("token"),
+    "dppo_tv": LossTraits("token"),
+    "policy_gradient": LossTraits(),
+}
+UNDECLARED = LossTraits(bounds=None)
+"""Of a loss from a file that says nothing: uncorrected, unless algorithm.correction is set."""
 CORRECTIONS: dict[str, Clip] = {
     "token_tis": (0.0, 2.0),
     "icepop": (0.5, 2.0),

@@ -8,10 +8,10 @@ import ipaddress
 
 from pydantic import model_validator
 
+from configs.algorithm import LossTraits
 from configs.evaluation import check as check_sets
 from configs.evaluation import check_metric
 from configs.learner import Mesh
-from configs.losses import LossTraits
 from configs.placement import check
 from configs.rewards import MODEL
 from configs.tree import Tree

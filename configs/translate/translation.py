@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from configs.algorithm import LEAST_ANSWER_CLIP, WIDE_ANSWER_CLIP
 from configs.aliases import BY_FRAMEWORK, ends, plain
 from configs.loading import apply_override, inline, leaf_keys
-from configs.losses import LEAST_ANSWER_CLIP, WIDE_ANSWER_CLIP
 from configs.translate.batches import Given, groups_per_step
 from configs.translate.settings import Foreign, Setting, can_mean, section_of
 from configs.translate.tables import NOT_HERE, NOT_NEEDED

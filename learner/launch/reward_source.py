@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from configs.algorithm import UNDECLARED, LossTraits
 from configs.aliases import SIGNATURES, VERL_NAMES
 from configs.data import Reward
 from configs.environment import Environment
 from configs.errors import did_you_mean
-from configs.losses import UNDECLARED, LossTraits
 from configs.rewards import MODEL, SECTIONS, Code, Endpoint, Judge, Mathematics, RewardPart
 
 BUILT_IN = (*SECTIONS, MODEL)

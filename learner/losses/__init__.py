@@ -6,9 +6,8 @@ from pathlib import Path
 
 import torch
 
-from configs.algorithm import Algorithm
+from configs.algorithm import Algorithm, LossTraits
 from configs.errors import SlipstreamError
-from configs.losses import LossTraits
 from learner.losses.base import Loss, LossFactory, LossInputs, LossOutput, declare, traits_of
 from learner.losses.cispo import cispo
 from learner.losses.dppo_tv import dppo_tv

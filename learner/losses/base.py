@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.algorithm import Algorithm
-from configs.losses import UNDECLARED, LossTraits, Ratio
+from configs.algorithm import UNDECLARED, Algorithm, LossTraits, Ratio
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to ± this before exp, as in verl: e^20 is past every clip and still finite."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.algorithm import Algorithm
-from configs.losses import LossTraits
+from configs.algorithm import Algorithm, LossTraits
 from learner.losses.base import sequence_sums
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from configs import Config, ConfigError, load
-from configs.losses import LOSSES
+from configs.algorithm import LOSSES
 
 KL = ["algorithm.kl=k3"]
 KL_REWARD = [*KL, "algorithm.kl_in=reward", "algorithm.advantage=rloo"]

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import ConfigError, load
-from configs.algorithm import Algorithm
-from configs.losses import WIDE_ANSWER_CLIP, LossTraits
+from configs.algorithm import WIDE_ANSWER_CLIP, Algorithm, LossTraits
 from learner.advantages import ADVANTAGES, AdvantageInputs, advantages_of, build_advantage
 from learner.advantages.base import whiten
 from learner.advantages.gae import gae
