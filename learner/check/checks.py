@@ -85,10 +85,12 @@ def reward(subject: Subject) -> Iterator[Finding]:
 
 
 def loss(subject: Subject) -> Iterator[Finding]:
-    """A loss of the user's own file."""
-    spec = subject.config.algorithm.loss
+    """A loss of the user's own file, and whether what the loss declares suits the run."""
+    algorithm, spec = subject.config.algorithm, subject.config.algorithm.loss
     if (problem := functions.problem_with_loss(spec)) is not None:
         raise InputMissing(f"algorithm.loss: {spec!r}: {problem}")
+    if problem := subject.config.problem_with_loss(algorithm.built_in or functions.declared_loss(spec)):
+        raise Contradiction(problem)
     yield ok("loss", spec)
 
 
