@@ -89,10 +89,8 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(story):
 def test_a_rollout_server_with_another_tokenizer_is_refused_and_the_run_goes_on(story):
     said = story.stranger.text()
     assert story.stranger_code != 0 and "Traceback" not in said, said
-    words = ["replay refused 'stranger'", "tokenizer differs", "the run's model folder and configuration"]
-    assert [word for word in words if word not in said.strip().splitlines()[-1]] == [], said
-    refused = r"refused 'stranger' \(pid \d+ on \S+\): tokenizer differs: 'stranger' has \w+, this run has \w+"
-    assert re.search(refused, story.log("replay"))
+    assert re.search(r"refused 'stranger': tokenizer .*\[SLIP-NET-01\]$", said.strip().splitlines()[-1]), said
+    assert re.search(r"refused 'stranger' \(pid \d+ on \S+\): tokenizer ", story.log("replay"))
 
 
 def test_an_interrupted_run_is_resumed_and_trains_nothing_twice(story, launch):
