@@ -113,6 +113,11 @@ def test_entropy_and_kl_are_averaged_like_the_loss() -> None:
     bonus, _ = Objective(Algorithm(entropy_coef=0.5))(row, logprobs, entropy)
     assert (plain - bonus).item() == pytest.approx(0.5 * entropy.mean().item(), rel=1e-6)
     objective = Objective(Algorithm(kl="k3", kl_coef=2.0))
+    object.__setattr__(row, "reference_logprobs", anchor)
+    against, measured = objective(row, logprobs, entropy)
+    kl = [reference.kl("k3", new, old) for new, old in zip(logprobs.tolist(), anchor.tolist(), strict=True)]
+    assert (against - plain).item() == pytest.approx(2 * float(np.mean(kl)), rel=1e-5)
+    assert measured["kl"].item() == pytest.approx(sum(kl), rel=1e-6)
 
 
 def test_a_row_without_a_token_in_the_loss_measures_zeros() -> None:
