@@ -18,9 +18,6 @@ Float32 = NDArray[np.float32]
 UInt8 = NDArray[np.uint8]
 Role = Literal["rollout_server", "learner", "launcher"]
 
-ERRORS = ("reward_error", "environment_error")
-"""Codes of what fails one answer or episode and leaves its group and its evaluation whole."""
-
 _no_ints = cast(Callable[[], Int32], partial(np.empty, 0, np.int32))
 _no_floats = cast(Callable[[], Float32], partial(np.empty, 0, np.float32))
 _no_bytes = cast(Callable[[], UInt8], partial(np.empty, 0, np.uint8))
@@ -133,11 +130,9 @@ class Lease(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew(Message):
-    """Leases still worked on: [pass, index, attempt, tokens so far] each.
+    """Leases still worked on; with replay.partial_rollouts also what was sampled since the last one.
 
-    With replay.partial_rollouts also what was sampled since the last one. Example: progress [[0, 1, 7, 2, 0]] says that
-    answer 1 of leases[0] had 7 tokens and has got the 2 in the arrays; the last number is 1 once it is complete by a
-    stop token, 2 by its length.
+    Example: progress [[0, 1, 7, 2, 0]] says that answer 1 of leases[0] had 7 tokens and has got the 2 in the arrays.
     """
 
     leases: list[list[int]]
@@ -146,7 +141,7 @@ class Renew(Message):
     sampled: int = 0
     """Tokens that the server's engine has sampled since its start, of evaluations too: whether it works at all."""
     progress: list[list[int]] = field(default_factory=list)
-    """[position in leases, answer, tokens before, new ones, 0 | 1 | 2]."""
+    """[position in leases, answer, tokens before, new ones, 0 | 1 | 2]: 1 ended by a stop token, 2 by its length."""
     token_ids: Int32 = field(default_factory=_no_ints)
     logprobs: Float32 = field(default_factory=_no_floats)
     versions: Int32 = field(default_factory=_no_ints)
@@ -167,9 +162,8 @@ class Cancel(Message):
 class Group(Message):
     """A finished group: `n` trajectories of one prompt, concatenated; S samples, mostly one of each trajectory.
 
-    Example: 2 trajectories of 3 and 2 tokens have lengths [3, 2] and 5 entries in each token array. Were they episodes
-    whose contexts were compacted, the first one once: samples [2, 1], lengths [3, 4, 2], prompt_lengths [5, 6, 5] and
-    prompt_ids of 16 tokens.
+    Example: 2 trajectories of 3 and 2 tokens have lengths [3, 2] and 5 entries in each token array. If the first one's
+    context was compacted once: samples [2, 1], lengths [3, 4, 2], prompt_lengths [5, 6, 5], 16 prompt_ids.
     """
 
     pass_: int
@@ -202,11 +196,10 @@ class Group(Message):
     """`digest:size:path` of each picture of the prompt; without a path, so many of the bytes below are it."""
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
     errors: list[str] = field(default_factory=list)
-    """[n] one of ERRORS for each trajectory that failed, "" for the others; empty: none failed."""
+    """[n] code of why each trajectory failed, "" where it did not; empty: none did. `error_detail` is of the first."""
     left_out: UInt8 = field(default_factory=_no_bytes)
     """[n] 1 for a failed trajectory that is not trained, of which `samples` may be 0; empty: none."""
     error_detail: str = ""
-    """What the first of the errors said."""
     policies: list[list[int]] = field(default_factory=list)
     """[incarnation, version] of each policy that may have sampled a token of this group. Empty: each version is of the
     incarnation that its sender serves now."""
@@ -243,7 +236,6 @@ class Batch(Message):
     step: int
     rank: int
     num_microbatches: int
-    """The same for all ranks (invariant 9)."""
     total_loss_tokens: int
     """Tokens in the loss over the whole batch, before any trajectory is left out."""
     group_ids: list[list[int]]
@@ -272,14 +264,12 @@ class Batch(Message):
     """[N] rewards of the whole batch."""
     all_groups: Int32
     all_loss_tokens: Int32
-    """[N] of each trajectory: position in group_ids of its group, and its tokens in the loss."""
+    """[N] of each trajectory: position in group_ids of its group, its tokens in the loss, samples (empty: one each)."""
     all_samples: Int32 = field(default_factory=_no_ints)
-    """[N] samples of each trajectory; empty: one each."""
     pictures: list[str] = field(default_factory=list)
-    """As in Group, of this rank's samples, each group's once."""
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
     picture_counts: Int32 = field(default_factory=_no_ints)
-    """Of each of group_ids, 0 where no sample of it is here; empty: no prompt has pictures."""
+    """Of each of group_ids, 0 where no sample of it is here; empty: no prompt has pictures, which are as in Group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,7 +324,6 @@ class LowerLag(Message):
     """Rank 0: a guard lowers the bound of the lag, for prompts that are admitted from now on."""
 
     step: int
-    """That was judged."""
     async_lag: int
 
 
@@ -362,12 +351,11 @@ class EvaluationLease(Message):
     """Prompt i of the set has the seed `seed` + i, and each of its answers a stream of its own."""
     prompts: list[dict[str, object]]
     asked: str = ""
-    """Hash of what is asked for; the result has it, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult(Message):
-    """Scores of one EvaluationLease, `samples` for each of its prompts in order; replay forwards it to rank 0."""
+    """Scores of one EvaluationLease, in order, for rank 0; an answer that is left out (as in Group) has none."""
 
     version: int
     set: str = ""
@@ -383,7 +371,6 @@ class EvaluationResult(Message):
     errors: list[str] = field(default_factory=list)
     left_out: UInt8 = field(default_factory=_no_bytes)
     error_detail: str = ""
-    """As in Group, of each answer: one that is left out has no score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

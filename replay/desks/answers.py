@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from replay.desks.batches import samples_of
-from replay.messages import ERRORS, EvaluationResult, Group
+from replay.messages import EvaluationResult, Group
 
+ERRORS = ("reward_error", "environment_error")
+"""Codes of what fails one answer or episode, and leaves its group and its evaluation whole."""
 WINDOW = 512
 """Answers over which the share of failed ones is taken."""
 
@@ -56,10 +58,12 @@ def count(counters: Counter[str], counted: Mapping[str, Any]) -> None:
 def measured(counters: Mapping[str, int]) -> dict[str, float]:
     """Of the run so far: failed answers by code, those left out, and mean lengths of these and of the others."""
     found = {f"answers/failed/{code}": float(counters.get(f"answers_failed/{code}", 0)) for code in ERRORS}
-    found["answers/left_out"] = float(counters.get("answers_left_out", 0))
-    for name in ("kept", "left_out"):
-        if answers := counters.get(f"answers_{name}", 0):
-            found[f"answers/{name}_length"] = counters[f"tokens_{name}"] / answers
+    num_kept, left_out = counters.get("answers_kept", 0), counters.get("answers_left_out", 0)
+    found["answers/left_out"] = float(left_out)
+    if num_kept:
+        found["answers/kept_length"] = counters["tokens_kept"] / num_kept
+    if left_out:
+        found["answers/left_out_length"] = counters["tokens_left_out"] / left_out
     return found
 
 

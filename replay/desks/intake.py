@@ -8,7 +8,7 @@ import numpy as np
 
 from replay import messages as m
 from replay.channel.frames import encode
-from replay.desks.answers import ErrorRate, counts_of, kept
+from replay.desks.answers import ERRORS, ErrorRate, counts_of, kept
 from replay.desks.granting import RELEASES, Granting
 from replay.desks.leases import Slot, SlotState
 from replay.desks.line import Policy
@@ -29,7 +29,7 @@ class Intake:
 
     def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
         self.run, self.peers, self.granting = run, peers, granting
-        self.error_rates = {code: ErrorRate(run.config.reward.max_error_rate) for code in m.ERRORS}
+        self.error_rates = {code: ErrorRate(run.config.reward.max_error_rate) for code in ERRORS}
         self._fail = fail
 
     def group(self, peer: Peer, group: m.Group, frames: Frames = ()) -> None:
@@ -80,7 +80,7 @@ class Intake:
             rate.add(group.rewards.size, failed)
             if failed:
                 self.granting.bounded.warning(
-                    f"answers/{code}", "replay: %d of %d answers of group %s failed: %s: %s",
+                    f"failed: {code}", "replay: %d of %d answers of group %s failed: %s: %s",
                     failed, group.rewards.size, (group.pass_, group.index), code, group.error_detail,
                 )  # fmt: skip
             if failed and rate.is_too_high:

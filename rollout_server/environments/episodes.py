@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from replay import messages as m
+from replay.desks.answers import ERRORS
 from replay.pictures import packed
 from replay.prompts import stream_seed
 from rollout_server.engines.base import Partial
@@ -207,7 +208,7 @@ class EpisodeGenerator(Generator):
         except TaskError as error:
             return Verdict.failed(self.config, FAILED, str(error))
         except LeaseFailed as failed:
-            if failed.reason not in m.ERRORS:
+            if failed.reason not in ERRORS:
                 raise
             return Verdict.failed(self.config, failed.reason, failed.detail)
         if session.last is None:
