@@ -183,6 +183,14 @@ def test_what_does_not_follow_from_the_file_is_asked_for_and_never_chosen(name, 
     assert "[SLIP-CONFIG-15]" in said and all(f"--set {key}=" in said for key in undecided)
 
 
+def test_bounds_of_gspo_for_recomputed_logprobs_are_refused_and_not_replaced(tmp_path, capsys):
+    words = "--advantage-estimator gspo --eps-clip 3e-4 --hf-checkpoint m --prompt-data d --n-samples-per-prompt 4"
+    (tmp_path / "a.sh").write_text(SLIME.format(words))
+    arguments = [str(tmp_path / "a.sh"), "--out", str(tmp_path / "out.yaml"), "--set", "reward.function=math"]
+    arguments += ["--set", "rollout.dtype=bfloat16"]
+    assert command.main(arguments) == 2 and "clip_low" in capsys.readouterr().err
+
+
 def test_a_decided_key_is_written_with_its_source(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text(SLIME.format("--optimizer muon --lr 2e-5 --rm-type math --n-samples-per-prompt 4"))
     given = ["model.path=m", "data.train=t.jsonl", "learner.lr=1e-6", "reward.function=math", "rollout.group_size=8"]
