@@ -1,5 +1,6 @@
 """What is trained on what: the model folder, the prompts, and the reward that judges the answers."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -180,6 +181,11 @@ class Reward(Section):
                 f" {self.timeout_s:g}, after which it is an error; raise that above it"
             )
         return self
+
+    @property
+    def num_workers(self) -> int:
+        """`workers`, or what this machine has cores for."""
+        return self.workers or max(1, min(8, len(os.sched_getaffinity(0)) // 4))
 
     @property
     def parts(self) -> tuple[RewardPart, ...]:
