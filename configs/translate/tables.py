@@ -264,7 +264,7 @@ NOT_NEEDED = {
     "load_format": OWN_GPUS,
     "layered_summon": OWN_GPUS,
     "vllm_enable_sleep_mode": OWN_GPUS,
-    "ref.fsdp_config.param_offload": "placement.reference gives a reference model devices of its own",
+    "ref.fsdp_config.param_offload": "a reference model is divided over the learner's ranks",
     "fsdp_config.grad_offload": DTYPES,
     "rollout.mode": "an engine always serves many requests at once",
     "prompt_key": COLUMNS,
