@@ -62,9 +62,12 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Message):
-    """Replay does not admit this peer, or ends the run; the reason says why and what to do."""
+    """Replay does not admit this peer, or this message of it; the reason says why and what to do, `code` decides."""
 
     reason: str
+    code: Literal["hello", "peer", "message"] = "peer"
+    """hello: replay does not know this peer, or has lost what it said, and Hello mends that. message: one message
+    cannot be used. peer: it may not take part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +133,7 @@ class Lease(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew(Message):
-    """Leases still worked on: [pass, index, attempt, tokens so far] each.
+    """All that a server holds, each beat (replay/channel/delivery.py); [pass, index, attempt, tokens so far] of leases.
 
     With replay.partial_rollouts also what was sampled since the last one. Example: progress [[0, 1, 7, 2, 0]] says that
     answer 1 of leases[0] had 7 tokens and has got the 2 in the arrays; the last number is 1 once it is complete by a
@@ -138,6 +141,11 @@ class Renew(Message):
     """
 
     leases: list[list[int]]
+    """Worked on."""
+    finished: list[list[int]] = field(default_factory=list)
+    """[pass, index, attempt] of groups that were sent and are not acknowledged."""
+    evaluations: list[list[int | str | bool]] = field(default_factory=list)
+    """[version, set, greedy, first, whether its result was sent] of parts of evaluations."""
     queued: list[int] = field(default_factory=list)
     """Positions in `leases` of those that wait at the server for their turn: nothing of them runs."""
     sampled: int = 0
@@ -215,6 +223,15 @@ class Ack(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Resend(Message):
+    """From replay: a group that Renew calls finished is not there, so it was lost on its way."""
+
+    pass_: int
+    index: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Take(Message):
     """Rank asks for its part of batch `step`; with `have` it says that it holds it."""
 
@@ -271,6 +288,13 @@ class Batch(Message):
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
     picture_counts: Int32 = field(default_factory=_no_ints)
     """Of each of group_ids, 0 where no sample of it is here; empty: no prompt has pictures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent(Message):
+    """Answer to a repeated Take: this rank's part of batch `step` was sent before. A rank without it says Hello."""
+
+    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,6 +419,6 @@ FROM_SERVERS = (LeaseRequest, Renew, Cancel, Group, EvaluationResult, Evaluation
 FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed, LowerLag)
 TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, Take, *FROM_RANK_0)
 TO_ANYONE = (Welcome, Refused, Heartbeat, Goodbye, Status)
-TO_SERVERS = (Lease, Cancel, Ack, EvaluationLease, EvaluationClosed)
-TO_LEARNER = (Batch, Proceed, Cursor, EvaluationResult, EvaluationClosed)
+TO_SERVERS = (Lease, Cancel, Ack, Resend, EvaluationLease, EvaluationClosed)
+TO_LEARNER = (Batch, Sent, Proceed, Cursor, EvaluationResult, EvaluationClosed)
 FROM_REPLAY = registry(*TO_ANYONE, *TO_SERVERS, *TO_LEARNER)

@@ -1,6 +1,7 @@
 """The channel: wire frames and ZeroMQ sockets. Torch-free; the weight bus uses it for its control plane."""
 
 from replay.channel.admission import Arrivals, DuplicateMessage, NotAdmitted, may_be, sequence_numbers
+from replay.channel.delivery import Inventory, Repeat
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode, registry
 from replay.channel.gate import Gate
 from replay.channel.handshake import HandshakeWatch
@@ -17,12 +18,14 @@ __all__ = [
     "Envelope",
     "Gate",
     "HandshakeWatch",
+    "Inventory",
     "Keys",
     "KeysError",
     "Limits",
     "Message",
     "NotAdmitted",
     "Registry",
+    "Repeat",
     "WireError",
     "bind",
     "configure",
