@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.base import Section
+from configs.base import Own, OwnPath, Section
 
 
 class Rollout(Section):
@@ -21,21 +21,21 @@ class Rollout(Section):
     """An answer is cut (finish reason `length`) after this many tokens."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; behaviour and trainer logprobs are both taken at it."""
-    max_running: int = Field(default=256, ge=1)
+    max_running: Own[int] = Field(default=256, ge=1)
     """Trajectories that one engine decodes at once."""
     on_new_weights: Literal["auto", "keep_kv", "recompute_kv", "drain"] = "auto"
     """What running requests do at an update; `auto` is `drain` at lag 0 and `keep_kv` above."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the engine's weights and of the weight bus's wire; `auto` is float32 on a CPU, bfloat16 on GPUs."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: Own[int] = Field(default=1, ge=1)
     """CPU threads of the embedded torch engine."""
-    sglang: dict[str, Any] = Field(default={})
+    sglang: Own[dict[str, Any]] = Field(default={})
     """Passed to SGLang's ServerArgs as it is, for example `{mem_fraction_static: 0.7, attention_backend: fa3}`."""
-    engine_deadline_s: float = Field(default=120.0, gt=0)
+    engine_deadline_s: Own[float] = Field(default=120.0, gt=0)
     """An engine that runs requests and shows no token for this long, or does not answer a call, is dead (SGLang)."""
-    restarts: int = Field(default=3, ge=0)
+    restarts: Own[int] = Field(default=3, ge=0)
     """How often the launcher starts a dead local rollout server again; an hour of good running refills it."""
-    restart_backoff_s: float = Field(default=1.0, ge=0)
+    restart_backoff_s: Own[float] = Field(default=1.0, ge=0)
     """Wait before the first restart; doubles with each."""
     wait_for_servers_s: float = Field(default=300.0, gt=0)
     """How long the run waits for any rollout server before it stops with an error."""
@@ -153,7 +153,7 @@ class Algorithm(Section):
     """Where the KL term goes: into the loss, or into the reward, before advantages."""
     kl_coef: float = Field(default=1e-3, ge=0)
     """Factor of the KL term (verl: 0.001)."""
-    reference_path: str | None = None
+    reference_path: OwnPath[str | None] = None
     """Hugging Face folder of the reference model; unset: model.path, the policy as it began."""
     reference_refresh_steps: int = Field(default=0, ge=0)
     """Steps after which the reference becomes a copy of the policy; 0 keeps it as it began."""
@@ -314,7 +314,7 @@ class Algorithm(Section):
 class Critic(Section):
     """The value model of algorithm.advantage `gae`: the policy's backbone with a scalar head, and its own optimizer."""
 
-    path: str | None = None
+    path: OwnPath[str | None] = None
     """Hugging Face folder that the critic starts from, with its `score.weight` as head where it has one; unset:
     model.path, with a head of zeros."""
     lr: float = Field(default=1e-5, gt=0)

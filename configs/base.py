@@ -1,12 +1,28 @@
 """The base of every configuration section, frozen and documented in place."""
 
 import math
-from typing import Any
+from enum import Enum
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 from configs.auto import BY_DEVICE, LEAVES
 from configs.errors import ConfigError as ConfigError
+
+T = TypeVar("T")
+
+
+class Scope(Enum):
+    """How peers of a run compare a key at Hello; a key without one has the same value in every process."""
+
+    PROCESS = "each process may have a value of its own"
+    PATH = "each host may have a path of its own; whether there is one agrees"
+    SECRET = "values agree and are never shown"
+
+
+Own = Annotated[T, Scope.PROCESS]
+OwnPath = Annotated[T, Scope.PATH]
+Secret = Annotated[T, Scope.SECRET]
 
 ENDLESS = ("growth_window_s",)
 """Keys in seconds that nothing waits for, so they may be infinite."""

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from configs.base import Section
+from configs.base import Own, OwnPath, Section
 from configs.evaluation import EvaluationSet, checked_sets, named_sets
 from configs.rewards import Code, Mathematics, RewardPart, checked_function, parts_of
 
@@ -23,12 +23,12 @@ TAKEN = {
 class Model(Section):
     """The Hugging Face folder that training starts from."""
 
-    path: str
+    path: Own[str]
     """Folder with config.json, safetensors and a tokenizer (Qwen2, Qwen3, Llama or Qwen2-VL family), or a checkpoint
     of a run (`runs/a/checkpoints/step_40` or `.../best`), of which its hf/ is taken."""
-    chat_template: str | None = None
+    chat_template: Own[str | None] = None
     """Jinja chat template, or the path of a file with one; none takes the tokenizer's own."""
-    chat_template_options: dict[str, bool | int | float | str] = Field(default={})
+    chat_template_options: Own[dict[str, bool | int | float | str]] = Field(default={})
     """What the chat template is given besides the messages, for example {enable_thinking: false}."""
 
     @field_validator("chat_template_options")
@@ -59,12 +59,12 @@ class TrainSet(Section):
 class Data(Section):
     """Prompts for training and evaluation. Column conventions of verl, slime and TRL are detected."""
 
-    train: str | dict[str, TrainSet]
+    train: Own[str | dict[str, TrainSet]]
     """Prompts, one a row: a JSONL, JSONL.zst or parquet file, a folder or pattern of them, a folder of Hugging Face
     datasets, `datasets:NAME` of a hub, `reasoning_gym:FAMILY?seed=1`, or `path/to/file.py:Class` of your own
     (docs/howto/data.md). Several by name: {gsm8k: gsm8k.parquet, sums: {path: ..., weight: 2}}; without weights, by
     their rows."""
-    eval: str | dict[str, EvaluationSet] | None = None
+    eval: Own[str | dict[str, EvaluationSet] | None] = None
     """The same for evaluation, of which the first rows are taken, or several by name:
     {aime: aime.jsonl, gsm8k: {path: ..., samples: 4}},
     each with its own settings of `evaluation` where wanted; none switches evaluation off."""
@@ -72,7 +72,7 @@ class Data(Section):
     """`none`; the name of a column (or of a key of extra_info) with numbers: every pass from small to large; or
     `pass_rate`: a later pass begins with prompts that were solved sometimes, and the level of reasoning_gym's rows
     follows the answers."""
-    cache: str | None = None
+    cache: Own[str | None] = None
     """Folder for indexes of large files and for unpacked ones; null takes `~/.cache/slipstream/data`."""
     shuffle: bool = True
     """Shuffle the rows anew in each pass over the data (seeded by run.seed and the pass)."""
@@ -98,7 +98,7 @@ class Data(Section):
 class RewardModel(Section):
     """A scalar reward model: a Hugging Face folder of a sequence classification model with one label."""
 
-    path: str | None = None
+    path: OwnPath[str | None] = None
     """Folder with config.json, safetensors and a tokenizer; unset: no reward model."""
     weight: float | None = Field(default=None, allow_inf_nan=False)
     """The reward is that of `reward.function` plus this times the model's score; 0 makes the score a metric alone."""
@@ -106,16 +106,16 @@ class RewardModel(Section):
     """Jinja chat template of the reward model, or the path of a file with one; none takes its tokenizer's own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of its weights; `auto` is float32 where the reward server runs on a CPU, bfloat16 on GPUs."""
-    devices: int = Field(default=1, ge=1)
+    devices: Own[int] = Field(default=1, ge=1)
     """Devices of `placement.reward` per reward server; accelerate spreads the model over them."""
-    max_memory: dict[str, str] | None = None
+    max_memory: Own[dict[str, str] | None] = None
     """Most memory for weights by device, as in accelerate, for example `{0: 20GiB, cpu: 60GiB}`; devices count from 0
     within a reward server. What fits into none of them is refused."""
     max_tokens_per_batch: int = Field(default=16384, ge=1)
     """Tokens of one forward, padding included; a longer conversation runs alone."""
     timeout_s: float = Field(default=120.0, gt=0)
     """How long a request may take, waiting and a restart of the reward server included; then it is a reward error."""
-    num_threads: int = Field(default=1, ge=1)
+    num_threads: Own[int] = Field(default=1, ge=1)
     """CPU threads of a reward server."""
 
     @field_validator("dtype")
@@ -145,15 +145,15 @@ class Reward(Section):
     `model`: the reward model alone; or several with weights and options, as {numeric: 1, format: {weight: 0.2}}."""
     model: RewardModel = RewardModel()
     """The reward model, in place of a function or beside one."""
-    workers: int = Field(default=1, ge=1, le=256)
+    workers: Own[int] = Field(default=1, ge=1, le=256)
     """Reward processes per rollout server."""
-    timeout_s: float = Field(default=10.0, gt=0)
+    timeout_s: float = Field(default=30.0, gt=0)
     """A call that takes longer is killed and counts as a reward error."""
-    memory_bytes: int = Field(default=8 * 1024**3, ge=64 * 1024**2)
+    memory_bytes: Own[int] = Field(default=8 * 1024**3, ge=64 * 1024**2)
     """Address space of one reward process; a call that needs more fails as a reward error."""
-    max_file_bytes: int = Field(default=64 * 1024**2, ge=0)
+    max_file_bytes: Own[int] = Field(default=64 * 1024**2, ge=0)
     """Largest file that reward code may write."""
-    max_open_files: int = Field(default=256, ge=32)
+    max_open_files: Own[int] = Field(default=256, ge=32)
     """Files and sockets that one reward process may have open."""
     max_error_rate: float = Field(default=0.2, ge=0, le=1)
     """Above this share of groups with a failed call among the last 32 the run stops and names the last error."""
@@ -166,7 +166,7 @@ class Reward(Section):
     @model_validator(mode="after")
     def _parts_have_time(self) -> "Reward":
         """What a built-in reward gives up by itself is a score, past timeout_s it would be an error."""
-        limits = {Code: "total_s", Mathematics: "seconds"}
+        limits = {Code: "wall_s", Mathematics: "seconds"}
         found = [
             (f"function.{part.label}.{key}", float(getattr(part.settings, key)))
             for part in self.parts
@@ -201,11 +201,11 @@ class Tracking(Section):
     """`rich` redraws a panel, `plain` prints a line per step, `auto` takes rich on a terminal."""
     trackers: list[Tracker] = Field(default=[])
     """Services that get every row of metrics.jsonl as well, such as [tensorboard, wandb] (docs/metrics.md)."""
-    tracker_options: dict[Tracker, dict[str, Any]] = Field(default={})
+    tracker_options: Own[dict[Tracker, dict[str, Any]]] = Field(default={})
     """By tracker: arguments of its own start, such as `{wandb: {mode: offline, entity: my-team}}`."""
     project: str = "slipstream"
     """Project, or experiment, that a tracker files the run under."""
-    prometheus: str | None = None
+    prometheus: Own[str | None] = None
     """Loopback address at which each process serves its numbers to Prometheus, such as 127.0.0.1 (extra `prometheus`);
     null serves none. An address that others reach needs network.insecure."""
     save_rollouts_every: int = Field(default=0, ge=0)

@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.base import Section
+from configs.base import Own, Secret, Section
 
 BUILT_IN = ("agent", "tools", "textarena", "verifiers", "openenv")
 NEEDED = {
@@ -24,12 +24,12 @@ class Environment(Section):
     """`async def rollout(row, client)` as `path/to/file.py:name` or `package.module:name`; or `tools` (a tool loop),
     `textarena` (its games), `verifiers` (prime-rl's environments), `openenv` (servers of that protocol) or `agent` (a
     program that asks an OpenAI endpoint). Unset: an answer is one turn."""
-    options: dict[str, Any] = Field(default={})
+    options: Secret[dict[str, Any]] = Field(default={})
     """For the function, as `client.options`, for example `{tools: [calculator]}`, `{taskset: {id: my-tasks}}` or
     `{command: [python, my_agent.py]}`."""
-    workers: int = Field(default=1, ge=1, le=256)
+    workers: Own[int] = Field(default=1, ge=1, le=256)
     """Environment processes per rollout server; the episodes of one share an event loop."""
-    max_episodes: int = Field(default=256, ge=1)
+    max_episodes: Own[int] = Field(default=256, ge=1)
     """Episodes that one rollout server runs at once; further ones wait."""
     max_turns: int = Field(default=16, ge=1)
     """Turns of an episode; the next one raises NoMoreTurns in the function."""

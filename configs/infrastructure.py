@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from configs.base import Section
+from configs.base import Own, OwnPath, Section
 
 
 class WeightBus(Section):
@@ -12,7 +12,7 @@ class WeightBus(Section):
 
     transport: Literal["collective", "disk"] = "collective"
     """How buckets travel: a broadcast in a process group of the current epoch, or files in a shared folder."""
-    folder: str | None = None
+    folder: OwnPath[str | None] = None
     """With transport disk: a folder that learner rank 0 and all rollout servers see; mounted anywhere."""
     backend: Literal["auto", "gloo", "nccl", "ucc"] = "auto"
     """Backend of the collective transport; `auto` is nccl on GPUs, gloo on a CPU and where GPUs are shared."""
@@ -20,7 +20,7 @@ class WeightBus(Section):
     """`staged` receives beside the engine and applies proven bytes; `direct` receives into the engine (SGLang only)."""
     stage_in: Literal["server", "engine"] = "server"
     """Where staged bytes arrive: in the server's process, or in SGLang's, beside decoding (over gloo or nccl only)."""
-    port: int = Field(default=0, ge=0, le=65535)
+    port: Own[int] = Field(default=0, ge=0, le=65535)
     """Control port of the publisher; 0 takes a free one (rollout servers learn it from replay)."""
     bucket_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Size of one broadcast."""
@@ -43,11 +43,11 @@ class WeightBus(Section):
 class Network(Section):
     """Addresses of the control and data plane."""
 
-    host: str = "127.0.0.1"
+    host: Own[str] = "127.0.0.1"
     """Address of this machine that replay, the weight bus and collectives bind; each node has its own."""
-    replay_port: int = Field(default=0, ge=0, le=65535)
+    replay_port: Own[int] = Field(default=0, ge=0, le=65535)
     """Port of replay; 0 takes a free one (only for runs that the launcher starts whole)."""
-    reward_port: int = Field(default=0, ge=0, le=65535)
+    reward_port: Own[int] = Field(default=0, ge=0, le=65535)
     """Port of a node's first reward server, the others take the next ones; 0 takes free ones, where rollout servers
     have reward servers on their own node."""
     heartbeat_s: float = Field(default=1.0, gt=0)
@@ -59,16 +59,16 @@ class Network(Section):
     """Larger messages are refused before they are read."""
     insecure: bool = False
     """Allow a non-loopback bind without keys."""
-    keys: str | None = None
+    keys: Own[str | None] = None
     """Folder of CURVE keys (`python -m replay.keys`): every socket of the run is encrypted and authenticated."""
-    env: dict[str, str] = Field(default={})
+    env: Own[dict[str, str]] = Field(default={})
     """Environment of every process on every node, for example `{NCCL_SOCKET_IFNAME: eth0, NCCL_IB_HCA: mlx5}`."""
 
 
 class Placement(Section):
     """The GPU split. Either `split` on this host, or `rollout` and `learner` over named nodes."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Own[Literal["auto", "cpu", "cuda"]] = "auto"
     """`auto` is cuda where there is a GPU; where another key is `auto`, named nodes count as nodes with GPUs."""
     split: str | None = "1:1"
     """`R:L` on one host: R devices for rollout servers, L for learner ranks (on a CPU: processes)."""
@@ -89,7 +89,7 @@ class Placement(Section):
     share_gpus: bool = False
     """A GPU may be given twice: to both sides (one GPU for everything), which needs weight_bus.backend gloo, or to a
     reward server as well."""
-    gpu_gib: float | None = Field(default=None, gt=0)
+    gpu_gib: Own[float | None] = Field(default=None, gt=0)
     """Memory of a learner GPU in GiB, which the dry run holds the learner's budget against; unset: what this machine's
     GPUs have."""
     rendezvous_port: int = Field(default=29400, ge=1, le=65535)
@@ -102,5 +102,5 @@ class Placement(Section):
             raise ValueError(f"{value} is one number; give both sides as 'R:L', such as '6:2'")
         return value
 
-    local_rollouts: bool = True
+    local_rollouts: Own[bool] = True
     """The launcher starts the rollout servers of this host; off, they are started by hand."""

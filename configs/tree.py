@@ -4,7 +4,7 @@ from pydantic import Field, model_validator
 
 from configs.algorithm import Algorithm, Critic, Replay, Rollout
 from configs.auto import on_gpus, resolve
-from configs.base import Section
+from configs.base import Own, Section
 from configs.data import Data, Model, Reward, Tracking
 from configs.environment import Environment
 from configs.evaluation import Evaluation, PromptSet, prompt_sets
@@ -22,9 +22,9 @@ FLOAT32_ON_GPUS = (
 class Run(Section):
     """Identity of the run."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: Own[str] = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run folder."""
-    dir: str = Field(default="runs", min_length=1)
+    dir: Own[str] = Field(default="runs", min_length=1)
     """Folder that holds run folders."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seeds the data order, sampling and everything else that is random."""

@@ -1,7 +1,8 @@
-"""What both ends must agree on about a model folder, as hashes of its files. Needs neither torch nor transformers.
+"""What all processes of a run must agree on: hashes of the model folder's files, and the configuration's shared keys.
 
-Token ids are the only currency between rollout servers and learner. Ends that read different tokenizers, chat
-templates or architectures would train on the wrong thing without any error, so replay compares these at Hello.
+Token ids are the only currency between rollout servers and learner. Ends that read different tokenizers, chat templates
+or architectures, or that score with different rewards, would train on the wrong thing without any error, so replay
+compares these at Hello. Needs neither torch nor transformers.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ import jinja2
 
 from configs.errors import SlipstreamError, kind_of
 from configs.schema import Config
+from configs.shared import shared_values
 from replay.pictures import decoder_of, vision_of
 from replay.tower import tower_digest
 
@@ -38,16 +40,14 @@ class FingerprintError(
 
 
 def run_fingerprint(config: Config) -> dict[str, str]:
-    """What Hello carries: model folder, sampling and group shape, by name. Raises FingerprintError."""
+    """What Hello carries: hashes of the model folder by name, values by key (configs/shared.py).
+
+    Raises FingerprintError.
+    """
     found = model_fingerprint(config.model.path, config.model.chat_template)
     if config.model.chat_template_options:
         found["chat_template"] += f" with {_hash(config.model.chat_template_options)}"
-    return found | {
-        "rollout.group_size": str(config.rollout.group_size),
-        "rollout.max_new_tokens": str(config.rollout.max_new_tokens),
-        "rollout.temperature": repr(config.rollout.temperature),
-        "rollout.dtype": config.rollout.dtype,
-    }
+    return found | shared_values(config)
 
 
 def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from configs.schema import Config
+from configs.shared import concerns
 from replay.channel import Inventory, Message
 from replay.channel.keys import SHARED
 from replay.desks.line import Policy
@@ -102,15 +103,16 @@ class Peers:
         return next((p for p in self.role("learner") if p.hello.rank == rank), None)
 
     def disagreement(self, hello: Hello) -> str | None:
-        """The first fingerprint entry in which a newcomer differs from this run's, as a sentence."""
-        for key, value in self.expected.items():
-            theirs = hello.fingerprint.get(key, "none")
-            if theirs != value:
-                return (
-                    f"{key} differs: {hello.name!r} has {theirs}, this run has {value};"
-                    f" give {hello.name!r} the run's model folder and configuration"
-                )
-        return None
+        """Every key, or hash of the model folder, in which a newcomer differs from this run, as a sentence."""
+        given = hello.fingerprint
+        different = [
+            f"{key} is {given.get(key, 'missing')} there and {value} in this run"
+            for key, value in self.expected.items()
+            if given.get(key) != value and concerns(hello.role, key)
+        ]
+        if not different:
+            return None
+        return f"{'; '.join(different)}; start {hello.name!r} with the run's model folder and configuration"
 
 
 def learner_keys(config: Config) -> frozenset[str]:

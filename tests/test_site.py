@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 from mkdocs.config import load_config
 
-from scripts.pictures import __main__ as pictures
 from tests.support import chromium
 
 ROOT = Path(__file__).parents[1]
@@ -156,10 +155,6 @@ def test_the_search_has_keys_codes_and_metrics(site: Path) -> None:
         "reference/errors/": ("SLIP", "mend"),
     }.items():
         assert [word for word in words if word not in found[page]] == []
-
-
-def test_the_drawn_pictures_are_up_to_date() -> None:
-    assert pictures.main(["--check"]) == 0
 
 
 def test_the_text_of_pictures_lies_inside_of_them(tmp_path: Path) -> None:

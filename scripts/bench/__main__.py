@@ -1,11 +1,9 @@
-"""`python -m scripts.bench pipeline|bus|replay|link|learner|prefixes`: how fast it is, and what it costs.
+"""`python -m scripts.bench pipeline|bus|replay|learner`: how fast it is, and what it costs.
 
     pipeline    how well rollouts, training and broadcast overlap; tables and JSON
     bus         a weight update, phase by phase, beside a bare broadcast of the same bytes
     replay      the data plane, in tokens per CPU-second of the replay process
-    link        a weight update over a slow link, whole and as changes
     learner     one step of the learner, with and without what speeds it up
-    prefixes    gradients of answers that share their prompt, and of prompts apart
 
 Each takes --help. The last line on standard output is one object of JSON.
 """
@@ -22,12 +20,8 @@ def main() -> int:
             from scripts.bench.bus import command
         case ["replay"]:
             from scripts.bench.replay import command
-        case ["link"]:
-            from scripts.bench.link import command
         case ["learner"]:
             from scripts.bench.learner import command
-        case ["prefixes"]:
-            from scripts.bench.prefixes import command
         case _:
             sys.stderr.write(f"{__doc__}\n")
             return 0 if sys.argv[1:] in (["-h"], ["--help"]) else 2

@@ -203,10 +203,8 @@ def result_of(args: argparse.Namespace, found: Updates, raw: Row) -> dict[str, A
     return result
 
 
-def updates(
-    args: argparse.Namespace, folder: Path, host: str = "127.0.0.1", enter: Sequence[str] = (), threads: int = 1
-) -> Updates:
-    """Publish all versions from `host` to receivers; `enter` begins their commands. Raises CaseFailed, ConfigError."""
+def updates(args: argparse.Namespace, folder: Path) -> Updates:
+    """Publish all versions to receivers. Raises CaseFailed, ConfigError."""
     path = args.work / f"{args.shape}-seed{args.seed}" if args.work else folder / "model"
     make(args.shape, path, args.seed)
     config = settings(args, folder, path)
@@ -220,14 +218,14 @@ def updates(
     busy: dict[str, Any] = {}
     with Processes(folder, JOIN_S) as processes:
         identity = {"run_id": RUN, "incarnation": 1, "insecure": config.network.insecure}
-        with Publisher(config.weight_bus, host=host, **identity) as publisher:
+        with Publisher(config.weight_bus, host="127.0.0.1", **identity) as publisher:
             for number in range(args.receivers):
                 name = f"engine-{number}"
                 job = json.dumps({"name": name, "address": publisher.address, "requests": args.requests})
-                words = [*enter, sys.executable, "-m", "scripts.bench.bus", str(folder), job, str(os.getpid())]
+                words = [sys.executable, "-m", "scripts.bench.bus", str(folder), job, str(os.getpid())]
                 # each on a GPU of its own, after the publisher's
                 devices = {"CUDA_VISIBLE_DEVICES": str(number + 1)} if cuda else {}
-                processes.start(name, words, OMP_NUM_THREADS=str(threads), **devices)
+                processes.start(name, words, OMP_NUM_THREADS="1", **devices)
             what = f"{args.receivers} receivers to join"
             processes.wait(what, lambda: len(publisher.members()) == args.receivers)
             rows = publish_all(publisher, made, args)

@@ -3,7 +3,6 @@
     chaos            faults against whole runs (taken where no campaign is named)
     resume           kill -9 of the learner and of replay, and equal digests afterwards
     bus              each role hit at 20 points of a weight update
-    weights changes  updates sent as changes, with faults of messages and data between the ends
     weights flips    updates with flipped bits
     elastic          rollout servers that join and leave one run
 
@@ -26,8 +25,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             from scripts.chaos.campaigns import resume as campaign
         case ["bus", *rest]:
             from scripts.chaos.campaigns import bus as campaign
-        case ["weights", "changes", *rest]:
-            from scripts.chaos.campaigns import changes as campaign
         case ["weights", "flips", *rest]:
             from scripts.chaos.campaigns import flips as campaign
         case ["elastic", *rest]:

@@ -1,10 +1,9 @@
 """The weight bus alone, over gloo: a publisher and its receivers in threads of this process, and weights to publish."""
 
 import logging
-import random
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,11 +29,8 @@ Come = Callable[[int, Places | None, list[torch.Tensor]], None]
 it may change before they are read."""
 Spoil = Callable[[str, str, torch.Tensor], None]
 
-# versions of a small policy under a real AdamW, with the odd one that is no ordinary step
-LR, LEAP_LR = 1e-6, 3e-3  # a leap moves more than half of all elements in one step
+LR = 1e-6  # of the small policy that is published, under a real AdamW
 STEPS_BEFORE = 40  # after so many, Adam's moments are those of a run that is under way
-KINDS = {"step": 78, "leap": 4, "same": 4, "back": 14}
-"""How often, in a hundred: an ordinary step, a leap, the last version again, the one before it again."""
 
 
 def digests_of(named: Weights) -> dict[str, int]:
@@ -68,10 +64,6 @@ class Oracle:
 
     def holds(self, version: int, live: Weights) -> bool:
         return self._truth.get(version) == bytes_of(live)
-
-    def claims(self, version: int, served: Iterable[str]) -> None:
-        false = [name for name in served if version not in self.activated[name]]
-        self.wrong += [f"the publisher takes {name!r} for one that serves v{version}" for name in false]
 
 
 class SpoiledTransport(Wrapped):
@@ -185,8 +177,8 @@ class Policy:
     Master weights are float32. Vectors and `gate` are published as they are, the others in bfloat16.
     """
 
-    def __init__(self, seed: int, *, hidden: int = 256, kinds: Mapping[str, int] = KINDS) -> None:
-        self._numbers, self._rng, self._kinds = torch.Generator().manual_seed(seed), random.Random(seed), kinds
+    def __init__(self, seed: int, *, hidden: int) -> None:
+        self._numbers = torch.Generator().manual_seed(seed)
         shapes = {"embed": (8 * hidden, hidden), "gate": (17, 19)}
         shapes |= {f"layers.{layer}.{matrix}": (hidden, hidden) for layer in range(4) for matrix in "qkvo"}
         named = {name: torch.randn(shape, generator=self._numbers) * 0.02 for name, shape in shapes.items()}
@@ -194,20 +186,16 @@ class Policy:
         self._masters = {name: torch.nn.Parameter(tensor) for name, tensor in named.items()}
         self._adam = torch.optim.AdamW(self._masters.values(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
         for _ in range(STEPS_BEFORE):
-            self._step(LR)
-        self.last = self._before = self._rounded()
+            self._step()
+        self.last = self._rounded()
 
-    def next(self) -> tuple[str, Weights]:
-        """(kind, tensors as they are published), which stay as they are."""
-        (kind,) = self._rng.choices(list(self._kinds), list(self._kinds.values()))
-        if kind in ("step", "leap"):
-            self._step(LEAP_LR if kind == "leap" else LR)
-        published = {"same": self.last, "back": self._before}.get(kind) or self._rounded()
-        self._before, self.last = self.last, published
-        return kind, published
+    def next(self) -> Weights:
+        """Tensors as they are published after one more step, which stay as they are."""
+        self._step()
+        self.last = self._rounded()
+        return self.last
 
-    def _step(self, lr: float) -> None:
-        self._adam.param_groups[0]["lr"] = lr
+    def _step(self) -> None:
         for weight in self._masters.values():
             weight.grad = torch.randn(weight.shape, generator=self._numbers)
         self._adam.step()

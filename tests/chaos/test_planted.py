@@ -7,14 +7,9 @@ import pytest
 from written_journal import a_run, boots, groups_of, wire_message
 
 from scripts.chaos import checker
-from scripts.chaos.bus_cluster import Policy
-from scripts.chaos.campaigns.changes import Chances, Changes
 from scripts.chaos.campaigns.flips import Flip, Flips
 from tests.support.campaigns import run_campaign
-from weight_bus.delta.changes import ChangeReader
-from weight_bus.intake import Intake
 from weight_bus.manifest import Manifest
-from weight_bus.staging import Staging
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,34 +116,6 @@ def test_weights_that_are_not_proven_in_the_engine_are_seen(monkeypatch, place):
             campaign.update(flip)
         served = 2 if place == "base" else 1  # it shows in the next version
         assert campaign.oracle.wrong == [f"'receiver-1' serves v{served} with a wrong 'embed'"]
-
-
-def changes(back=0.0, base=0.0):
-    policy, chances = Policy(7, hidden=64, kinds={"step": 50, "back": 50}), Chances(0.0, 0.0, back, base)
-    with Changes(7, policy, chances=chances, pace_s=0.0) as campaign:
-        return campaign.run(12)
-
-
-def test_changes_that_are_not_proven_at_all_are_seen(monkeypatch):
-    monkeypatch.setattr(Staging, "corrupt", lambda self: [])
-    monkeypatch.setattr(ChangeReader, "arrived", lambda *_: True)
-    monkeypatch.setattr(Manifest, "differences", lambda self, held: [])
-    found, wrong = changes(back=1.0)
-    assert found["served_wrong"] > 0 and (found["bit_exact"], found["in_order"]) == (False, False)
-    assert any(" with a wrong " in text for text in wrong)
-
-
-def test_changes_of_another_base_are_seen(monkeypatch):
-    def unguarded(self, begin, manifest):
-        reader: ChangeReader = self._reader
-        reader.apply(self.staging.buckets, begin.wire_bytes, begin.change_bytes)
-        self.staging.manifest = manifest
-        return self.staging.corrupt()
-
-    monkeypatch.setattr(Intake, "_change", unguarded)
-    found, wrong = changes(base=1.0)
-    assert found["unnoticed"] > 0 and found["refused_other_base"] == 0 and found["in_order"] is False
-    assert any(text.startswith("other base of v") for text in wrong)
 
 
 SOURCE = {

@@ -28,6 +28,7 @@ from learner.launch.ports import problem_with_port
 from replay import keys as make_keys
 from replay.channel import load_keys
 from tests.security import served_replay
+from tests.support.namespaces import switched
 from tests.support.runs import ROOT
 
 pytestmark = [pytest.mark.e2e]
@@ -339,13 +340,13 @@ def test_a_healthy_machine_passes_whole_with_groups_of_real_processes(examine, t
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes network namespaces")
 def test_a_cut_network_between_two_machines_is_named(examine, tmp_path):
-    from scripts.bench.link import cable  # here, because it imports torch, which no other test of this file needs
-
-    with cable(100.0, tmp_path) as (here, there):
+    with switched({"end1": "10.213.7.1", "end2": "10.213.7.2"}) as switch:
+        (tmp_path / "names").write_text(switch.names())
         fake = tmp_path / "ssh"
         fake.write_text(
-            f"#!/usr/bin/env bash\ncase $1 in a) ns={here[3]};; b) ns={there[3]};; esac\n"
-            'exec ip netns exec $ns bash -c "$2"\n'
+            f"#!/usr/bin/env bash\ncase $1 in a) ns={switch.host('end1')};; b) ns={switch.host('end2')};; esac\n"
+            f'mount="mount --bind {tmp_path}/names /etc/hosts"\n'
+            'exec ip netns exec $ns bash -c "$mount && $2"\n'
         )
         fake.chmod(0o755)
         (tmp_path / "hosts").write_text("node0 10.213.7.1 ssh=a\nnode1 10.213.7.2 ssh=b\n")
@@ -356,7 +357,7 @@ def test_a_cut_network_between_two_machines_is_named(examine, tmp_path):
             code, lines = examine("--hosts", str(tmp_path / "hosts"), settings=settings)
             assert code == 0, lines
             assert any("gloo group: between learner of node0 and rollout of node1: formed" in line for line in lines)
-            subprocess.run(["ip", "-n", here[3], "link", "set", "net0", "down"], check=True)
+            switch.cut("end1")
             code, lines = examine("--hosts", str(tmp_path / "hosts"), settings=settings)
         finally:
             del os.environ["SLIPSTREAM_SSH"]

@@ -33,6 +33,21 @@ def test_two_terminals_and_a_rollout_server_that_joins_in_the_middle(tmp_path, u
         run = Run(launcher, tmp_path / "apart", learner)
         run.wait_for_step(1)
         assert f"replay listens at {address}: start rollout servers with --replay {address}" in run.text()
+        stranger = (
+            *by_hand,
+            "--server-name",
+            "stranger",
+            "--set",
+            "reward.function=exact",
+            "--set",
+            "rollout.dtype=bfloat16",
+        )
+        with terminal(tmp_path / "stranger.out", *stranger, environment=variables) as refused:
+            assert refused.wait(60) != 0
+        said = (tmp_path / "stranger.out").read_text()
+        assert (
+            'reward.function is "exact" there and' in said and 'rollout.dtype is "bfloat16" there and "float32"' in said
+        )
         with terminal(tmp_path / "late.out", *by_hand, environment=variables) as late:
             run.wait_until(lambda: "'late' (pid" in run.log("replay"), "the second server's Hello")
             joined = run.steps()[-1]["training/global_step"]

@@ -19,6 +19,7 @@ from simulated_run import (
     trains,
 )
 
+from configs.shared import shared_values
 from replay import messages as m
 from replay.channel import WireError
 from replay.desks.leases import SlotState
@@ -149,14 +150,28 @@ def test_a_run_without_any_server_ends_with_a_reason():
     assert sent(made, "l", m.Goodbye)[-1].failed
 
 
-def test_peers_that_disagree_are_refused_by_name():
-    made = service()
-    made.peers.expected = {"tokenizer": "aaa"}
-    other = m.Hello(role="rollout_server", name="rollout-c", pid=9, host="h", fingerprint={"tokenizer": "bbb"})
-    made.handle("c", other, 1.0)
-    reason = sent(made, "c", m.Refused)[-1].reason
-    assert "tokenizer differs" in reason and "'rollout-c' has bbb" in reason and "this run has aaa" in reason
-    assert made.peers.get("c") is None
+@pytest.mark.parametrize(
+    ("role", "rank", "theirs", "named"),
+    [
+        ("rollout_server", 0, {"tokenizer": "bbb"}, ["tokenizer is bbb there and aaa in this run"]),
+        ("rollout_server", 0, {"reward.function": '"math"'}, ['reward.function is "math" there and "exact" in']),
+        ("rollout_server", 0, {"learner.lr": "1e-06", "limits.kl": '""'}, []),
+        (
+            *("learner", 1, {"learner.lr": "1e-06", "algorithm.loss": '"gspo"', "run.seed": "7"}),
+            ["learner.lr is 1e-06 there and 0.0005 in", "algorithm.loss is", "run.seed is 7 there and 0 in"],
+        ),
+        ("learner", 1, {}, []),
+    ],
+)
+def test_a_peer_of_another_configuration_is_refused_with_every_key_and_both_values(role, rank, theirs, named):
+    made = service(learner__lr=5e-4)
+    made.peers.expected = {"tokenizer": "aaa", **shared_values(made.config)}
+    given = {**made.peers.expected, **theirs}
+    hello = m.Hello(role=role, name="other", pid=9, host="h", rank=rank, world_size=2, fingerprint=given)
+    made.handle("c", hello, 1.0)
+    reasons = [refused.reason for refused in sent(made, "c", m.Refused)]
+    assert bool(reasons) == bool(named) == (made.peers.get("c") is None)
+    assert all(text in reasons[-1] for text in named)
 
 
 def test_the_cursor_restores_data_and_leases_lost_prompts_again():

@@ -2,22 +2,17 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_bench_lines import ROOT, check
 
 from scripts.bench import replay
-from scripts.bench.core import CaseFailed
-from scripts.bench.link import cable
 from scripts.bench.load import MEDIAN, Case, write_files
-from tests.support.runs import processes
+from tests.support.runs import ROOT, processes
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 
@@ -41,7 +36,6 @@ def test_pipeline(tmp_path: Path) -> None:
     out, work = tmp_path / "out.json", tmp_path / "work"
     words = ["--device", "cpu", "--quick", "--stream", "--work", str(work), "--out", str(out)]
     result, _ = bench(work, "pipeline", *words)
-    check("pipeline", result)
     assert json.loads(out.read_text()) == [result]
     # Nothing here says that the machine was quiet: a busy one stretches any of the phases.
     assert 0 < result["eta"] < 2
@@ -62,7 +56,6 @@ def test_pipeline(tmp_path: Path) -> None:
 def test_a_case_of_pipeline_that_fails_is_named_and_the_next_one_is_tried(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--quick", "--configs", "tiny@1:1,tiny@1:999", "--limit-s", "0.5"]
     line, errors = bench(tmp_path, "pipeline", *words, "--work", str(tmp_path), code=1)
-    check("pipeline_failed", line)
     first, second = line["results"]
     assert first["config"] == "tiny@1:1" and "not done within --limit-s 0.5 s" in first["error"]
     assert second["config"] == "tiny@1:999" and "fewer than 999 learner ranks" in second["error"]
@@ -73,7 +66,6 @@ def test_bus(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--quick", "--shape", "tiny", "--receivers", "1", "--versions", "6", "--kept", "2"]
     result, _ = bench(tmp_path, "bus", *words, "--tokens", "32", "--out", str(tmp_path / "out"))
     assert result == json.loads((tmp_path / "out").read_text())
-    check("bus", result)
     assert result["digests_equal"] and result["delta_ratio"] > 20 and 0 < result["density"] < 0.03
     for key in ("sync_over_raw", "wire_over_raw", "raw_s", "sync_s", "delta_sync_s", "delta_cpu_s", "receivers_cpu_s"):
         assert result[key] > 0, key
@@ -109,37 +101,3 @@ def test_a_case_of_replay_that_fails_is_named(tmp_path: Path) -> None:
     words = ["--quick", "--limit-s", "0.05", "--producers", "2", "--work", str(tmp_path)]
     document, _ = bench(tmp_path, "replay", *words, code=1)
     assert document["error"].startswith("waited 0.05 s for replay to be ready")
-
-
-@pytest.fixture
-def link(tmp_path: Path) -> None:
-    try:
-        with cable(100, tmp_path):
-            pass
-    except CaseFailed as error:
-        pytest.skip(f"no link of network namespaces here: {error}")
-
-
-def test_link(link: None, tmp_path: Path) -> None:
-    found, _ = bench(tmp_path, "link", "--link-mb-s", "100", "--model", "tiny", "--at-most", "inf", "--zstd")
-    assert found["digests_equal"] is True and found["measured"] == [6, 6]
-    assert 0 < found["delta_bytes"] < found["full_bytes"] / 10 and 0 < found["density"] < 0.1
-    assert {"wire_s", "verify_s", "apply_s", "total_s"} <= found["delta_phases"].keys()
-    check("link", found)
-
-
-def test_a_link_that_is_ended_from_outside_leaves_no_namespace(link: None) -> None:
-    process = start("link", "--link-mb-s", "100", "--versions", "500", "--model", "tiny")
-
-    def namespaces() -> list[str]:
-        listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-        return [line for line in listed.splitlines() if line.startswith(f"slip{process.pid}-")]
-
-    deadline = time.monotonic() + 60
-    while len(namespaces()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert len(namespaces()) == 2
-    time.sleep(1.0)
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=60) and process.returncode == 128 + signal.SIGTERM
-    assert namespaces() == []

@@ -31,7 +31,7 @@ from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.generate import Generator
 from rollout_server.tasks import Task
-from scripts.bench import bus, link, load, pipeline, replay
+from scripts.bench import bus, load, pipeline, replay
 from scripts.bench import learner as bench_learner
 from scripts.bench.core import CaseFailed, cost_of, quantile, resident_bytes, spread, table, written_bytes
 from scripts.bench.load import Case, prepare
@@ -111,12 +111,6 @@ def test_options_say_the_cases() -> None:
     assert replay.parse(["--producers", "7", "--no-curve"])[1] == [Case(producers=7, curve=False)]
 
 
-def test_link_names_the_commands_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CaseFailed, match="iproute2"), link.cable(100, tmp_path):
-        pass
-
-
 def test_every_step_has_one_phase_and_the_first_of_each_does_not_count() -> None:
     plan = Plan(warmup=2, idle=3, full=4, quiet_s=1)
     assert plan.phases == ["warmup"] * 2 + ["idle"] * 4 + ["full"] * 5
@@ -168,9 +162,9 @@ def test_a_run_without_the_time_for_its_end_has_the_figures_of_its_steps(
 def test_numbers() -> None:
     assert [quantile(found, 0.9) for found in ([3.0], range(1, 11), [1.0, 9.0], [])] == [3, 9, 9, 0]
     rows = [{"bytes": 100.0 if number % 2 else 3.0, "total_s": 1.0, "cpu_s": 0.1} for number in range(12)]
-    assert link.summary(rows)["measured"] == [5, 5]
+    assert [len(kind) for kind in bus.by_kind(rows, 5)] == [5, 5]
     with pytest.raises(CaseFailed, match="4 versions whole"):
-        link.summary(rows[:-1])
+        bus.by_kind(rows[:-1], 5)
 
 
 def test_the_table_has_every_case() -> None:

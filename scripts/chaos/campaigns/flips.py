@@ -24,10 +24,7 @@ import torch
 
 from configs.infrastructure import WeightBus
 from scripts.chaos.bus_cluster import BusCluster, Places, Policy, Receiver
-from scripts.chaos.campaigns.changes import PER_VERSION_S, STARTING_S, verdict
 from scripts.chaos.report import State, ends_within
-
-__all__ = ["OPTIONS", "plan", "run", "verdict"]
 
 OPTIONS = {
     "updates": (1000, "versions to publish"),
@@ -35,6 +32,7 @@ OPTIONS = {
     "receivers": (2, "subscribers"),
     "delta": (False, "send changes only (weight_bus.delta)"),
 }
+STARTING_S, PER_VERSION_S = 120.0, 3.0  # before this process takes itself for one that hangs
 ALL = "all"
 BUCKET_BYTES = 16 * 1024
 AT_REST_EVERY = 5.0  # one bit at rest for so many of those that must be found
@@ -50,6 +48,10 @@ def run(campaign: "Flips", state: State, args: argparse.Namespace) -> None:
         return
     with ends_within(STARTING_S + PER_VERSION_S * args.updates), campaign:
         state.add([campaign.run(args.updates, args.every), campaign.wrong + campaign.oracle.wrong])
+
+
+def verdict(state: State, _hung: str, _args: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
+    return state.done[0] if state.done else ({}, [])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,7 @@ class Flips(BusCluster):
         generous = {"deadline_s": 60, "collective_timeout_s": 20, "heartbeat_s": 5}
         super().__init__(WeightBus(bucket_bytes=BUCKET_BYTES, delta=delta, **generous))
         self._rng, self._delta, self._at_rest_every = random.Random(seed), delta, at_rest_every
-        self._policy = Policy(seed, hidden=32, kinds={"step": 1})
+        self._policy = Policy(seed, hidden=32)
         self.counts = {what: Counter[str]() for what in ("planted", "found", "healed", "harmless", "at_rest")}
         """By place. Harmless, with --delta: bits of a coded change that carry nothing, or of a base after which a whole
         version came, so that every tensor came out right."""
@@ -133,7 +135,7 @@ class Flips(BusCluster):
         self.lines.clear()
         self._due = dict.fromkeys(self._victims(planted), planted) if planted is not None else {}
         version = max(last, 0) + 1
-        report = self.publish(version, self._policy.next()[1])
+        report = self.publish(version, self._policy.next())
         if report.failed:
             self.wrong.append(f"v{version} did not reach all: {report.failed}")
         due = [self._late, planted]

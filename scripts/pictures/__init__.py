@@ -1,1 +1,0 @@
-"""The drawn pictures of the documentation: `python -m scripts.pictures` writes docs/pictures/."""
