@@ -22,6 +22,7 @@ from learner.launch.ports import problem_with_port
 from learner.launch.prompt_check import check_prompts
 from learner.launch.reward_folder import check_reward_model
 from learner.launch.reward_source import (
+    declared_loss,
     problem_with_agent,
     problem_with_environment,
     problem_with_loss,
@@ -112,9 +113,12 @@ def check_reward(config: Config, *, has_data: bool) -> None:
 
 
 def check_loss(config: Config) -> None:
-    """Raises ConfigError: the loss cannot be loaded, or the bus has no GPUs for NCCL."""
+    """Raises ConfigError: the loss cannot be loaded or does not suit the run, or the bus has no GPUs for NCCL."""
     if (problem := problem_with_loss(config.algorithm.loss)) is not None:
         raise InputMissing(f"algorithm.loss: {config.algorithm.loss!r}: {problem}")
+    traits = config.algorithm.built_in or declared_loss(config.algorithm.loss)
+    if problem := config.problem_with_loss(traits):
+        raise Contradiction(problem)
     if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
         raise Contradiction("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
 

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from configs.algorithm import UNDECLARED, LossTraits
 from configs.aliases import SIGNATURES, VERL_NAMES
 from configs.data import Reward
 from configs.environment import Environment
@@ -88,6 +89,20 @@ def problem_with_loss(spec: str) -> str | None:
     """What is wrong with an `algorithm.loss` of the form `path/to/file.py:name`, or None."""
     path, colon, name = spec.rpartition(":")
     return _problem_with_file(Path(path), name, _problem_with_factory) if colon else None
+
+
+def declared_loss(spec: str) -> LossTraits:
+    """What the source of a loss from a file declares, as far as it stands there in plain values."""
+    path, _, name = spec.rpartition(":")
+    tree = _parsed(Path(path))
+    functions = [] if isinstance(tree, str) else [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for call in (each for function in functions if function.name == name for each in function.decorator_list):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == "declare":
+            try:
+                return LossTraits(**{word.arg or "": ast.literal_eval(word.value) for word in call.keywords})
+            except (TypeError, ValueError):
+                return UNDECLARED
+    return UNDECLARED
 
 
 def problem_with_environment(spec: str | None) -> str | None:
