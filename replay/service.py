@@ -36,8 +36,7 @@ from replay.timeline import ENDED, Timeline
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[Peer, Any, float, Frames], None]
-"""handle(peer, message, now, frames)"""
+Handler = Callable[[Peer, Any, float, Frames], None]  # (peer, message, now, frames)
 
 
 class Service:
@@ -165,8 +164,7 @@ class Service:
 
     def corrupt(self, identity: str, problem: WireError) -> None:
         """A message that cannot be used: counted and named."""
-        peer = self.peers.get(identity)
-        symptom = getattr(problem, "symptom", "corrupt")
+        peer, symptom = self.peers.get(identity), problem.symptom
         self.counters[f"{symptom}_messages"] += 1
         name = peer.name if peer else shown(identity)
         self._bounded.warning(symptom, "replay: message of %s refused: %s [%s]", name, problem, symptom)
@@ -188,9 +186,7 @@ class Service:
         for identity in [i for i, until in self.missing.items() if now > until]:
             del self.missing[identity]
             held = self.granting.server_lost(identity)
-            log.warning(
-                "replay: %s has not come back; its %d leases go to other servers [silent]", shown(identity), held
-            )
+            log.warning("replay: %s is not back; its %d leases go to other servers [silent]", shown(identity), held)
         if not self.missing:
             self.evaluations.give_up()
         for version in self.evaluations.expire(now):

@@ -113,8 +113,6 @@ class Leases:
                 self._jobs.abort(key)
             case m.Ack():
                 self._acked(message)
-            case m.Resend() if (key := lease_key(message)) in self.unacked:
-                self.outbox.append(self.unacked[key])
             case m.EvaluationLease():
                 self._evaluate(message)
             case m.EvaluationClosed():
@@ -189,7 +187,7 @@ class Leases:
         del self.evaluating[evaluation_key(lease)]
         reason = f"set {lease.set!r}: {error}" if lease.set else str(error)
         log.error("evaluation of version %d failed: %s", lease.version, reason)
-        self.outbox.append(m.EvaluationFailed(version=lease.version, greedy=lease.greedy, reason=reason))
+        self.outbox.append(m.EvaluationFailed(version=lease.version, reason=reason))
 
     def close_evaluation(self, version: int) -> None:
         """End an evaluation, forget its results and let its version go."""
@@ -217,8 +215,11 @@ class Leases:
             self._jobs.begin(lease)
 
     def _acked(self, ack: m.Ack) -> None:
-        """Drop a group that replay has answered."""
-        self.unacked.pop(lease_key(ack), None)
+        """Drop a group that replay has answered, or send it again."""
+        group = self.unacked.pop(key := lease_key(ack), None)
+        if ack.status == "missing" and group is not None:
+            self.unacked[key] = group
+            self.outbox.append(group)
         if ack.status == "rejected":
             log.error("group (%d, %d) was rejected: %s", ack.pass_, ack.index, ack.reason)
 
@@ -246,7 +247,7 @@ def policies_of(versions: m.Int32, served: Sequence[tuple[int, int]]) -> list[li
     return [list(policy) for policy in sorted(set(known))]
 
 
-def evaluation_key(message: m.EvaluationLease | m.EvaluationResult) -> EvaluationKey:
+def evaluation_key(message: m.OfPart) -> EvaluationKey:
     """(version, set, whether greedy, number of its first prompt) of a part of an evaluation."""
     return message.version, message.set, message.greedy, message.first
 

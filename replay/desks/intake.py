@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 REWARD_WINDOW = 32
 """Groups over which the share of errors of rewards and environments is taken."""
-AckStatus = Literal["accepted", "superseded", "rejected"]
+AckStatus = Literal["accepted", "superseded", "rejected", "missing"]
 
 
 class Intake:
@@ -53,11 +53,11 @@ class Intake:
         """A server has sent these groups, and waits for a word: the one of before, or that a group was lost."""
         for pass_, index, attempt in (key for key in keys if len(key) == 3):
             slot = self.run.buffer.slots.get((pass_, index))
-            this = m.Resend(pass_=pass_, index=index, attempt=attempt)
+            this = m.OfLease(pass_=pass_, index=index, attempt=attempt)
             if (settled := _settled(slot, attempt)) is not None:
                 self._ack(peer, this, *settled)
             elif (peer.identity, (pass_, index), attempt) not in self.early:
-                self.peers.send(peer.identity, this)
+                self._ack(peer, this, "missing")
 
     def failed(self, peer: Peer, cancel: m.Cancel) -> None:
         """A server gives a lease up; too many reward errors end the run."""
@@ -141,7 +141,7 @@ class Intake:
     def _problem_with(self, group: m.Group, slot: Slot) -> str | None:
         return problem_with(group, slot, self.run.config, Bounds(self.run.newest_possible, self.granting.vocab_size))
 
-    def _ack(self, peer: Peer, of: m.Group | m.Resend, status: AckStatus, reason: str = "") -> None:
+    def _ack(self, peer: Peer, of: m.OfLease, status: AckStatus, reason: str = "") -> None:
         ack = m.Ack(pass_=of.pass_, index=of.index, attempt=of.attempt, status=status, reason=reason)
         self.peers.send(peer.identity, ack)
 

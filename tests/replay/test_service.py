@@ -218,7 +218,7 @@ def test_an_evaluation_that_fails_everywhere_is_given_up():
     while made.evaluations.board.open:
         (server,) = [who for who in ("a", "b") if sent(made, who, m.EvaluationLease)]
         asked.append(server)
-        made.handle(server, m.EvaluationFailed(version=0, greedy=True, reason="not held"), 1.0)
+        made.handle(server, m.EvaluationFailed(version=0, reason="not held"), 1.0)
     assert asked == ["a", "b", "a", "b"] and "every server" in made.evaluations.board.closed[0]
 
 
