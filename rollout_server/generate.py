@@ -17,6 +17,7 @@ from replay.pictures import packed
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling, first_error
 from rollout_server.progress import prefixes_of
 from rollout_server.rewards import RewardOutcome, Rewards, Sample
+from rollout_server.scoring import Scoring
 from rollout_server.tasks import PromptTooLong, Task, TaskError
 from rollout_server.tasks.pictures import Prompt
 
@@ -47,6 +48,7 @@ class Generator:
     engine: Engine
     task: Task
     rewards: Rewards
+    scoring: Scoring = field(default_factory=Scoring, kw_only=True)
     _evaluation_prompts: dict[str, Prompt] = field(default_factory=dict)
     """Evaluation prompts of text, encoded, which come again with every evaluation."""
     _sampled: dict[str, list[Completion]] = field(default_factory=dict)
@@ -149,7 +151,8 @@ class Generator:
         if any(c.finish_reason == "abort" for c in completions):
             raise LeaseFailed("aborted", "the request was cancelled")
         samples = await self._beside(self._samples, rows, completions)
-        outcomes = await self.rewards.score(samples)
+        with self.scoring.of(len(samples)):
+            outcomes = await self.rewards.score(samples)
         for number, outcome in enumerate(outcomes):
             if outcome.error is not None:
                 raise LeaseFailed("reward_error", f"answer {number}: {outcome.error}")
