@@ -448,3 +448,14 @@ def test_on_gpus_float32_is_warned_of():
 
     assert "Warning: learner.compute_dtype float32 uses no tensor cores" in arithmetic("cuda", "float32")
     assert all("Warning" not in arithmetic(*run) for run in (("cuda", "auto"), ("cpu", "float32")))
+
+
+def test_a_guard_speaks_once_and_then_rarely_with_a_count(tmp_path):
+    guards, said = Guards(make_config(tmp_path)), []
+    for step in range(1, 341):
+        guards.fired["ess"] += 1
+        said.append(guards.said(Alarm("ess", "warn", 1, f"step {step}: low")))
+    assert [text for text in said if text] == [
+        "step 1: low", "step 10: low (10 times so far)", "step 100: low (100 times so far)"
+    ]  # fmt: skip
+    assert guards.said(Alarm("ess", "stop", 1, "no more")) == "no more"
