@@ -32,7 +32,7 @@ class RolloutTarget(DealerTarget):
 
     async def open(self) -> None:
         self._dealer = AsyncDealer(self.address, "r0", m.FROM_REPLAY)
-        self.meet("r0", m.Heartbeat())
+        self.meet(self._dealer, m.Heartbeat())
         engine: Any = SimpleNamespace(hold=str, unpin=nothing, health=nothing)
         generator: Any = SimpleNamespace(group=refuse, evaluation=refuse, abort=str, engine=engine)
         self._reader = RolloutServer(config(), generator, self._dealer, name="rollout-0", fingerprint={})
@@ -69,7 +69,7 @@ class LearnerTarget(DealerTarget):
         self._reader = BatchReader(config(), self.address, rank=0, fingerprint={})
         self._read, self._poll = 0, self._reader._dealer.poll
         self._reader._dealer.poll = self._counted  # type: ignore[method-assign]
-        self.meet(self._reader._dealer.identity, m.Heartbeat())
+        self.meet(self._reader._dealer, m.Heartbeat())
         await self.drain(1)
 
     def given(self) -> Mapping[str, Any]:
