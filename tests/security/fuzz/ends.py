@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from learner.batches import BatchReader
-from learner.batches import RunEnded as LearnerRunEnded
+from learner.dialog import RunEnded as LearnerRunEnded
 from replay import messages as m
 from replay.channel import AsyncDealer, ChannelError, WireError
 from rollout_server.generate import LeaseFailed
@@ -83,6 +83,7 @@ class LearnerTarget(DealerTarget):
             self._read += 1
             raise
         self._read += found is not None
+        self.accepted += found is not None
         return found
 
     async def drain(self, count: int) -> None:
@@ -91,10 +92,8 @@ class LearnerTarget(DealerTarget):
         for number in range(count):
             before = self._read
             while self._read == before:
-                try:
-                    self.accepted += self._reader._next("the next batch") is not None
-                except (LearnerRunEnded, ChannelError):  # Goodbye and Refused
-                    self.accepted += 1
+                with contextlib.suppress(LearnerRunEnded, ChannelError):  # Goodbye and Refused
+                    self._reader._poll(PATIENCE_S)
                 if time.monotonic() > deadline:
                     raise Vanished(f"{count - number} of {count} messages")
         self._reader.inbox.results.clear()
