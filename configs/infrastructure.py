@@ -73,11 +73,6 @@ class Placement(Section):
     """Rollout GPUs by node, for example `node0:0-5`."""
     learner: str | None = None
     """Learner GPUs by node, for example `node0:6-7; node1:0-7`."""
-    critic: str = "learner"
-    """Where the critic of algorithm.advantage `gae` lies: on the learner's ranks, or on ranks of its own by node, for
-    example `node0:6-7`."""
-    reference: str = "learner"
-    """The same for the reference model of a KL term."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices per engine."""
     share_gpus: bool = False
