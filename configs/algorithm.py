@@ -1,5 +1,6 @@
 """How answers become updates: sampling, groups, lag, advantages and the loss."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -76,10 +77,41 @@ class Replay(Section):
     """How often the launcher starts a dead replay again, in place; an hour of good running refills it."""
 
 
-LOSSES = ("ppo_clip", "gspo", "cispo", "sapo", "dppo_tv", "policy_gradient")
 Clip = tuple[float, float]
-CLIPS: dict[str, Clip] = {"ppo_clip": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}
-"""(clip_low, clip_high) of a loss, where the configuration gives none: of DAPO, the GSPO paper, and TRL and ScaleRL."""
+Ratio = Literal["none", "token", "answer"]
+PPO_CLIP: Clip = (0.2, 0.28)
+BOUNDS = ("clip_low", "clip_high", "clip_dual")
+LEAST_ANSWER_CLIP = 0.01
+"""Narrowest bounds of an answer's ratio against a 16-bit engine, whose rounding moves it by up to half as much."""
+WIDE_ANSWER_CLIP = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class LossTraits:
+    """What the guards of lag, correction and bounds go by."""
+
+    ratio: Ratio = "none"
+    """Of policy to proximal policy that the loss takes: none, each token's own, or one of the whole answer."""
+    bounds: tuple[str, ...] | None = ()
+    """Which of BOUNDS it reads; None: nobody knows."""
+    clip: Clip = PPO_CLIP
+    """(clip_low, clip_high) where the configuration gives none."""
+
+    @property
+    def has_ratio(self) -> bool:
+        return self.ratio in ("token", "answer")
+
+
+LOSSES: dict[str, LossTraits] = {
+    "ppo_clip": LossTraits("token", BOUNDS),  # bounds of DAPO
+    "gspo": LossTraits("answer", ("clip_low", "clip_high"), (3e-4, 4e-4)),  # of the paper
+    "cispo": LossTraits("token", ("clip_high",), (1.0, 4.0)),  # of TRL and ScaleRL
+    "sapo": LossTraits("token"),
+    "dppo_tv": LossTraits("token"),
+    "policy_gradient": LossTraits(),
+}
+UNDECLARED = LossTraits(bounds=None)
+"""Of a loss from a file that says nothing: uncorrected, unless algorithm.correction is set."""
 CORRECTIONS: dict[str, Clip] = {
     "token_tis": (0.0, 2.0),
     "icepop": (0.5, 2.0),
@@ -174,22 +206,60 @@ class Algorithm(Section):
 
     @model_validator(mode="after")
     def _keys_go_together(self) -> "Algorithm":
-        if problem := self._problem_with_weights() or self._problem_with_kl():
+        own = self.built_in
+        if problem := (own and self.problem_with_loss(own)) or self._problem_with_kl():
             raise ValueError(problem)
         return self
 
-    def _problem_with_weights(self) -> str:
-        """The distance to the policy that sampled counts twice, or in part."""
-        if self.has_ratio and self.proximal == "behaviour" and self.correction in ("token_tis", "sequence_tis"):
+    def problem_with_loss(self, loss: LossTraits) -> str:
+        """What keys do not go with a loss of these traits: the distance to the sampler counts twice, or in part.
+
+        Of a loss from a file the traits are known where the file lies, so the launcher and the learner ask there.
+        """
+        unused = [key for key in BOUNDS if loss.bounds is not None and key not in loss.bounds and getattr(self, key)]
+        if unused:
+            return (
+                f"{unused[0]}: {getattr(self, unused[0]):g} with loss {self.loss!r}, which has no such bound; leave it"
+                f" out ({unused[0]}={'0' if unused[0] == 'clip_dual' else 'null'}), or take loss 'ppo_clip'"
+            )
+        if loss.has_ratio and self.proximal == "behaviour" and self.correction in ("token_tis", "sequence_tis"):
             return (
                 f"correction: {self.correction!r} truncates weights only, and the ratio of {self.loss!r} is that weight"
                 " already; take proximal 'log_linear', or loss 'policy_gradient', or a correction that masks"
             )
-        if not self.has_ratio and self.proximal == "log_linear":
+        if not loss.has_ratio and self.proximal == "log_linear":
             return (
-                f"proximal: 'log_linear' with loss {self.loss!r}, which has no ratio against that policy, so that a"
-                " correction would weigh only a part of the distance to the policy that sampled; take proximal"
+                f"proximal: 'log_linear' with loss {self.loss!r}, which declares no ratio against that policy, so that"
+                " a correction would weigh only a part of the distance to the policy that sampled; take proximal"
                 " 'behaviour', with which it weighs all of it, or loss 'ppo_clip'"
+            )
+        return ""
+
+    def problem_with_ratio(self, loss: LossTraits, *, lag: int, is_exact: bool) -> str:
+        """Why its ratio does not correct this lag, or is of rounding alone; empty where all is well.
+
+        Args:
+            loss: its traits.
+            lag: most policy versions between sampling and training.
+            is_exact: engine and learner compute in float32.
+        """
+        if self.i_know_this_is_biased:
+            return ""
+        if lag > 0 and not self.is_corrected(loss):
+            what = f"proximal: {self.proximal!r}" if loss.has_ratio else f"loss: {self.loss!r}"
+            return (
+                f"{what} corrects nothing for replay.async_lag {lag}, and such runs collapse; take 'ppo_clip', or an"
+                " algorithm.correction, or declare the ratio of a loss of your own (docs/algorithms.md), or set"
+                " algorithm.i_know_this_is_biased=true for a negative control"
+            )
+        low, high = self.clip
+        is_narrow = loss.ratio == "answer" and min(low, high) < LEAST_ANSWER_CLIP
+        if is_narrow and self.proximal == "behaviour" and not is_exact:
+            return (
+                f"clip_low: {low:g} and clip_high {high:g} of {self.loss!r} are for a ratio against logprobs that the"
+                " trainer computed again; here it is against a 16-bit engine, whose rounding alone passes them; set"
+                f" algorithm.clip_low and algorithm.clip_high to {WIDE_ANSWER_CLIP:g} (at least {LEAST_ANSWER_CLIP:g}),"
+                " or algorithm.proximal=current with algorithm.correction=token_tis"
             )
         return ""
 
@@ -197,6 +267,11 @@ class Algorithm(Section):
         """The KL term does nothing, or a key of it has no term to act on."""
         if self.kl_in == "reward" and self.kl == "none":
             return "kl_in: 'reward' without an estimator; set algorithm.kl to k1, k2 or k3"
+        if self.kl_in == "reward" and self.advantage == "grpo":
+            return (
+                "kl_in: 'reward' with advantage 'grpo', whose standard deviation blows the KL term of a group with"
+                " equal rewards up to full strength; take advantage 'dr_grpo' or 'rloo', or kl_in 'loss'"
+            )
         if self.kl == "k1" and self.kl_in == "loss":
             return (
                 "kl: 'k1' with kl_in 'loss' has a gradient of 0 in expectation and regularises nothing; take kl 'k2' or"
@@ -231,18 +306,7 @@ class Algorithm(Section):
     @model_validator(mode="after")
     def _bounds_are_used(self) -> "Algorithm":
         """What a user sets and nothing reads would look as if it had counted."""
-        reads_low, reads_high = self.loss in ("ppo_clip", "gspo"), self.loss in ("ppo_clip", "gspo", "cispo")
         masks = self.correction in ("icepop", "sequence_mis", "geometric_mis")
-        unused = {
-            "clip_low": self.loss in LOSSES and not reads_low and self.clip_low is not None,
-            "clip_high": self.loss in LOSSES and not reads_high and self.clip_high is not None,
-            "clip_dual": self.loss in LOSSES and self.loss != "ppo_clip" and self.clip_dual > 0,
-        }
-        if key := next((key for key, is_unused in unused.items() if is_unused), None):
-            raise ValueError(
-                f"{key}: {getattr(self, key):g} with loss {self.loss!r}, which has no such bound; leave it out"
-                f" ({key}={'0' if key == 'clip_dual' else 'null'}), or take loss 'ppo_clip'"
-            )
         unused = {
             "correction_low": not masks and self.correction_low is not None,
             "correction_high": self.correction == "none" and self.correction_high is not None,
@@ -273,7 +337,7 @@ class Algorithm(Section):
     @property
     def clip(self) -> Clip:
         """(low, high) of the loss."""
-        low, high = CLIPS.get(self.loss, CLIPS["ppo_clip"])
+        low, high = (self.built_in or UNDECLARED).clip
         return (low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high)
 
     @property
@@ -300,15 +364,13 @@ class Algorithm(Section):
         return self.advantage not in ("gae", "reinforce++")
 
     @property
-    def has_ratio(self) -> bool:
-        """The loss takes the ratio against the proximal policy itself."""
-        return self.loss != "policy_gradient"
+    def built_in(self) -> LossTraits | None:
+        """Of algorithm.loss; None for one from a file, which only the hosts that have the file can look at."""
+        return LOSSES.get(self.loss)
 
-    @property
-    def is_corrected(self) -> bool:
+    def is_corrected(self, loss: LossTraits) -> bool:
         """Something accounts for the distance between the policy in training and the one that sampled."""
-        ratio_against_behaviour = self.has_ratio and self.proximal == "behaviour"
-        return ratio_against_behaviour or self.correction != "none"
+        return (loss.has_ratio and self.proximal == "behaviour") or self.correction != "none"
 
 
 class Critic(Section):

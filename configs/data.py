@@ -147,7 +147,7 @@ class Reward(Section):
     """The reward model, in place of a function or beside one."""
     workers: Own[int] = Field(default=1, ge=1, le=256)
     """Reward processes per rollout server."""
-    timeout_s: float = Field(default=10.0, gt=0)
+    timeout_s: float = Field(default=30.0, gt=0)
     """A call that takes longer is killed and counts as a reward error."""
     memory_bytes: Own[int] = Field(default=8 * 1024**3, ge=64 * 1024**2)
     """Address space of one reward process; a call that needs more fails as a reward error."""
@@ -166,7 +166,7 @@ class Reward(Section):
     @model_validator(mode="after")
     def _parts_have_time(self) -> "Reward":
         """What a built-in reward gives up by itself is a score, past timeout_s it would be an error."""
-        limits = {Code: "total_s", Mathematics: "seconds"}
+        limits = {Code: "wall_s", Mathematics: "seconds"}
         found = [
             (f"function.{part.label}.{key}", float(getattr(part.settings, key)))
             for part in self.parts

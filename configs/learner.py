@@ -123,7 +123,11 @@ class LearnerSettings(Section):
     num_threads: int = Field(default=1, ge=1)
     """CPU threads per rank."""
     batch_deadline_s: float = Field(default=600.0, gt=0)
-    """How long a rank waits for its batch before the run stops and names what was missing."""
+    """How long a rank waits for its batch before the run stops and names what was missing: longer than the rollout
+    servers need for a step."""
+    collective_deadline_s: float = Field(default=300.0, gt=0)
+    """How long a rank waits for the others inside a collective, before a dead link or a rank that stands still ends the
+    learner; above weight_bus.deadline_s, for which rank 0 may be late."""
     restarts: int = Field(default=3, ge=0)
     """How often the launcher starts a killed learner again, from its newest checkpoint (one learner node).
     An hour of good running refills it, or twice batch_deadline_s where that is longer."""

@@ -99,9 +99,12 @@ class Code(Part):
     partial: bool = False
     """Score the share of tests that pass; otherwise all have to, and the first that does not ends the judging."""
     timeout_s: float = Field(default=4.0, gt=0, allow_inf_nan=False)
-    """For each test."""
+    """Processor time of each test, in seconds."""
     total_s: float = Field(default=8.0, gt=0, allow_inf_nan=False)
-    """For all tests of an answer; below reward.timeout_s, so that a slow program scores and is no error."""
+    """Processor time of all tests of an answer, in seconds."""
+    wall_s: float = Field(default=25.0, gt=0, allow_inf_nan=False)
+    """Seconds that all tests of an answer may last, for programs that wait; below reward.timeout_s, so that such a
+    program scores and is no error."""
     max_tests: int = Field(default=20, ge=1)
     """Tests of an answer that are run, from the first on."""
     memory_bytes: int = Field(default=512 * 1024**2, ge=32 * 1024**2)

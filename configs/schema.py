@@ -8,6 +8,7 @@ import ipaddress
 
 from pydantic import model_validator
 
+from configs.algorithm import LossTraits
 from configs.evaluation import check as check_sets
 from configs.evaluation import check_metric
 from configs.learner import Mesh
@@ -231,13 +232,6 @@ class Config(Tree):
                 f"replay.async_lag: {lag} is above {MAX_ASYNC_LAG}, past which no correction held in measurement;"
                 f" take {MAX_ASYNC_LAG} or less"
             )
-        if lag > 0 and not (self.algorithm.is_corrected or self.algorithm.i_know_this_is_biased):
-            what = "algorithm.proximal" if self.algorithm.has_ratio else "algorithm.loss"
-            raise ValueError(
-                f"{what}: {self.algorithm.proximal if self.algorithm.has_ratio else self.algorithm.loss!r} corrects"
-                f" nothing for replay.async_lag {lag}, and such runs collapse; take 'ppo_clip', or an"
-                " algorithm.correction, or set algorithm.i_know_this_is_biased=true for a negative control"
-            )
         if lag == 0 and self.replay.on_stale == "substitute":
             raise ValueError(
                 "replay.on_stale: 'substitute' at replay.async_lag 0, where no group is ahead to take another one's"
@@ -247,6 +241,30 @@ class Config(Tree):
             raise ValueError(
                 f"rollout.on_new_weights: {self.rollout.on_new_weights!r} at replay.async_lag 0; synchronous training"
                 " drains, so take 'auto' or 'drain'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _built_in_loss_suits_the_run(self) -> "Config":
+        built_in = self.algorithm.built_in
+        if built_in is not None and (problem := self.problem_with_loss(built_in)):
+            raise ValueError(problem)
+        return self
+
+    def problem_with_loss(self, loss: LossTraits) -> str:
+        """Why a loss of these traits cannot train this run; empty where it can."""
+        is_exact = self.rollout.dtype == self.learner.compute_dtype == "float32"
+        algorithm, lag = self.algorithm, self.replay.async_lag
+        problem = algorithm.problem_with_loss(loss) or algorithm.problem_with_ratio(loss, lag=lag, is_exact=is_exact)
+        return problem and f"algorithm.{problem}"
+
+    @model_validator(mode="after")
+    def _ranks_outwait_the_first(self) -> "Config":
+        patience, bus = self.learner.collective_deadline_s, self.weight_bus.deadline_s
+        if patience <= bus and self.num_learner_ranks > 1:
+            raise ValueError(
+                f"learner.collective_deadline_s: {patience:g} is not above weight_bus.deadline_s {bus:g}, for which"
+                f" rank 0 may wait while the others are in a collective; take {2 * bus:g} or more"
             )
         return self
 

@@ -4,6 +4,7 @@ Every wait has a deadline and says what it waits for; replay's heartbeats tell a
 """
 
 import logging
+import math
 import os
 import secrets
 import socket
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 from configs.errors import SlipstreamError
 from configs.schema import Config
 from replay import messages as m
-from replay.channel import ChannelError, Dealer, Limits, Message, WireError, load_keys
+from replay.channel import ChannelError, Dealer, Limits, Message, Pulse, WireError, load_keys
 from replay.hang import expired
 from replay.trace import ClockProbe
 from replay.vitals.watch import Vitals
@@ -72,7 +73,13 @@ class BatchReader:
         self._waiting_since = time.monotonic()
         limits = Limits(config.network.max_message_bytes)
         identity = f"learner-{rank}.{secrets.token_hex(4)}"
-        self._dealer = Dealer(address, identity, m.FROM_REPLAY, limits, keys=load_keys(config.network.keys))
+        keys = load_keys(config.network.keys)
+        self._dealer = Dealer(address, identity, m.FROM_REPLAY, limits, keys=keys)
+        self._doing = "starting", time.monotonic()
+        """What this rank does, and since when; an update may take longer than any deadline of its peers."""
+        beat = lambda: self._alive() if self.incarnation else None  # noqa: E731 - a peer after Welcome, not before
+        self._pulse = Pulse(address, identity, beat, config.network.heartbeat_s, keys=keys)
+        self._came_back_at = -math.inf
 
     def connect(self) -> tuple[str, int]:
         """Ask replay for (run id, incarnation of the last learner).
@@ -143,11 +150,13 @@ class BatchReader:
             RunEnded: replay gave the run up.
         """
         since = time.monotonic()
+        self._doing = f"waiting for batch {step}", since
         self._say_alive()
         take = m.Take(step=step, rank=self.rank, have=False)
         batch = self._ask(take, m.Batch, f"batch {step} (replay could not form it)", since=since)
         check(batch)
         self._ask(replace(take, have=True), m.Proceed, f"batch {step} (other ranks have no part yet)", since=since)
+        self._doing = f"training step {step}", time.monotonic()
         return batch
 
     def announce(self, message: m.Committed | m.Published | m.Evaluate | m.Checkpointed | m.LowerLag) -> None:
@@ -206,15 +215,22 @@ class BatchReader:
 
     def abandon(self) -> None:
         """Close without Goodbye, so that a restarted rank can continue the run."""
+        self._pulse.close()
         self._dealer.close()
 
     def close(self, reason: str, *, failed: bool) -> None:
         """Say Goodbye; rank 0's ends the run."""
+        self._pulse.close()
         self._dealer.send(m.Goodbye(reason=reason, failed=failed))
         self._dealer.close()
 
     def _say_alive(self) -> None:
-        self._dealer.send(m.Heartbeat(gauges=self.vitals.gauges() if self.vitals is not None else {}))
+        self._dealer.send(replace(self._alive(), gauges=self.vitals.gauges() if self.vitals is not None else {}))
+
+    def _alive(self) -> m.Heartbeat:
+        """Also called in the thread of the pulse."""
+        activity, since = self._doing
+        return m.Heartbeat(activity=activity, since_s=time.monotonic() - since)
 
     def _next(self, what: str) -> Message | None:
         """The caller's next message, or None after POLL_S; evaluations go to the inbox."""
@@ -255,7 +271,13 @@ class BatchReader:
         return None
 
     def _come_back(self, hello: m.Hello) -> None:
-        """Replay was restarted, or took this rank for dead: the same learner goes on."""
+        """Replay was restarted, or took this rank for dead: the same learner goes on.
+
+        Replay refuses each beat of an update that goes on meanwhile: all of them together are answered once.
+        """
+        if (now := time.monotonic()) - self._came_back_at < ASK_AGAIN_S / 2:
+            return
+        self._came_back_at = now
         log.warning("learner rank %d says Hello to replay again", self.rank)
         self._dealer.send(replace(hello, incarnation=self.incarnation, cursor=None))
         for message in self._said.values():

@@ -219,7 +219,7 @@ def one_of(config: Config, device: Any) -> Iterator[Any]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.num_learner_ranks)
     try:
-        yield make_meshes(config.learner.mesh, device, timedelta(seconds=config.learner.batch_deadline_s))
+        yield make_meshes(config.learner.mesh, device, timedelta(seconds=config.learner.collective_deadline_s))
     finally:
         dist.destroy_process_group()
 

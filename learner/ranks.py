@@ -100,7 +100,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     bind_collectives(os.environ, config.network.host)
     for name, default in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, default)
-    timeout = timedelta(seconds=config.learner.batch_deadline_s)
+    timeout = timedelta(seconds=config.learner.collective_deadline_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timeout,
@@ -125,7 +125,7 @@ def named(error: Exception) -> Exception:
         return error
     text = f"{type(error).__name__}: {str(error).strip()}"
     if TIMED_OUT.search(text):
-        key = "learner.batch_deadline_s"
+        key = "learner.collective_deadline_s"
         said = expired("the other learner ranks, in a collective", owed_by=("learner ranks",), waited_s=0.0, key=key)
         first, newline, rest = text.partition("\n")
         return CollectiveFailed(f"{first}; a rank that the others wait for stands still{said} [silent]{newline}{rest}")
@@ -143,11 +143,11 @@ def split_roles(config: Config, device: torch.device) -> tuple[DeviceMesh, dict[
     ranks: dict[str, list[int]] = {}
     for rank, (role, _) in enumerate(config.training_ranks):
         ranks.setdefault(role, []).append(rank)
-    deadline = timedelta(seconds=config.learner.batch_deadline_s)
+    deadline = timedelta(seconds=config.learner.collective_deadline_s)
     groups = {role: dist.new_group(members, timeout=deadline) for role, members in ranks.items()}
     # the policy may wait for its batch, the bus, an evaluation and, at the end, two checkpoints before the next order
     others = config.evaluation.deadline_s + 2 * config.checkpoint.deadline_s
-    patience = 3 * deadline + timedelta(seconds=others)
+    patience = timedelta(seconds=3 * config.learner.batch_deadline_s + others)
     lines = {}
     for role, members in ranks.items():
         if role != "learner":

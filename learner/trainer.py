@@ -14,6 +14,7 @@ from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_
 from learner.beside.advantages import Judged
 from learner.beside.beside import Beside
 from learner.guards import Guards, Verdict
+from learner.losses import LossError
 from learner.objective import Objective
 from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
@@ -102,6 +103,14 @@ def check_rewards(batch: Batch, config: Config) -> None:
         raise BatchError(f"batch {batch.step}: {error}") from error
 
 
+def objective_of(config: Config) -> Objective:
+    """The objective of a run. Raises LossError: what its loss declares does not go with the rest."""
+    objective = Objective(config.algorithm)
+    if problem := config.problem_with_loss(objective.loss.traits):
+        raise LossError(problem)
+    return objective
+
+
 class Trainer:
     """A rank's policy and optimizer, and how a batch becomes an update of them.
 
@@ -121,7 +130,7 @@ class Trainer:
         self.config, self.policy, self.optimizer, self._span = config, policy, optimizer, span
         self.guards, self.looker = guards, Looker.of(policy.source)
         self.advantage = build_advantage(config.algorithm)
-        self.objective: Measure = Objective(config.algorithm)
+        self.objective: Measure = objective_of(config)
         self.beside = beside or Beside(config, policy)
 
     def train_step(self, batch: Batch) -> Update:

@@ -75,7 +75,7 @@ class Heartbeat(Message):
     since_s: float = 0.0
     """What the sender is doing, in words such as `waiting for leases`, and for how long."""
     gauges: dict[str, float] = field(default_factory=dict)
-    """Numbers for the live view (tokens per second, running trajectories, idle seconds)."""
+    """Numbers for the live view (tokens per second, running trajectories, idle seconds); none leaves the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,8 @@ class Peer:
     identity: str
     hello: Hello
     last_heard: float
+    last_acted: float
+    """When a message came that is no heartbeat."""
     version: int = 0
     incarnation: int = 0
     """Of the learner that made `version`."""
@@ -84,8 +86,8 @@ class Peers:
         """Admit a peer, or refresh it when it says Hello again."""
         peer = self.by_identity.get(identity)
         if peer is None:
-            peer = self.by_identity[identity] = Peer(identity, hello, now, since=now)
-        peer.hello, peer.last_heard, peer.unreachable_since = hello, now, None
+            peer = self.by_identity[identity] = Peer(identity, hello, now, now, since=now)
+        peer.hello, peer.last_heard, peer.last_acted, peer.unreachable_since = hello, now, now, None
         return peer
 
     def remove(self, identity: str) -> Peer | None:

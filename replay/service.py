@@ -13,7 +13,7 @@ from typing import Any
 from configs.errors import coded
 from configs.schema import Config
 from replay import messages as m
-from replay.channel import Message, WireError, may_be
+from replay.channel import Message, WireError, may_be, shown
 from replay.desks.batch_desk import BatchDesk
 from replay.desks.evaluation_desk import EvaluationDesk
 from replay.desks.evaluation_parts import parts_of
@@ -155,6 +155,8 @@ class Service:
             self._send(identity, m.Refused(reason="say Hello first: replay does not know this peer (was it silent?)"))
             return
         peer.last_heard, peer.unreachable_since = now, None
+        if not isinstance(message, m.Heartbeat):
+            peer.last_acted = now
         if peer.may_send(message):
             self._handlers[type(message)](peer, message, now, frames)
             return
@@ -167,7 +169,7 @@ class Service:
         peer = self.peers.get(identity)
         symptom = getattr(problem, "symptom", "corrupt")
         self.counters[f"{symptom}_messages"] += 1
-        name = peer.name if peer else identity[:40]
+        name = peer.name if peer else shown(identity)
         self._bounded.warning(symptom, "replay: message of %s refused: %s [%s]", name, problem, symptom)
         if peer is None:  # it may speak another schema; one that was admitted sends again what is not acked
             self._send(identity, m.Refused(reason=f"message refused: {problem}"))
@@ -187,7 +189,9 @@ class Service:
         for identity in [i for i, until in self.missing.items() if now > until]:
             del self.missing[identity]
             held = self.granting.server_lost(identity)
-            log.warning("replay: %s has not come back; its %d leases go to other servers [silent]", identity, held)
+            log.warning(
+                "replay: %s has not come back; its %d leases go to other servers [silent]", shown(identity), held
+            )
         if not self.missing:
             self.evaluations.give_up()
         for version in self.evaluations.expire(now):
@@ -273,7 +277,7 @@ class Service:
         return True
 
     def _heartbeat(self, peer: Peer, message: m.Heartbeat, now: float, _: Frames) -> None:
-        peer.activity, peer.gauges = message.activity, message.gauges
+        peer.activity, peer.gauges = message.activity, message.gauges or peer.gauges
         peer.since = now - message.since_s
         if peer.role == "rollout_server" and peer.incarnation < self.incarnation and self.ended is None:
             self._send(peer.identity, self.run.welcome())  # it may have missed that a learner has started

@@ -35,7 +35,7 @@ PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted(fol
 GENERATED = {"configuration.md", "metrics.md"}
 MAPPINGS = ("rollout.sglang.", "network.env.")
 """Sections whose keys are those of SGLang and of processes."""
-RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "learner.doctor"}
+RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "learner.launch.doctor"}
 PASSED_ON = {"scripts/start_learner.sh": "learner.main", "scripts/start_rollout_nodes.sh": "rollout_server.main"}
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 

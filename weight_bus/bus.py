@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from configs.infrastructure import WeightBus
-from replay.channel import Envelope, WireError
+from replay.channel import Envelope, WireError, shown
 from weight_bus import messages as m
 from weight_bus.control import Router, wake_quickly
 from weight_bus.errors import BusClosed
@@ -159,15 +159,15 @@ class Bus:
 
     def _handle(self, identity: str, envelope: Envelope | WireError, now: float) -> None:
         if isinstance(envelope, WireError):
-            log.warning("weight bus: refused a message of %r: %s [corrupt]", identity, envelope)
+            log.warning("weight bus: refused a message of %r: %s [corrupt]", shown(identity), envelope)
             return
         message = envelope.message
         assert isinstance(message, m.InSession)  # as all of TO_PUBLISHER
         if isinstance(message, m.Join):
-            self._on_join(identity, message, envelope.run_id, now)
+            self._on_join(identity, message, envelope, now)
             return
         session = message.session
-        member = self._membership.heard(session, now)
+        member = self._membership.heard(session, identity, now)
         if member is None:
             if not isinstance(message, m.Goodbye):
                 # also for a subscriber that was stopped and continues: it joins anew and is refilled
@@ -191,8 +191,8 @@ class Bus:
                 self._membership.remove(member, rejoin=True)
                 self._board.emit("left", self._board.version, member.name, message.reason)
 
-    def _on_join(self, identity: str, join: m.Join, run_id: str, now: float) -> None:
-        board, offer = self._board, self._board.current
+    def _on_join(self, identity: str, join: m.Join, envelope: Envelope, now: float) -> None:
+        board, offer, run_id = self._board, self._board.current, envelope.run_id
         version, digest = (offer.version, offer.digest) if offer is not None else (-1, "")
         known = self._membership.find(join.session) is not None
         if run_id != self._router.run_id:
@@ -202,7 +202,8 @@ class Bus:
             reason = f"{join.name!r} on {join.host} cannot be in a group with the publisher: {apart}"
             admission = Admission(refused=reason)
         else:
-            admission = self._membership.join(join, identity, now, version=version, digest=digest)
+            sender = envelope.sender
+            admission = self._membership.join(join, identity, now, version=version, digest=digest, sender=sender)
         member, old = admission.member, admission.replaced
         if member is None:
             self._refuse(identity, join.session, admission.refused, run_id)

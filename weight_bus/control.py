@@ -2,12 +2,12 @@
 
 import socket
 import sys
-import threading
 from collections import deque
 from contextlib import ExitStack, suppress
 
 import zmq
 
+from replay import channel
 from replay.channel import (
     Arrivals,
     ChannelError,
@@ -23,11 +23,11 @@ from replay.channel import (
     configure,
     decode,
     encode,
+    routing_id,
     sequence_numbers,
 )
 from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
 
-BEAT_SUFFIX = "/beat"
 REMEMBERED = 1024  # messages of the publisher whose copies are known as such
 SWITCH_S = 0.0005
 
@@ -99,7 +99,9 @@ class Router(_End):
 
         `run_id` answers a peer of another run, which refuses anything that does not carry its own.
         """
-        frames = [identity.encode(), *encode(message, run_id or self.run_id, next(self._sequence))]
+        if (route := self._arrivals.route(identity)) is None:
+            return "closed"
+        frames = [route, *encode(message, run_id or self.run_id, next(self._sequence))]
         try:
             self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -116,23 +118,19 @@ class Router(_End):
         while self._arrives(0.0 if arrived else timeout_s):
             # of any run: a peer of another run gets an answer that says so
             identity, received = self._arrivals.take(self._socket.recv_multipart(copy=False), None)
-            arrived.append((identity.removesuffix(BEAT_SUFFIX), received))
+            arrived.append((identity, received))
         return arrived
 
 
 class Dealer(_End):
     """A subscriber's end, used by the thread that receives (except `wake`)."""
 
-    def __init__(
-        self, address: str, identity: str, run_id: str, *, queue_unconnected: bool = True, keys: Keys | None = None
-    ) -> None:
+    def __init__(self, address: str, identity: str, run_id: str, *, keys: Keys | None = None) -> None:
         super().__init__(zmq.DEALER, run_id)
         # no window like the publisher's: a publisher that restarts with its clock behind counts from below
         self._had: deque[int] = deque(maxlen=REMEMBERED)
         configure(self._socket, Limits(), keys)
-        # never for a socket that also reads: with IMMEDIATE a lost connection takes unread messages with it
-        self._socket.setsockopt(zmq.IMMEDIATE, not queue_unconnected)
-        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.setsockopt(zmq.IDENTITY, routing_id(identity))
         self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
         self._watches.callback(self._handshake.close)
         try:
@@ -143,7 +141,7 @@ class Dealer(_End):
             raise ChannelError(reason, "closed") from error
 
     def send(self, message: Message) -> bool:
-        """Queue a message; False when the queue is full, or unconnected and so without one (or refused: see `poll`)."""
+        """Queue a message; False when the queue is full (or refused: see `poll`)."""
         try:
             self._socket.send_multipart(encode(message, self.run_id, next(self._sequence)), flags=zmq.NOBLOCK)
         except zmq.Again:
@@ -168,29 +166,13 @@ class Dealer(_End):
         return envelope.message
 
 
-class Pulse:
-    """Heartbeats of a subscriber, from a thread and a socket of their own.
-
-    A subscriber that is blocked in a broadcast or in its engine still lives; one that is stopped does not beat.
-    """
+class Pulse(channel.Pulse):
+    """A subscriber's heartbeats."""
 
     def __init__(self, address: str, identity: str, run_id: str, period_s: float, keys: Keys | None = None) -> None:
-        # unheard beats must not reach a later publisher
-        self._dealer = Dealer(address, identity + BEAT_SUFFIX, run_id, queue_unconnected=False, keys=keys)
-        self._period_s = period_s
-        self._stop = threading.Event()
         self.session = ""  # beats for this session; empty beats for none. Set by the receiving thread
-        self._thread = threading.Thread(target=self._run, name=f"weight-bus-pulse-{identity}", daemon=True)
-        self._thread.start()
+        super().__init__(address, identity, self._of_session, period_s, keys=keys, run_id=run_id)
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._period_s):
-            session = self.session
-            if session:
-                self._dealer.send(Heartbeat(session=session))
-
-    def close(self) -> None:
-        """Stop beating."""
-        self._stop.set()
-        self._thread.join()
-        self._dealer.close()
+    def _of_session(self) -> Heartbeat | None:
+        session = self.session
+        return Heartbeat(session=session) if session else None

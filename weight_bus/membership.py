@@ -54,6 +54,7 @@ class Member:
     session: str
     instance: str
     identity: str
+    sender: str  # name of the key that it has proven, "" without keys
     pid: int
     host: str
     since: float  # when the present state began
@@ -88,6 +89,7 @@ class Membership:
 
     def __init__(self, *, silent_after_s: float, max_faults: int) -> None:
         self.members: dict[str, Member] = {}
+        self._by_session: dict[str, Member] = {}
         self.epoch = 0
         self.group: tuple[str, ...] = ()
         """Sessions of the group that is formed now, by rank from 1; empty when it is broken."""
@@ -98,14 +100,17 @@ class Membership:
         # outlives a session, so that leaving and joining anew does not reset the count
         self._faults: dict[str, int] = {}
 
-    def join(self, join: Join, identity: str, now: float, *, version: int, digest: str) -> Admission:
-        """Admit a subscriber while `version` with `digest` is published. The newest instance of a name wins."""
+    def join(self, join: Join, identity: str, now: float, *, version: int, digest: str, sender: str = "") -> Admission:
+        """Admit a subscriber while `version` with `digest` is published. The newest instance of a name wins; while
+        a name has a member, only the key of that one (`sender`) may join under it."""
         if join.instance in self._fenced:
             reason = f"another instance of {join.name!r} has taken its place, or it was removed for good"
             return Admission(refused=reason)
         if not 1 <= join.ranks <= MAX_RANKS:
             return Admission(refused=f"{join.name!r} asks for {join.ranks} ranks, not for 1 to {MAX_RANKS} [corrupt]")
         old = self.members.get(join.name)
+        if old is not None and old.sender != sender:
+            return Admission(refused=f"the name {join.name!r} belongs to key {old.sender!r}, not to {sender!r}")
         if old is not None and old.session == join.session:
             old.heard_at = now
             return Admission(member=old)
@@ -116,6 +121,7 @@ class Membership:
             session=join.session,
             instance=join.instance,
             identity=identity,
+            sender=sender,
             pid=join.pid,
             host=join.host,
             since=now,
@@ -125,18 +131,19 @@ class Membership:
         )
         if version >= 0 and (join.version, join.digest) == (version, digest):
             member.state, member.version = State.LIVE, version
-        self.members[join.name] = member
+        self.members[join.name] = self._by_session[join.session] = member
         return Admission(member=member, replaced=old)
 
     def find(self, session: str) -> Member | None:
         """The member of a session; None when the session has ended."""
-        return next((member for member in self.members.values() if member.session == session), None)
+        return self._by_session.get(session)
 
-    def heard(self, session: str, now: float) -> Member | None:
-        """Note a sign of life of the member, if the session has not ended."""
+    def heard(self, session: str, identity: str, now: float) -> Member | None:
+        """Note a sign of life of the member, if the session has not ended and is this identity's."""
         member = self.find(session)
-        if member is not None:
-            member.heard_at = now
+        if member is None or member.identity != identity:
+            return None
+        member.heard_at = now
         return member
 
     def needing(self, version: int, now: float) -> list[Member]:
@@ -272,7 +279,7 @@ class Membership:
 
     def remove(self, member: Member, *, rejoin: bool) -> None:
         """End a session. Without `rejoin` its instance is fenced for good."""
-        del self.members[member.name]
+        del self.members[member.name], self._by_session[member.session]
         if member.session in self.group:
             self.group = ()
         if not rejoin:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from configs.algorithm import LEAST_ANSWER_CLIP, WIDE_ANSWER_CLIP
 from configs.aliases import BY_FRAMEWORK, ends, plain
 from configs.loading import apply_override, inline, leaf_keys
 from configs.translate.batches import Given, groups_per_step
@@ -143,6 +144,10 @@ def translate(foreign: Foreign, given: Given, overrides: Sequence[str] = ()) -> 
 def _read_by(loss: str, line: Line) -> Line:
     """The line without bounds that the loss does not have."""
     pairs = {key: value for key, value in line.pairs.items() if key not in BOUNDS or key in READS.get(loss, ())}
+    narrow = [key for key in pairs if key in BOUNDS and loss == "gspo" and pairs[key] < LEAST_ANSWER_CLIP]
+    if narrow:
+        why = "widened: here the ratio is against the engine, whose rounding alone passes bounds of recomputed logprobs"
+        return Line(line.shown, "key", {**pairs, **dict.fromkeys(narrow, WIDE_ANSWER_CLIP)}, why)
     if pairs == line.pairs:
         return line
     return Line(

@@ -14,7 +14,7 @@ from configs.errors import BadRunFolder
 from configs.loading import leaf_keys, load, read_yaml
 from configs.schema import Config
 from learner import ledger
-from learner.launch.preflight import with_free_name
+from learner.launch.run_folder import with_free_name
 from learner.launch.servers import RunFailed
 from replay.fingerprint import FingerprintError, model_fingerprint
 from replay.journal import FolderLock, JournalError, JournalReader

@@ -1,13 +1,14 @@
 """Losses, one a file, chosen once by algorithm.loss."""
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from configs.algorithm import Algorithm
+from configs.algorithm import Algorithm, LossTraits
 from configs.errors import SlipstreamError
-from learner.losses.base import Loss, LossFactory, LossInputs, LossOutput
+from learner.losses.base import Loss, LossFactory, LossInputs, LossOutput, declare, traits_of
 from learner.losses.cispo import cispo
 from learner.losses.dppo_tv import dppo_tv
 from learner.losses.gspo import gspo
@@ -24,7 +25,7 @@ LOSSES: dict[str, LossFactory] = {
     "policy_gradient": policy_gradient,
 }
 
-__all__ = ["LOSSES", "Loss", "LossError", "LossFactory", "LossInputs", "LossOutput", "build_loss"]
+__all__ = ["LOSSES", "Loss", "LossError", "LossFactory", "LossInputs", "LossOutput", "build_loss", "declare"]
 
 
 class LossError(
@@ -38,28 +39,39 @@ class LossError(
     """algorithm.loss cannot be used; the message says what it names."""
 
 
-def build_loss(algorithm: Algorithm) -> Loss:
-    """The loss of this configuration; one from a file raises LossError where it gives something else than [n] values.
+@dataclass(frozen=True, slots=True)
+class BuiltLoss:
+    """A loss with what it declares of itself."""
 
-    Raises:
-        LossError: algorithm.loss names a file or a function in it that is not there, or that is no factory of a loss.
-    """
-    if algorithm.loss in LOSSES:
-        return LOSSES[algorithm.loss](algorithm)
-    loss = _from_file(algorithm.loss)(algorithm)
-    if not callable(loss):
-        raise LossError(f"algorithm.loss: {algorithm.loss!r} gave {type(loss).__name__} instead of a loss")
+    loss: Loss
+    traits: LossTraits
+    place: str = ""
+    """`path/to/file.py:name`, whose output is checked; empty for a built-in loss."""
 
-    def checked(inputs: LossInputs) -> LossOutput:
-        output = loss(inputs)
-        if problem := _problem_with(output, inputs.logprobs):
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """[n] values. Raises LossError: a loss from a file gave something else."""
+        output = self.loss(inputs)
+        if self.place and (problem := _problem_with(output, inputs.logprobs)):
             raise LossError(
-                f"algorithm.loss: {algorithm.loss!r} {problem}; return LossOutput(loss=...) with a value for each token"
+                f"algorithm.loss: {self.place!r} {problem}; return LossOutput(loss=...) with a value for each token"
                 " as it comes from logprobs, neither summed nor averaged: that is done over the whole batch"
             )
         return output
 
-    return checked
+
+def build_loss(algorithm: Algorithm) -> BuiltLoss:
+    """The loss of this configuration.
+
+    Raises:
+        LossError: algorithm.loss names a file or a function in it that is not there, or that is no factory of a loss.
+    """
+    if algorithm.built_in is not None:
+        return BuiltLoss(LOSSES[algorithm.loss](algorithm), algorithm.built_in)
+    factory = _from_file(algorithm.loss)
+    loss = factory(algorithm)
+    if not callable(loss):
+        raise LossError(f"algorithm.loss: {algorithm.loss!r} gave {type(loss).__name__} instead of a loss")
+    return BuiltLoss(loss, traits_of(factory), algorithm.loss)
 
 
 def _problem_with(output: object, logprobs: torch.Tensor) -> str:

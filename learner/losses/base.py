@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.algorithm import Algorithm
+from configs.algorithm import UNDECLARED, Algorithm, LossTraits, Ratio
 
 MAX_LOG_RATIO = 20.0
 """Log ratios are clamped to ± this before exp, as in verl: e^20 is past every clip and still finite."""
@@ -56,6 +56,27 @@ class LossOutput:
 
 Loss = Callable[[LossInputs], LossOutput]
 LossFactory = Callable[[Algorithm], Loss]
+
+
+def declare(*, ratio: Ratio, bounds: tuple[str, ...] = ()) -> Callable[[LossFactory], LossFactory]:
+    """Say what a loss of one's own is, above its factory; write the values out, the launcher reads them unrun.
+
+    Args:
+        ratio: to the proximal policy that it takes: `token`, `answer` or `none`.
+        bounds: which of algorithm.clip_low, clip_high and clip_dual it reads.
+    """
+
+    def declared(factory: LossFactory) -> LossFactory:
+        factory.traits = LossTraits(ratio, bounds)  # type: ignore[attr-defined]
+        return factory
+
+    return declared
+
+
+def traits_of(factory: LossFactory) -> LossTraits:
+    """What a loss from a file declares."""
+    declared = getattr(factory, "traits", UNDECLARED)
+    return declared if isinstance(declared, LossTraits) else UNDECLARED
 
 
 def log_ratio(logprobs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:

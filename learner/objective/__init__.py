@@ -19,7 +19,7 @@ class Objective:
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
         self.loss = build_loss(algorithm)
-        self.correct = build_correction(algorithm)
+        self.correct = build_correction(algorithm, self.loss.traits)
 
     def __call__(self, row: Row, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Measurements]:
         """The row's share of the loss, 0-dim with a gradient, and what was measured.
@@ -28,9 +28,6 @@ class Objective:
             row: m trajectories, n tokens in the loss.
             logprobs: [n] of the policy in training, with a gradient.
             entropy: [n] of its distribution at each token.
-
-        Raises:
-            ValueError: the loss has a KL term and the row no logprobs of a reference model.
         """
         algorithm, now = self.algorithm, logprobs.detach()
         proximal = self._proximal(row, now)
@@ -56,8 +53,7 @@ class Objective:
         if algorithm.entropy_coef:
             total = total - algorithm.entropy_coef * (row.weights * entropy).sum()
         if algorithm.kl != "none" and algorithm.kl_in == "loss":
-            if row.reference_logprobs is None:
-                raise ValueError(f"algorithm.kl: {algorithm.kl!r}, and a row has no logprobs of a reference model")
+            assert row.reference_logprobs is not None, "learner/beside fills it in before the loss"
             kl = estimate(algorithm.kl, logprobs, row.reference_logprobs)
             measured["kl"] = kl.detach().sum()
             total = total + algorithm.kl_coef * (row.weights * kl).sum()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from configs.algorithm import Algorithm
+from configs.algorithm import Algorithm, LossTraits
 from learner.losses.base import sequence_sums
 
 
@@ -81,15 +81,15 @@ Correction = Callable[[Rho], torch.Tensor]
 """Gives [n] weights >= 0."""
 
 
-def build_correction(algorithm: Algorithm) -> Correction:
+def build_correction(algorithm: Algorithm, loss: LossTraits) -> Correction:
     """The correction of this configuration, with its veto.
 
     A veto takes a whole trajectory out of the loss where one of its tokens has a rho below veto_low or above
     veto_high (slime: below 1e-4): such a token was sampled by another model than the one that is said to have.
-    With `proximal: behaviour` and a loss that has the ratio itself, only where the weight is 0 counts.
+    With `proximal: behaviour` and a `loss` that declares the ratio, only where the weight is 0 counts.
     """
     kind = CORRECTIONS.get(algorithm.correction)
-    mask_only = algorithm.has_ratio and algorithm.proximal == "behaviour"
+    mask_only = loss.has_ratio and algorithm.proximal == "behaviour"
 
     def weights(rho: Rho) -> torch.Tensor:
         weight = torch.ones_like(rho.log)

@@ -13,7 +13,7 @@ Neither is given a mask: a token sees what stands left of it in its own trajecto
 import inspect
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from configs.errors import PackageMissing
 from configs.learner import LearnerSettings
 from learner.policy.prefixes import Prefixes, attend, lay_side_by_side
+from learner.policy.pretrained import PolicyError
 from learner.rows import Row
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 VARLEN = "slipstream_varlen"
 PADDED = "slipstream_padded"
 
+WITHOUT_MEANING = frozenset(
+    {"cu_seq_lens_k", "max_length_k", "position_ids", "use_cache", "is_causal", "output_attentions", "cache_position"}
+)
+"""Arguments of transformers that change nothing here: a row has no cache, and every token sees what is left of it."""
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
 """Head sizes that flash attention takes: multiples of 8 up to 256."""
@@ -102,6 +107,23 @@ def arguments(row: Row) -> dict[str, Any]:
     return given | {"prefixes": row.prefixes}
 
 
+def check_understood(given: Mapping[str, Any]) -> None:
+    """Refuse what a model family asks of its attention and these implementations do not do.
+
+    Raises:
+        PolicyError: names the argument, such as `sliding_window` or `softcap`, and its value.
+    """
+    for name, value in given.items():
+        if name in WITHOUT_MEANING or value is None or (name == "dropout" and value == 0.0):
+            continue
+        shown = value if isinstance(value, int | float) else "a tensor of it"
+        raise PolicyError(
+            f"model.path: the model's attention needs {name} ({shown}), which the learner does not compute, so its"
+            " logprobs would be wrong; take a model without it, or, where no trajectory reaches a sliding_window, set"
+            ' "sliding_window": null in config.json'
+        )
+
+
 def make_varlen() -> Callable[..., tuple[Tensor, None]]:
     """Attention over a packed row by torch's kernel: [1, heads, total, D] to [1, total, heads, D].
 
@@ -127,8 +149,9 @@ def make_varlen() -> Callable[..., tuple[Tensor, None]]:
         cu_seq_lens_q: Tensor,
         max_length_q: int,
         prefixes: Prefixes | None = None,
-        **_: Any,
+        **given: Any,
     ) -> tuple[Tensor, None]:
+        check_understood(given)
         if abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
             raise ValueError(f"attention scale {scaling}: the kernel is used at 1/sqrt({query.shape[-1]}) only")
         if not knows_groups and key.shape[1] != query.shape[1]:
@@ -161,9 +184,10 @@ def _padded(
     cu_seq_lens_q: Tensor,
     max_length_q: int,
     prefixes: Prefixes | None = None,
-    **_: Any,
+    **given: Any,
 ) -> tuple[Tensor, None]:
     """As varlen, in plain torch. No shape depends on data, so that it compiles."""
+    check_understood(given)
 
     def segments(
         q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor | None, longest: int, longest_key: int

@@ -61,9 +61,20 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise PolicyError(f"model.path: {folder} is a {config.model_type!r} model; the learner trains {families}")
     if getattr(config, "quantization_config", None) is not None:
         raise PolicyError(f"model.path: {folder} holds quantized weights; give the unquantized checkpoint")
-    if getattr(config, "use_sliding_window", False):
-        raise PolicyError(f"model.path: {folder} has use_sliding_window, which the learner does not train")
+    if problem := problem_with_window(config):
+        raise PolicyError(f"model.path: {folder} {problem}")
     return config
+
+
+def problem_with_window(config: PretrainedConfig) -> str:
+    """Why the learner's attention does not see what the model's sees; empty where it does."""
+    window = getattr(config, "sliding_window", None)
+    if window is None:
+        return ""
+    return (
+        f"has a sliding_window of {window} tokens, which the learner's attention does not have; where no trajectory is"
+        ' longer, set "sliding_window": null in its config.json, else take another model'
+    )
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> Any:

@@ -1,10 +1,19 @@
 """The channel: wire frames and ZeroMQ sockets. Torch-free; the weight bus uses it for its control plane."""
 
-from replay.channel.admission import Arrivals, DuplicateMessage, NotAdmitted, may_be, sequence_numbers
+from replay.channel.admission import (
+    Arrivals,
+    DuplicateMessage,
+    NotAdmitted,
+    may_be,
+    routing_id,
+    sequence_numbers,
+    shown,
+)
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode, registry
 from replay.channel.gate import Gate
 from replay.channel.handshake import HandshakeWatch
 from replay.channel.keys import ChannelError, Keys, KeysError, load_keys
+from replay.channel.pulse import Pulse
 from replay.channel.sockets import AsyncDealer, AsyncRouter, Dealer, Limits, bind, configure
 
 __all__ = [
@@ -22,6 +31,7 @@ __all__ = [
     "Limits",
     "Message",
     "NotAdmitted",
+    "Pulse",
     "Registry",
     "WireError",
     "bind",
@@ -31,5 +41,7 @@ __all__ = [
     "load_keys",
     "may_be",
     "registry",
+    "routing_id",
     "sequence_numbers",
+    "shown",
 ]

@@ -2,11 +2,16 @@
 
 A DEALER numbers its messages upwards from the microseconds of its wall clock, so a peer that starts anew under its old
 identity goes on above the numbers that it used before. Only `Arrivals` knows sockets and the clock.
+
+A routing id is an identity and a secret token. A ROUTER gives a routing id to the connection that claims it last
+(ROUTER_HANDOVER), before any message shows whose key it has, and ZAP (RFC 27) does not carry the id of the peer. So
+nobody can claim the route of another, and an identity moves to a new route only with a message of its own key.
 """
 
 import contextlib
 import itertools
 import os
+import secrets
 import socket
 import time
 from collections import OrderedDict
@@ -21,9 +26,12 @@ from replay.channel.roster import Roster, name_of
 
 WINDOW = 1024
 """Messages of one identity, counted back from its highest number, that may still come, each once."""
-MAX_IDENTITIES = 1024
+MAX_IDENTITIES = 4096
 """Remembered for each sender; the one that was not heard for longest is forgotten first."""
 MAX_IDENTITY_BYTES = 200
+TOKEN_BYTES = 16
+BEAT_SUFFIX = "/beat"
+"""Of the identity of a peer's heartbeats, which come over a connection of their own (replay/channel/pulse.py)."""
 WHY = "it is a copy, or two peers share an identity"
 ONLY_LEARNER = {"learner", "launcher"}
 """Roles that speak for the run."""
@@ -107,10 +115,11 @@ class Window:
 
 @dataclass(slots=True)
 class Peer:
-    """What is known of one identity. `user` is the key of its last message, "" without keys."""
+    """What is known of one identity. `user` and `route` are the key and routing id of its last message."""
 
     sender: str
     user: str
+    route: bytes
     window: Window = field(default_factory=Window)
 
 
@@ -124,15 +133,14 @@ class Admission:
     def __len__(self) -> int:
         return len(self._peers)
 
-    def bind(self, identity: str, user: str) -> Peer:
+    def bind(self, identity: str, user: str, route: bytes) -> Peer:
         """The peer behind an identity, its first sender's. Raises NotAdmitted: it is another's."""
         sender = name_of(user)
-        peer = self._peers.get(identity)
-        if peer is None:
-            peer = self._peers[identity] = Peer(sender, user)
-        elif peer.sender != sender:
-            raise NotAdmitted(f"identity {identity!r} belongs to key {peer.sender!r}, this came with key {sender!r}")
-        peer.user = user
+        for name in (identity, identity.removesuffix(BEAT_SUFFIX)):
+            if (owner := self._peers.get(name)) is not None and owner.sender != sender:
+                raise NotAdmitted(f"identity {name!r} belongs to key {owner.sender!r}, this came with key {sender!r}")
+        peer = self._peers.setdefault(identity, Peer(sender, user, route))
+        peer.user, peer.route = user, route
         mine = self._of.setdefault(sender, OrderedDict())
         mine[identity] = None
         mine.move_to_end(identity)
@@ -144,15 +152,28 @@ class Admission:
         return self._peers.get(identity)
 
 
+def routing_id(identity: str) -> bytes:
+    """What a DEALER gives ZeroMQ as its identity: new with each socket, and known to its two ends alone."""
+    return identity.encode() + b"\0" + secrets.token_bytes(TOKEN_BYTES)
+
+
 def identity_of(frame: bytes) -> str:
-    """The identity as text. Raises WireError: not UTF-8, not printable, or too long."""
+    """The identity in a routing id. Raises WireError: not UTF-8, not printable, too long, or without its token."""
+    name, _, token = frame.partition(b"\0")
     try:
-        identity = frame.decode("utf-8")
+        identity = name.decode("utf-8")
     except UnicodeDecodeError:
         identity = ""
-    if not identity or not identity.isprintable() or len(frame) > MAX_IDENTITY_BYTES:
-        raise WireError(f"identity {frame[:40]!r} is not text of 1 to {MAX_IDENTITY_BYTES} printable characters")
+    if not identity or not identity.isprintable() or len(name) > MAX_IDENTITY_BYTES:
+        raise WireError(f"identity {name[:40]!r} is not text of 1 to {MAX_IDENTITY_BYTES} printable characters")
+    if len(token) != TOKEN_BYTES:
+        raise WireError(f"identity {identity[:40]!r} has no token of {TOKEN_BYTES} bytes behind it")
     return identity
+
+
+def shown(identity: str) -> str:
+    """What may be shown of an identity: `rollout-0` of `rollout-0.1f3a`."""
+    return identity[:40].rpartition(".")[0] or identity[:40]
 
 
 def contents(parts: Sequence[zmq.Frame]) -> list[bytes | memoryview]:
@@ -171,26 +192,27 @@ class Arrivals:
     def take(self, parts: Sequence[zmq.Frame], run_id: str | None) -> tuple[str, Envelope | WireError]:
         """(identity, message) of what recv_multipart(copy=False) gave; what is wrong comes as its error.
 
-        A message must carry `run_id`, or none; None lets all pass.
+        A message must carry `run_id`, or none; None lets all pass. A beat comes as of the peer whose it is.
         """
         identity = ""
         try:
             identity = identity_of(parts[0].bytes)
-            return identity, self._checked(identity, parts, run_id)
+            return identity.removesuffix(BEAT_SUFFIX), self._checked(identity, parts, run_id)
         except WireError as error:
-            return identity, error
+            return identity.removesuffix(BEAT_SUFFIX), error
 
-    def may_have(self, identity: str) -> bool:
-        """Whether a message may go to this identity: not when the key that it came with was removed since."""
+    def route(self, identity: str) -> bytes | None:
+        """The routing id for a peer that was heard; None for others, and when the key that it has was removed since."""
         peer = self._admission.get(identity)
-        return peer is None or self._roster is None or self._roster.admits(peer.user, time.monotonic())
+        admitted = peer is not None and (self._roster is None or self._roster.admits(peer.user, time.monotonic()))
+        return peer.route if peer is not None and admitted else None
 
     def _checked(self, identity: str, parts: Sequence[zmq.Frame], run_id: str | None) -> Envelope:
         size = sum(map(len, parts))
         if size > self._max_message_bytes:
             raise WireError(f"message of {size} bytes is above {self._max_message_bytes} (network.max_message_bytes)")
         try:
-            peer = self._admission.bind(identity, self._user(parts[0]))
+            peer = self._admission.bind(identity, self._user(parts[0]), parts[0].bytes)
         except NotAdmitted:
             _cut(parts[0])  # or it would get what is meant for others
             raise

@@ -12,7 +12,7 @@ import zmq
 import zmq.asyncio
 
 from configs.schema import is_loopback
-from replay.channel.admission import Arrivals, contents, sequence_numbers
+from replay.channel.admission import Arrivals, contents, routing_id, sequence_numbers
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode
 from replay.channel.gate import Gate
 from replay.channel.handshake import HandshakeWatch
@@ -104,7 +104,7 @@ class _Peer:
         self._context = self._new_context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         configure(self._socket, limits or Limits(), keys)
-        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.setsockopt(zmq.IDENTITY, routing_id(identity))
         self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
         self._socket.connect(address)
 
@@ -214,9 +214,9 @@ class AsyncRouter:
 
     async def send(self, identity: str, message: Message) -> bool:
         """Queue a message to one peer; False when it has no connection, a full queue, or a key that was removed."""
-        if not self._arrivals.may_have(identity):
+        if (route := self._arrivals.route(identity)) is None:
             return False
-        frames = [identity.encode(), *encode(message, self.run_id, next(self._sequence))]
+        frames = [route, *encode(message, self.run_id, next(self._sequence))]
         try:
             await self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:

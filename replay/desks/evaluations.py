@@ -7,6 +7,7 @@ from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from replay.channel import shown
 from replay.desks.evaluation_parts import Part
 from replay.journal.format import Location
 
@@ -108,7 +109,7 @@ class EvaluationBoard:
     def overdue(self, now: float) -> list[tuple[int, str]]:
         """What takes too long: (version, reason) each."""
         late = [e for e in self.open.values() if now - e.opened_at > self.deadline_s]
-        where = {e.version: f"at {e.server}" if e.server else "no server holds that version" for e in late}
+        where = {e.version: f"at {shown(e.server)}" if e.server else "no server holds that version" for e in late}
         return [(e.version, f"not done within {self.deadline_s:g} s ({where[e.version]})") for e in late]
 
     def known_from(self, version: int) -> list[int]:

@@ -79,6 +79,13 @@ class Incarnations:
             elif now - peer.last_heard > config.learner.batch_deadline_s:
                 said = self._expired(f"a sign of {peer.name}", (peer.name,), now - peer.last_heard, BATCH_DEADLINE)
                 self._lost(peer, f"lost {peer.describe(now)}{said} [silent]")
+            elif now - peer.last_acted > config.learner.batch_deadline_s:
+                said = self._expired(f"more than beats of {peer.name}", (peer.name,), now - peer.since, BATCH_DEADLINE)
+                log.warning(
+                    "replay: %s lives and has been %s for %.0f s; the run goes on%s [slow]",
+                    peer.describe(now), peer.activity, now - peer.since, said,
+                )  # fmt: skip
+                peer.last_acted = now
         if self.number == 0 or self.peers.rank(0) is not None or has_ended:
             self._here_at = now
         elif now - self._here_at > (waited := config.replay.wait_for_learner_s):

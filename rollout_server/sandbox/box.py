@@ -17,6 +17,7 @@ from typing import Literal
 
 from rollout_server.sandbox import SandboxError
 from rollout_server.sandbox.inside import LENGTH, NAMESPACES, READY
+from rollout_server.sandbox.memory import bounded
 
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
@@ -41,6 +42,8 @@ class Limits:
     seconds: float = 5.0
     memory_bytes: int = 512 * 1024**2
     """Address space of each of its processes."""
+    total_bytes: int = 2 * 1024**3
+    """Of all its processes and files together, where control groups are to be had (memory.py)."""
     file_bytes: int = 64 * 1024**2
     """Of a file, and isolated of all files together."""
     open_files: int = 64
@@ -80,17 +83,21 @@ def run(
     """
     folder = tempfile.mkdtemp(prefix="slipstream-box-")
     try:
-        order = {
-            "namespaces": list(NAMESPACES) if isolated else [],
-            "folder": folder,
-            "visible": visible_paths() if isolated else [],
-            "files": dict(files),
-            "argv": [sys.executable, "-I", *arguments],
-            "environment": ENVIRONMENT | {"HOME": "/box" if isolated else folder},
-            "limits": asdict(limits),
-        }
-        body = json.dumps(order).encode()
-        return _run(LENGTH.pack(len(body)) + body + stdin, limits)
+        with bounded(os.path.basename(folder), limits.total_bytes, limits.processes + 2) as group:
+            order = {
+                "namespaces": list(NAMESPACES) if isolated else [],
+                "folder": folder,
+                "visible": visible_paths() if isolated else [],
+                "files": dict(files),
+                "argv": [sys.executable, "-I", *arguments],
+                "environment": ENVIRONMENT | {"HOME": "/box" if isolated else folder},
+                "limits": asdict(limits),
+                "group": group,
+            }
+            body = json.dumps(order).encode()
+            return _run(LENGTH.pack(len(body)) + body + stdin, limits)
+    except OSError as error:
+        raise SandboxError(f"{type(error).__name__}: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

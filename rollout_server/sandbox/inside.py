@@ -7,7 +7,6 @@ supervisor (ends all that is left) -> setup (own session, new namespaces) -> pro
 there is no process of ours beside it that it could attack, and its end is the end of all that it has started.
 """
 
-import contextlib
 import json
 import os
 import platform
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 
 from rollout_server.children.supervisor import PR_SET_PDEATHSIG, supervise
 from rollout_server.sandbox.root import LIBC, build
+from rollout_server.sandbox.syscalls import refuse
 
 READY = b"\0ready"
 LENGTH = struct.Struct("<I")
@@ -31,6 +31,7 @@ NAMESPACES = {
     "name": 0x04000000,
     "cgroup": 0x02000000,
 }
+NICE = 10
 USER = 1000
 """Of the program, as it sees itself."""
 NOBODY = 65534
@@ -67,14 +68,18 @@ def _order() -> dict[str, Any]:
 
 def _become_the_program(order: dict[str, Any], status: int) -> NoReturn:
     limits, is_isolated = order["limits"], bool(order["namespaces"])
+    if order["group"]:
+        with open(order["group"], "w") as group:
+            group.write("0")
+    # where memory runs out the kernel ends the program, and not the engine beside it
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+    os.nice(NICE)
     if is_isolated:
         _leave_the_machine(order["namespaces"])
         # the size is that of all files together; the first process of the namespace goes on below
         build(order["folder"], order["visible"], limits["file_bytes"], USER, USER)
         LIBC.sethostname(b"box", 3)
-        # no user namespaces within: they would only be more of the kernel to attack
-        with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
-            file.write("0")
     else:
         os.chdir(order["folder"])
     for name, text in order["files"].items():
@@ -83,6 +88,7 @@ def _become_the_program(order: dict[str, Any], status: int) -> NoReturn:
     for kind, value in _limits(limits, is_isolated):
         resource.setrlimit(kind, (value, value))
     os.umask(0o077)
+    refuse()
     os.write(status, READY)
     os.execve(order["argv"][0], order["argv"], order["environment"])
 

@@ -17,6 +17,8 @@ ATTEMPTS = {
     "network": "connect to other programs and machines",
     "processes": "see and signal processes of this user",
     "secrets": "read the environment of other processes",
+    "hypervisor": "connect to the host of this virtual machine",
+    "memory": "hold memory that no limit counts",
 }
 """What a program may be able to do, in words."""
 PROGRAM = """
@@ -39,6 +41,8 @@ print(json.dumps({
     "processes": tried(signal),
     "secrets": tried(lambda: order["secret"].encode() in open(f"/proc/{order['pid']}/environ", "rb").read())
     or order["secret"] in os.environ.values(),
+    "hypervisor": tried(lambda: socket.socket(socket.AF_VSOCK)),
+    "memory": tried(lambda: os.memfd_create("probe") + 1),
 }))
 """
 LIMITS = Limits(seconds=5.0)

@@ -57,7 +57,8 @@ def build(folder: str, visible: Iterable[str], size_bytes: int, user: int, becom
         os.makedirs(os.path.dirname(path[1:]) or ".", exist_ok=True)
         os.symlink(target, path[1:])
     with contextlib.suppress(PermissionError):  # where a container hides parts of /proc: then there is none inside
-        _mount("proc", "proc", "proc", NOSUID | NODEV | NOEXEC, None)
+        # its processes alone: nothing of the kernel's keys, modules and numbers
+        _mount("proc", "proc", "proc", NOSUID | NODEV | NOEXEC, "subset=pid")
     _check(LIBC.syscall(PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
     _check(LIBC.umount2(b".", MNT_DETACH), "umount of the machine's root")
     os.chdir(WORK)

@@ -27,7 +27,7 @@ from configs.schema import Config
 from learner.batches import BatchReader
 from replay import keys as make_keys
 from replay import messages as m
-from replay.channel import Limits, Message, configure, decode, encode, load_keys
+from replay.channel import Limits, Message, configure, decode, encode, load_keys, routing_id
 from replay.fingerprint import run_fingerprint
 from scripts.bench.core import CaseFailed
 
@@ -199,7 +199,7 @@ class Producers:
         for i in range(count):
             dealer = self.context.socket(zmq.DEALER)
             configure(dealer, limits, keys)
-            dealer.setsockopt(zmq.IDENTITY, f"rollout-{i}.{os.getpid()}".encode())
+            dealer.setsockopt(zmq.IDENTITY, routing_id(f"rollout-{i}.{os.getpid()}"))
             dealer.connect(address)
             self.poller.register(dealer, zmq.POLLIN)
             self.by_socket[dealer] = Producer(f"rollout-{i}", dealer)

@@ -6,7 +6,6 @@ import jinja2.sandbox
 import pytest
 
 import configs
-from configs.algorithm import CLIPS
 from configs.learner import Checkpoint
 from configs.loading import PRESETS
 from configs.schema import Config
@@ -94,10 +93,3 @@ def test_gsm8k_keeps_a_system_message_that_is_there():
     system = "Reason step by step, then write the final number after ####."
     assert rendered.startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n")
     assert rendered.endswith("<|im_end|>\n<|im_start|>assistant\n")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_another_loss_on_a_preset_clips_as_its_paper_does(name):
-    """Ratios of whole answers between 0.8 and 1.28 would be no clip at all."""
-    found = {loss: configs.load(name, [f"algorithm.loss={loss}"]).algorithm.clip for loss in CLIPS}
-    assert found == CLIPS

@@ -249,6 +249,7 @@ def test_k1_in_the_loss_becomes_a_line_that_says_what_it_did(name, text, in_rewa
         ("--actor-num-gpus-per-node 4 --rollout-num-gpus 2", {"placement.split": "2:4"}),
         ("--actor-num-gpus-per-node 4 --colocate --rollout-batch-size 2", {"placement.split": "2:2"}),
         ("--advantage-estimator gspo", {"algorithm.loss": "gspo", "algorithm.advantage": "grpo"}),
+        ("--advantage-estimator gspo --eps-clip 3e-4", {"algorithm.clip_low": 0.02, "algorithm.clip_high": 0.02}),
         ("--calculate-per-token-loss", {"algorithm.aggregation": "token"}),
         ("--lr 1e-6", {"algorithm.aggregation": "sequence", "algorithm.clip_high": 0.2}),
         ("--eps-clip 0.3", {"algorithm.clip_low": 0.3, "algorithm.clip_high": 0.3}),

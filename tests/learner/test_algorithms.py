@@ -12,14 +12,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.algorithm import Algorithm
+from configs import ConfigError, load
+from configs.algorithm import WIDE_ANSWER_CLIP, Algorithm, LossTraits
 from learner.advantages import ADVANTAGES, AdvantageInputs, advantages_of, build_advantage
 from learner.advantages.base import whiten
 from learner.advantages.gae import gae
+from learner.check import checks
+from learner.check.functions import declared_loss
 from learner.losses import LOSSES, LossError, LossInputs, LossOutput, build_loss
 from learner.objective.aggregation import token_weights
 from learner.objective.corrections import CORRECTIONS, Rho, build_correction, within
 from learner.objective.kl import ESTIMATORS, estimate
+from learner.trainer import objective_of
 
 LENGTHS = (5, 1, 9, 3, 7)
 LOSS_REFERENCES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -117,6 +121,53 @@ def test_a_ratio_ends_where_it_has_no_meaning_any_more(name: str) -> None:
     assert name in ("ppo_clip, dual", "sapo") or not torch.allclose(before, beyond), "it still counts here"
 
 
+OWN = """
+from learner.losses import LossOutput, declare
+
+def plain(algorithm):
+    return lambda inputs: LossOutput(loss=-inputs.advantages * inputs.logprobs)
+
+@declare(ratio="token", bounds=("clip_high",))
+def weighted(algorithm):
+    return plain(algorithm)
+
+@declare(ratio="answer", bounds=("clip_low", "clip_high"))
+def of_answers(algorithm):
+    return plain(algorithm)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loss", "also", "refused"),
+    [
+        ("plain", ["replay.async_lag=1"], "algorithm.loss"),
+        ("plain", ["replay.async_lag=8", "algorithm.correction=token_tis"], ""),
+        ("plain", ["replay.async_lag=0"], ""),
+        ("plain", ["algorithm.proximal=log_linear", "algorithm.correction=token_tis"], "algorithm.proximal"),
+        ("weighted", ["replay.async_lag=8"], ""),
+        ("weighted", ["algorithm.correction=token_tis"], "algorithm.correction"),
+        ("weighted", ["algorithm.clip_low=0.1"], "algorithm.clip_low"),
+        ("weighted", ["algorithm.proximal=current"], "algorithm.proximal"),
+        ("of_answers", ["rollout.dtype=bfloat16", "algorithm.clip_low=0.001"], "algorithm.clip_low"),
+        ("of_answers", ["rollout.dtype=bfloat16"], ""),
+    ],
+)
+def test_a_loss_from_a_file_counts_as_what_it_declares(
+    loss: str, also: list[str], refused: str, tmp_path: Path
+) -> None:
+    """By the launcher, which reads the file unrun, and by the learner, which has the object."""
+    (tmp_path / "own.py").write_text(OWN)
+    config = load("quickstart", [f"algorithm.loss={tmp_path}/own.py:{loss}", *also])
+    traits = build_loss(config.algorithm).traits
+    assert declared_loss(config.algorithm.loss) == traits
+    assert config.problem_with_loss(traits).partition(":")[0] == refused
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            list(checks.loss(checks.Subject(config)))
+        with pytest.raises(LossError, match=refused):
+            objective_of(config)
+
+
 def test_a_loss_from_a_file_is_built_and_what_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(
@@ -159,7 +210,7 @@ def test_weights_make_means_of_whatever_is_in_the_loss(counts: list[int], consta
 
 @pytest.mark.parametrize("kind", ["none", *CORRECTIONS])
 def test_a_correction(kind: str) -> None:
-    correct = build_correction(Algorithm(loss="policy_gradient", correction=kind))  # type: ignore[arg-type]
+    correct = build_correction(Algorithm(loss="policy_gradient", correction=kind), LossTraits())  # type: ignore[arg-type]
     for seed, spread in enumerate([0.003, 0.1, 0.5]):
         log_rho = np.random.default_rng(seed).normal(0, spread, sum(LENGTHS))
         weights = correct(Rho(torch.tensor(log_rho), torch.tensor(LENGTHS)))
@@ -168,7 +219,7 @@ def test_a_correction(kind: str) -> None:
 
 def test_an_answer_beyond_its_bounds_is_refused_and_one_at_them_is_not() -> None:
     lengths = torch.tensor([2, 2])
-    masked = build_correction(Algorithm(loss="policy_gradient", correction="sequence_mis"))
+    masked = build_correction(Algorithm(loss="policy_gradient", correction="sequence_mis"), LossTraits())
     weights = masked(Rho(torch.tensor([1.0, 1.0, 0.1, 0.2]), lengths))
     assert weights.tolist() == pytest.approx([0, 0, math.exp(0.3), math.exp(0.3)])
     assert within(torch.tensor([0.49, 0.5, 2.0, 2.01]), 0.5, 2.0).tolist() == [False, True, True, False]
@@ -176,17 +227,37 @@ def test_an_answer_beyond_its_bounds_is_refused_and_one_at_them_is_not() -> None
     assert far.log().tolist() == pytest.approx([20, 20, -20, -20])
 
 
-def test_a_correction_of_a_loss_with_a_ratio_only_masks() -> None:
+def test_a_correction_of_a_loss_that_declares_a_ratio_only_masks() -> None:
     log_rho = torch.tensor([0.0, 0.5, 1.0, -1.0])
-    weights = build_correction(Algorithm(correction="icepop"))(Rho(log_rho, torch.tensor([4])))
-    assert weights.tolist() == [1.0, 1.0, 0.0, 0.0]
+    for traits, wanted in ((LossTraits("token"), [1, 1, 0, 0]), (LossTraits(), [1, math.exp(0.5), 0, 0])):
+        weights = build_correction(Algorithm(loss="own.py:x", correction="icepop"), traits)
+        assert weights(Rho(log_rho, torch.tensor([4]))).tolist() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(("distance", "lost"), [(0.0075, 0.2), (0.057, 0.6)])
+def test_rounding_of_an_engine_passes_gspos_own_bounds_and_not_the_wide_ones(distance: float, lost: float) -> None:
+    """Mean |log ratio| of tokens between trainer and a bfloat16 engine: the share of answers without a gradient."""
+    deviation = distance * math.sqrt(math.pi / 2)
+    noise = np.random.default_rng(0).normal(-(deviation**2) / 2, deviation, (400, 256))
+    logprobs = torch.full((noise.size,), -1.0)
+    inputs = LossInputs(
+        logprobs=logprobs,
+        proximal_logprobs=logprobs - torch.from_numpy(noise.astype(np.float32)).flatten(),
+        advantages=-torch.ones(noise.size),
+        lengths=torch.full((400,), 256),
+        groups=torch.arange(400),
+    )
+    own, wide = Algorithm(loss="gspo"), Algorithm(loss="gspo", clip_low=WIDE_ANSWER_CLIP, clip_high=WIDE_ANSWER_CLIP)
+    clipped = [build_loss(algorithm)(inputs).clipped for algorithm in (own, wide)]
+    assert clipped[0] is not None and clipped[0].float().mean() > lost
+    assert clipped[1] is not None and clipped[1].float().mean() < 0.01
 
 
 def test_a_veto_takes_the_whole_answer() -> None:
     log_rho = torch.tensor([0.0, 0.1, 0.0, math.log(1e-5), 0.0, math.log(200.0)])
     lengths = torch.tensor([2, 2, 2])
-    low = build_correction(Algorithm(veto_low=1e-4))(Rho(log_rho, lengths))
-    both = build_correction(Algorithm(veto_low=1e-4, veto_high=100.0))(Rho(log_rho, lengths))
+    low = build_correction(Algorithm(veto_low=1e-4), LossTraits())(Rho(log_rho, lengths))
+    both = build_correction(Algorithm(veto_low=1e-4, veto_high=100.0), LossTraits())(Rho(log_rho, lengths))
     assert (low.tolist(), both.tolist()) == ([1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 0, 0])
 
 

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 from recorded import batch_of, random_step, rows_of
-from tiny_models import SIZES, built, logprobs, make_config
+from tiny_models import SIZES, built, logprobs, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from configs import Config
 from learner.objective import Objective
-from learner.policy import attention
+from learner.policy import attention, pretrained
 from learner.policy.model import Policy, build_policy
+from learner.policy.pretrained import PolicyError
 from learner.step import StepSums, accumulate_gradients
 
 CPU = torch.device("cpu")
@@ -68,6 +69,42 @@ def test_what_the_kernel_takes(
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     found = attention.reason_against_varlen(torch.device("cuda", 0), dtype, head_dim)
     assert reason in found if reason else not found
+
+
+# ---- families beyond those that are supported ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "refused"),
+    [
+        ("mistral", {"sliding_window": 4}, "sliding_window"),
+        ("mistral", {"sliding_window": None}, ""),
+        ("glm4", {}, ""),
+    ],
+)
+def test_attention_does_what_a_family_asks_or_says_that_it_does_not(
+    tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, family: str, changes: Any, refused: str
+) -> None:
+    monkeypatch.setattr(pretrained, "FAMILIES", (family,))
+    monkeypatch.setattr(pretrained, "problem_with_window", lambda *_: "")
+    folder = save_model(tmp_path / "model", family, tied=False, **changes)
+    policy = build_policy(configured(folder), mesh, CPU)
+    if refused:
+        with pytest.raises(PolicyError, match=refused):
+            logprobs(policy, SEQUENCES)
+        return
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    for ids, found in zip(SEQUENCES, logprobs(policy, SEQUENCES), strict=True):
+        logits = theirs(torch.tensor([ids])).logits[0, :-1]
+        wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(found.double(), wanted.detach(), rtol=0, atol=1e-5)
+
+
+def test_arguments_of_attention_that_are_not_computed_are_errors() -> None:
+    attention.check_understood({"dropout": 0.0, "sliding_window": None, "position_ids": torch.zeros(1)})
+    for name, value in (("softcap", 50.0), ("s_aux", torch.zeros(1)), ("dropout", 0.1), ("sliding_window", 0)):
+        with pytest.raises(PolicyError, match=name):
+            attention.check_understood({name: value})
 
 
 # ---- torch's kernel, stood in for by signatures it had ----------------------------------------------------

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -22,6 +23,7 @@ from replay import messages as m
 from replay.channel import AsyncRouter, ChannelError
 
 STEP = 3
+WELCOME = m.Welcome(incarnation=1, version=0, bus_address=None)
 PART = batch_of(random_step(STEP), STEP, rank=1, world_size=2)
 
 
@@ -106,6 +108,43 @@ def test_a_part_that_cannot_be_trained_on_is_refused_before_it_is_reported_as_he
     assert isinstance(error, BatchError) and not isinstance(error, Entered), error
     assert not any(take.have for take in said if isinstance(take, m.Take)), "the other ranks begin when all hold it"
     assert isinstance(said[-1], m.Goodbye) and said[-1].failed and "rank 1" in said[-1].reason
+
+
+def test_a_rank_beats_while_it_computes_from_welcome_on(tmp_path):
+    """An update that takes longer than every deadline, as the first one that compiles: nobody reads its socket."""
+    config = make_config(tmp_path, network={"heartbeat_s": 0.1})
+
+    async def heard() -> list[m.Message]:
+        router, said = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY), list[m.Message]()
+        reader = BatchReader(config, router.address, rank=0, fingerprint={})
+        work = asyncio.create_task(asyncio.to_thread(computes, reader))
+        try:
+            while not work.done():
+                await router.wait(0.1)
+                while (arrived := await router.receive()) is not None:
+                    identity, envelope = arrived
+                    said.append(envelope.message)  # type: ignore[union-attr]
+                    if isinstance(said[-1], m.Hello):
+                        await router.send(identity, WELCOME)
+                    elif isinstance(said[-1], m.Take):
+                        await router.send(identity, m.Proceed(step=STEP) if said[-1].have else PART)
+            await work
+        finally:
+            reader.abandon()
+            router.close()
+        return said
+
+    def computes(reader: BatchReader) -> None:
+        time.sleep(0.5)
+        reader.join(version=0, digest="d", bus_address=None, cursor=None)
+        reader.take(STEP, lambda part: None)
+        time.sleep(1.5)
+
+    said = asyncio.run(asyncio.wait_for(heard(), 30))
+    assert isinstance(said[0], m.Hello), "before it is a peer, a beat would be refused"
+    beats = [beat for beat in said[said.index(m.Take(step=STEP, rank=0, have=True)) :] if isinstance(beat, m.Heartbeat)]
+    assert len(beats) >= 5 and {beat.activity for beat in beats[1:]} == {f"training step {STEP}"}
+    assert beats[-1].since_s > 1.0
 
 
 def test_a_rank_that_waits_for_its_evaluations_shows_that_it_lives(tmp_path, monkeypatch):

@@ -78,7 +78,7 @@ def by_trajectory(rows: list[Row], name: str) -> dict[int, list[float]]:
 
 @pytest.mark.parametrize("kind", ["k1", "k3"])
 def test_a_kl_penalty_in_the_reward_of_groups(qwen3: Path, mesh: DeviceMesh, kind: str) -> None:
-    config = configured(qwen3, algorithm={"kl": kind, "kl_in": "reward", "kl_coef": 0.1})
+    config = configured(qwen3, algorithm={"advantage": "dr_grpo", "kl": kind, "kl_in": "reward", "kl_coef": 0.1})
     policy, optimizer = built(config, mesh)
     update = Trainer(config, policy, optimizer, beside=build_beside(config, policy, {})).train_step(batch_of(STEP, 3))
     kl = []
@@ -87,7 +87,7 @@ def test_a_kl_penalty_in_the_reward_of_groups(qwen3: Path, mesh: DeviceMesh, kin
         kl.append(sum(min(oracle.kl(kind, now, old), 10.0) for now, old in zip(kept(t), reference, strict=True)))
     rewards = [t.reward - 0.1 * one for t, one in zip(STEP, kl, strict=True)]
     tokens = [sum(t.loss_mask) for t in STEP]
-    wanted = oracle.advantage("grpo", rewards, [t.group for t in STEP], tokens)
+    wanted = oracle.advantage("dr_grpo", rewards, [t.group for t in STEP], tokens)
     assert update.advantages.tolist() == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     assert all(wanted[i] for i, t in enumerate(STEP) if t.group == 0), "equal rewards, and not equally far"
     assert update.values["training/loss_tokens"] == sum(tokens)

@@ -115,12 +115,12 @@ def test_ranks_of_a_critic_outwait_all_that_the_policy_may_wait_for(monkeypatch)
         Path("unused"),
         placement={"device": "cpu", "split": "1:1", "critic": "node0:2"},
         algorithm={"advantage": "gae"},
-        learner={"batch_deadline_s": 7},
+        learner={"batch_deadline_s": 7, "collective_deadline_s": 3},
         evaluation={"deadline_s": 100},
         checkpoint={"deadline_s": 1000},
     )
     split_roles(critic, torch.device("cpu"))
-    assert told[:2] == [7, 7] and told[2] >= 2 * 1000 + 100 + 2 * 7
+    assert told[:2] == [3, 3] and told[2] >= 2 * 1000 + 100 + 2 * 7
 
 
 @pytest.mark.parametrize(

@@ -331,6 +331,17 @@ def test_a_learner_whose_connection_comes_back_in_a_long_step_is_not_lost():
     assert made.peers.get("l") is None and made.failed
 
 
+def test_an_update_longer_than_every_deadline_ends_no_run(caplog):
+    """It beats and says what it does; a line names it once within each deadline."""
+    made = service(rollout__wait_for_servers_s=1e6)
+    limit = made.config.learner.batch_deadline_s
+    for now in range(2, 2 * int(limit), 2):
+        made.handle("l", m.Heartbeat(activity="training step 2", since_s=now - 2.0), float(now))
+        made.tick(float(now))
+    assert made.ended is None and made.peers.rank(0) is not None
+    assert sum("has been training step 2" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_a_learner_that_waits_for_its_disk_is_not_lost_while_it_says_so():
     """A checkpoint may take checkpoint.deadline_s; silence is still found after learner.batch_deadline_s."""
     made = service(checkpoint__deadline_s=1800, rollout__wait_for_servers_s=1e6)

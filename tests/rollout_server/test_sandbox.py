@@ -6,6 +6,7 @@ What only reads is tried by a plain child process too, where it has to succeed.
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 from reward_runs import alive
 
-from rollout_server.sandbox import SandboxError, box, probe
+from rollout_server.sandbox import SandboxError, box, memory, probe
 from rollout_server.sandbox.box import Ended, Limits, run
 
 SECRET = "slipstream-test-secret-f2b1"
@@ -89,6 +90,28 @@ tried("be root", lambda: os.setuid(0))
 tried("make a namespace", lambda: call("unshare", 0x10000000))
 tried("enter a namespace", lambda: os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY))
 tried("gain rights by a setuid program", user_by_su)
+def system(x86, arm, *arguments):
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(arm if os.uname().machine == "aarch64" else x86, *arguments) < 0:
+        raise OSError(ctypes.get_errno(), "system call")
+    return "allowed"
+def spared():
+    return {True: "spared"}[int(open("/proc/self/oom_score_adj").read()) < 1000 or os.nice(0) < 10]
+tried("hold memory in a memfd", lambda: os.memfd_create("x"))
+tried("hold memory in a secret memfd", lambda: system(447, 447, 0))
+tried("hold memory in System V segments", lambda: system(29, 194, 0, 1 << 20, 0o1600))
+tried("reach the hypervisor", lambda: socket.socket(socket.AF_VSOCK))
+tried("ask the kernel by netlink", lambda: socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))
+tried("use the kernel's cryptography", lambda: socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET))
+tried("have an io_uring", lambda: system(425, 425, 4, ctypes.create_string_buffer(120)))
+tried("read the kernel's keys", lambda: open("/proc/keys").read())
+tried("add a key", lambda: system(248, 217, b"user", b"x", b"y", 1, -1))
+tried("handle page faults", lambda: system(323, 282, 1))
+tried("load a program into the kernel", lambda: system(321, 280, 0, None, 0))
+tried("count events", lambda: system(298, 241, None, 0, -1, -1, 0))
+tried("make a namespace by clone3", lambda: system(435, 435, (ctypes.c_uint64 * 11)(0x10000000), 88))
+tried("read of the machine", lambda: open("/proc/meminfo").read())
+tried("outlive the engine without memory", spared)
 tried("have files of its caller", lambda: next(fd for fd in range(3, 64) if os.fstat(fd)))
 """
 """Tried inside alone, and harmless where one succeeds: nothing is mounted on, or taken from, a path of the machine."""
@@ -255,5 +278,24 @@ def test_where_namespaces_are_refused_it_is_said_what_programs_may_do(monkeypatc
     unchanged = isolated
     monkeypatch.setattr(probe, "run", refused)
     found = probe.isolation.__wrapped__()
-    assert not found.is_whole and set(found.possible) == set(probe.ATTEMPTS), found
+    assert not found.is_whole and set(found.possible) == {"files", "network", "processes", "secrets"}, found
     assert "unshare" in str(found) and "they may read and write files" in str(found)
+
+
+def test_a_control_group_is_made_where_one_is_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "slice" / "server"
+    own.mkdir(parents=True)
+    for folder, controllers in ((own, ""), (own.parent, "cpu memory\n")):
+        (folder / "cgroup.subtree_control").write_text(controllers)
+    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    monkeypatch.setattr(memory, "OWN", tmp_path / "own")
+    (tmp_path / "own").write_text("4:memory:/x\n0::/slice/server\n")
+    assert memory.place_of_groups() == own.parent
+    monkeypatch.setattr(Path, "rmdir", shutil.rmtree)  # of a real group its files vanish with it
+    with memory.bounded("box", 1 << 30, 18) as group:
+        assert group == str(own.parent / "box" / "cgroup.procs")
+        assert (own.parent / "box" / "memory.max").read_text() == str(1 << 30)
+    assert not (own.parent / "box").exists()
+    (own.parent / "cgroup.subtree_control").write_text("cpu")
+    with memory.bounded("box", 1 << 30, 18) as group:
+        assert group == ""

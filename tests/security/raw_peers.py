@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 
 import zmq
 
-from replay.channel import Keys
+from replay.channel import Keys, routing_id
 from tests.support.waiting import PATIENT_S
 
 
@@ -17,7 +17,7 @@ def raw_dealer(
     """A DEALER that sends whatever frames it is given."""
     context = zmq.Context()
     made = context.socket(zmq.DEALER)
-    made.setsockopt(zmq.IDENTITY, identity.encode())
+    made.setsockopt(zmq.IDENTITY, routing_id(identity))
     made.set_hwm(high_water_mark)
     if keys is not None:
         keys.apply(made)

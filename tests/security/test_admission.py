@@ -17,9 +17,18 @@ from served_replay import NOTES, RUN, Note, arrivals, keys_of, with_router
 from zmq.utils import z85
 
 from replay import keys as make_keys
-from replay.channel import AsyncRouter, ChannelError, Dealer, Keys, Limits, load_keys, roster, sockets
+from replay.channel import AsyncRouter, ChannelError, Dealer, Keys, Limits, load_keys, roster, routing_id, sockets
 from replay.channel import admission as rules
-from replay.channel.admission import MAX_IDENTITIES, WINDOW, Admission, DuplicateMessage, Window, identity_of, may_be
+from replay.channel.admission import (
+    MAX_IDENTITIES,
+    TOKEN_BYTES,
+    WINDOW,
+    Admission,
+    DuplicateMessage,
+    Window,
+    identity_of,
+    may_be,
+)
 from replay.channel.frames import Envelope, WireError, encode
 from replay.channel.roster import LOOK_S, Roster, name_of, user_id
 from tests.support.waiting import PATIENT_S
@@ -49,40 +58,51 @@ def test_a_peer_that_starts_anew_goes_on_above_its_old_numbers() -> None:
 
 def test_an_identity_belongs_to_the_first_key_that_used_it() -> None:
     admission = Admission()
-    peer = admission.bind("learner-0.ab", "learner/0123")
-    assert admission.bind("learner-0.ab", "learner/4567") is peer, "another key of the same name: a rotation"
-    assert peer.user == "learner/4567", "what is sent to it depends on the key that it has now"
-    with pytest.raises(WireError, match=r"'learner-0\.ab' belongs to key 'learner', this came with key 'node1'"):
-        admission.bind("learner-0.ab", "node1/89ab")
+    peer = admission.bind("learner-0.ab", "learner/0123", b"a")
+    assert admission.bind("learner-0.ab", "learner/4567", b"b") is peer, "another key of the same name: a rotation"
+    assert (peer.user, peer.route) == ("learner/4567", b"b"), "what is sent to it takes the connection it has now"
+    for identity in ("learner-0.ab", "learner-0.ab/beat"):
+        with pytest.raises(WireError, match=r"'learner-0\.ab' belongs to key 'learner', this came with key 'node1'"):
+            admission.bind(identity, "node1/89ab", b"c")
+    assert peer.route == b"b"
 
 
 def test_a_sender_of_many_identities_pushes_out_only_its_own() -> None:
     admission = Admission()
-    learner = admission.bind("learner-0", "learner/01")
+    learner = admission.bind("learner-0", "learner/01", b"")
     for number in range(3 * MAX_IDENTITIES):
-        admission.bind(f"many-{number}", "node1/23")
+        admission.bind(f"many-{number}", "node1/23", b"")
     assert len(admission) == MAX_IDENTITIES + 1
     assert admission.get("learner-0") is learner and admission.get("many-0") is None
     with pytest.raises(WireError, match="belongs to key 'learner'"):
-        admission.bind("learner-0", "node1/23")
+        admission.bind("learner-0", "node1/23", b"")
 
 
 def test_the_identity_that_was_heard_last_is_kept() -> None:
     admission = Admission()
-    kept = admission.bind("kept", "")
+    kept = admission.bind("kept", "", b"")
     for number in range(2 * MAX_IDENTITIES):
-        admission.bind(f"many-{number}", "")
-        assert admission.bind("kept", "") is kept
+        admission.bind(f"many-{number}", "", b"")
+        assert admission.bind("kept", "", b"") is kept
 
 
 @pytest.mark.parametrize(
     "frame", [b"", b"\0abcd", b"a\nreplay: the run ends", b"\xff\xfe", b"x" * 201, "a\u202eb".encode()]
 )
 def test_identities_are_printable_text(frame: bytes) -> None:
-    assert identity_of("röllout 7.1f3a/beat".encode()) == "röllout 7.1f3a/beat"
+    token = b"\0" + bytes(TOKEN_BYTES)
+    assert identity_of("röllout 7.1f3a/beat".encode() + token) == "röllout 7.1f3a/beat"
     with pytest.raises(WireError, match="identity") as caught:
-        identity_of(frame)
+        identity_of(frame + token)
     assert str(caught.value).isprintable()
+
+
+def test_each_socket_has_a_routing_id_of_its_own() -> None:
+    made = [routing_id("rollout-0") for _ in range(2)]
+    assert made[0] != made[1] and {identity_of(each) for each in made} == {"rollout-0"}
+    for end in (b"", b"\0short"):
+        with pytest.raises(WireError, match="'rollout-0' has no token"):
+            identity_of(b"rollout-0" + end)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +154,7 @@ def half_open(router: AsyncRouter) -> socket.socket:
     said = b""
     while len(said) < len(greeting(b"NULL")):
         said += connection.recv(4096)
-    connection.sendall(ready(b"r0") + b"\x00\x00")
+    connection.sendall(ready(routing_id("r0")) + b"\x00\x00")
     return connection
 
 
@@ -185,14 +205,39 @@ def test_an_identity_cannot_be_taken_with_another_key(keys: dict[str, Keys]) -> 
         with Dealer(router.address, "learner-0.1f", NOTES, keys=keys["learner"]) as dealer:
             dealer.send(Note())
             await arrivals(router, 1)
-        while await router.send("learner-0.1f", Note()):  # noqa: ASYNC110 - ZeroMQ ignores a second one of that identity
-            await asyncio.sleep(0.01)
         with Dealer(router.address, "learner-0.1f", NOTES, keys=keys["node1"]) as thief:
             thief.send(Note())
             ((_, refused),) = await arrivals(router, 1)
         assert "identity 'learner-0.1f' belongs to key 'learner', this came with key 'node1'" in str(refused)
 
     with_router(body, keys["learner"])
+
+
+def test_a_live_route_cannot_be_taken_with_another_key(keys: dict[str, Keys]) -> None:
+    """An intruder that knows the identity claims it while messages go to its peer."""
+    count, name = 400, "rollout-0.1f"
+
+    async def body(router: AsyncRouter) -> dict[str, int]:
+        got = {"peer": 0, "intruder": 0}
+        with Dealer(router.address, name, NOTES, keys=keys["learner"]) as peer:
+            peer.send(Note())
+            await arrivals(router, 1)
+            with raw_dealer(router.address, name, keys["node1"]) as intruder:
+                for number in range(count):
+                    if number % 40 == 20:
+                        intruder.send_multipart(encode(Note(), RUN, number))
+                    await router.send(name, Note(text=str(number)))
+                    while await router.receive() is not None:
+                        pass
+                    await asyncio.sleep(0.002)
+                while intruder.poll(500):
+                    intruder.recv_multipart()
+                    got["intruder"] += 1
+            while await asyncio.to_thread(peer.poll, 0.5) is not None:
+                got["peer"] += 1
+            return got
+
+    assert with_router(body, keys["learner"]) == {"peer": count, "intruder": 0}
 
 
 @pytest.mark.parametrize("size", [10, 100_000])
@@ -215,7 +260,7 @@ def test_many_frames_of_an_allowed_size_are_too_large_together() -> None:
         with raw_dealer(router.address, "r0") as dealer:
             dealer.send_multipart([b"x" * 9_000] * 3)
             ((_, refused),) = await arrivals(router, 1)
-        assert "message of 27002 bytes is above 10000 (network.max_message_bytes)" in str(refused)
+        assert "message of 27019 bytes is above 10000 (network.max_message_bytes)" in str(refused)
 
     with_router(body, limits=Limits(max_message_bytes=10_000))
 

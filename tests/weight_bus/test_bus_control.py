@@ -2,12 +2,12 @@
 
 import itertools
 
-from replay import keys as make_keys
-from replay.channel import DuplicateMessage, load_keys
+from replay.channel import DuplicateMessage
+from tests.security.served_replay import keys_of
 from tests.support.bus_receiver import HOST, RUN, Rollout, digests, learner, publish, until, weights
 from weight_bus import BusClosed
 from weight_bus.control import Dealer, Router
-from weight_bus.messages import Goodbye, Heartbeat
+from weight_bus.messages import Goodbye, Heartbeat, Join, Removed
 
 
 def test_a_subscriber_takes_a_copy_of_a_message_for_what_it_is():
@@ -30,13 +30,24 @@ def test_a_subscriber_takes_a_copy_of_a_message_for_what_it_is():
 
 
 def test_versions_arrive_under_keys(tmp_path):
-    make_keys.make(tmp_path / "learner", ["node1"], force=False)
-    make_keys.export(tmp_path / "learner", "node1", tmp_path / "node1")
-    with learner(keys=load_keys(tmp_path / "learner")) as publisher:
-        server = Rollout(publisher, "r0", keys=load_keys(tmp_path / "node1"))
-        for version in (0, 1):
-            assert publish(publisher, version).failed == {}
-            until(lambda version=version: version in server.engine.activated, f"v{version}")
-            assert digests(server.engine.live) == digests(weights(version))
+    """And another node's key, whatever it says, takes the place of no member and speaks for none."""
+    keys = keys_of(tmp_path, "node1", "node2")
+    with learner(keys=keys["learner"]) as publisher:
+        server = Rollout(publisher, "r0", keys=keys["node1"])
+        assert publish(publisher, 0).failed == {}
+        until(lambda: 0 in server.engine.activated, "v0")
+        session, facts = server.subscriber._session, server.subscriber._intake.facts
+        thief = Dealer(publisher.address, "r0.thief", RUN, keys=keys["node2"])
+        thief.send(Join(session="thief-1", name="r0", instance="thief", pid=1, host="node2", facts=facts))
+        thief.send(Goodbye(session=session, reason="of another"))
+        thief.send(Heartbeat(session=session))
+        answers = [thief.poll(20.0) for _ in range(2)]
+        assert [answer.rejoin for answer in answers if isinstance(answer, Removed)] == [False, True]
+        assert "belongs to key 'node1', not to 'node2'" in answers[0].reason
+        thief.close()
+        assert publish(publisher, 1).failed == {}
+        until(lambda: 1 in server.engine.activated, "v1")
+        assert digests(server.engine.live) == digests(weights(1))
+        assert server.subscriber._session == session
     server.join(20.0)
     assert isinstance(server.ended, BusClosed) and "said goodbye" in str(server.ended)

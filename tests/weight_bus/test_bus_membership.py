@@ -90,7 +90,7 @@ def test_silence_and_slowness_are_told_apart():
     quiet, slow = admitted(membership, asks("quiet")), admitted(membership, asks("slow"))
     membership.invite([slow], 0.0, 5.0)
     assert membership.overdue(SILENT_AFTER_S) == []
-    membership.heard(slow.session, 4.0)
+    membership.heard(slow.session, slow.identity, 4.0)
     assert membership.overdue(5.5) == [(quiet, "silent", 5.5), (slow, "slow", 5.5)]
 
 
@@ -167,7 +167,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(join=joins)
     def beat(self, join: Join) -> None:
-        assert self.membership.heard(join.session, self.now) is self.membership.find(join.session)
+        assert self.membership.heard(join.session, join.session, self.now) is self.membership.find(join.session)
 
     @rule()
     def send_round(self) -> None:

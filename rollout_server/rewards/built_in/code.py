@@ -15,22 +15,25 @@ rest. Tests that do not come apart so (loops, variables, functions of their own)
 interpreter, which it could fool on purpose.
 """
 
+import itertools
+import json
 import re
-import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rollout_server.rewards import RewardError, Sample
-from rollout_server.rewards.built_in.code_tests import Checks, Streams, Test, read_tests
+from rollout_server.rewards.built_in.code_tests import Checks, Result, Test, read_tests
 from rollout_server.sandbox import SandboxError
-from rollout_server.sandbox.box import Ended, Limits, run
+from rollout_server.sandbox.box import Limits, run
 from rollout_server.sandbox.probe import isolation, require
 
 FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
 PYTHON = ("python", "py", "python3", "py3")
 MAX_PROGRAM_CHARS = 100_000
-LEAST_S = 0.05
-"""What is left of the time for all tests, for another run to begin."""
+INSIDE = Path(__file__).with_name("code_inside.py").read_text(encoding="utf-8")
+TEST_OUTPUT, OUTPUT = 1024**2, 16 * 1024**2
+"""Bytes of one test, and of all of an answer with what JSON adds."""
 
 
 def prepare(allow_unisolated: bool) -> None:
@@ -46,6 +49,7 @@ def reward(
     partial: bool,
     timeout_s: float,
     total_s: float,
+    wall_s: float,
     max_tests: int,
     memory_bytes: int,
     processes: int,
@@ -53,8 +57,10 @@ def reward(
 ) -> dict[str, float]:
     """`score` 1.0 where all tests pass, with `partial` the share that does.
 
-    `passed` is the share among those that were run; `timed_out`, `crashed` and `flooded` are 1.0 where a test was,
-    `forgeable` where the tests are run in the answer's own interpreter.
+    `timeout_s` and `total_s` are of the processor: a busy machine is no fault of a program.
+
+    `passed` is the share among those that were run; `timed_out`, `crashed`, `flooded` and `not_encoded` (a value that
+    no literal equals) are 1.0 where a test was, `forgeable` where the tests are run in the answer's own interpreter.
 
     Raises:
         ValueError: the ground truth holds no tests.
@@ -62,20 +68,23 @@ def reward(
     """
     tests = read_tests(sample["ground_truth"], max_tests)
     program = program_of(sample["completion"])
-    marks = {"has_program": float(program is not None), "timed_out": 0.0, "crashed": 0.0, "flooded": 0.0}
+    marks = dict.fromkeys(("timed_out", "crashed", "flooded", "not_encoded"), 0.0)
+    marks |= {"has_program": float(program is not None)}
     marks["forgeable"] = float(any(isinstance(test, Checks) and bool(test.whole) for test in tests))
     if program is None:
         return {"score": 0.0, "passed": 0.0, **marks}
-    limits = Limits(seconds=timeout_s, memory_bytes=memory_bytes, processes=processes)
+    limits = {"cpu_s": timeout_s, "total_s": total_s, "wall_s": wall_s, "partial": partial}
+    box = Limits(seconds=wall_s, memory_bytes=memory_bytes, processes=processes + 1, output_bytes=OUTPUT)
     passed = total = 0
-    for test, ended, of_test in _runs(program, tests, limits, total_s):
+    for test, result in zip(tests, _results(program, tests, limits, box), strict=True):
+        of_test = test.passed(result)
+        if isinstance(test, Checks):
+            marks["not_encoded"] += any(value.kind == "not_encoded" for value in test.values(result))
+            if rest := test.rest(result):
+                of_test += rest.passed(_results("", [rest], limits, box)[0])
+        if result.how != "ended" or result.code != 0:
+            marks["crashed" if result.how == "ended" else result.how] = 1.0
         passed, total = passed + of_test, total + test.count
-        if ended is None or ended.how == "timed_out":
-            marks["timed_out"] = 1.0
-        elif ended.how == "flooded":
-            marks["flooded"] = 1.0
-        elif ended.code != 0:
-            marks["crashed"] = 1.0
         if of_test < test.count and not partial:
             break
     share = passed / total
@@ -108,28 +117,31 @@ def _blocks(answer: str) -> list[tuple[str, str]]:
     return blocks
 
 
-def _runs(program: str, tests: list[Test], limits: Limits, total_s: float) -> Iterator[tuple[Test, Ended | None, int]]:
-    """Each test with how it went and how much of it passed; None for those that the time did not last for."""
-    deadline = time.monotonic() + total_s
-    for test in tests:
-        if (bounded := _left(limits, deadline)) is None:
-            yield test, None, 0
-            continue
-        ended = _run(program, test, bounded)
-        passed = test.passed(ended)
-        if isinstance(test, Checks) and (rest := test.rest(ended)) and (bounded := _left(limits, deadline)):
-            passed += rest.passed(_run("", rest, bounded))
-        yield test, ended, passed
-
-
-def _left(limits: Limits, deadline: float) -> Limits | None:
-    """The limits of a run that may last until the deadline; None where that is now."""
-    seconds = min(limits.seconds, deadline - time.monotonic())
-    return replace(limits, seconds=seconds) if seconds >= LEAST_S else None
-
-
-def _run(program: str, test: Streams | Checks, limits: Limits) -> Ended:
+def _results(program: str, tests: Sequence[Test], limits: dict[str, Any], box: Limits) -> list[Result]:
+    """How the program went in each test; in those that were not begun as in the last one, or as it was ended."""
+    files = {"main.py": INSIDE, "answer.py": program}
+    order = {"tests": [test.order() for test in tests], "output_bytes": TEST_OUTPUT, **limits}
     try:
-        return run(test.files(program), ["main.py"], test.stdin(), limits, isolated=isolation().is_whole)
+        ended = run(files, ["main.py"], json.dumps(order).encode(), box, isolated=isolation().is_whole)
     except SandboxError as error:
         raise RewardError(f"the sandbox could not be set up: {error}") from error
+    found = list(
+        itertools.takewhile(bool, map(_result, ended.out.decode("utf-8", "replace").split("\n")[: len(tests)]))
+    )
+    left = Result("timed_out" if (ended.how, ended.code) == ("ended", 0) else ended.how, 1, "")
+    return [one for one in found if one] + [left] * (len(tests) - len(found))
+
+
+def _result(line: str) -> Result | None:
+    """From a line of code_inside.py, which the program may have written; None where it is none."""
+    match _json(line):
+        case [("ended" | "timed_out" | "flooded") as how, int(code), str(out)]:
+            return Result(how, code, out)
+    return None
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None

@@ -14,6 +14,8 @@ import copy
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from rollout_server.rewards.built_in.code_values import Same
+
 BUILTINS = frozenset(dir(builtins))
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FINDING = frozenset(("globals", "locals", "vars", "eval", "exec", "unittest", "pytest"))
@@ -62,14 +64,16 @@ def comparison(test: ast.expr, names: Names) -> tuple[str, Any] | None:
     call = test.operand if isinstance(test, ast.UnaryOp) and negated else test
     if isinstance(call, ast.Call):  # of isclose, all and the like the answer could make what it likes
         is_answers = names.imported is not None and _is_of(call, answers)
-        return (f"bool({ast.unparse(call)})", not negated) if is_answers else None
+        return (f"bool({ast.unparse(call)})", Same(not negated)) if is_answers else None
     if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq | ast.Is):
         try:
             wanted = ast.literal_eval(test.comparators[0])
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             return None
         # what is to be true or false is easily guessed: `(f(1) > 0) == True` is for an object that is above all
-        return None if isinstance(wanted, bool) and not _is_of(test.left, answers) else (ast.unparse(test.left), wanted)
+        if isinstance(wanted, bool) and not _is_of(test.left, answers):
+            return None
+        return ast.unparse(test.left), Same(wanted) if isinstance(test.ops[0], ast.Is) else wanted
     return None
 
 

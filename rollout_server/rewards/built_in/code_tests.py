@@ -2,45 +2,26 @@
 
 import ast
 import json
-import math
 import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout_server.rewards.built_in.code_asserts import Names, Rest, comparison, rest, unrun, value_name
-from rollout_server.sandbox.box import Ended
+from rollout_server.rewards.built_in.code_values import NAMES, Same, Value, decoded, same
 
-PRELUDE = """
-import json, os, sys
-order = json.loads(sys.stdin.readline())
-results = os.fdopen(os.dup(1), "w")
-os.dup2(2, 1)
-names = {"__name__": "answer"}
-exec("from typing import Dict, List, Optional, Set, Tuple", names)  # LiveCodeBench's starter code does without
-exec(compile(open("answer.py").read(), "answer.py", "exec"), names)
-if order["entry_point"].isidentifier() and order["entry_point"] not in names and "Solution" in names:
-    names[order["entry_point"]] = getattr(names["Solution"](), order["entry_point"])
-if order["setup"]:
-    exec(compile(order["setup"], "tests.py", "exec"), names)
-for expression in order["expressions"]:
-    try:
-        value = repr(eval(expression, names))
-    except Exception as error:
-        value = ""
-        sys.stderr.write(f"{type(error).__name__}: {error}\\n")
-    results.write(json.dumps(value) + "\\n")
-    results.flush()
-if order["whole"]:
-    names["__name__"] = "__main__"
-    exec(compile(order["whole"], "tests.py", "exec"), names)
-    results.write(json.dumps(sys.stdin.readline().strip()) + "\\n")
-results.close()
-"""
-"""Runs in the sandbox, before and around the answer."""
 PAIR = {"input", "output"}
 CHECK, CANDIDATE = "check", "candidate"
-RELATIVE = 1e-9
-"""Floats of a program and of a dataset that differ by less are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How the program went in one test."""
+
+    how: str
+    """`ended`, `timed_out`, or `flooded` for too much output."""
+    code: int
+    """Exit code, or the negative number of a signal."""
+    out: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +32,14 @@ class Streams:
     expected: str
     count: int = 1
 
-    def files(self, program: str) -> dict[str, str]:
-        """What lies in the program's folder."""
-        return {"main.py": program}
+    def order(self) -> dict[str, Any]:
+        """What the sandbox gets of it (code_inside.py)."""
+        return {"stdin": self.given}
 
-    def stdin(self) -> bytes:
-        """What it reads."""
-        return self.given.encode("utf-8", "surrogatepass")
-
-    def passed(self, ended: Ended) -> int:
+    def passed(self, result: Result) -> int:
         """1 for the expected lines, white space at their ends and after them aside, and exit code 0."""
-        printed = ended.out.decode("utf-8", "replace")
-        return int(ended.how == "ended" and ended.code == 0 and _lines(printed) == _lines(self.expected))
+        ended = (result.how, result.code) == ("ended", 0)
+        return int(ended and _lines(result.out) == _lines(self.expected))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,46 +68,43 @@ class Checks:
         """How many tests these are."""
         return len(self.expected) + len(self.rests) + bool(self.whole)
 
-    def files(self, program: str) -> dict[str, str]:
-        """What lies in the program's folder."""
-        return {"main.py": PRELUDE, "answer.py": program}
-
-    def stdin(self) -> bytes:
-        """What is to be computed; never what is expected."""
+    def order(self) -> dict[str, Any]:
+        """What is to be computed (code_inside.py); never what is expected."""
         order = {key: getattr(self, key) for key in ("expressions", "entry_point", "whole")}
-        order["setup"] = self.imports + (f"\ncandidate = {self.candidate}" if self.candidate else "")
-        return f"{json.dumps(order)}\n{self.word}\n".encode()
+        setup = self.imports + (f"\ncandidate = {self.candidate}" if self.candidate else "")
+        return {**order, "setup": setup, "stdin": f"{self.word}\n"}
 
-    def passed(self, ended: Ended) -> int:
+    def passed(self, result: Result) -> int:
         """How many values are the expected ones."""
+        values = self.values(result)
         found = sum(
-            ok and (same(value, want) or (self.is_wrapped and same(value, want[0])))
-            for (ok, value), want in zip(self._values(ended), self.expected, strict=False)
+            one.kind == "value" and (same(one.value, want) or (self.is_wrapped and same(one.value, want[0])))
+            for one, want in zip(values, self.expected, strict=False)
         )
-        return found + int(bool(self.whole) and self._lines(ended)[len(self.expressions) :] == [json.dumps(self.word)])
+        return found + int(bool(self.whole) and values[len(self.expressions) :] == [Value("word", self.word)])
 
-    def rest(self, ended: Ended) -> "Checks | None":
+    def rest(self, result: Result) -> "Checks | None":
         """The conditions with the values that the answer has computed, for an empty program; None without any."""
-        values, conditions, setup = self._values(ended)[len(self.expected) :], [], self.imports
+        values, conditions = self.values(result)[len(self.expected) :], []
         for one in self.rests:
             own, values = values[: len(one.calls)], values[len(one.calls) :]
-            if len(own) < len(one.calls) or not all(ok for ok, _ in own):
+            if len(own) < len(one.calls) or any(value.kind != "value" for value in own):
                 continue
-            pairs = ", ".join(f"{value_name(number)}={value!r}" for number, (_, value) in enumerate(own))
+            pairs = ", ".join(f"{value_name(number)}={value.value!r}" for number, value in enumerate(own))
             conditions.append(f"(lambda {pairs}: bool({one.condition}))()")
         if not conditions:
             return None
-        return Checks(expressions=tuple(conditions), expected=(True,) * len(conditions), imports=setup)
+        return Checks(
+            expressions=tuple(conditions), expected=(Same(True),) * len(conditions), imports=f"{NAMES}{self.imports}"
+        )
 
-    def _lines(self, ended: Ended) -> list[str]:
-        """What was written as results; nothing where there is more of it than was asked for."""
-        lines = ended.out.decode("utf-8", "replace").split("\n")[:-1] if ended.how != "flooded" else []
-        return lines if len(lines) <= len(self.expressions) + bool(self.whole) else []
-
-    def _values(self, ended: Ended) -> list[tuple[bool, Any]]:
-        """(True, value) of the expressions, as far as they were computed."""
-        values = [_value(line) for line in self._lines(ended)[: len(self.expressions)]]
-        return [(ok, _listed(value)) for ok, value in values] if self.as_json else values
+    def values(self, result: Result) -> list[Value]:
+        """Of the expressions as far as they were computed; none where there are more than were asked for."""
+        lines = result.out.split("\n")[:-1] if result.how != "flooded" else []
+        if len(lines) > len(self.expressions) + bool(self.whole):
+            return []
+        values = list(map(decoded, lines))
+        return [replace(one, value=_listed(one.value)) for one in values] if self.as_json else values
 
 
 Test = Streams | Checks
@@ -240,30 +214,6 @@ def _checked(tests: ast.Module) -> str:
         "ground_truth: nothing names the function that `check` of the tests checks; give {test, entry_point}, or a last"
         " line such as check(f)"
     )
-
-
-def same(value: Any, wanted: Any) -> bool:
-    """Equal as Python has it, but for rounding of floats, and a bool is no number."""
-    if isinstance(value, bool) or isinstance(wanted, bool):
-        return value is wanted
-    if isinstance(value, float) or isinstance(wanted, float):
-        both = isinstance(value, (int, float)) and isinstance(wanted, (int, float))
-        try:
-            return both and (value == wanted or math.isclose(value, wanted, rel_tol=RELATIVE))
-        except OverflowError:
-            return False
-    if isinstance(value, (list, tuple)):
-        alike = type(value) is type(wanted) and len(value) == len(wanted)
-        return alike and all(same(one, other) for one, other in zip(value, wanted, strict=True))
-    return type(value) is type(wanted) and bool(value == wanted)
-
-
-def _value(line: str) -> tuple[bool, Any]:
-    """(True, value) of a line that the sandbox wrote: JSON text with a Python literal, never evaluated."""
-    try:
-        return True, ast.literal_eval(json.loads(line))
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-        return False, None
 
 
 def _listed(value: Any) -> Any:

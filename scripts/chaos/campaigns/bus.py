@@ -69,7 +69,13 @@ HELD, OTHER = SERVERS
 QUICK = ((RECEIVER, "kill", "middle bucket"), (RECEIVER, "slow", "applying"))
 VARIANT = Variant(
     "lag 1, two ranks",
-    ("replay.async_lag=1", "placement.split=2:2", "weight_bus.bucket_bytes=65536", "learner.batch_deadline_s=20"),
+    (
+        "replay.async_lag=1",
+        "placement.split=2:2",
+        "weight_bus.bucket_bytes=65536",
+        "learner.batch_deadline_s=20",
+        "learner.collective_deadline_s=20",
+    ),
 )
 TOTAL_STEPS = 120_000  # more than any campaign takes: the run is ended from outside
 PACE_S, CUT_S = 0.02, 4.0

@@ -10,7 +10,7 @@ from typing import Any
 import zmq
 
 from replay import messages as m
-from replay.channel import AsyncRouter, WireError
+from replay.channel import AsyncRouter, WireError, routing_id
 from replay.channel.frames import Message, Registry, encode
 from replay.serve import flush, take_in
 from tests.security.fuzz.samples import PROMPTS
@@ -67,7 +67,7 @@ class RouterTarget(Target):
 
     def connect(self, address: str, identity: str) -> "zmq.Socket[bytes]":
         made = self._context.socket(zmq.DEALER)
-        made.setsockopt(zmq.IDENTITY, identity.encode())
+        made.setsockopt(zmq.IDENTITY, routing_id(identity))
         made.setsockopt(zmq.LINGER, 0)
         made.set_hwm(0)
         made.connect(address)

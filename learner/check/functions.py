@@ -9,20 +9,35 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from configs.algorithm import UNDECLARED, LossTraits
 from configs.aliases import SIGNATURES, VERL_NAMES
 from configs.data import Reward
 from configs.environment import Environment
 from configs.errors import did_you_mean
 from configs.rewards import MODEL, SECTIONS, Code, Endpoint, Judge, Mathematics, RewardPart
+from configs.schema import Config
 
 BUILT_IN = (*SECTIONS, MODEL)
 FORMS = f"take {', '.join(map(repr, BUILT_IN))}, 'module:function' or 'path/to/file.py:function'"
 SANDBOX_S = 60.0
+
+
+def problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Of reward, environment, tools and agent what this machine cannot use, after the key that names it."""
+    environment = config.environment
+    found = {
+        "reward.function": problem_with_reward(config.reward),
+        f"environment.function: {environment.function!r}": problem_with_environment(environment.function),
+        "environment.options.tools": problem_with_tools(environment),
+    }
+    if environment.function == "agent":
+        found["environment.options"] = problem_with_agent(environment.options)
+    yield from ((key, problem) for key, problem in found.items() if problem is not None)
 
 
 def problem_with_reward(reward: Reward) -> str | None:
@@ -88,6 +103,20 @@ def problem_with_loss(spec: str) -> str | None:
     """What is wrong with an `algorithm.loss` of the form `path/to/file.py:name`, or None."""
     path, colon, name = spec.rpartition(":")
     return _problem_with_file(Path(path), name, _problem_with_factory) if colon else None
+
+
+def declared_loss(spec: str) -> LossTraits:
+    """What the source of a loss from a file declares, as far as it stands there in plain values."""
+    path, _, name = spec.rpartition(":")
+    tree = _parsed(Path(path))
+    functions = [] if isinstance(tree, str) else [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    for call in (each for function in functions if function.name == name for each in function.decorator_list):
+        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == "declare":
+            try:
+                return LossTraits(**{word.arg or "": ast.literal_eval(word.value) for word in call.keywords})
+            except (TypeError, ValueError):
+                return UNDECLARED
+    return UNDECLARED
 
 
 def problem_with_environment(spec: str | None) -> str | None:
