@@ -29,7 +29,7 @@ def staged_bytes(config: Config, sizes: Sizes | None) -> int:
     """Of an engine's update in /dev/shm: what a server has in host memory for SGLang's processes to map."""
     bus, lora = config.weight_bus, config.learner.lora
     on_devices = bus.backend == "nccl" and bus.transport == "collective"  # handed over by CUDA IPC handles
-    in_files = config.rollout.engine == "sglang" and bus.apply == "staged" and bus.stage_in == "server"
+    in_files = config.rollout.engine == "sglang" and bus.stage_in == "server"
     if sizes is None or on_devices or not in_files:
         return 0
     carried = sizes.adapter_parameters(lora) if lora.rank else sizes.parameters

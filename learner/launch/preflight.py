@@ -193,8 +193,7 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
     """What cannot run with what is installed here; `runs_servers` where rollout servers run on this machine.
 
     Raises:
-        ConfigError: the engine is not installed, or the bus cannot work on this device: without UCC, or with its
-            weight_bus.apply `direct`.
+        ConfigError: the engine is not installed, or the bus is without UCC.
     """
     if config.weight_bus.transport == "collective" and config.weight_bus.backend == "ucc":
         _check_ucc(config)
@@ -206,8 +205,6 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
 
 
 def _check_ucc(config: Config) -> None:
-    if config.weight_bus.apply == "direct":
-        raise Contradiction("weight_bus.backend: 'ucc' does not go with weight_bus.apply: direct; take apply: staged")
     from weight_bus import WeightBusError  # here, because it imports torch, which the launcher does without
     from weight_bus.transports import resolve_ucc
 

@@ -194,7 +194,6 @@ def test_a_disk_is_held_against_all_that_checkpoints_have(monkeypatch, settings:
         (["weight_bus.backend=ucc"], "stop"),
         (["weight_bus.transport=disk", "weight_bus.folder=/shared", "weight_bus.backend=nccl"], "stop"),
         (["weight_bus.backend=gloo", "weight_bus.stage_in=engine"], "ok"),
-        (["weight_bus.backend=gloo", "weight_bus.apply=direct"], "ok"),
         (["weight_bus.backend=gloo", "learner.lora.rank=16"], "ok"),
     ],
 )
