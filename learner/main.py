@@ -14,22 +14,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from configs.command import program
-from configs.loading import ConfigError, Parser, add_arguments, from_arguments, overrides_of
+from configs.loading import ConfigError, add_arguments, from_arguments, overrides_of
 from configs.plan import Role, table
 from configs.schema import Config
-from learner.doctor.brief import say_at_start
-from learner.doctor.memory import memory_budget
+from configs.translate.refusals import AnsweringParser, refused
+from learner.check import checks
+from learner.check.memory import memory_budget
+from learner.check.model_folders import reward_memory
 from learner.launch import earlier_run
 from learner.launch.launcher import Launcher
-from learner.launch.preflight import (
-    check_available,
-    check_files,
-    claim_run_dir,
-    input_is_missing,
-    make_input,
-    with_free_name,
-)
-from learner.launch.reward_folder import memory as reward_memory
+from learner.launch.quickstart import input_is_missing, make_input
+from learner.launch.run_folder import claim_run_dir, with_free_name
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import EVENTS, Interrupted, catch_signals, ignore_signals, keep_events, say
 from learner.report.live_view import LiveView
@@ -49,7 +44,7 @@ REPORT_S = 120.0
 
 def main() -> int:
     """Entry point; exit code 0 only for a run that completed all steps."""
-    parser = Parser(prog=program("learner.main"), description=__doc__)
+    parser = AnsweringParser(prog=program("learner.main"), description=__doc__)
     add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the arithmetic, start nothing")
     parser.add_argument("--parent", type=int, default=None, help="pid of the process that started this: end with it")
@@ -61,7 +56,6 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
     try:
         config = prepare(args)
-        say_at_start(config, say)
         say(config.arithmetic())
         launcher = Launcher(config, args.resume is not None, LiveView(config, "off"), play=args.replay)
         plan = launcher.plan()
@@ -71,7 +65,6 @@ def main() -> int:
             sys.stdout.write(memory_budget(config) + reward_memory(config, plan))
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
-        check_available(config, runs_servers=config.placement.local_rollouts)
         if args.resume is not None:
             folder, overrides = Path(args.resume), overrides_of(args)
             earlier_run.check_ended(folder)
@@ -83,7 +76,7 @@ def main() -> int:
         code = run(launcher)
         return earlier_run.report(launcher.config, code) if args.replay is not None else code
     except REFUSALS as error:
-        say(f"refused: {error}")
+        say(refused(error))
         return 2
     except RunFailed as failure:
         say(f"not resumed: {failure}")
@@ -111,7 +104,7 @@ def prepare(args: argparse.Namespace) -> Config:
         taken, config = config.run_dir, with_free_name(config)
         if config.run_dir != taken:
             say(f"{taken} exists; this run is {config.run_dir}")
-    check_files(config, has_input=has_input)
+    checks.require(config, say, checks.CHECKS if args.dry_run else checks.AT_START, has_input=has_input)
     return config
 
 

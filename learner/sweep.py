@@ -20,8 +20,10 @@ from configs.command import program
 from configs.errors import BadOption
 from configs.loading import Parser, add_arguments, load, overrides_of
 from configs.schema import Config
+from learner.check import checks
 from learner.launch.launcher import Launcher
-from learner.launch.preflight import check_available, check_files, claim_run_dir, make_input
+from learner.launch.quickstart import make_input
+from learner.launch.run_folder import claim_run_dir
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import say
 from learner.main import REFUSALS, run
@@ -69,8 +71,7 @@ def train(args: argparse.Namespace, overrides: Sequence[str], name: str) -> dict
     config = load(args.config, [f"run.name={name}", f"run.dir={args.out}", *QUIET, *overrides])
     check_set(config, args.accuracy_of)
     make_input(config, args.config)
-    check_files(config)
-    check_available(config, runs_servers=True)
+    checks.require(config, say, checks.AT_START)
     config = claim_run_dir(config, new=True)  # not that of an earlier attempt, which may have left half a run
     server = tuple(args.server.split())
     if code := run(Launcher(config, False, LiveView(config, "off"), server_command=server)):

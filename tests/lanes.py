@@ -1,4 +1,4 @@
-"""A plugin of pytest (scripts/test.sh): two lanes, whole runs, which mostly wait, and everything else beside them."""
+"""A plugin of pytest (scripts/test.sh): what tests stay together when two workers share them, and which begin first."""
 
 from pathlib import Path
 from typing import Any
@@ -6,20 +6,27 @@ from typing import Any
 import pytest
 
 TESTS = Path(__file__).parent
-LANES = {"e2e": "runs", "rollout_server": "engines"}
-"""What stays together, by its folder: one whole run at a time, and the engines' tests share one SGLang."""
+ENGINES = "rollout_server"
+"""These stay together, because they share one SGLang; everything else stays together by its file."""
+LONGEST = (
+    *("e2e/test_whole_run.py", "e2e/test_campaign.py", "e2e/test_process_faults.py", "e2e/test_in_place.py"),
+    *(ENGINES, "e2e/test_elastic.py", "e2e/test_namespaces.py", "e2e/test_planted_faults.py", "e2e"),
+)
+"""What begins first, so that both workers end at about the same time: whole runs mostly wait, two at a time."""
 
 
 def lane(file: str) -> str:
     """What the tests of a file, as its path below tests/, stay together with: the rest of the file, at least."""
-    return LANES.get(file.split("/")[0], file)
+    return ENGINES if file.startswith(f"{ENGINES}/") else file
+
+
+def place(file: str) -> int:
+    """Its lane's place in the order."""
+    return next((n for n, first in enumerate(LONGEST) if lane(file).startswith(first)), len(LONGEST))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The largest begin first, so that both lanes end at about the same time."""
-    first = [*LANES.values()]
-    names = {item: lane(item.path.relative_to(TESTS).as_posix()) for item in items}
-    items.sort(key=lambda item: first.index(names[item]) if names[item] in first else len(first))
+    items.sort(key=lambda item: place(item.path.relative_to(TESTS).as_posix()))
 
 
 @pytest.hookimpl(optionalhook=True)

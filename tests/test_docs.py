@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.aliases import ALIASES
 from configs.base import ConfigError
 from configs.command import COMMANDS as COMMANDS_BY_NAME
 from configs.command import available
 from configs.loading import add_arguments, from_arguments, leaf_keys, load
 from configs.schema import Config
-from configs.translate.tables import WITHOUT
+from configs.translate.names import ALIASES, WITHOUT
 from learner import main as launcher
 from replay import messages as replay_messages
 from replay.vitals import page as metrics_page
@@ -35,7 +34,7 @@ PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted(fol
 GENERATED = {"configuration.md", "metrics.md"}
 MAPPINGS = ("rollout.sglang.", "network.env.")
 """Sections whose keys are those of SGLang and of processes."""
-RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "learner.doctor"}
+RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "learner.launch.doctor"}
 PASSED_ON = {"scripts/start_learner.sh": "learner.main", "scripts/start_rollout_nodes.sh": "rollout_server.main"}
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 

@@ -8,6 +8,7 @@ import pytest
 
 from configs.loading import load
 from configs.translate import __main__ as translate
+from learner.check import checks
 from tests.test_docs import FENCE, ROOT, name_of
 from tests.test_recipe_pages import commands, downloads, run
 
@@ -31,7 +32,7 @@ def write_files(page: Path, folder: Path) -> None:
 def translation(page: Path) -> list[str]:
     """Arguments of the page's `slipstream translate`."""
     for language, text in blocks(page):
-        words = shlex.split(text) if language == "bash" else []
+        words = shlex.split(text.replace("\\\n", "")) if language == "bash" else []
         if words[:2] == ["slipstream", "translate"]:
             return words[2:]
     raise AssertionError(f"{name_of(page)}: no translation")
@@ -57,7 +58,7 @@ def test_what_a_page_translates_passes_a_dry_run(page, downloads, monkeypatch, c
     monkeypatch.setattr("learner.launch.machine.count_gpus", lambda: 8)
     monkeypatch.setattr("learner.launch.machine.torch_has_cuda", lambda: True)
     monkeypatch.setattr("learner.policy.memory.gpu_bytes", lambda: 80 * 10**9)
-    monkeypatch.setattr("learner.doctor.brief.at_start", lambda config: iter(()))
+    monkeypatch.setattr("learner.check.checks.CHECKS", checks.OF_THE_RUN)
     write_files(page, downloads)
     (downloads / "gsm8k.yaml").unlink(missing_ok=True)
     assert run(["scripts.prepare_gsm8k", "data/official/gsm8k", "--out", "data/gsm8k"], monkeypatch) == 0

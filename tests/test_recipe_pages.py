@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from configs.loading import load
+from learner.check import checks
 from learner.examples.random_qwen3 import write_tokenizer
 from rollout_server.sandbox.probe import isolation
 from tests.test_docs import FENCE, ROOT, name_of
@@ -109,7 +110,7 @@ def test_a_recipe_can_be_followed(
     monkeypatch.setattr("learner.launch.machine.torch_has_cuda", lambda: True)
     monkeypatch.setattr("learner.policy.memory.gpu_bytes", lambda: 80 * 10**9)
     # The machine of a recipe has a larger disk than this one, and packages of GPUs.
-    monkeypatch.setattr("learner.doctor.brief.at_start", lambda config: iter(()))
+    monkeypatch.setattr("learner.check.checks.CHECKS", checks.OF_THE_RUN)
     runs, problems = 0, []
     for words in commands(page):
         if words[0] in MADE_ELSEWHERE or words[:1] == ["rollout_server.sandbox"]:

@@ -32,7 +32,7 @@ COMMANDS = {
     "launch": Command("learner.launch", "learner or rollout side: here, over ssh, Slurm, Kubernetes"),
     "start-replay": Command("replay.main", "replay alone on this host"),
     "start-rollout": Command("rollout_server.main", "one rollout server of a run elsewhere"),
-    "doctor": Command("learner.doctor", "examine machines, packages, links and disks before a run"),
+    "doctor": Command("learner.launch.doctor", "examine machines, packages, links and disks before a run"),
     "plan": Command("learner.plan", "predict step times of every split; say which to take"),
     "fit": Command("learner.fit", "largest microbatch that fits a learner GPU"),
     "try-reward": Command("rollout_server.try_reward", "judge a few answers with the reward"),

@@ -1,10 +1,13 @@
-"""Sees that the run folder stays where it is: what is written into one that was deleted or moved is lost."""
+"""The run folder: its name, its claim, and that it stays where it is while the run writes into it."""
 
 import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from configs.loading import dump
+from configs.schema import Config
+from learner.check.checks import not_writable
 from learner.launch.servers import RunFailed
 
 PARTS = ("config.yaml", "journal", "logs")
@@ -58,3 +61,38 @@ def identity(path: Path) -> tuple[int, int] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
+
+
+def claim_run_dir(config: Config, *, new: bool) -> Config:
+    """Create the run folder and its config.yaml; config.yaml claims it for one run.
+
+    Returns:
+        The configuration, with the next free name where another run of this name has started since the checks.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    claimed = config
+    while True:
+        folder = Path(claimed.run_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            path, beside = folder / "config.yaml", folder / "config.yaml.new"
+            with (path if new else beside).open("x" if new else "w", encoding="utf-8") as file:
+                file.write(dump(claimed))
+            if not new:  # whole, or the one before: a disk that is still full must not take the run's configuration
+                beside.replace(path)
+            return claimed
+        except OSError as error:
+            if not (isinstance(error, FileExistsError) and folder.is_dir()):
+                raise not_writable(config, folder, error) from error
+            claimed = with_free_name(config)
+
+
+def with_free_name(config: Config) -> Config:
+    """Under `run.name`, or `name-2`, `name-3`, ... where earlier runs have their folders: nothing is overwritten."""
+    name, number = config.run.name, 2
+    while (Path(config.run.dir) / name / "config.yaml").exists():
+        name = f"{config.run.name}-{number}"
+        number += 1
+    return config.model_copy(update={"run": config.run.model_copy(update={"name": name})})

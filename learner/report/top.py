@@ -18,10 +18,10 @@ from configs.loading import ConfigError, load
 from configs.schema import Config
 from learner.launch.announcements import Repeats, launchers_last
 from learner.launch.children import RowTail, Tail, without_time
-from learner.launch.hosts.ready import ask_replay
 from learner.report.live_view import LiveView
 from learner.report.metrics import FILE
 from replay.channel import ChannelError
+from replay.status_client import ask_replay
 
 LOOK_S = 1.0
 ANSWER_S = 1.0

@@ -17,7 +17,9 @@ import torch
 
 from configs.loading import apply_override, dump, load, parse, validate
 from configs.schema import Config
-from learner.launch.preflight import check_available, check_files, claim_run_dir, with_free_name
+from learner.check import checks
+from learner.launch.run_folder import claim_run_dir, with_free_name
+from learner.launch.terminal import say
 from learner.trl.agreement import agreed
 from learner.trl.run import TrlRun
 from learner.trl.samples import OutOfStep
@@ -117,8 +119,7 @@ def connect(
 
     config = agreed(_loaded(config, overrides), args)
     if args.process_index == 0:
-        check_files(config)
-        check_available(config, runs_servers=config.placement.local_rollouts)
+        checks.require(config, say, checks.AT_START)
         config = claim_run_dir(with_free_name(config), new=True)
     run = TrlRun(config, microbatch=args.per_device_train_batch_size * args.world_size, make=RolloutSample)
     return SlipstreamRolloutWorker(run), SlipstreamWeightTransfer(run)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from configs.loading import load
 from configs.schema import Config
-from learner.launch.hosts.ready import ask_replay
+from replay.status_client import ask_replay
 from scripts.chaos import checker, processes, site_start
 from scripts.chaos.polling import Ended, T, replace_text, wait_until
 from scripts.chaos.proxy import Link, Proxy

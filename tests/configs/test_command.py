@@ -21,7 +21,7 @@ WANTED = {"train", "playback", "launch", "start-replay", "start-rollout", "docto
 LIGHT = (
     "learner.main",
     "learner.launch",
-    "learner.doctor",
+    "learner.launch.doctor",
     "learner.report.top",
     "learner.report.lag",
     "replay.keys",

@@ -57,6 +57,7 @@ def test_a_process_that_refuses_ends_with_code_2_and_one_line():
         ([], ["model.path=no/such/model"], ["model.path", "'no/such/model'", "give a Hugging Face folder"]),
         ([], ["data.train=no/such/rows.jsonl"], ["no/such/rows.jsonl", "no such file", "data.train"]),
         (["--resume", "no/such/run"], [], ["--resume", "no/such/run/config.yaml", "name the folder of a run"]),
+        (["--replay", "no/such/run"], [], ["--replay", "no/such/run/config.yaml", "name the folder of a run"]),
         ([], ["run.dir=/proc/runs"], ["run.dir", "/proc is not writable", "name a folder"]),
     ],
 )
@@ -134,6 +135,7 @@ def stopped_by(launch, folder, text):
     return run.text().splitlines()[-1]
 
 
+@pytest.mark.slow  # by default: test_what_follows_from_the_exit_code_of_a_server of tests/learner/test_children.py
 def test_a_reward_function_of_no_known_signature_stops_the_run_without_restarts(launch, tmp_path):
     # bound twice, so that preflight, which does not run it, leaves it to the rollout server
     text = "def reward(answer, truth):\n    return 1.0\n\nreward = reward\n"

@@ -1,10 +1,13 @@
-"""Faults of a receiver at points of an update; `python -m scripts.chaos bus` has the others."""
+"""Faults of a receiver at points of an update; `python -m scripts.chaos bus` has the others.
+
+By default: tests/chaos/test_bus.py, and test_process_faults.py (faults that a server plants in itself).
+"""
 
 import pytest
 
 from tests.support.campaigns import run_campaign
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_a_few_faults_of_a_receiver(tmp_path, sort6, zygote):

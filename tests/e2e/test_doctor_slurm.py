@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from configs import ConfigError, load
-from learner.doctor import __main__ as doctor
+from learner.launch import doctor
 from learner.launch.hosts import allocation, slurm
 from learner.launch.hosts.allocation import Allocation
 from learner.launch.hosts.host_file import Host
@@ -76,9 +76,9 @@ def test_a_probe_runs_on_every_node_of_the_allocation(slurm_commands: Path, exam
     found = json.loads(lines[0])
     assert time.monotonic() - began < 60
     assert set(found["facts"]) == {"learner of node0", "rollout of node1"}
-    assert {"clock", "versions", "link"} <= {each["check"] for each in found["findings"]}, lines
+    assert {"clock", "versions", "link"} <= {each["code"] for each in found["findings"]}, lines
     steps = slurm_commands.read_text().splitlines()
-    probes = [step for step in steps if "learner.doctor.probe" in step]
+    probes = [step for step in steps if "learner.check.probe" in step]
     assert [step.split("--nodelist=")[1].split()[0] for step in probes] == ["m1", "m2"]
     for step in steps:
         assert (
@@ -89,7 +89,7 @@ def test_a_probe_runs_on_every_node_of_the_allocation(slurm_commands: Path, exam
 @pytest.mark.slow
 def test_groups_form_between_the_nodes_of_an_allocation(slurm_commands: Path, examine: Any) -> None:
     _, lines = examine()
-    assert any("gloo group: between learner of node0 and rollout of node1: formed" in line for line in lines), lines
+    assert any("gloo-group: between learner of node0 and rollout of node1: formed" in line for line in lines), lines
 
 
 @pytest.mark.parametrize(

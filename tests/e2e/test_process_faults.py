@@ -89,10 +89,8 @@ def test_ctrl_c_ends_everything_and_says_how_to_go_on(story):
 def test_a_rollout_server_with_another_tokenizer_is_refused_and_the_run_goes_on(story):
     said = story.stranger.text()
     assert story.stranger_code != 0 and "Traceback" not in said, said
-    words = ["replay refused 'stranger'", "tokenizer differs", "the run's model folder and configuration"]
-    assert [word for word in words if word not in said.strip().splitlines()[-1]] == [], said
-    refused = r"refused 'stranger' \(pid \d+ on \S+\): tokenizer differs: 'stranger' has \w+, this run has \w+"
-    assert re.search(refused, story.log("replay"))
+    assert re.search(r"refused 'stranger': tokenizer .*\[SLIP-NET-01\]$", said.strip().splitlines()[-1]), said
+    assert re.search(r"refused 'stranger' \(pid \d+ on \S+\): tokenizer ", story.log("replay"))
 
 
 def test_an_interrupted_run_is_resumed_and_trains_nothing_twice(story, launch):
@@ -112,26 +110,6 @@ def test_an_interrupted_run_is_resumed_and_trains_nothing_twice(story, launch):
     assert len(trained) == len(set(trained)) == 16 * last
 
 
-@pytest.mark.parametrize(("role", "needle"), [("replay", "replay.main"), ("learner", "learner.train")])
-def test_without_restarts_the_death_of_replay_or_a_learner_rank_ends_the_run_with_one_line(launch, role, needle):
-    run = launch("replay.restarts=0", "learner.restarts=0", steps=2000, split="1:2")
-    run.wait_for_step(2)
-    run.kill(needle)
-    assert run.wait(60) == 1
-    last = run.text().splitlines()[-1]
-    assert "run stopped" in last and role in last, last
-    assert run.nothing_left()
-
-
-def test_kill_9_of_the_launcher_leaves_no_process_behind(launch):
-    run = launch(steps=2000, split="1:2")
-    run.wait_for_step(2)
-    assert len(run.pids()) >= 5, "replay, torchrun, two ranks and a rollout server"
-    run.process.kill()
-    run.process.wait()
-    assert run.nothing_left()
-
-
 FAULTS = {
     "wire": ("3", r"'wire'.*(embed_tokens|proj|norm).*\[corrupt\]"),
     "live": ("5", r"'live'.*(q_proj|k_proj|v_proj).*\[corrupt\]"),
@@ -140,32 +118,56 @@ FAULTS = {
 """What a server does to itself, in the how manieth version that it is sent, and how the learner says it."""
 
 
-def test_planted_faults_on_the_bus_are_named_and_the_next_version_is_served(launch):
-    """A flipped byte on the wire, a flipped byte in the live fused qkv tensor, a death in the broadcast."""
-    deadline = 10
-    run = launch("weight_bus.collective_timeout_s=2", f"weight_bus.deadline_s={deadline}", steps=10_000)
+DEADLINE_S = 10
+
+
+@pytest.fixture(scope="module")
+def spoilt(tmp_path_factory, untrained, zygote):
+    """A run whose servers plant a fault in themselves, each another one; at last its launcher is killed."""
+    folder = tmp_path_factory.mktemp("spoilt")
+    runs = Runs(folder, untrained, zygote)
+    deadlines = ("weight_bus.collective_timeout_s=2", f"weight_bus.deadline_s={DEADLINE_S}")
+    run = runs(*deadlines, split="1:2", steps=10_000)
     program = "tests.e2e.faulty_rollout_server"
-    servers = {fault: launch.server(run, fault, program, (fault, when)) for fault, (when, _) in FAULTS.items()}
+    servers = {fault: runs.server(run, fault, program, (fault, when)) for fault, (when, _) in FAULTS.items()}
+    run.planted = {}
 
-    def planted(fault):
-        found = re.search(rf"planting {fault} in v(\d+)", servers[fault].text())
-        return found and int(found[1])
+    def planted():
+        found = {fault: re.search(rf"planting {fault} in v(\d+)", server.text()) for fault, server in servers.items()}
+        run.planted = {fault: int(match[1]) for fault, match in found.items() if match}
+        return len(run.planted) == len(FAULTS)
 
-    run.wait_until(lambda: all(planted(fault) for fault in FAULTS), "all faults", 200)
-    newest = max(planted(fault) for fault in FAULTS)
+    run.wait_until(planted, "all faults", 200)
+    newest = max(run.planted.values())
     run.wait_until(
         lambda: any(r["weight_sync/version"] > newest and r["weight_sync/members"] == 3 for r in run.steps()),
         "a version that all who live hold",
     )
+    for server in servers.values():
+        server.process.kill()
+    run.before = run.pids()
+    run.process.kill()
+    run.process.wait()
+    run.all_ended = run.nothing_left()
+    yield run
+    runs.close()
+
+
+def test_kill_9_of_the_launcher_leaves_no_process_behind(spoilt):
+    assert len(spoilt.before) >= 5, "replay, torchrun, two ranks and a rollout server"
+    assert spoilt.all_ended
+
+
+def test_planted_faults_on_the_bus_are_named_and_the_next_version_is_served(spoilt):
+    """A flipped byte on the wire, a flipped byte in the live fused qkv tensor, a death in the broadcast."""
+    run = spoilt
     steps = run.steps()
     assert steps[-1]["weight_sync/digests_equal"] is True
-    run.process.send_signal(signal.SIGINT)
-    assert run.wait(60) == 130, run.text()[-3000:]
     for fault, (_, words) in FAULTS.items():
         lines = [line for line in run.log("learner-0").splitlines() if re.search(words, line)]
-        assert lines and f"v{planted(fault)}" in lines[0], (fault, run.log("learner-0")[-3000:])
+        assert lines and f"v{run.planted[fault]}" in lines[0], (fault, run.log("learner-0")[-3000:])
     waited = max(row["timing_s/publish_wait"] for row in steps)
-    assert waited <= deadline + 5, "no step waits longer than the deadline, and what a busy machine adds"
+    assert waited <= DEADLINE_S + 5, "no step waits longer than the deadline, and what a busy machine adds"
     assert all(max(map(int, row["training/lag_histogram"])) <= 1 for row in steps)
     groups = run.groups()
     assert len(groups) == len(set(groups))

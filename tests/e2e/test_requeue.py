@@ -1,4 +1,7 @@
-"""A job that its scheduler starts again resumes its run: a requeued Slurm job, a Kubernetes job with new pods."""
+"""A job that its scheduler starts again resumes its run: a requeued Slurm job, a Kubernetes job with new pods.
+
+By default: tests/learner/test_launch_ssh.py (what a start resumes), tests/learner/test_launch_files.py (the files).
+"""
 
 import contextlib
 import os
@@ -12,7 +15,7 @@ import yaml
 
 from tests.support.runs import ROOT, Run, environment, free_port, processes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ENVIRONMENT = {**environment(), "PYTHONPATH": str(ROOT)}
 SRUN = """#!/bin/bash
@@ -89,7 +92,7 @@ def job(scheduler, output):
             process.wait(30)
 
 
-@pytest.mark.parametrize("scheduler_of", [Slurm, pytest.param(Kubernetes, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheduler_of", [Slurm, Kubernetes])
 def test_a_job_that_is_started_again_resumes_its_run(tmp_path, untrained, scheduler_of):
     folder = tmp_path / "job"
     folder.mkdir()

@@ -1,21 +1,26 @@
 """docs/tutorials as a reader follows them: their files are written, their commands are run, in their order.
 
-Without `-m slow` a page is followed up to its first command that trains or needs another machine. Machines are network
+Without `-m slow` a page is followed up to its first command that trains or needs another machine, in this process.
+Machines are network
 namespaces, which SLIPSTREAM_SSH and stand-ins for Slurm's commands enter; what they start is what runs on real ones.
 """
 
+import contextlib
+import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.support.in_process import run
 from tests.support.namespaces import Switch, switched
 from tests.support.runs import ROOT, left_over
 
@@ -78,10 +83,11 @@ class Reader:
                 shown += text.splitlines()
             elif text.startswith(OWN_TERMINAL):
                 self._start(text)
-            elif light and HEAVY.search(text):
-                lines = text.splitlines()
-                self._run(*lines[: next(i for i, line in enumerate(lines) if HEAVY.match(line))])
-                break
+            elif light:
+                light_ones = list(itertools.takewhile(lambda line: not HEAVY.match(line), text.splitlines()))
+                self._run_here(light_ones)
+                if len(light_ones) < len(text.splitlines()):
+                    break
             else:
                 self._run(*text.splitlines())
         for process in self.beside:
@@ -98,6 +104,16 @@ class Reader:
         )
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         self.said += done.stdout + done.stderr
+
+    def _run_here(self, lines: Sequence[str]) -> None:
+        with contextlib.chdir(self.folder):
+            for words in filter(None, (shlex.split(line, comments=True) for line in lines)):
+                if words[0] in ("python", "slipstream"):
+                    code, said = run(words)
+                    assert code == 0, said[-4000:]
+                    self.said += said
+                else:
+                    self._run(shlex.join(words))
 
     def _start(self, text: str) -> None:
         command = ["bash", "-c", f"exec {text.splitlines()[1]}"]

@@ -1,4 +1,8 @@
-"""Learner and rollout servers started apart, as on two hosts: scripts/start_learner.sh, start_rollout_nodes.sh."""
+"""Learner and rollout servers started apart, as on two hosts: scripts/start_learner.sh, start_rollout_nodes.sh.
+
+By default: test_namespaces.py (the scripts over four hosts), test_elastic.py (a server that joins a run), and
+tests/replay/test_service.py (a server of another configuration).
+"""
 
 import sys
 
@@ -6,7 +10,7 @@ import pytest
 
 from tests.support.runs import Run, environment, free_port, left_over, patient_reward, terminal
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS, GROUPS = 30, 4
 

@@ -1,6 +1,7 @@
 """One small run, looked at from all sides; and what goes on from its folder."""
 
 import json
+import os
 import shutil
 import statistics
 import tarfile
@@ -17,6 +18,8 @@ from tests.support.traces import parsed, problems
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 STEPS = 5
+HOOK = ROOT / "tests" / "security" / "audit"
+PROCESSES = {"launcher", "learner-0", "learner-1", "replay", "rollout-0"}
 SCORE = "val-core/all/greedy"
 PASS = "val-core/few/reward/pass@4"
 LAG_0 = ("replay.async_lag=0", "rollout.temperature=0.7", "tracking.save_rollouts_every=1", "learner.adam_epsilon=1e-6")
@@ -25,7 +28,17 @@ is the rounding of the order in which ranks add up, and an epsilon below it make
 
 
 @pytest.fixture(scope="module")
-def clean(tmp_path_factory, sort6, zygote):
+def audit(tmp_path_factory):
+    """Folder to which every process that a test of this file starts reports code that it makes of data."""
+    folder = tmp_path_factory.mktemp("audit")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_AUDIT", str(folder))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(HOOK), os.environ.get("PYTHONPATH")])))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory, sort6, zygote, audit):
     """A run on two ranks that has finished: evaluations of two sets, checkpoints, trackers, plot, every trajectory."""
     runs = Runs(tmp_path_factory.mktemp("clean"), sort6, zygote)
     trackers = ("tracking.plot=true", "tracking.trackers=[tensorboard]", "tracking.prometheus=127.0.0.1")
@@ -151,7 +164,7 @@ def test_the_exported_folder_answers_as_the_last_evaluation_says(clean):
     assert abs(result["greedy_exported"] - result["greedy_reported"]) <= 1 / 64
 
 
-@pytest.mark.parametrize("split", ["1:1", "1:2"])
+@pytest.mark.parametrize("split", [pytest.param("1:1", marks=pytest.mark.slow), "1:2"])
 def test_five_lag_0_steps_equal_the_reference_loop(clean, launch, split):
     """Parity of the whole multi-process system with a plain single-process loop, from the same groups."""
     run = clean if split == "1:2" else launch(*LAG_0, steps=STEPS)
@@ -188,7 +201,7 @@ def reference_loop(run):
     return expected, trained
 
 
-def test_a_resumed_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(clean, launch, tmp_path):
+def test_a_resumed_run_goes_on_from_the_newest_whole_checkpoint_and_makes_no_code(clean, launch, tmp_path, audit):
     """The newest is cut short: the steps since the one before come again from the journal, with the same weights."""
     folder = tmp_path / "resumed"
     shutil.copytree(clean.folder, folder)
@@ -205,7 +218,22 @@ def test_a_resumed_run_goes_on_from_the_newest_whole_checkpoint_and_says_so(clea
     trained = [tuple(group) for line in [*before[:4], *after] for group in line["groups"]]
     assert len(trained) == len(set(trained)) == (STEPS + 2) * 16
 
+    assert told(audit, "caught") == []
+    for each in (clean, run):
+        noted = {path.stem: json.loads(path.read_text())["pid"] for path in (each.folder / "processes").glob("*.json")}
+        assert {name for name, pid in noted.items() if (audit / f"live-{pid}").exists()} == PROCESSES
+    assert any("rollout_server.rewards.worker" in record["command"] for record in told(audit, "live"))
+    # the resume read a checkpoint, whose metadata is a pickle of ours: the hook sees such things
+    allowed = {(record["event"], record["where"]) for record in told(audit, "allowed")}
+    assert ("pickle.find_class", "/torch/distributed/checkpoint/") in allowed
 
+
+def told(folder, kind):
+    """What the audit hook of every process has written."""
+    return [json.loads(line) for file in sorted(folder.glob(f"{kind}-*")) for line in file.read_text().splitlines()]
+
+
+@pytest.mark.slow  # by default: the resume above, and tests/frozen
 def test_a_run_of_commit_a694bf1_is_resumed(launch, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with tarfile.open(ROOT / "tests" / "frozen" / "runs_a694bf1.tar.gz") as archive:

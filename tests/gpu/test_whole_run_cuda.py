@@ -80,11 +80,11 @@ def run(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_doctor_finds_a_gpu_that_can_run_it(words: list[str]) -> None:
-    command = [sys.executable, "-m", "learner.doctor", *words, "--backends", "nccl,gloo", "--json"]
+    command = [sys.executable, "-m", "learner.launch.doctor", *words, "--backends", "nccl,gloo", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     found = json.loads(done.stdout)
     for finding in found["findings"]:
-        print(finding["severity"], finding["check"], finding["what"], finding["mend"], sep=" | ")
+        print(finding["severity"], finding["code"], finding["what"], finding["mend"], sep=" | ")
     assert done.returncode == 0, done.stdout + done.stderr
     assert not [finding for finding in found["findings"] if finding["severity"] == "stop"]
     assert torch.cuda.get_device_name() in done.stdout

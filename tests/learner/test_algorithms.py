@@ -17,8 +17,8 @@ from configs.algorithm import WIDE_ANSWER_CLIP, Algorithm, LossTraits
 from learner.advantages import ADVANTAGES, AdvantageInputs, advantages_of, build_advantage
 from learner.advantages.base import whiten
 from learner.advantages.gae import gae
-from learner.launch.preflight import check_loss
-from learner.launch.reward_source import declared_loss
+from learner.check import checks
+from learner.check.functions import declared_loss
 from learner.losses import LOSSES, LossError, LossInputs, LossOutput, build_loss
 from learner.objective.aggregation import token_weights
 from learner.objective.corrections import CORRECTIONS, Rho, build_correction, within
@@ -163,7 +163,7 @@ def test_a_loss_from_a_file_counts_as_what_it_declares(
     assert config.problem_with_loss(traits).partition(":")[0] == refused
     if refused:
         with pytest.raises(ConfigError, match=refused):
-            check_loss(config)
+            list(checks.loss(checks.Subject(config)))
         with pytest.raises(LossError, match=refused):
             objective_of(config)
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from configs import load
-from learner.doctor import compare, disk, facts, machine
-from learner.doctor.disk import room
-from learner.doctor.findings import Finding
-from learner.doctor.places import Place, places_of
+from learner.check import compare, facts, machine
+from learner.check.finding import Finding
+from learner.check.machine import disk as room
+from learner.check.places import Place
+from learner.launch.doctor import places_of
 from learner.launch.hosts.host_file import read_hosts
 from learner.policy.memory import GIB, Sizes
 
@@ -111,7 +112,7 @@ GPU = {"index": "0", "name": "NVIDIA H200", "memory.total": "143771", "memory.us
 def devices(**its: Any) -> dict[str, str]:
     """The first finding of each check, of three GPUs."""
     found = {"gpus": [GPU] * 3, "links": {}, "peer_access": {}, "infiniband": {}, **its}
-    listed = [(each.check, f"{each.severity} {each.line}") for each in machine.devices(OVER_NCCL, found, 3, "")]
+    listed = [(each.code, f"{each.severity} {each.line}") for each in machine.devices(OVER_NCCL, found, 3, "")]
     return dict(reversed(listed))
 
 
@@ -121,16 +122,16 @@ def test_the_matrix_of_nvidia_smi_is_read_by_pairs():
 
 
 def test_devices_that_are_busy_mixed_far_or_without_peer_access():
-    assert devices()["GPU"] == "ok GPU: 3 x NVIDIA H200, 143771 MiB"
-    far = devices(links=facts.matrix(TOPOLOGY))["NVLink"]
-    assert far.startswith("warn NVLink: no NVLink between GPU0-GPU2, GPU1-GPU2 (SYS)")
-    assert devices(links={"GPU0-GPU1": "NV18"})["NVLink"] == "ok NVLink: pairs of GPUs: 1 x NV18"
-    assert "NCCL_P2P_DISABLE" in devices(links={"GPU0-GPU1": "NV18"}, peer_access={"GPU0-GPU1": "CNS"})["P2P"]
-    assert devices(gpus=[GPU, GPU | {"memory.used": "40960"}, GPU])["GPU"].startswith("warn GPU: GPU 0 has 40.0 GiB in")
-    assert devices(gpus=[GPU] * 2)["GPU"].startswith("stop GPU: 3 GPU(s) are placed here, nvidia-smi shows 2")
-    assert devices(gpus=[GPU, GPU, GPU | {"name": "T4"}])["GPU"].startswith("warn GPU: several kinds")
-    assert devices(gpus=[])["GPU"] == (
-        "stop GPU: 3 GPU(s) are placed here, nvidia-smi shows 0; correct placement, or the driver and the container's"
+    assert devices()["gpu"] == "ok gpu: 3 x NVIDIA H200, 143771 MiB"
+    far = devices(links=facts.matrix(TOPOLOGY))["nvlink"]
+    assert far.startswith("warn nvlink: no NVLink between GPU0-GPU2, GPU1-GPU2 (SYS)")
+    assert devices(links={"GPU0-GPU1": "NV18"})["nvlink"] == "ok nvlink: pairs of GPUs: 1 x NV18"
+    assert "NCCL_P2P_DISABLE" in devices(links={"GPU0-GPU1": "NV18"}, peer_access={"GPU0-GPU1": "CNS"})["p2p"]
+    assert devices(gpus=[GPU, GPU | {"memory.used": "40960"}, GPU])["gpu"].startswith("warn gpu: GPU 0 has 40.0 GiB in")
+    assert devices(gpus=[GPU] * 2)["gpu"].startswith("stop gpu: 3 GPU(s) are placed here, nvidia-smi shows 2")
+    assert devices(gpus=[GPU, GPU, GPU | {"name": "T4"}])["gpu"].startswith("warn gpu: several kinds")
+    assert devices(gpus=[])["gpu"] == (
+        "stop gpu: 3 GPU(s) are placed here, nvidia-smi shows 0; correct placement, or the driver and the container's"
         " --gpus"
     )
 
@@ -143,8 +144,8 @@ def test_infiniband_ports_are_read_and_one_that_is_down_is_named(tmp_path: Path)
             (port / file).write_text(text + "\n")
     found = facts.infiniband(tmp_path)
     assert found["mlx5_0:1"] == "ACTIVE InfiniBand 400 Gb/sec (4X NDR)"
-    assert devices(infiniband=found)["InfiniBand"].startswith("warn InfiniBand: not active: mlx5_1:1; ibstat")
-    assert devices()["InfiniBand"].startswith("ok")
+    assert devices(infiniband=found)["infiniband"].startswith("warn infiniband: not active: mlx5_1:1; ibstat")
+    assert "infiniband" not in devices(), "one machine needs none"
 
 
 SIZES = Sizes.of(
@@ -175,13 +176,13 @@ def test_a_disk_is_held_against_all_that_checkpoints_have(monkeypatch, settings:
     config = load("quickstart", [*ON_GPUS, *settings])
     trained = SIZES.adapter_parameters(config.learner.lora) * 12 if config.learner.lora.rank else 0
     one = SIZES.parameters * (state + weights) + trained
-    assert disk.checkpoint_bytes(config, SIZES) == one
+    assert machine.checkpoint_bytes(config, SIZES) == one
     best = config.checkpoint.keep_best * SIZES.parameters * weights
-    whole = (config.checkpoint.keep + 1) * one + best + disk.JOURNAL_BYTES
+    whole = (config.checkpoint.keep + 1) * one + best + machine.JOURNAL_BYTES
     found = {}
     for free in (one, whole - 2**20, whole + 2**20):
         said = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_files=0, f_favail=0)
-        monkeypatch.setattr(disk.os, "statvfs", lambda _, said=said: said)
+        monkeypatch.setattr(machine.os, "statvfs", lambda _, said=said: said)
         found[free] = room(config, SIZES).severity
     assert list(found.values()) == ["stop", "warn", "ok"]
 
@@ -225,6 +226,6 @@ def test_a_place_is_made_of_the_plan(tmp_path: Path):
     assert dict(learner.ports) == {"network.replay_port": 5757, "weight_bus.port": 5760}
     assert rollout.config.network.host == "10.0.0.2" and rollout.command[:-1][0] == "ssh"
     assert "env OMP_NUM_THREADS=1 NCCL_CUMEM_ENABLE=0" in rollout.command[-1]
-    assert rollout.command[-1].endswith("CUDA_VISIBLE_DEVICES=0 /env/bin/python -m learner.doctor.probe")
+    assert rollout.command[-1].endswith("CUDA_VISIBLE_DEVICES=0 /env/bin/python -m learner.check.probe")
     with pytest.raises(ValueError, match="give --hosts FILE"):
         places_of(config, None, "python")

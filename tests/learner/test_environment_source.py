@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from configs.environment import NEEDED, Environment
-from learner.launch import reward_source
-from learner.launch.reward_source import problem_with_environment, problem_with_tools
+from learner.check import functions
+from learner.check.functions import problem_with_environment, problem_with_tools
 
 SOURCE = """
 raise SystemExit("this is never run")
@@ -44,7 +44,7 @@ def test_tools_are_looked_at_before_anything_starts(tmp_path: Path, monkeypatch:
     assert "'mine.py:search': no file 'mine.py'" in str(one)
     assert "'mine.py:search': no file 'mine.py'" in str(problem("mine.py:search"))
     assert "has no function 'serch'; did you mean 'search'" in str(problem(f"{tmp_path}/mine.py:serch"))
-    monkeypatch.setattr(reward_source, "_problem_with_sandbox", lambda: "programs cannot be isolated here")
+    monkeypatch.setattr(functions, "_problem_with_sandbox", lambda: "programs cannot be isolated here")
     assert "'python': programs cannot be isolated here; accept it with environment.options" in str(problem("python"))
     assert problem("python", allow_unisolated=True) is None
 
@@ -63,6 +63,6 @@ def test_a_missing_file_is_named_and_names_are_left_to_the_server() -> None:
 
 
 def test_a_sandbox_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_source, "SANDBOX_S", 0.001)
+    monkeypatch.setattr(functions, "SANDBOX_S", 0.001)
     problem = problem_with_tools(Environment(function="tools", options={"tools": ["python"]}))
     assert problem is not None and "rollout_server.sandbox has not said within 0.001 s" in problem

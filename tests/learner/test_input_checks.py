@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from configs import Config, ConfigError, load
+from learner.check import checks, prompts
+from learner.check.functions import BUILT_IN, problem_with_function, problem_with_loss, problem_with_signature
+from learner.check.prompts import check_prompts
 from learner.checkpoints.folders import mark_complete
-from learner.launch import prompt_check, reward_source
-from learner.launch.preflight import check_input
-from learner.launch.prompt_check import check_prompts
-from learner.launch.reward_source import problem_with_function, problem_with_loss, problem_with_signature
 from replay.fingerprint import run_fingerprint
 from replay.prompts import DataError
 from rollout_server.rewards import RewardError, loading
@@ -55,9 +54,20 @@ def file_of(tmp_path: Path, *prompts: Any) -> str:
     return str(path)
 
 
+def looked_at(config: Config, path: str, curriculum: str = "none") -> list[str]:
+    """What is said of the rows; raises what would stop the run."""
+    return [finding.what for finding in check_prompts(config, path, curriculum)]
+
+
+def check_input(config: Config) -> None:
+    """Model folder and data files; raises what would stop the run."""
+    for check in (checks.model, checks.data):
+        list(check(checks.Subject(config)))
+
+
 def refused(config: Config, path: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_prompts(config, path)
+        looked_at(config, path)
     return str(caught.value)
 
 
@@ -69,7 +79,7 @@ def test_prompts_that_cannot_be_rendered_are_refused(model, tmp_path):
     said = refused(config_of(model, f"model.chat_template={template}"), path)
     assert "row 1: model.chat_template: fails on messages of the roles user: system messages only" in said
     settings = f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64"
-    assert check_prompts(config_of(model, *settings), path) == 2
+    assert looked_at(config_of(model, *settings), path)
 
 
 def test_prompts_that_are_all_too_long_are_refused_with_their_lengths(model, tmp_path):
@@ -77,22 +87,21 @@ def test_prompts_that_are_all_too_long_are_refused_with_their_lengths(model, tmp
     said = refused(config_of(model), path)
     assert "data.max_prompt_tokens: 16" in said and "first 2 rows" in said and path in said
     assert "30 to 40 tokens; raise it to 40" in said
-    assert check_prompts(config_of(model, "data.max_prompt_tokens=30"), path) == 2
+    assert looked_at(config_of(model, "data.max_prompt_tokens=30"), path)
 
 
-def test_prompts_that_are_too_long_are_counted_before_the_start(model, tmp_path, capsys):
-    assert check_prompts(config_of(model), file_of(tmp_path, "1" * 40, "1+1=", "2" * 30)) == 3
-    said = capsys.readouterr().err
-    assert f"rows.jsonl: read as own; the first row: prompt '{'1' * 40}', ground truth '2'" in said
+def test_prompts_that_are_too_long_are_counted_before_the_start(model, tmp_path):
+    first, said = looked_at(config_of(model), file_of(tmp_path, "1" * 40, "1+1=", "2" * 30))
+    assert f"rows.jsonl: read as own; the first row: prompt '{'1' * 40}', ground truth '2'" in first
     assert "2 of the first 3 prompts have more than data.max_prompt_tokens 16 tokens, up to 40" in said
 
 
 def test_a_curriculum_that_no_row_has_is_found_before_the_start(model, tmp_path):
     rows = file_of(tmp_path, "1+1=", "2+2=")
     for curriculum in ("none", "pass_rate"):
-        assert check_prompts(config_of(model), rows, curriculum) == 2
+        assert looked_at(config_of(model), rows, curriculum)
     with pytest.raises(DataError, match=r"curriculum: 'dificulty': .*rows.jsonl: row 1 has None there"):
-        check_prompts(config_of(model), rows, "dificulty")
+        looked_at(config_of(model), rows, "dificulty")
 
 
 def test_options_reach_the_chat_template_at_both_ends(model):
@@ -101,20 +110,20 @@ def test_options_reach_the_chat_template_at_both_ends(model):
     brief = config_of(model, f"model.chat_template={template}", "model.chat_template_options={brief: true}")
     row = {"prompt": SAID, "ground_truth": "", "data_source": "", "extra_info": {}, "columns": {}}
     for config, length in ((plain, 4), (brief, 9)):
-        assert prompt_check.PromptEncoder(config).length(row) == len(Task(config).encode(row)) == length
+        assert prompts.PromptEncoder(config).length(row) == len(Task(config).encode(row)) == length
     prints = [run_fingerprint(config)["chat_template"] for config in (plain, brief)]
     assert prints[1].startswith(prints[0] + " with "), "ends with other options are told apart at Hello"
 
 
 def test_one_usable_row_among_the_first_is_enough(model, tmp_path):
-    assert check_prompts(config_of(model), file_of(tmp_path, "1" * 40, SAID, "1+1=")) == 3
+    assert looked_at(config_of(model), file_of(tmp_path, "1" * 40, SAID, "1+1="))
 
 
 @pytest.mark.parametrize("prompt", ["1+1= ?", SAID, [{"role": "system", "content": "add\n"}, *SAID]])
 def test_lengths_are_those_of_the_rollout_servers(model, prompt):
     config = config_of(model, f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64")
     row = {"prompt": prompt, "ground_truth": "", "data_source": "", "extra_info": {}, "columns": {}}
-    assert prompt_check.PromptEncoder(config).length(row) == len(Task(config).encode(row))
+    assert prompts.PromptEncoder(config).length(row) == len(Task(config).encode(row))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +133,7 @@ def test_a_tokenizer_that_pads_or_cuts_counts_tokens_all_the_same(model, tmp_pat
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     getattr(tokenizer, setting)(**value)
     tokenizer.save(str(model / "tokenizer.json"))
-    assert check_prompts(config_of(model), file_of(tmp_path, "1+1=")) == 1
+    assert looked_at(config_of(model), file_of(tmp_path, "1+1="))
     assert "have 20 to 20 tokens" in refused(config_of(model), file_of(tmp_path, "1" * 20))
 
 
@@ -172,15 +181,15 @@ def test_preflight_names_the_set_whose_file_is_missing_or_whose_answers_are_too_
     described = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 64}
     (model / "config.json").write_text(json.dumps(described))
     sets = f"data.eval={{near: {there}, long: {{path: {there}, max_new_tokens: 60}}}}"
-    with pytest.raises(ConfigError, match=r"^data\.eval\.long: max_new_tokens 60 .* max_position_embeddings 64"):
+    with pytest.raises(ConfigError, match=r"^data\.eval\.long: max_new_tokens: 60 .* max_position_embeddings 64"):
         check_input(config_of(model, f"data.train={there}", sets))
 
 
 def test_a_large_file_is_not_read_whole(model, monkeypatch):
-    rows = iter([{"prompt": "1+1=", "ground_truth": "2"}] * 10 * prompt_check.CHECKED_ROWS)
-    monkeypatch.setattr(prompt_check, "read_rows", lambda path, report: rows)
-    assert check_prompts(config_of(model), "rows.jsonl") == prompt_check.CHECKED_ROWS
-    assert len(list(rows)) >= 9 * prompt_check.CHECKED_ROWS - 1
+    rows = iter([{"prompt": "1+1=", "ground_truth": "2"}] * 10 * prompts.CHECKED_ROWS)
+    monkeypatch.setattr(prompts, "read_rows", lambda path, report: report("read") or rows)
+    looked_at(config_of(model), "rows.jsonl")
+    assert len(list(rows)) >= 8 * prompts.CHECKED_ROWS
 
 
 NAMES = ["sample", "prompts", "completions", "completion_ids", "data_source", "solution_str", "ground_truth", "x"]
@@ -214,7 +223,7 @@ def test_parameters_are_refused_that_the_rollout_servers_refuse(source):
 
 
 def test_names_of_rewards_are_those_of_the_rollout_server():
-    assert set(reward_source.BUILT_IN) == {*loading.FUNCTIONS, "judge", "remote_model", "model"}
+    assert set(BUILT_IN) == {*loading.FUNCTIONS, "judge", "remote_model", "model"}
 
 
 @pytest.mark.parametrize(

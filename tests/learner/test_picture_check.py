@@ -10,9 +10,9 @@ import pytest
 from configs.base import ConfigError
 from configs.loading import load
 from configs.schema import Config
+from learner.check.pictures import PictureCheck, problem_with_pictures
+from learner.check.prompts import PromptEncoder, check_prompts
 from learner.examples.pictures import save_model, save_pictures
-from learner.launch.picture_check import PictureCheck, problem_with_pictures
-from learner.launch.prompt_check import PromptEncoder, check_prompts
 from replay.fingerprint import read_json
 from replay.prompts import load_rows
 from rollout_server.tasks import Task
@@ -70,7 +70,7 @@ def test_tokens_of_pictures_count(folder: Path) -> None:
     assert max(lengths) > 20 > min(lengths)
     (folder / "two.jsonl").write_text("".join((folder / "rows.jsonl").read_text().splitlines(keepends=True)[:2]))
     with pytest.raises(ConfigError, match=f"data.max_prompt_tokens: 8, .* {min(lengths[:2])} to {max(lengths)} tokens"):
-        check_prompts(config_of(folder, "data.max_prompt_tokens=8"), str(folder / "two.jsonl"))
+        list(check_prompts(config_of(folder, "data.max_prompt_tokens=8"), str(folder / "two.jsonl")))
 
 
 def test_agents_take_no_rows_with_pictures(folder: Path) -> None:
@@ -83,10 +83,10 @@ def test_agents_take_no_rows_with_pictures(folder: Path) -> None:
             encode.length(row)
 
 
-def test_a_step_of_pictures_must_fit_into_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_of_pictures_must_fit_into_memory(folder: Path) -> None:
     """24 patches of 96 values in the largest picture here; those of Qwen2.5-VL are 16,000 times as large."""
-    assert check_prompts(config_of(folder), str(folder / "rows.jsonl")) == 3
-    assert "tokens; the largest row's are 0.0 MiB of pixels" in capsys.readouterr().err
+    *_, said_of_pictures = check_prompts(config_of(folder), str(folder / "rows.jsonl"))
+    assert "tokens; the largest row's are 0.0 MiB of pixels" in said_of_pictures.what
     config = config_of(folder, "rollout.groups_per_step=1024")
     check = PictureCheck(config, read_json(folder / "model" / "config.json"))
     assert check.report("x.jsonl", GIB) == ""

@@ -16,16 +16,22 @@ from tiny_models import make_config
 from configs import Config, ConfigError, load
 from configs.loading import add_arguments
 from learner import main as launcher
+from learner.check import checks
 from learner.examples import sort6
-from learner.launch import earlier_run, preflight
+from learner.launch import earlier_run, quickstart
 from learner.launch.launcher import Launcher
-from learner.launch.preflight import check_keys, check_run_dir, check_trackers, claim_run_dir, make_input
+from learner.launch.quickstart import make_input
+from learner.launch.run_folder import claim_run_dir
 from learner.ledger import Ledger
 from learner.main import prepare
 from learner.report.live_view import LiveView
 from replay import keys as make_keys
-from replay.channel import KeysError
 from replay.journal import FolderLock
+
+
+def run(check, config: Config) -> list[str]:
+    """Severities of what one check finds; raises what would stop the run."""
+    return [finding.severity for finding in check(checks.Subject(config))]
 
 
 def config_in(folder: Path, **sections: dict[str, object]) -> Config:
@@ -51,7 +57,7 @@ def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path, monkeypatc
 
     monkeypatch.setattr(sort6, "SFT_STEPS", 1)
     monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    monkeypatch.setattr(preflight.subprocess, "run", run)
+    monkeypatch.setattr(quickstart.subprocess, "run", run)
     folder = tmp_path / "data" / "sort6"
     paths = [f"model.path={folder}/model", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
     config = load("quickstart", paths)
@@ -67,7 +73,7 @@ def test_an_input_that_is_never_ready_is_refused_with_its_command(tmp_path, monk
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(slow))
-    monkeypatch.setattr(preflight, "INPUT_S", 0.3)
+    monkeypatch.setattr(quickstart, "INPUT_S", 0.3)
     with pytest.raises(
         ConfigError, match=rf"{tmp_path}/m was not ready after 0\.3 s; see .* --out {tmp_path}/m --seed"
     ):
@@ -119,7 +125,7 @@ def test_a_folder_that_cannot_be_made_is_refused_by_name(tmp_path, place, why):
     (tmp_path / "file").touch()
     config = make_config(tmp_path, run={"dir": place.format(tmp=tmp_path), "name": "run"})
     with pytest.raises(ConfigError, match=rf"^run.dir: .*{why}.*name a folder"):
-        check_run_dir(config)
+        run(checks.run_folder, config)
     with pytest.raises(ConfigError, match=r"^run.dir: .*name a folder"):
         claim_run_dir(config, new=True)
 
@@ -132,14 +138,14 @@ def test_a_part_of_the_run_folder_that_may_not_be_written_is_refused(tmp_path, m
         (tmp_path / "same" / name).mkdir(parents=True)
     for name in ("ledger.jsonl", "journal/000001.seg"):
         (tmp_path / "same" / name).touch()
-    check_run_dir(config)
-    monkeypatch.setattr(preflight.os, "access", lambda path, _: path != tmp_path / "same" / part)
+    run(checks.run_folder, config)
+    monkeypatch.setattr(checks.os, "access", lambda path, _: path != tmp_path / "same" / part)
     with pytest.raises(ConfigError, match=rf"^run.dir: this user may not write to {tmp_path}/same/{part}, and the run"):
-        check_run_dir(config)
+        run(checks.run_folder, config)
 
 
 def test_a_run_dir_that_can_be_written_to_is_left_as_it_was(tmp_path):
-    check_run_dir(load("quickstart", [f"run.dir={tmp_path}/not/there/yet"]))
+    run(checks.run_folder, load("quickstart", [f"run.dir={tmp_path}/not/there/yet"]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -150,30 +156,31 @@ def test_keys_that_cannot_serve_are_refused(tmp_path):
     folder = tmp_path / "keys"
     make_keys.make(folder, ["node1"], force=False)
     make_keys.export(folder, "node1", tmp_path / "node1")
-    check_keys(load("quickstart", [f"network.keys={folder}"]))
+    run(checks.keys, load("quickstart", [f"network.keys={folder}"]))
     (folder / "clients" / "learner.key").unlink()
     for given, match in (("node1", r"node1/server\.key_secret is missing"), ("keys", "but not the key 'learner'")):
-        with pytest.raises((ConfigError, KeysError), match=match):
-            check_keys(load("quickstart", [f"network.keys={tmp_path}/{given}"]))
+        with pytest.raises(checks.REFUSALS, match=match):
+            run(checks.keys, load("quickstart", [f"network.keys={tmp_path}/{given}"]))
 
 
 def test_an_empty_wandb_mode_is_refused_before_the_start(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "")
     with pytest.raises(ConfigError, match="unset WANDB_MODE"):
-        check_trackers(make_config(tmp_path, tracking={"trackers": ["wandb"]}))
-    check_trackers(make_config(tmp_path))
+        run(checks.trackers, make_config(tmp_path, tracking={"trackers": ["wandb"]}))
+    run(checks.trackers, make_config(tmp_path))
 
 
 @pytest.fixture
 def resume(tmp_path, monkeypatch):
     """`--resume` of a run from two terminals, as far as its configuration."""
     claim_run_dir(config_in(tmp_path, network={"replay_port": 5757}, placement={"local_rollouts": False}), new=True)
-    monkeypatch.setattr("learner.main.check_files", lambda config, **_: None)
+    monkeypatch.setattr(checks, "require", lambda *_, **__: None)
 
     def configuration(*arguments):
         parser = argparse.ArgumentParser()
         add_arguments(parser)
         parser.add_argument("--resume")
+        parser.add_argument("--dry-run", action="store_true")
         return prepare(parser.parse_args(["--resume", str(tmp_path / "same"), *arguments]))
 
     return configuration
@@ -209,7 +216,6 @@ def test_a_resume_of_a_run_that_goes_on_changes_nothing_in_its_folder(resume, tm
     lock, before = FolderLock(tmp_path / "same" / "journal"), (tmp_path / "same" / "config.yaml").read_text()
     monkeypatch.setattr(earlier_run, "ENDS_S", 0.3)
     monkeypatch.setattr(sys, "argv", ["main", "--resume", str(tmp_path / "same"), "--set", "learner.lr=0.5"])
-    monkeypatch.setattr(launcher, "say_at_start", lambda *_: None)
     monkeypatch.setattr(launcher, "run", lambda made: int(not made.resume))
     monkeypatch.setattr(earlier_run.time, "sleep", lambda _: lock.close() if ends else None)
     assert launcher.main() == (0 if ends else 1), "a scheduler may try again"
@@ -275,4 +281,4 @@ def test_the_terminal_says_which_checkpoint_is_passed_over(resume, tmp_path, old
 
 def test_a_dry_run_refuses_nccl_on_cpus():
     with pytest.raises(ConfigError, match=r"weight_bus\.backend: 'nccl' needs GPUs, placement\.device is 'cpu'"):
-        preflight.check_files(load("quickstart", ["weight_bus.backend=nccl"]), has_input=False)
+        run(checks.bus, load("quickstart", ["weight_bus.backend=nccl"]))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from configs import Config, ConfigError, load
+from learner.check.prompts import check_prompts
 from learner.examples import sort6
-from learner.launch.prompt_check import check_prompts
 
 SYSTEM, USER = {"role": "system", "content": "  Sort \n them. "}, {"role": "user", "content": "312="}
 
@@ -45,9 +45,9 @@ def test_rows_without_any_answer_are_refused_where_it_is_compared_with(
     config = config_of(model, reward__function=function)
     said = f"the answers of the first 3 rows are all empty, and reward.function '{named}' compares with them"
     with pytest.raises(ConfigError, match=said):
-        check_prompts(config, file_of(tmp_path, *blank("", " ", None)))
+        list(check_prompts(config, file_of(tmp_path, *blank("", " ", None))))
     for one in ("0", 0, False):
-        assert check_prompts(config, file_of(tmp_path, *blank("", one))) == 2
+        assert list(check_prompts(config, file_of(tmp_path, *blank("", one))))
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_rows_without_any_answer_are_refused_where_it_is_compared_with(
 def test_rows_without_an_answer_are_fine_where_nothing_compares(
     tmp_path: Path, model: Path, settings: dict[str, str]
 ) -> None:
-    assert check_prompts(config_of(model, **settings), file_of(tmp_path, *blank("", ""))) == 2
+    assert list(check_prompts(config_of(model, **settings), file_of(tmp_path, *blank("", ""))))
 
 
 @pytest.mark.parametrize("role", ["system", "user"])
@@ -74,7 +74,7 @@ def test_a_template_that_leaves_a_role_out_is_refused(tmp_path: Path, model: Pat
     drops = f"{{% for m in messages if m.role != '{role}' %}}{{{{ m.content }}}}{{% endfor %}}"
     said = f"model.chat_template: it leaves out the {role} message of the 3 rows of .*train.jsonl that have one"
     with pytest.raises(ConfigError, match=said):
-        check_prompts(config_of(model, model__chat_template=json.dumps(drops)), file_of(tmp_path, *rows))
+        list(check_prompts(config_of(model, model__chat_template=json.dumps(drops)), file_of(tmp_path, *rows)))
 
 
 def test_what_a_template_raises_of_python_is_refused_by_name(tmp_path: Path, model: Path) -> None:
@@ -82,12 +82,12 @@ def test_what_a_template_raises_of_python_is_refused_by_name(tmp_path: Path, mod
     row = {"prompt": [USER], "answer": "1"}
     said = r"none of the first 2 rows can be rendered; row 1: model\.chat_template: fails on .*roles user: .*TypeError"
     with pytest.raises(ConfigError, match=said):
-        check_prompts(config_of(model, model__chat_template=json.dumps(template)), file_of(tmp_path, row, row))
+        list(check_prompts(config_of(model, model__chat_template=json.dumps(template)), file_of(tmp_path, row, row)))
 
 
 def test_a_template_may_strip_texts_and_rows_may_have_none_of_a_role(tmp_path: Path, model: Path) -> None:
     strips = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim | replace('\\n', '') }}{% endfor %}"
     rows = [{"prompt": one, "answer": "1"} for one in ([SYSTEM, USER], [USER], [USER, SYSTEM])]
-    assert check_prompts(config_of(model, model__chat_template=json.dumps(strips)), file_of(tmp_path, *rows)) == 3
+    assert list(check_prompts(config_of(model, model__chat_template=json.dumps(strips)), file_of(tmp_path, *rows)))
     drops = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
-    assert check_prompts(config_of(model, model__chat_template=json.dumps(drops)), file_of(tmp_path, *rows[1:2])) == 1
+    assert list(check_prompts(config_of(model, model__chat_template=json.dumps(drops)), file_of(tmp_path, *rows[1:2])))

@@ -10,8 +10,9 @@ from safetensors.numpy import save_file
 from configs import Config, ConfigError
 from configs.loading import load
 from configs.plan import Machine, assign
-from learner.launch.preflight import check_files
-from learner.launch.reward_folder import check_reward_model, memory
+from learner.check import checks
+from learner.check.model_folders import check_reward_model
+from learner.check.model_folders import reward_memory as memory
 
 SETTINGS = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "LABEL_0"}, "vocab_size": 64}
 
@@ -79,13 +80,11 @@ def test_chat_messages_need_a_chat_template(folder: Path) -> None:
     check_reward_model(config_of(folder))
 
 
-def test_the_launcher_looks_where_it_starts_reward_servers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.launch.preflight.check_input", lambda _: None)
+def test_a_start_looks_where_it_starts_reward_servers(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    own = f"run.dir={folder.parent}"
-    with pytest.raises(ConfigError, match="no tokenizer"):
-        check_files(config_of(folder, own))
-    check_files(config_of(folder, own, "placement.local_rollouts=false"))
+    (finding,) = checks.found(config_of(folder), [checks.reward])
+    assert finding.severity == "stop" and "no tokenizer" in finding.what
+    assert list(checks.found(config_of(folder, "placement.local_rollouts=false"), [checks.reward])) == []
 
 
 def save_sparse(file: Path, elements: int) -> None:

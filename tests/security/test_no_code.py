@@ -44,7 +44,7 @@ MUST_BE = {"trust_remote_code": False, "allow_pickle": False, "shell": False, "w
 ALLOWED = {
     ("configs/loading.py", "yaml.load"): "its loader is a SafeLoader: test_the_loader_of_configurations_is_a_safe_one",
     ("configs/command/__init__.py", "importlib.import_module"): "a module of the table in that file",
-    ("learner/doctor/facts.py", "importlib.import_module"): "packages of a table in that file",
+    ("learner/check/facts.py", "importlib.import_module"): "packages of a table in that file",
     ("rollout_server/children/loading.py", "importlib.import_module"): "a function of the user, named by a module",
     (
         "rollout_server/children/loading.py",

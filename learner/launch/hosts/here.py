@@ -18,11 +18,11 @@ from configs.loading import ConfigError, add_arguments, from_arguments, override
 from configs.placement import ONLY_NODE
 from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
-from learner.doctor.brief import by_hand
+from learner.check.checks import shell
 from learner.launch import children
 from learner.launch.children import Child, wait_or_kill
 from learner.launch.machine import this_machine
-from learner.launch.preflight import make_input
+from learner.launch.quickstart import make_input
 from learner.launch.reward_servers import RewardServers
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
@@ -53,8 +53,8 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     try:
         given = parser.parse_known_args(words)[0]
         config = from_arguments(given)
-        for finding in by_hand(config):
-            say(f"doctor: {finding.line}")
+        for finding in shell(config):
+            say(finding.line)
         if not chosen.dry_run:
             make_input(config, given.config)
         environments = [environment_of(config, index) for index in range(chosen.servers)]

@@ -18,6 +18,7 @@ from pathlib import Path
 from configs.errors import BadHosts
 from configs.loading import ConfigError
 from configs.schema import Config, is_loopback
+from learner.check.checks import check_available
 from learner.launch import children
 from learner.launch.children import Child, Tail
 from learner.launch.hosts.key_files import write_keys
@@ -29,8 +30,6 @@ from learner.launch.hosts.node_spec import (
     resolve,
     spec_of_arguments,
 )
-from learner.launch.hosts.ready import ask_replay
-from learner.launch.preflight import check_available
 from learner.launch.reward_servers import RewardServers
 from learner.launch.servers import LocalServers, RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, write_line
@@ -38,6 +37,7 @@ from replay import hang
 from replay.channel import ChannelError
 from replay.channel.keys import PeerSilent
 from replay.lifeline import PARENT
+from replay.status_client import ask_replay
 
 POLL_S = 0.1
 LOOK_S = 5.0

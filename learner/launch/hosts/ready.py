@@ -4,18 +4,11 @@ A rollout server takes part when it serves proven weights; a learner node when i
 """
 
 import argparse
-import os
-import secrets
-import socket
 import sys
-from dataclasses import dataclass
-from typing import Any
 
 from configs.placement import ranks_of
-from configs.schema import Config
 from learner.launch.hosts.node_spec import add_spec_arguments, resolve, spec_of_arguments
-from replay import messages as m
-from replay.channel import Dealer, WireError, load_keys
+from replay.status_client import ask_replay
 
 ANSWER_S = 3.0
 
@@ -41,33 +34,6 @@ def main() -> int:
     if missing:
         sys.stderr.write(f"not ready: {', '.join(missing)}\n")
     return 1 if missing else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Replay's view of the run."""
-
-    run_name: str
-    state: dict[str, Any]
-    """Schema: docs/protocol.md."""
-
-
-def ask_replay(config: Config, address: str, timeout_s: float) -> Answer | None:
-    """Replay's Status, or None when it does not answer in time.
-
-    Example: ask_replay(config, "tcp://10.0.0.1:5757", 1.0).state["version"]
-    """
-    identity = f"node.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
-    with Dealer(address, identity, m.FROM_REPLAY, keys=load_keys(config.network.keys)) as dealer:
-        dealer.send(m.StatusRequest())
-        try:
-            envelope = dealer.poll(timeout_s)
-        except WireError:
-            return None
-        if envelope is None or not isinstance(envelope.message, m.Status):
-            return None
-        # the launcher makes the run id of name, pid and time
-        return Answer(dealer.run_id.rsplit("-", 2)[0], envelope.message.state)
 
 
 if __name__ == "__main__":

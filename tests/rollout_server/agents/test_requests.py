@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from configs import Config
+from learner.check.functions import problem_with_agent
 from learner.examples.calculator import save_tokenizer
-from learner.launch.reward_source import problem_with_agent
 from rollout_server.agents.answers import CHUNK_CHARS, message_of, stream, whole
 from rollout_server.agents.program import AgentFailed, play, reward_of
 from rollout_server.agents.requests import Asked, Refused, Rules, read
@@ -64,7 +64,7 @@ def test_what_is_the_run_s_own_is_taken_and_may_be_ignored() -> None:
 def turn_of(text: str, finish_reason: str = "stop") -> Turn:
     message, ids = parsing.message_of(text, 0), list(range(len(text)))
     return Turn(
-        number=0, text=text, message=message, token_ids=ids, context=[1, 2], finish_reason=finish_reason, room=9,
+        number=0, text=text, message=message, token_ids=ids, context_ids=bytes(8), finish_reason=finish_reason, room=9,
         logprobs=[-0.5] * len(ids), versions=[0] * len(ids),
     )  # fmt: skip
 

@@ -27,7 +27,8 @@ ALLOWED = {
     "/torch/distributed/checkpoint/": (WATCHED, "our own checkpoints, and what their ranks tell each other"),
     "/torch/fx/operator_schemas.py": (CODE, "names of types in the schemas of torch's own operators"),
     "/packaging/_parser.py": ({"compile"}, "ast.literal_eval of quoted words in what installed packages require"),
-    f"{ROOT}/learner/launch/reward_source.py": ({"compile"}, "ast.parse of the user's reward.function: never run"),
+    f"{ROOT}/learner/check/functions.py": ({"compile"}, "ast.parse of the user's reward.function: never run"),
+    f"{ROOT}/tests/support/forking.py": (CODE, "runs this file in programs that it forks"),
     f"{os.path.dirname(os.__file__)}/typing.py": (CODE, "get_type_hints: annotations of classes that were imported"),
 }
 FUNCTION = 1
@@ -81,5 +82,6 @@ def judge(event, frame):
     return "library"
 
 
-if os.environ.get("SLIPSTREAM_AUDIT"):
+if os.environ.get("SLIPSTREAM_AUDIT") and not hasattr(sys, "audited"):
+    sys.audited = True  # a forked program has its parent's hook
     install(os.environ["SLIPSTREAM_AUDIT"])

@@ -1,4 +1,4 @@
-"""`python -m learner.doctor.probe`: looks at its machine for doctor, as a process of one role would see it.
+"""`python -m learner.check.probe`: looks at its machine for doctor, as a process of one role would see it.
 
 Orders come as lines of JSON on stdin, {"do": NAME, ...}; each is answered by a line on stdout that begins with MARK:
 {"found": ...}, or {"error": text}. What libraries print goes past that. It ends with stdin.
@@ -6,20 +6,21 @@ Orders come as lines of JSON on stdin, {"do": NAME, ...}; each is answered by a 
 
 import asyncio
 import json
+import re
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.loading import parse
 from configs.schema import Config
-from learner.doctor import facts
-from learner.doctor.reach import unreachable
-from learner.launch.ports import problem_with_port
+from learner.check import facts
+from learner.check.machine import problem_with_port
 from replay import messages as m
 from replay.channel import AsyncRouter, ChannelError, WireError, load_keys
+from replay.status_client import ask_replay
 
 if TYPE_CHECKING:
     from weight_bus.transports import Transport
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 MARK = "doctor-answer "
 BUCKET_BYTES = 1 << 20
 """What a test group broadcasts."""
+CONNECT_S = 3.0
+REFUSAL_S = 20.0
+"""A server of other keys says nothing: its twenty closed handshakes are a refusal (replay/channel/handshake.py)."""
 LISTEN_S = 12.0
 """Less than doctor waits for the answer (links.py)."""
 
@@ -60,10 +64,6 @@ class Probe:
 
     def kernels(self, modules: list[str]) -> dict[str, str]:
         return facts.kernels(modules)
-
-    def disk(self, folder: str) -> float:
-        """Bytes a second."""
-        return facts.write_speed(Path(folder))
 
     def ports(self, wanted: dict[str, int]) -> dict[str, str]:
         """By key, why its port cannot be bound here; none for those that can."""
@@ -128,6 +128,26 @@ class Probe:
         return self._transport
 
 
+def unreachable(address: str, config: Config, timeout_s: float = CONNECT_S) -> str | None:
+    """Why the replay at tcp://host:port does not answer, with the class of the symptom; None when it does."""
+    match = re.fullmatch(r"tcp://\[?([^\]]+)\]?:(\d+)", address)
+    if match is None:
+        return f"{address!r} is not of the form tcp://host:port"
+    try:
+        socket.create_connection((match[1], int(match[2])), timeout=timeout_s).close()
+    except TimeoutError:
+        return f"nothing at {address} answers a connection within {timeout_s:g} s [silent]"
+    except OSError as error:
+        return f"{address} cannot be connected to: {error.strerror or error} [closed]"
+    try:
+        answer = ask_replay(config, address, REFUSAL_S)
+    except ChannelError as error:
+        return str(error)
+    if answer is None:
+        return f"{address} takes connections and does not answer as replay does within {REFUSAL_S:.0f} s [silent]"
+    return None
+
+
 async def _answer_requests(config: Config, port: int, listening: list[str | Exception], ready: threading.Event) -> None:
     network = config.network
     try:
@@ -150,7 +170,7 @@ async def _answer_requests(config: Config, port: int, listening: list[str | Exce
 def main() -> int:
     """Entry point; 0 when stdin has ended."""
     probe, out = Probe(), sys.stdout
-    names = ["take", "facts", "clock", "devices", "kernels", "disk", "ports", "listen", "reach", "open_group", "group"]
+    names = ["take", "facts", "clock", "devices", "kernels", "ports", "listen", "reach", "open_group", "group"]
     orders: dict[str, Callable[..., Any]] = {name: getattr(probe, name) for name in names}
     for line in sys.stdin:
         order = json.loads(line)

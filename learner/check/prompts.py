@@ -7,7 +7,7 @@ after pass there; here it is refused in a second, without torch.
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from configs.base import ConfigError
 from configs.errors import Contradiction, InputMissing
 from configs.rewards import Exact, Mathematics, Numeric
 from configs.schema import Config
-from learner.launch.picture_check import PictureCheck
-from learner.launch.terminal import say
+from learner.check.finding import Finding, ok, warn
+from learner.check.pictures import PictureCheck
 from replay.fingerprint import TEMPLATE_ERRORS, read_json, resolve_chat_template, template_failure
-from replay.prompts import Row, read_rows
+from replay.prompts import DataError, Row, read_rows
 from replay.prompts.order import column_of
 from replay.prompts.source import PASS_RATE
 
@@ -34,16 +34,31 @@ SAMPLED_ROWS = 64
 """Rows of these that are rendered and tokenised."""
 
 
-def check_prompts(config: Config, path: str, curriculum: str = "none") -> int:
-    """Read the first rows of data.train or data.eval and tokenise a sample of them; returns how many were read.
+def files(config: Config) -> Iterator[Finding]:
+    """Of every training and evaluation set. Raises as `check_prompts`, of an evaluation set with its key."""
+    for train in config.data.train_sets.values():
+        yield from check_prompts(config, train.path, config.data.curriculum)
+    for one in config.evaluation_sets:
+        try:
+            yield from check_prompts(config, one.path)
+        except (ConfigError, DataError) as error:
+            if not one.name:
+                raise
+            raise type(error)(f"{one.key}: {error}") from error
+
+
+def check_prompts(config: Config, path: str, curriculum: str = "none") -> Iterator[Finding]:
+    """Read the first rows of a data file and tokenise a sample of them.
 
     Raises:
         DataError: the file is missing, has a broken row, or one of the sampled rows has no number to sort by.
         ConfigError: none of the sampled rows can be rendered, or none fits into data.max_prompt_tokens; or pictures of
             a step do not fit into memory.
     """
-    rows = read_rows(path, say)
+    said: list[str] = []
+    rows = read_rows(path, said.append)
     sample = list(itertools.islice(rows, SAMPLED_ROWS))
+    yield ok("data", " ".join(said))
     if curriculum not in ("none", PASS_RATE):
         column_of(sample, curriculum, path)
     encode = PromptEncoder(config)
@@ -65,15 +80,16 @@ def check_prompts(config: Config, path: str, curriculum: str = "none") -> int:
             f" have {min(lengths)} to {max(lengths)} tokens; raise it to {max(lengths)} or more, or shorten the prompts"
         )
     if too_long := sum(length > limit for length in lengths):
-        say(
+        yield warn(
+            "prompt-length",
             f"{path}: {too_long} of the first {len(sample)} prompts have more than data.max_prompt_tokens {limit}"
-            f" tokens, up to {max(lengths)}; they are left out, and counted as prompts/left_out/prompt_too_long"
+            f" tokens, up to {max(lengths)}; they are left out, and counted as prompts/left_out/prompt_too_long",
         )
-    if said := encode.pictures.report(path, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
-        say(said)
+    if shown := encode.pictures.report(path, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        yield ok("data", shown)
     until = time.monotonic() + CHECKED_S
-    rest = itertools.takewhile(lambda _: time.monotonic() < until, itertools.islice(rows, CHECKED_ROWS - len(sample)))
-    return len(sample) + sum(1 for _ in rest)
+    for _ in itertools.takewhile(lambda _: time.monotonic() < until, itertools.islice(rows, CHECKED_ROWS)):
+        pass
 
 
 def check_answers(config: Config, sample: Sequence[Row], path: str) -> None:

@@ -9,21 +9,35 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from configs.algorithm import UNDECLARED, LossTraits
-from configs.aliases import SIGNATURES, VERL_NAMES
 from configs.data import Reward
 from configs.environment import Environment
 from configs.errors import did_you_mean
 from configs.rewards import MODEL, SECTIONS, Code, Endpoint, Judge, Mathematics, RewardPart
+from configs.schema import Config
+from configs.signatures import SIGNATURES, VERL_NAMES
 
 BUILT_IN = (*SECTIONS, MODEL)
 FORMS = f"take {', '.join(map(repr, BUILT_IN))}, 'module:function' or 'path/to/file.py:function'"
 SANDBOX_S = 60.0
+
+
+def problems(config: Config) -> Iterator[tuple[str, str]]:
+    """Of reward, environment, tools and agent what this machine cannot use, after the key that names it."""
+    environment = config.environment
+    found = {
+        "reward.function": problem_with_reward(config.reward),
+        f"environment.function: {environment.function!r}": problem_with_environment(environment.function),
+        "environment.options.tools": problem_with_tools(environment),
+    }
+    if environment.function == "agent":
+        found["environment.options"] = problem_with_agent(environment.options)
+    yield from ((key, problem) for key, problem in found.items() if problem is not None)
 
 
 def problem_with_reward(reward: Reward) -> str | None:

@@ -7,11 +7,10 @@ real processes get, a pair of places at a time. Every wait has a deadline.
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 
-from configs.infrastructure import WeightBus
 from configs.schema import Config
-from learner.doctor.findings import Finding
-from learner.doctor.places import Asked, ProbeFailed
-from learner.doctor.reach import CONNECT_S, REFUSAL_S
+from learner.check.finding import Finding, ok, stop, warn
+from learner.check.places import Asked, ProbeFailed
+from learner.check.probe import CONNECT_S, REFUSAL_S
 
 ORDER_S = 15.0
 IMPORT_S = 90.0
@@ -50,7 +49,7 @@ def examined(config: Config, probes: Sequence[Asked], wanted: Sequence[str]) -> 
         address = str(first.ask("listen", ORDER_S, port=0))
     except ProbeFailed as error:
         mend = "correct network.host and network.keys of that node"
-        yield Finding("stop", "link", f"replay could not listen: {error}", mend=mend, node=str(first.place))
+        yield stop("link", f"replay could not listen: {error}", mend=mend, node=str(first.place))
         return
     reached = []
     for probe in others:
@@ -73,18 +72,15 @@ def control(probe: Asked, address: str) -> Finding:
     except ProbeFailed as error:
         problem = str(error)
     if not problem:
-        return Finding("ok", "link", f"replay's node answers at {address}", node=str(probe.place))
-    mend = (
-        "" if "network.keys" in problem else "open the port in the firewall, or correct network.host and the host file"
-    )
-    return Finding(
-        "stop", "link", problem, why="leases, groups and orders of the bus go there", mend=mend, node=str(probe.place)
-    )
+        return ok("link", f"replay's node answers at {address}", node=str(probe.place))
+    mend = "open the port in the firewall, or correct network.host and the host file"
+    mend = "" if "network.keys" in problem else mend
+    return stop("link", problem, why="leases, groups and orders of the bus go there", mend=mend, node=str(probe.place))
 
 
 def group(config: Config, backend: str, first: Asked, other: Asked) -> Finding:
     """A group of two: formed, one broadcast proven, left."""
-    check, between = f"{backend} group", f"{first.place} and {other.place}"
+    code, between = f"{backend}-group", f"{first.place} and {other.place}"
     limit = IMPORT_S + (FORMS + 2) * config.weight_bus.collective_timeout_s
     prefix = f"doctor/{secrets.token_hex(8)}"
     try:
@@ -94,18 +90,15 @@ def group(config: Config, backend: str, first: Asked, other: Asked) -> Finding:
         root, member = _both(first, other, limit)
     except ProbeFailed as error:
         is_needed = backend == config.weight_bus.backend and config.weight_bus.transport == "collective"
-        return Finding(
-            "stop" if is_needed else "warn",
-            check,
-            f"between {between}: {error}",
-            why=_why(config.weight_bus, backend),
-            mend="" if "weight_bus.backend" in str(error) else _mend(config, backend),
-        )
+        why = "learner ranks of several nodes, and a bus without GPUs, use it"
+        why = "no version of the weights would reach this rollout server" if is_needed else why
+        mend = SHARED_GPU if backend == "nccl" and config.engines_share_gpus else MEND[backend]
+        return (stop if is_needed else warn)(code, f"between {between}: {error}", why=why, mend=mend)
     if not member["intact"]:
         mend = "look for faults of memory and cables (dmesg, ibstat)"
-        return Finding("stop", check, f"between {between}: the bytes that arrived are others", mend=mend)
+        return stop(code, f"between {between}: the bytes that arrived are others", mend=mend)
     seconds = min(root["form_s"], member["form_s"])  # the other one waited for a peer that was still starting
-    return Finding("ok", check, f"between {between}: formed in {seconds:.2f} s, a broadcast arrived whole")
+    return ok(code, f"between {between}: formed in {seconds:.2f} s, a broadcast arrived whole")
 
 
 def _both(first: Asked, other: Asked, limit_s: float) -> list[Mapping[str, float]]:
@@ -119,13 +112,3 @@ def _both(first: Asked, other: Asked, limit_s: float) -> list[Mapping[str, float
     if failures:
         raise ProbeFailed("; ".join(failures))
     return answers
-
-
-def _mend(config: Config, backend: str) -> str:
-    return SHARED_GPU if backend == "nccl" and config.engines_share_gpus else MEND[backend]
-
-
-def _why(bus: WeightBus, backend: str) -> str:
-    if bus.transport == "collective" and backend == bus.backend:
-        return "no version of the weights would reach this rollout server"
-    return "learner ranks of several nodes, and a bus without GPUs, use it"

@@ -15,8 +15,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
-import tomllib
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
@@ -27,7 +25,7 @@ from replay.channel import KeysError, load_keys
 from replay.fingerprint import FingerprintError, model_fingerprint
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner")
+PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner", "slipstream")
 SHOWN = ("torch", "nccl", "transformers", "tokenizers", "safetensors", "pyzmq", "msgpack", "numpy", "sglang", "triton")
 """Distributions whose versions are shown side by side; `nccl` is that of the CUDA build of torch."""
 KERNELS = ("sgl_kernel", "triton")
@@ -36,7 +34,6 @@ PREFIXES = ("NCCL_", "TORCH_NCCL_", "UCX_", "UCC_", "CUDA_", "GLOO_", "SGLANG_")
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 GPU_FIELDS = ("index", "name", "memory.total", "memory.used", "driver_version", "compute_cap")
-MIB = 1 << 20
 
 
 def of_role(model: str, chat_template: str | None, keys: str | None) -> dict[str, Any]:
@@ -49,7 +46,7 @@ def of_role(model: str, chat_template: str | None, keys: str | None) -> dict[str
         "pins": broken_pins(),
         "code": digest_of_code(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
-        "limits": limits(),
+        "open_files": open_files(),
         "shared_memory": shared_memory(),
         "model": fingerprint(model, chat_template),
         "keys": keys_of(keys),
@@ -65,10 +62,9 @@ def shared_memory() -> int | None:
     return found.f_bavail * found.f_frsize
 
 
-def limits() -> dict[str, int]:
-    """Soft limits of this process; -1 is none."""
-    of = {"open files": resource.RLIMIT_NOFILE, "file size": resource.RLIMIT_FSIZE}
-    return {name: resource.getrlimit(which)[0] for name, which in of.items()}
+def open_files() -> int:
+    """How many this process may have; -1 is no limit."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def versions() -> dict[str, str]:
@@ -89,8 +85,8 @@ def broken_pins() -> list[str]:
     from packaging.requirements import InvalidRequirement, Requirement
 
     broken = []
-    for owner, texts in {"slipstream-rl": _our_pins(), "sglang": _pins_of("sglang")}.items():
-        for text in texts:
+    for owner in ("slipstream-rl", "sglang"):
+        for text in _pins_of(owner):
             try:
                 wanted = Requirement(text)
                 there = metadata.version(wanted.name)
@@ -104,13 +100,6 @@ def broken_pins() -> list[str]:
             if not wanted.specifier.contains(there, prereleases=True):
                 broken.append(f"{owner} wants {wanted.name}{wanted.specifier}, {there} is installed")
     return broken
-
-
-def _our_pins() -> Iterable[str]:
-    found = _pins_of("slipstream-rl")
-    if not found and (ROOT / "pyproject.toml").is_file():  # a clone that is not installed
-        return list(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"])
-    return found
 
 
 def _pins_of(distribution: str) -> list[str]:
@@ -214,9 +203,6 @@ def _nvidia_smi(*words: str) -> str:
     return shown.stdout if shown.returncode == 0 else ""
 
 
-# ---- what costs time --------------------------------------------------------------------------------------
-
-
 def kernels(modules: Iterable[str]) -> dict[str, str]:
     """By module of KERNELS why it cannot be imported here; empty for one that can."""
     found = {}
@@ -227,21 +213,3 @@ def kernels(modules: Iterable[str]) -> dict[str, str]:
         except (ImportError, OSError, RuntimeError, AttributeError) as error:  # of packages built for another torch
             found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
     return found
-
-
-def write_speed(folder: Path, num_bytes: int = 64 * MIB) -> float:
-    """Bytes a second of a file that is written to the disk and deleted. Raises OSError."""
-    while not folder.exists():
-        folder = folder.parent
-    path = folder / f".doctor-{os.getpid()}"
-    block = os.urandom(MIB)
-    started = time.monotonic()
-    try:
-        with path.open("wb", buffering=0) as file:
-            for _ in range(num_bytes // MIB):
-                if file.write(block) < MIB:  # a full disk may take a part
-                    file.write(block)
-            os.fsync(file.fileno())
-        return num_bytes / max(1e-9, time.monotonic() - started)
-    finally:
-        path.unlink(missing_ok=True)
