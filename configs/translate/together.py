@@ -234,7 +234,7 @@ def _environment(foreign: Foreign, given: Given, value: Any) -> Here:
     if value in SINGLE_TURN:
         return Here({"reward.function": SINGLE_TURN[value]}, "one question, one answer: no environment is needed")
     pairs = {"environment.function": "verifiers", "environment.options": {"taskset": {"id": value}}}
-    return Here(pairs, f"its rows: python -m scripts.prepare_verifiers {value} (extra `verifiers`)")
+    return Here(pairs, f"its tasks are the rows: data.train verifiers:{value} (extra `verifiers`)")
 
 
 def _dataset(side: str) -> Convert:
