@@ -197,11 +197,6 @@ class Algorithm(Section):
     def _known(cls, value: str) -> str:
         if value in LOSSES or (".py:" in value and value.rpartition(":")[2].isidentifier()):
             return value
-        if value == "decoupled_ppo":
-            raise ValueError(
-                "'decoupled_ppo' is now algorithm.proximal=log_linear with algorithm.correction=token_tis and the loss"
-                " 'ppo_clip'"
-            )
         raise ValueError(f"{value!r} is no loss; take one of {', '.join(LOSSES)}, or path/to/file.py:name")
 
     @model_validator(mode="after")

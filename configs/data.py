@@ -1,5 +1,6 @@
 """What is trained on what: the model folder, the prompts, and the reward that judges the answers."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -62,8 +63,8 @@ class Data(Section):
     train: Own[str | dict[str, TrainSet]]
     """Prompts, one a row: a JSONL, JSONL.zst or parquet file, a folder or pattern of them, a folder of Hugging Face
     datasets, `datasets:NAME` of a hub, `reasoning_gym:FAMILY?seed=1`, or `path/to/file.py:Class` of your own
-    (docs/howto/data.md). `?suffix=` follows every prompt of files. Several by name: {gsm8k: gsm8k.parquet, sums: {path: ..., weight: 2}}; without weights, by
-    their rows."""
+    (docs/howto/data.md). `?suffix=` follows every prompt of files. Several by name: {gsm8k: gsm8k.parquet, sums:
+    {path: ..., weight: 2}}; without weights, by their rows."""
     eval: Own[str | dict[str, EvaluationSet] | None] = None
     """The same for evaluation, of which the first rows are taken, or several by name:
     {aime: aime.jsonl, gsm8k: {path: ..., samples: 4}},
@@ -182,6 +183,11 @@ class Reward(Section):
         return self
 
     @property
+    def num_workers(self) -> int:
+        """`workers`, or what this machine has cores for."""
+        return self.workers or max(1, min(8, len(os.sched_getaffinity(0)) // 4))
+
+    @property
     def parts(self) -> tuple[RewardPart, ...]:
         """The functions whose weighted scores are the reward; none where the reward model is all of it."""
         return parts_of(self.function)
@@ -235,12 +241,6 @@ class Tracking(Section):
             raise ValueError(f"{value!r}: give the first step, counted from 1, and the first one after them: 3:6")
         return value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _had_keys_for_two_trackers(cls, value: object) -> object:
-        """Files of older runs, and the habit of them: tensorboard, wandb and wandb_project."""
-        return with_trackers(value) if isinstance(value, dict) else value
-
     @field_validator("trackers")
     @classmethod
     def _are_named_once(cls, value: list[Tracker]) -> list[Tracker]:
@@ -253,23 +253,3 @@ class Tracking(Section):
         if unused := sorted(set(self.tracker_options) - set(self.trackers)):
             raise ValueError(f"tracker_options.{unused[0]}: add {unused[0]} to tracking.trackers, or leave this out")
         return self
-
-
-def with_trackers(tree: dict[str, Any]) -> dict[str, Any]:
-    """Keys of before as `trackers`, `tracker_options` and `project`. Raises ValueError for a value that was none."""
-    new = {key: value for key, value in tree.items() if key not in ("tensorboard", "wandb", "wandb_project")}
-    named, options = list(new.get("trackers") or []), dict(new.get("tracker_options") or {})
-    if tree.get("tensorboard", False) not in (True, False):
-        raise ValueError(f"tensorboard: {tree['tensorboard']!r}; write trackers: [tensorboard], or leave it out")
-    if tree.get("wandb", "off") not in ("off", "offline", "online"):
-        raise ValueError(
-            f"wandb: {tree['wandb']!r}; write trackers: [wandb], and tracker_options: {{wandb: {{mode: ...}}}}"
-        )
-    if tree.get("tensorboard") and "tensorboard" not in named:
-        named.append("tensorboard")
-    if (mode := tree.get("wandb", "off")) != "off":
-        named += [] if "wandb" in named else ["wandb"]
-        options["wandb"] = {"mode": mode, **options.get("wandb", {})}
-    if "wandb_project" in tree:
-        new.setdefault("project", tree["wandb_project"])
-    return {**new, **({"trackers": named} if named else {}), **({"tracker_options": options} if options else {})}

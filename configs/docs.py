@@ -16,7 +16,7 @@ from configs.errors import catalogue
 from configs.loading import FLAGS, PRESETS, QUICKSTART, leaf_keys
 from configs.rewards import SECTIONS
 from configs.schema import Config
-from configs.translate.tables import FRAMEWORKS, ROWS, WITHOUT
+from configs.translate.names import FRAMEWORKS, ROWS, WITHOUT
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "configuration.md"
@@ -66,7 +66,7 @@ def page() -> str:
         row for name, section in SECTIONS.items() for row in rows_of(section, f"{name}.") if "weight`" not in row[0]
     ]
     parts += [REWARDS, table(("option", "type", "default", "meaning"), options)]
-    foreign = [(f"`{key}`", *("–" if name == "-" else f"`{name}`" for name in names)) for key, *names in ROWS]
+    foreign = [(f"`{key}`", *(f"`{name}`" if name else "–" for name in names)) for key, *names in ROWS]
     parts += [FOREIGN, table(("key", *FRAMEWORKS), foreign)]
     without = [
         (why, ", ".join(f"`{name}`" for name, reason in WITHOUT.items() if reason == why))

@@ -1,5 +1,6 @@
 """Environments: functions that turn a prompt into an episode of several turns."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ NEEDED = {
     "openenv": ("url", "{url: 'http://10.0.0.7:8000'}"),
 }
 """By function, the option that it cannot do without, and an example."""
+EPISODES_PER_WORKER = 32
+"""What one blocks, or its death ends, so many others wait for or begin again."""
 AGENT_OPTIONS = ("command", "function", "models", "sampling")
 
 
@@ -34,9 +37,16 @@ class Environment(Section):
     max_turns: int = Field(default=16, ge=1)
     """Turns of an episode; the next one raises NoMoreTurns in the function."""
     turn_timeout_s: float = Field(default=60.0, gt=0)
-    """For a turn of the engine, and for what the function does between two turns; then the episode has failed."""
+    """For what the function does between two turns, and for a turn to stand still without a token of it, or of those
+    before it in the engine's queue; then the episode has failed."""
     episode_timeout_s: float = Field(default=1800.0, gt=0)
     """For a whole episode, without its wait for environment.max_episodes; then it has failed."""
+
+    @property
+    def num_workers(self) -> int:
+        """`workers`, or what this machine has cores for."""
+        needed = -(-self.max_episodes // EPISODES_PER_WORKER)
+        return self.workers or max(1, min(needed, len(os.sched_getaffinity(0)) // 2))
 
     @field_validator("function")
     @classmethod

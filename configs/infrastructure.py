@@ -76,11 +76,6 @@ class Placement(Section):
     """Rollout GPUs by node, for example `node0:0-5`."""
     learner: str | None = None
     """Learner GPUs by node, for example `node0:6-7; node1:0-7`."""
-    critic: str = "learner"
-    """Where the critic of algorithm.advantage `gae` lies: on the learner's ranks, or on ranks of its own by node, for
-    example `node0:6-7`."""
-    reference: str = "learner"
-    """The same for the reference model of a KL term."""
     reward: str | None = None
     """GPUs of reward servers by node, for example `node0:7`: asked by the rollout servers of their node, or by all that
     have none on theirs; unset: a reward server beside the rollout servers of each node, on its CPU."""

@@ -112,12 +112,6 @@ class LearnerSettings(Section):
             raise ValueError("each is the share of the old moment in a moving mean; give two from 0 to below 1")
         return value
 
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _was_a_switch(cls, value: object) -> object:
-        """Files of older runs say true or false."""
-        return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
-
     deterministic: bool = False
     """Kernels that make the same bits of the same batch, so that a resumed run on GPUs repeats its digests; slower."""
     num_threads: int = Field(default=1, ge=1)

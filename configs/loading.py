@@ -2,23 +2,19 @@
 
 import argparse
 import difflib
-import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from configs import aliases, retired
 from configs.base import ConfigError as ConfigError
 from configs.errors import BadFile, BadOption, BadValue, Contradiction, UnknownKey, coded
 from configs.errors import did_you_mean as did_you_mean
 from configs.schema import Config
-
-log = logging.getLogger(__name__)
 
 PRESETS = Path(__file__).parent
 QUICKSTART = "quickstart"
@@ -87,19 +83,20 @@ _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 class Parser(argparse.ArgumentParser):
     """Answers a bare `a.b=c`, the habit of other frameworks, with the option that it belongs to."""
 
+    def answer(self, name: str) -> tuple[str, str]:
+        """(key, what to say) of a word that is no option; configs/translate/refusals.py knows other frameworks."""
+        return (name if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", name) else "", "")
+
     def error(self, message: str) -> NoReturn:
         """Print usage and message, and exit with 2."""
         words = message.removeprefix("unrecognized arguments: ").split() if message.startswith("unrecognized") else []
         notes, settings = [], []
         for word in words:
-            name, _, value = word.partition("=")
-            key, answer = aliases.target_of(name), aliases.answer(name)
-            if answer is not None:
-                notes.append(f"{name}: {answer}")
-            if key is not None:
+            name, equals, value = word.partition("=")
+            key, said = self.answer(name)
+            notes += [f"{name}: {said}"] if said else []
+            if key and (equals or said):
                 settings.append(f"--set {key}={value or '...'}")
-            elif answer is None and re.match(r"[a-z_]+(\.[a-z_]+)*=", word):
-                settings.append(f"--set {word}")
         said = "; ".join([message, *notes, *([f"write {' '.join(settings)}"] if settings else [])])
         super().error(coded(said, BadOption.code))
 
@@ -195,20 +192,16 @@ def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -
     Raises:
         ConfigError: with every problem, one a line, each with the file or the `--set` that it comes from.
     """
-    kept, ignored, texts = retired.split(tree)
-    config, kinds = None, set[type[ConfigError]]({UnknownKey} if texts else ())
     try:
-        config = Config.model_validate(kept)
+        return Config.model_validate(tree)
     except ValidationError as error:
-        for problem in error.errors():
-            texts += _explain(dict(problem))
-            kinds.add(_kind(dict(problem)))
-    if texts or config is None:
-        kind = kinds.pop() if len(kinds) == 1 else ConfigError
-        raise kind("\n".join(f"{_origin(text, overrides)}{source}: {text}" for text in texts))
-    if ignored:
-        log.warning("%s: ignored, they always have this value now: %s", source, ", ".join(ignored))
-    return config
+        problems = [dict(problem) for problem in error.errors()]
+    texts = [text for problem in problems for text in _explain(problem)]
+    kinds = {_kind(problem) for problem in problems}
+    kind = kinds.pop() if len(kinds) == 1 else ConfigError
+    refusal = kind("\n".join(f"{_origin(text, overrides)}{source}: {text}" for text in texts))
+    refusal.unknown = [name for problem in problems if _kind(problem) is UnknownKey for name, _ in _unknown(problem)]
+    raise refusal
 
 
 def _kind(problem: dict[str, Any]) -> type[ConfigError]:
@@ -221,19 +214,31 @@ def _kind(problem: dict[str, Any]) -> type[ConfigError]:
 
 
 def _explain(problem: dict[str, Any]) -> Iterator[str]:
-    """What is wrong in one problem: one text, or one for each foreign name below an unknown key."""
+    """What is wrong in one problem: one text, or one for each name below an unknown key."""
     key, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
     if problem["type"] == "extra_forbidden":
-        for name, given, answer in aliases.answers(key, value):
-            if answer is not None:
-                yield f"{name}: unknown key; {answer}"
-            else:
-                yield f"{name}: unknown key (value {given!r}){suggestion(name)}"
+        for name, given in _unknown(problem):
+            yield f"{name}: unknown key (value {given!r}){suggestion(name)}"
     elif problem["type"] == "missing":
         yield f"{key}: missing; it has no default, give it in the file or with --set {key}=..."
     else:
         text = str(problem["msg"]).removeprefix("Value error, ")
         yield f"{key}: {text} (value {value!r})" if key else text
+
+
+def _unknown(problem: dict[str, Any]) -> list[tuple[str, Any]]:
+    """The unknown key with its value, or each of those below it."""
+    key, value = ".".join(str(part) for part in problem["loc"]), problem["input"]
+    below = leaves(value, f"{key}.") if isinstance(value, dict) else {}
+    return list(below.items()) or [(key, value)]
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Values by dotted key."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found
 
 
 def _origin(text: str, overrides: Sequence[str]) -> str:

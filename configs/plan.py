@@ -159,16 +159,16 @@ class _Words:
         command = (
             *(self.python, "-m", "learner.launch.torchrun"),
             *self._rendezvous(self.config.learner_nodes, share.node),
-            f"--nproc-per-node={len(share.training)}",
+            f"--nproc-per-node={len(share.learner)}",
             *self._command(module, share.node, "--replay", self.address)[1:],
             *(["--resume"] if self.resume else []),
         )
         ports = {"weight bus": self.config.weight_bus.port} if ranks[0] == 0 else {}
         if ports and len(self.config.learner_nodes) > 1:
             ports["rendezvous"] = self.config.placement.rendezvous_port
-        name = ", ".join(_ranks(role, ranks_of(self.config.shares, share.node, role)) for role in share.roles)
+        name = _ranks("learner", ranks)
         threads = self.config.learner.num_threads
-        return self._process(name, "learner", share.node, command, threads, share.training, ports)
+        return self._process(name, "learner", share.node, command, threads, share.learner, ports)
 
     def reward_servers(self, share: Share) -> Iterator[Process]:
         """Those of a node; they leave the loopback interface only where another node asks them."""
@@ -267,8 +267,7 @@ def _fits(config: Config, share: Share, machine: Machine) -> None:
         there, source = len(machine.visible), f"CUDA_VISIBLE_DEVICES={','.join(machine.visible)} shows"
     wanted, split = most_devices(share), config.placement.split
     if there is not None and wanted > there:
-        beside = (*share.reward, *share.reference, *share.critic)
-        named = config.placement.rollout is not None or wanted - 1 in beside
+        named = config.placement.rollout is not None or wanted - 1 in share.reward
         key = f"placement: {share.node}:{wanted - 1}" if named else f"placement.split: {split!r}"
         raise NoRoom(
             f"{key} needs {wanted} GPU{'s' if wanted > 1 else ''}, {source} {there}; take fewer, or set"

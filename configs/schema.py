@@ -137,16 +137,11 @@ class Config(Tree):
         return self
 
     @model_validator(mode="after")
-    def _ranks_beside_have_work(self) -> "Config":
+    def _models_beside_suit_the_ranks(self) -> "Config":
         for role, is_needed, key in (
             ("critic", self.algorithm.advantage == "gae", "algorithm.advantage=gae"),
             ("reference", self.algorithm.kl != "none", "algorithm.kl=k3"),
         ):
-            where = getattr(self.placement, role)
-            if where != "learner" and not is_needed:
-                raise ValueError(
-                    f"placement.{role}: {where!r}, but nothing here needs a {role}; set {key}, or leave it out"
-                )
             if is_needed and self.learner.mesh != Mesh():
                 raise ValueError(
                     f"learner.mesh: {self.learner.mesh} with a {role} ({key}), which knows ranks that shard and nothing"

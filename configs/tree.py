@@ -11,7 +11,7 @@ from configs.evaluation import Evaluation, PromptSet, prompt_sets
 from configs.infrastructure import Network, Placement, WeightBus
 from configs.learner import Checkpoint, LearnerSettings
 from configs.limits import Limits
-from configs.placement import Share, shares, training_ranks
+from configs.placement import Share, shares
 
 FLOAT32_ON_GPUS = (
     " Warning: learner.compute_dtype float32 uses no tensor cores, 67 instead of 989 TFLOP/s on an H100, and pads its"
@@ -96,12 +96,7 @@ class Tree(Section):
     @property
     def engines_share_gpus(self) -> bool:
         """Whether a GPU has an engine and a learner rank; a reward server may be on either's."""
-        return any(set(share.rollout) & set(share.training) for share in self.shares)
-
-    @property
-    def training_ranks(self) -> list[tuple[str, int]]:
-        """Role of each rank of the torchrun world (`learner`, `reference` or `critic`), and its number in that role."""
-        return training_ranks(self.shares)
+        return any(set(share.rollout) & set(share.learner) for share in self.shares)
 
     @property
     def num_rollout_devices(self) -> int:

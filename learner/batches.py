@@ -253,7 +253,7 @@ class BatchReader:
 
     def _aside(self, message: Message) -> Message | None:
         match message:
-            case m.Refused() if message.reason.startswith("say Hello") and self._hello is not None:
+            case m.Refused(code="hello") if self._hello is not None:
                 self._come_back(self._hello)
             case m.Refused():
                 raise ChannelError(f"replay refused learner rank {self.rank}: {message.reason}", "closed")

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from configs.schema import Config
 from learner.batches import BatchReader
-from learner.beside.build import build_beside
+from learner.beside.beside import build_beside
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
 from learner.guards.roll_back import RollBack, RollBacks
@@ -44,7 +44,7 @@ class Learner:
         self.batches = batches
         self.policy = build_policy(config, ranks.mesh, ranks.device)
         self.optimizer = Optimizer(config.learner, self.policy)
-        self.beside = build_beside(config, self.policy, ranks.lines)
+        self.beside = build_beside(config, self.policy)
         parts = self.beside.parts
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer, parts, meanwhile=batches.heartbeat)
         self.guards = Guards(config)
@@ -313,7 +313,6 @@ class Learner:
             self.hint.close()
         self.profile.close()
         self.bus.close()
-        self.beside.close()
 
     def _record_evaluations(self) -> None:
         inbox = self.batches.inbox

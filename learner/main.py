@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from configs.command import program
-from configs.loading import ConfigError, Parser, add_arguments, from_arguments, overrides_of
+from configs.loading import ConfigError, add_arguments, from_arguments, overrides_of
 from configs.plan import Role, table
 from configs.schema import Config
+from configs.translate.refusals import AnsweringParser, refused
 from learner.check import checks
 from learner.check.memory import memory_budget
 from learner.check.model_folders import reward_memory
@@ -43,7 +44,7 @@ REPORT_S = 120.0
 
 def main() -> int:
     """Entry point; exit code 0 only for a run that completed all steps."""
-    parser = Parser(prog=program("learner.main"), description=__doc__)
+    parser = AnsweringParser(prog=program("learner.main"), description=__doc__)
     add_arguments(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the arithmetic, start nothing")
     parser.add_argument("--parent", type=int, default=None, help="pid of the process that started this: end with it")
@@ -75,7 +76,7 @@ def main() -> int:
         code = run(launcher)
         return earlier_run.report(launcher.config, code) if args.replay is not None else code
     except REFUSALS as error:
-        say(f"refused: {error}")
+        say(refused(error))
         return 2
     except RunFailed as failure:
         say(f"not resumed: {failure}")

@@ -15,13 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from configs.aliases import ALIASES
 from configs.base import ConfigError
 from configs.command import COMMANDS as COMMANDS_BY_NAME
 from configs.command import available
 from configs.loading import add_arguments, from_arguments, leaf_keys, load
 from configs.schema import Config
-from configs.translate.tables import WITHOUT
+from configs.translate.names import ALIASES, WITHOUT
 from learner import main as launcher
 from replay import messages as replay_messages
 from replay.vitals import page as metrics_page

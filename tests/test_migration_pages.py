@@ -32,7 +32,7 @@ def write_files(page: Path, folder: Path) -> None:
 def translation(page: Path) -> list[str]:
     """Arguments of the page's `slipstream translate`."""
     for language, text in blocks(page):
-        words = shlex.split(text) if language == "bash" else []
+        words = shlex.split(text.replace("\\\n", "")) if language == "bash" else []
         if words[:2] == ["slipstream", "translate"]:
             return words[2:]
     raise AssertionError(f"{name_of(page)}: no translation")

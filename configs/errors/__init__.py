@@ -9,7 +9,7 @@ it: `slipstream explain CODE` shows both, docs/reference/errors.md all. A code i
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 CODE = re.compile(r" ?\[(SLIP-[A-Z]+-\d\d)\]")
@@ -74,6 +74,9 @@ class ConfigError(
     mend="Change the value as the message says. `--dry-run` checks everything and starts nothing.",
 ):
     """What was given cannot be used; the message names the key, file or option, the value, and a way out."""
+
+    unknown: Sequence[str] = ()
+    """Keys that are none of ours: another framework may have them (configs/translate/refusals.py)."""
 
 
 class UnknownKey(

@@ -1,9 +1,7 @@
 """`slipstream translate`: settings of verl, slime, prime-rl and TRL as a configuration here, line by line.
 
-tables      names of other frameworks, shared with error messages and with docs/configuration.md
+names       names.yaml: keys, values and reasons; refusals of unknown keys ask it too
 files       which framework wrote a file, and its settings; shell and trl_script read scripts without running them
-values      what a value there is here
-together    settings that depend on others; batches makes updates and lengths of them
-translation lines, and what follows from several settings together
+translation what each setting is here, and which keys the user has to decide
 text        what is printed, and the YAML file
 """

@@ -2,7 +2,8 @@
 
 FILE is a YAML file of verl, a bash script that starts verl or slime, the TOML file or files of prime-rl, or a Python
 script around TRL's GRPOTrainer. Nothing of it is run. Every setting is printed with its key here, or why there is none;
-the configuration is checked, and written to a file that can be trained as it is.
+what does not follow from the file (the reward, the split, another optimizer's learning rate) is asked for with --set.
+The configuration is checked, and written to a file that can be trained as it is.
 """
 
 import argparse
@@ -13,8 +14,8 @@ from pathlib import Path
 from configs.command import program
 from configs.errors import BadOption
 from configs.loading import ConfigError, parse
-from configs.translate.batches import Given
 from configs.translate.files import read
+from configs.translate.settings import Undecided
 from configs.translate.text import printed, yaml_file
 from configs.translate.translation import translate
 
@@ -27,14 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="of prime-rl several, one of the others")
     parser.add_argument("--out", type=Path, help="YAML file to write (default: from-FRAMEWORK.yaml)")
     parser.add_argument("--force", action="store_true", help="write over a file that is there")
-    parser.add_argument("--rows", type=int, default=0, help="rows of the training data, to count epochs in steps")
-    parser.add_argument("--gpus", type=int, default=0, help="GPUs of the run, which scripts of TRL do not say")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a key of the result; repeatable")
     args = parser.parse_args(argv)
     try:
-        found = translate(read(args.files), Given(rows=args.rows, gpus=args.gpus), args.set)
+        found = translate(read(args.files), args.set)
         out = args.out or Path(f"from-{found.foreign.framework.lower()}.yaml")
         sys.stdout.write(printed(found) + "\n")
+        if found.undecided:
+            needed = "\n".join(f"  --set {key}=...  {why}" for key, why in found.undecided.items())
+            raise Undecided(f"{', '.join(found.foreign.sources)}: decide what does not follow from it:\n{needed}")
         text = yaml_file(found)
         parse(text, str(out))
         if out.exists() and not args.force:

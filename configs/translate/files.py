@@ -101,13 +101,11 @@ def _script(path: Path, text: str) -> Foreign:
         if any(VERL.search(word) for word in words[:8]):
             start = next(number for number, word in enumerate(words) if VERL.search(word)) + 1
             found = Foreign("verl", (str(path),), [_override(word) for word in words[start:] if "=" in word])
-            found.is_asynchronous = any("async" in word for word in words[:start])
         elif (start := next((number for number, word in enumerate(words) if SLIME.search(word)), -1)) >= 0:
             elsewhere = [word for word in words if shell.ARRAY.fullmatch(word)]
             kept = [word for word in words[start + 1 :] if word not in elsewhere]
             found = Foreign("slime", (str(path),), _options(kept))
             found.remarks += [f"{word} is filled by another file, which was not read" for word in elsewhere]
-            found.is_asynchronous = "async" in words[start]
         else:
             continue
         if re.search(r"^\s*(if|case|for)\b", text, re.MULTILINE):
@@ -169,7 +167,7 @@ def _options(words: Sequence[str]) -> list[Setting]:
 
 
 def _prime_rl(texts: Mapping[Path, str]) -> Foreign:
-    found = Foreign("prime-rl", tuple(str(path) for path in texts), is_asynchronous=True)
+    found = Foreign("prime-rl", tuple(str(path) for path in texts))
     for path, text in texts.items():
         try:
             tree = tomllib.loads(text)

@@ -7,7 +7,7 @@ from typing import Any
 from configs.errors import ConfigError
 
 Framework = str
-"""One of configs.translate.tables.FRAMEWORKS."""
+"""One of configs.translate.names.FRAMEWORKS."""
 
 
 class Untranslatable(
@@ -17,6 +17,16 @@ class Untranslatable(
     mend="Give what starts the training there: docs/migration.md shows a file of each framework.",
 ):
     """A file of another framework cannot be translated."""
+
+
+class Undecided(
+    ConfigError,
+    code="SLIP-CONFIG-15",
+    cause="A setting of the file has no value here of its own: the reward, the GPU split, a length in epochs, a"
+    " learning rate of another optimizer than AdamW.",
+    mend="Give each of the keys that are named with --set; nothing is chosen in their place.",
+):
+    """Keys of a translation that the user has to give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +96,6 @@ class Foreign:
     framework: Framework
     sources: tuple[str, ...]
     settings: list[Setting] = field(default_factory=list)
-    is_asynchronous: bool = False
-    """Sampling goes on during training there: the translation keeps a lag above 0."""
     remarks: list[str] = field(default_factory=list)
     """What was read in a way that the reader has to know of."""
 
@@ -103,11 +111,6 @@ class Foreign:
     def is_on(self, *names: str) -> bool:
         """Whether one of several names of a switch is on; the last value of each counts."""
         return any(self._values(*names).values())
-
-    def values_differ(self, *names: str) -> bool:
-        """Whether settings that end like one of these have different values."""
-        found = list(self._values(*names).values())
-        return any(value != found[0] for value in found)
 
     def _values(self, *names: str) -> dict[str, Any]:
         """Full names and values, the one that was given last at the end."""

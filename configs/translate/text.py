@@ -18,12 +18,9 @@ def printed(translation: Translation) -> str:
     foreign = translation.foreign
     parts = [f"{foreign.framework}: {', '.join(foreign.sources)}    {LEGEND}", ""]
     parts += [_row(line) for line in translation.lines]
-    for head, lines in (
-        (f"Not in the file, and {foreign.framework}'s default is not the one here:", translation.defaults),
-        ("Said by neither:", translation.decided),
-    ):
-        if lines:
-            parts += ["", head, *(_row(line) for line in lines)]
+    if translation.defaults:
+        parts += ["", f"Not in the file, and {foreign.framework}'s default is not the one here:"]
+        parts += [_row(line) for line in translation.defaults]
     if foreign.remarks:
         parts += ["", *(f"note: {remark}" for remark in foreign.remarks)]
     return "\n".join([*parts, "", summary(translation)])
@@ -46,7 +43,7 @@ def _row(line: Line) -> str:
     if line.kind == "unknown":
         pairs = "a name of no table: look for its counterpart in docs/configuration.md"
     elif line.kind == "open":
-        pairs = f"open: {line.note}"
+        pairs = f"{line.note}; give --set {line.decides}=..." if line.decides else f"open: {line.note}"
     note = line.note if line.kind != "open" else ""
     text = f"{there:<{WIDTH}} {SIGNS[line.kind]} {pairs or note}".rstrip()
     return f"{text}\n{'':{WIDTH}}    ({note})" if pairs and note else text

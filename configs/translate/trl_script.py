@@ -32,7 +32,6 @@ def read(path: Path, text: str) -> Foreign:
     for name in (CONFIG, TRAINER, LORA):
         if sum(_called(call).endswith(name) for call in made) > 1:
             found.remarks.append(f"{name} is made more than once: all is read, and each setting's last value counts")
-    found.is_asynchronous = any(_called(call).startswith("Async") for call in made)
     return found
 
 

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from configs.command import program
 from configs.errors import BadOption
-from configs.loading import ConfigError, Parser, add_arguments, dump, from_arguments, overrides_of, parse
+from configs.loading import ConfigError, add_arguments, dump, from_arguments, overrides_of, parse
 from configs.plan import Machine, Plan, Process, Role, assign, table
 from configs.schema import Config
+from configs.translate.refusals import AnsweringParser, refused
 from learner.launch import earlier_run
 from learner.launch.hosts import here, kubernetes, slurm, ssh
 from learner.launch.hosts.host_file import Host, read_hosts
@@ -56,12 +57,12 @@ def main() -> int:
             return _over_ssh(args, config)
         return _with_files(args, *(_for_slurm(args, config) if args.slurm else _for_kubernetes(args, config)))
     except (ConfigError, KeysError) as error:
-        say(f"refused: {error}")
+        say(refused(error))
         return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
+    parser = AnsweringParser(
         prog=program("learner.launch"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import BadRunFolder
-from configs.loading import leaf_keys, load, read_yaml
+from configs.loading import leaf_keys, leaves, load, read_yaml
 from configs.schema import Config
 from learner import ledger
 from learner.launch.run_folder import with_free_name
@@ -65,8 +65,8 @@ def check_ended(run_dir: Path) -> None:
 
 def changes(run_dir: Path, overrides: list[str], config: Config) -> dict[str, tuple[Any, Any]]:
     """Keys to which overrides give a resumed run another value than its config.yaml has: (old, new)."""
-    before = _leaves(read_yaml((run_dir / "config.yaml").read_bytes()))
-    after = _leaves(config.model_dump(mode="json"))
+    before = leaves(read_yaml((run_dir / "config.yaml").read_bytes()))
+    after = leaves(config.model_dump(mode="json"))
     given = tuple(f"{override.partition('=')[0].strip()}." for override in overrides)
     changed = [key for key in after if f"{key}.".startswith(given) and before.get(key) != after[key]]
     return {key: (before.get(key), after[key]) for key in changed}
@@ -109,14 +109,6 @@ def _check_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]], config
             f"--resume: model.path: {model.path} has another {different[0]} than {path}, with which {run_dir} was"
             " begun; leave --model out, or start a new run from a checkpoint's weights with --model"
         )
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of a configuration by dotted key."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        found |= _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return found
 
 
 def played_back(run_dir: Path, overrides: list[str]) -> Config:

@@ -264,7 +264,7 @@ class Launcher:
         if self.resume:
             self.say_fallback()
         (process,) = self.plan().of(self.node, "learner")
-        logs = [self.run_dir / "logs" / f"{role}-{number}.log" for role, number in self.config.training_ranks]
+        logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
         self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
         self._rank_tails, self._ending = [Tail.from_end(path) for path in logs], None
         environment = {**process.environment, PARENT: str(os.getpid())}
@@ -312,7 +312,7 @@ class Launcher:
 
     def _learner_root_cause(self) -> str:
         """The rank that was killed, or else the first that stopped; others fail in consequence."""
-        killed = children.killed_rank(self.learner.log_path, self.learner.offset, self.config.training_ranks)
+        killed = children.killed_rank(self.learner.log_path, self.learner.offset)
         stops = self._stop_lines() or self._stop_lines("breaks off")
         if killed or stops:
             return f"the learner stopped: {killed or children.without_time(min(stops))}"

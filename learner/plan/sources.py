@@ -118,11 +118,6 @@ def check(config: Config) -> None:
             f"placement.share_gpus: true with {config.num_rollout_devices} rollout and {config.num_learner_ranks}"
             " learner devices: the advisor knows GPUs that all serve both sides, or one side each; take as many of both"
         )
-    for role in ("critic", "reference"):
-        if (where := getattr(placement, role)) != "learner":
-            raise Contradiction(
-                f"placement.{role}: {where!r}: the advisor knows no ranks beside the learner's; plan without"
-            )
 
 
 def _cases(found: Any) -> Iterator[dict[str, Any]]:

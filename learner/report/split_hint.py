@@ -30,10 +30,9 @@ class SplitHint:
     def __init__(self, config: Config) -> None:
         placement = config.placement
         one_host = placement.rollout is None and placement.local_rollouts and not placement.share_gpus
-        alone = placement.critic == placement.reference == "learner"
         devices = config.num_rollout_devices + config.num_learner_ranks
         small = 2 < devices <= MOST_DEVICES and config.trajectories_per_step <= MOST_TRAJECTORIES
-        self._applies = one_host and alone and small and on_gpus(placement.model_dump())
+        self._applies = one_host and small and on_gpus(placement.model_dump())
         self._run_dir = Path(config.run_dir)
         self._next = FIRST
         self._process: subprocess.Popen[str] | None = None

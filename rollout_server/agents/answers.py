@@ -113,7 +113,7 @@ def _text_logprobs(turn: Turn, pieces: Sequence[str]) -> dict[str, Any]:
 
 
 def _usage(turns: Sequence[Turn]) -> dict[str, int]:
-    prompt, said = len(turns[0].context), sum(len(turn.token_ids) for turn in turns)
+    prompt, said = len(turns[0].context_ids) // 4, sum(len(turn.token_ids) for turn in turns)
     return {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
 
 

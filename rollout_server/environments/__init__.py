@@ -8,6 +8,7 @@ agent may be another front of it.
 Worker processes import this package: nothing heavy may be imported here.
 """
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +56,8 @@ class Turn:
     """The same as a message of OpenAI's chat form, with `tool_calls` where the text has some."""
     token_ids: list[int]
     """The answer, its stop token included."""
-    context: list[int]
-    """What the engine was given."""
+    context_ids: bytes
+    """What the engine was given, as int32; `context` reads them."""
     finish_reason: str
     """`stop`, or `length` for an answer that was cut."""
     room: int
@@ -65,6 +66,11 @@ class Turn:
     """Behaviour logprob of each token of `token_ids`, at the sampling temperature."""
     versions: list[int] = field(default_factory=list)
     """Policy version of each token of `token_ids`."""
+
+    @property
+    def context(self) -> list[int]:
+        """What the engine was given."""
+        return array("i", self.context_ids).tolist()
 
     @property
     def ids(self) -> list[int]:

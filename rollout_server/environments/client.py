@@ -1,6 +1,7 @@
 """What an environment's function asks for turns, within its process."""
 
 import asyncio
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -52,7 +53,7 @@ class Client:
             ValueError: the engine's side refuses the context, or it cannot be sent.
         """
         arguments = {
-            "context": context if isinstance(context, str) else list(context),
+            "context": _sendable(context),
             "tools": None if tools is None else list(tools),
             "max_new_tokens": max_new_tokens,
         }
@@ -95,3 +96,13 @@ class Client:
         """The server refuses: the episode can have no further turn."""
         if (future := self._calls.get(call)) is not None and not future.done():
             future.set_exception(OVER[kind](text) if kind in OVER else ValueError(text))
+
+
+def _sendable(context: str | Sequence[Any]) -> Any:
+    """Text and messages as they are, ids as the bytes of int32. Raises ValueError: none of these."""
+    if isinstance(context, str) or not context or not all(type(part) is int for part in context):
+        return context if isinstance(context, str) else list(context)
+    try:
+        return array("i", context).tobytes()
+    except OverflowError as error:
+        raise ValueError(f"a context is text, token ids or messages; an id is above 2 ** 31: {error}") from error

@@ -5,16 +5,22 @@ one text ("a b" may be two tokens or three), or where the chat template changes 
 out). So what was answered is known here by its ids, and only what comes after it is encoded.
 """
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from rollout_server.tasks import TaskError
 
 Message = Mapping[str, Any]
-Context = str | Sequence[int] | Sequence[Message]
+Int32 = NDArray[np.int32]
+LENIENT = ("utf-8", "surrogatepass")
+Context = str | bytes | Sequence[int] | Sequence[Message]
 """What a turn is asked with."""
 Tools = Sequence[Mapping[str, Any]] | None
 MAX_ID = 2**31
@@ -47,12 +53,21 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A context with its answer."""
+    """A context with its answer: what it adds to the one that it goes on from."""
 
-    said: tuple[str, ...]
-    """Its messages, or one text; what was offered as tools comes first."""
-    text: str | None
-    ids: list[int]
+    before: "_Known | None"
+    ids: Int32
+    num_ids: int
+    """With all before it."""
+
+    def all(self) -> list[int]:
+        """Ids from the beginning on."""
+        parts, one = list[Int32](), self
+        while one is not None:
+            parts.append(one.ids)
+            one = one.before  # type: ignore[assignment]
+        ids: list[int] = np.concatenate(parts[::-1]).tolist()
+        return ids
 
 
 class Conversation:
@@ -61,7 +76,10 @@ class Conversation:
     def __init__(self, task: Encoder, expand: Expand | None = None) -> None:
         """`expand` writes out the row's pictures in ids where each has one token; without, there are none."""
         self._task, self._expand = task, expand
-        self._known: list[_Known] = []
+        self._known: dict[bytes, _Known] = {}
+        """By the digest of what was said up to there, answer included."""
+        self._lengths: set[int] = set()
+        """Of known texts."""
 
     def encode(self, context: Context, tools: Tools = None) -> list[int]:
         """Ids of a context: ids as they are, else those of the longest known beginning, and the rest encoded.
@@ -71,6 +89,9 @@ class Conversation:
         ids: list[int] = []
         if isinstance(context, str):
             ids = self._encode_text(context)
+        elif isinstance(context, bytes):  # ids, as a worker process sends them
+            given = np.frombuffer(context, np.int32)
+            ids = given.tolist() if given.size and given.min() >= 0 else []
         elif context and all(isinstance(part, Mapping) for part in context):
             ids = self._encode_messages(list(context), tools)  # type: ignore[arg-type]
         elif context and all(type(part) is int and 0 <= part < MAX_ID for part in context):
@@ -81,37 +102,53 @@ class Conversation:
             f"a context is text, token ids or messages, of one token at least; {str(context)[:80]!r} is not"
         )
 
-    def answered(self, context: Context, tools: Tools, ids: list[int], text: str, message: Message) -> None:
+    def answered(self, context: Context, tools: Tools, ids: Sequence[int] | Int32, text: str, message: Message) -> None:
         """Remember an answer: `ids` are those of context and answer, `text` and `message` what the answer says."""
         if isinstance(context, str):
             if text:  # else the same context, sampled again, would go on behind this answer's end
-                self._known.append(_Known((), context + text, ids))
-        elif context and isinstance(context[0], Mapping):
-            messages: list[Message] = list(context)  # type: ignore[arg-type]
-            said = (_offered(tools), *map(_plain, messages))
+                self._remember(self._known_text(context)[0], ids, _digest((context + text).encode(*LENIENT)))
+                self._lengths.add(len(context + text))
+        elif context and not isinstance(context, bytes) and isinstance(context[0], Mapping):
+            said = _chain(tools, context)  # type: ignore[arg-type]
+            before = self._known_messages(said)[0]
             # An answer with tool calls may come back as them, or as the text that has them.
             for spelling in {_plain(message), _plain({"role": "assistant", "content": text})}:
-                self._known.append(_Known((*said, spelling), None, ids))
+                self._remember(before, ids, _digest(said[-1] + spelling.encode(*LENIENT)))
+
+    def _remember(self, before: _Known | None, ids: Sequence[int] | Int32, key: bytes) -> None:
+        start = 0 if before is None else before.num_ids
+        self._known[key] = _Known(before, np.array(ids[start:], np.int32), len(ids))
+
+    def _known_text(self, text: str) -> tuple[_Known | None, int]:
+        """The longest beginning of a text that is known, and its characters."""
+        for length in sorted(self._lengths, reverse=True):
+            if length <= len(text) and (known := self._known.get(_digest(text[:length].encode(*LENIENT)))):
+                return known, length
+        return None, 0
+
+    def _known_messages(self, said: Sequence[bytes]) -> tuple[_Known | None, int]:
+        """The longest known beginning of a chain of messages, and how many of them it has."""
+        for count in range(len(said) - 1, 0, -1):
+            if known := self._known.get(said[count]):
+                return known, count
+        return None, 0
 
     def _encode_text(self, text: str) -> list[int]:
-        known = [one for one in self._known if one.text is not None and text.startswith(one.text)]
-        if not known:
+        known, length = self._known_text(text)
+        if known is None:
             return self._task.begin(text)
-        longest = max(known, key=lambda one: len(one.text or ""))
-        rest = text[len(longest.text or "") :]
-        return longest.ids + (self._task.encode_text(rest) if rest else [])
+        rest = text[length:]
+        return known.all() + (self._task.encode_text(rest) if rest else [])
 
     def _encode_messages(self, messages: list[Message], tools: Tools) -> list[int]:
-        said = (_offered(tools), *(_plain(message) for message in messages))
-        known = [one for one in self._known if one.said and one.said == said[: len(one.said)]]
-        if not known:
+        known, count = self._known_messages(_chain(tools, messages))
+        if known is None:
             return self._begun(messages, tools)
-        longest = max(known, key=lambda one: len(one.said))
-        rest = self._after_answer(messages[len(longest.said) - 1 :], tools)
+        rest = self._after_answer(messages[count:], tools)
         # The engine's answer ends with the token that ends a turn, unless it was cut.
-        if rest and rest[0] in self._task.stop_token_ids and longest.ids[-1] == rest[0]:
+        if rest and rest[0] in self._task.stop_token_ids and known.ids[-1] == rest[0]:
             rest = rest[1:]
-        return longest.ids + rest
+        return known.all() + rest
 
     def _begun(self, messages: list[Message], tools: Tools) -> list[int]:
         """Ids of messages that begin a context, with the row's pictures where parts of them say so."""
@@ -149,8 +186,16 @@ def _pictures(message: Message) -> int:
     return sum(part == PICTURE for part in parts)
 
 
-def _offered(tools: Tools) -> str:
-    return json.dumps(list(tools), sort_keys=True) if tools else ""
+def _chain(tools: Tools, messages: Sequence[Message]) -> list[bytes]:
+    """Digests of a conversation up to each of its messages, that of what was offered as tools first."""
+    chain = [_digest((json.dumps(list(tools), sort_keys=True) if tools else "").encode(*LENIENT))]
+    for message in messages:
+        chain.append(_digest(chain[-1] + _plain(message).encode(*LENIENT)))
+    return chain
+
+
+def _digest(said: bytes) -> bytes:
+    return hashlib.blake2b(said, digest_size=16).digest()
 
 
 def _plain(message: Message) -> str:

@@ -66,7 +66,7 @@ class Environments:
             EnvironmentProcess(
                 environment, f"environment process {number}", hidden, self._suspects, temperature=temperature
             )
-            for number in range(environment.workers + 1)
+            for number in range(environment.num_workers + 1)
         ]
         self._slots = Slots(environment.max_episodes)
 

@@ -1,15 +1,17 @@
 """The rollout server's side of an environment process: starts it, runs episodes in it, kills it when it hangs.
 
-A turn of the engine, and what the function does between two turns, may take environment.turn_timeout_s each. An episode
-that is called off is cancelled in its process, whose loop says at once that it has seen that; a process that does not
-is killed, with all that it has started, and its other episodes begin again elsewhere. What the function then does to
-clean up may take environment.turn_timeout_s, too; afterwards the log names what is left behind.
+What the function does between two turns may take environment.turn_timeout_s; a turn may stand still for as long, and
+lasts as long as tokens come. An episode that is called off is cancelled in its process, whose loop says at once that it
+has seen that; a process that does not within environment.turn_timeout_s is killed, with all that it has started, and
+its other episodes begin again elsewhere. What the function then does to clean up may take as long, too; afterwards the
+log names what is left behind.
 """
 
 import asyncio
 import itertools
 import logging
-from dataclasses import asdict, dataclass, field
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,7 @@ from replay.hang import expired
 from rollout_server.children.frames import pack
 from rollout_server.children.process import ChildProcess, start
 from rollout_server.engines.base import EngineError
-from rollout_server.environments import EnvironmentFailed, EpisodeOver
+from rollout_server.environments import EnvironmentFailed, EpisodeOver, Turn
 from rollout_server.environments.protocol import OVER, read_outcome, receive, shown
 from rollout_server.environments.session import Session
 from rollout_server.environments.suspects import Suspects, prompt_of
@@ -28,8 +30,10 @@ from rollout_server.tasks import TaskError
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0
 """For the imports of the function; its episodes have limits of their own."""
-CANCEL_S = 2.0
-"""For the loop of a process to say that it has seen the end of an episode."""
+STOP_S = 2.0
+"""For the last messages of a process that was killed."""
+LOOKS = 4
+"""So often a turn is looked at within environment.turn_timeout_s."""
 FAILED = "environment_error"
 """Reason of a lease that failed by its environment."""
 WORKER = "rollout_server.environments.worker"
@@ -194,7 +198,7 @@ class EnvironmentProcess:
         lives = episode.child is self._child and self._reading is not None and not self._reading.done()
         if lives and not episode.has_ended:
             self._send(["cancel", episode.number])
-            handle = asyncio.get_running_loop().call_later(CANCEL_S, self._give_up)
+            handle = asyncio.get_running_loop().call_later(self._settings.turn_timeout_s, self._give_up)
             self._cancelled[episode.number] = (episode.session.name, handle)
 
     def _cancels(self, number: int, name: str) -> None:
@@ -216,7 +220,8 @@ class EnvironmentProcess:
     async def _kill(self) -> None:
         """The process does not even see that an episode is called off: something blocks its event loop."""
         said = self._child.last_line() if self._child is not None else ""
-        self._killed = f"it did not begin to cancel an episode within {CANCEL_S:g} s; its last output: {said}"
+        limit_s = self._settings.turn_timeout_s
+        self._killed = f"it did not begin to cancel an episode within {limit_s:g} s; its last output: {said}"
         log.error("%s: %s; it is killed", self.name, self._killed)
         if self._child is not None:
             await self._child.end()
@@ -322,15 +327,28 @@ class EnvironmentProcess:
             case "pieces":
                 return await session.beside(session.task.pieces, list(arguments["token_ids"]))
             case "turn":
-                limit, key = self._settings.turn_timeout_s, "environment.turn_timeout_s"
-                try:
-                    async with asyncio.timeout(limit):
-                        return asdict(await session.turn(**arguments))
-                except TimeoutError as error:
-                    what, said = f"a turn of {session.name}", f"a turn took longer than {key} = {limit:g}"
-                    raise late(said, what=what, owed_by="the engine", waited_s=limit, key=key) from error
+                return as_message(await self._patiently(session, session.turn(**arguments)))
             case _:
                 raise TaskError(f"{shown(what)} is nothing that can be asked")
+
+    async def _patiently(self, session: Session, turn: Coroutine[Any, Any, Turn]) -> Turn:
+        """A turn, as long as tokens come: its own, or while it has none those of the requests before it.
+
+        Raises LeaseFailed: none came for environment.turn_timeout_s.
+        """
+        limit, key = self._settings.turn_timeout_s, "environment.turn_timeout_s"
+        running, loop = asyncio.create_task(turn), asyncio.get_running_loop()
+        seen, since = session.progress(), loop.time()
+        try:
+            while not (await asyncio.wait([running], timeout=limit / LOOKS))[0]:
+                if (found := session.progress()) != seen:
+                    seen, since = found, loop.time()
+                elif loop.time() - since >= limit:
+                    what, said = f"a turn of {session.name}", f"a turn had no token for {key} = {limit:g}"
+                    raise late(said, what=what, owed_by="the engine", waited_s=limit, key=key)
+            return running.result()
+        finally:
+            running.cancel()
 
     def _send(self, message: list[Any]) -> None:
         if self._child is not None and not self._child.writer.is_closing():
@@ -343,8 +361,23 @@ class EnvironmentProcess:
             await child.end()
             child.writer.close()
         if reading is not None:
-            await asyncio.wait([reading], timeout=CANCEL_S)
+            await asyncio.wait([reading], timeout=STOP_S)
         self._child = self._reading = None
+
+
+def as_message(turn: Turn) -> dict[str, Any]:
+    """A turn's fields: its context in one piece of bytes, and no copies of its lists."""
+    return {
+        "number": turn.number,
+        "text": turn.text,
+        "message": turn.message,
+        "token_ids": turn.token_ids,
+        "context_ids": turn.context_ids,
+        "finish_reason": turn.finish_reason,
+        "room": turn.room,
+        "logprobs": turn.logprobs,
+        "versions": turn.versions,
+    }
 
 
 def late(said: str, *, what: str, owed_by: str, waited_s: float, key: str) -> LeaseFailed:

@@ -56,14 +56,14 @@ class Recorder:
         """Answers so far."""
         return len(self.turns)
 
-    def room(self, context: Sequence[int], *, max_context: int) -> int:
+    def room(self, context: Sequence[int] | Int32, *, max_context: int) -> int:
         """Tokens that an answer to this context may have; 0 or less for none."""
         ids = np.asarray(context, np.int32)
         sample = self._extended_by(ids)
         used = 0 if sample is None else ids.size - sample.prompt.size
         return min(self._most - used, max_context - ids.size)
 
-    def add(self, context: Sequence[int], answer: Partial, turn: int) -> None:
+    def add(self, context: Sequence[int] | Int32, answer: Partial, turn: int) -> None:
         """Take in a turn by its number: the exact ids that the engine was given, and what it returned."""
         ids = np.asarray(context, np.int32)
         sample = self._extended_by(ids)

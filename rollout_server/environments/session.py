@@ -5,16 +5,18 @@ user runs, or an OpenAI-compatible endpoint (rollout_server/agents).
 """
 
 import asyncio
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from replay.prompts import stream_seed
 from rollout_server.engines.base import Completion, Engine, Pictures, Sampling
 from rollout_server.environments import ContextFull, NoMoreTurns, Turn
 from rollout_server.environments.conversation import Context, Conversation, Tools
-from rollout_server.environments.recorder import Recorder
+from rollout_server.environments.recorder import Int32, Recorder
 from rollout_server.environments.tool_calls import message_of
 from rollout_server.generate import LeaseFailed
 from rollout_server.tasks import Task, TaskError
@@ -75,11 +77,11 @@ class Session:
         number, self._begun = self._begun, self._begun + 1
         if number >= self._limits.max_turns:
             raise NoMoreTurns(f"the episode has had its {self._limits.max_turns} turns (environment.max_turns)")
-        ids = await self.beside(self._conversation.encode, context, tools)
+        ids = await self.beside(self._encoded, context, tools)
         room = self._room(ids)
         if room < 1:
             said = (
-                f"turn {number} has a context of {len(ids)} tokens, and no room for an answer:"
+                f"turn {number} has a context of {ids.size} tokens, and no room for an answer:"
                 f" {self._limits.max_new_tokens} tokens behind a prompt (rollout.max_new_tokens),"
                 f" {self._limits.max_context} in all (with data.max_prompt_tokens)"
             )
@@ -90,25 +92,41 @@ class Session:
         answer = await self._sampled(ids, shown, number, min(room, max_new_tokens or room))
         self.recorder.add(ids, answer, number)
         self._answers[number] = answer
-        token_ids = answer.token_ids.tolist()
+        whole = np.concatenate((ids, answer.token_ids))
         try:
-            text = await self.beside(self.task.decode, token_ids)
+            text, message = await self.beside(self._read, context, tools, whole, answer, number)
         except asyncio.CancelledError:
             self.forget(number)
             raise
-        message = message_of(text, number)
-        self._conversation.answered(context, tools, ids + token_ids, text, message)
         return Turn(
             number=number,
             text=text,
             message=message,
-            token_ids=token_ids,
-            context=ids,
+            token_ids=answer.token_ids.tolist(),
+            context_ids=ids.tobytes(),
             finish_reason=answer.finish_reason,
-            room=self._room(ids + token_ids),
+            room=self._room(whole),
             logprobs=answer.logprobs.tolist(),
             versions=answer.versions.tolist(),
         )
+
+    def progress(self) -> tuple[int, ...]:
+        """Changes while tokens come: of its turns, or where these have none yet, of all requests of the engine."""
+        counts = self._engine.running_tokens()
+        own = tuple(counts.get(name, 0) for name in self._running)
+        return own if any(own) else (sum(counts.values()), len(counts))
+
+    def _encoded(self, context: Context, tools: Tools) -> Int32:
+        return np.asarray(self._conversation.encode(context, tools), np.int32)
+
+    def _read(
+        self, context: Context, tools: Tools, ids: Int32, answer: Completion, number: int
+    ) -> tuple[str, dict[str, Any]]:
+        """Text and message of an answer, which the conversation goes on from."""
+        text = self.task.decode(answer.token_ids.tolist())
+        message = message_of(text, number)
+        self._conversation.answered(context, tools, ids, text, message)
+        return text, message
 
     @property
     def last(self) -> Completion | None:
@@ -124,10 +142,10 @@ class Session:
         self._answers.pop(number, None)
         self.recorder.forget(number)
 
-    def _room(self, ids: Sequence[int]) -> int:
+    def _room(self, ids: Int32) -> int:
         return self.recorder.room(ids, max_context=self._limits.max_context)
 
-    async def _sampled(self, ids: list[int], shown: Pictures | None, number: int, max_new_tokens: int) -> Completion:
+    async def _sampled(self, ids: Int32, shown: Pictures | None, number: int, max_new_tokens: int) -> Completion:
         if self.aborted:
             raise LeaseFailed("aborted", "the episode was called off")
         sampling = replace(self._sampling, seed=stream_seed(self.seed, number, 0), max_new_tokens=max_new_tokens)
@@ -135,7 +153,9 @@ class Session:
         self._running.add(name)
         try:
             given: dict[str, Any] = {} if shown is None else {"pictures": shown}
-            (answer,) = await self._engine.generate(ids, sampling, 1, request_id=name, pinned=self.pinned, **given)
+            (answer,) = await self._engine.generate(
+                ids.tolist(), sampling, 1, request_id=name, pinned=self.pinned, **given
+            )
         finally:
             self._running.discard(name)
         if answer.finish_reason == "abort":

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from configs.aliases import SIGNATURES, VERL_NAMES
 from configs.errors import did_you_mean
+from configs.signatures import SIGNATURES, VERL_NAMES
 from rollout_server.children.loading import LoadError, module_of
 from rollout_server.rewards import RewardError, Sample
 from rollout_server.rewards.built_in import FUNCTIONS

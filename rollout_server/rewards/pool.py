@@ -49,7 +49,7 @@ class RewardPool:
     """
 
     def __init__(self, reward: Reward) -> None:
-        self._processes = [RewardProcess(reward, f"reward worker {number}") for number in range(reward.workers)]
+        self._processes = [RewardProcess(reward, f"reward worker {number}") for number in range(reward.num_workers)]
         self._queue: asyncio.Queue[list[_Item]] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
         self._waiting: set[asyncio.Future[RewardOutcome]] = set()

@@ -29,10 +29,6 @@ REFUSED = [
     (["algorithm.reference_refresh_steps=5"], ["reference_refresh_steps", "set algorithm.kl to k2 or k3"]),
     (["algorithm.reference_path=/x"], ["reference_path", "set algorithm.kl to k2 or k3"]),
     (["critic.path=/x"], ["critic.path", "'/x'", "algorithm.advantage=gae"]),
-    (["placement.critic=node0:7"], ["placement.critic", "'node0:7'", "nothing", "algorithm.advantage"]),
-    ([*KL, "placement.reference=node0:2"], ["placement", "node0:2 is given to both", "learner", "reference"]),
-    ([*KL, "placement.reference=node1:0"], ["placement.reference", "node1", "no learner rank"]),
-    ([*KL, "placement.reference=gpu"], ["placement.reference", "'gpu'", "not of the form"]),
     (["algorithm.clip_dual=0.5"], ["clip_dual", "0.5", "negative advantage", "such as 3"]),
     (["algorithm.veto_high=1"], ["veto_high: 1", "every answer", "such as 100"]),
     (
@@ -83,7 +79,7 @@ def test_what_cannot_be_right_is_refused_with_key_value_and_way_out(overrides: l
     "overrides",
     [
         [*GAE, "rollout.group_size=1"],
-        [*KL_REWARD, *GAE, "placement.critic=node0:3-4", "placement.reference=node0:5"],
+        [*KL_REWARD, *GAE],
         ["algorithm.loss=my.py:loss", "algorithm.clip_low=0.1", "algorithm.clip_dual=3"],
         ["algorithm.loss=my.py:loss", "algorithm.correction=token_tis"],
         [*GSPO, "algorithm.clip_low=0.02", "algorithm.clip_high=0.02"],

@@ -94,7 +94,6 @@ REFUSED = [
     (["placement.rollout=node0:5-0", "placement.learner=node1:0"], ["'5-0'", "backwards"]),
     (["placement.rollout=node0", "placement.learner=node1:0"], ["'node0'", "not of the form"]),
     (["placement.split=3:2", "placement.tensor_parallel=2"], ["placement.tensor_parallel", "3 rollout devices"]),
-    (["rollout.top_p=0.9"], ["rollout.top_p", "0.9", "rollout.temperature"]),
     (["rollout.top_k=50"], ["rollout.top_k", "50"]),
     (["replay.async_lag=9"], ["replay.async_lag", "9 is above 8", "take 8 or less"]),
     (["algorithm.loss=policy_gradient"], ["algorithm.loss", "ppo_clip", "i_know_this_is_biased"]),
@@ -172,10 +171,9 @@ def test_what_can_work_is_accepted(overrides):
     [
         (["learner.lr=-1"], "learner.lr=-1"),
         (["nonsense.key=1"], "nonsense.key=1"),
-        (["rollout.top_p=0.9"], "rollout.top_p=0.9"),
         (["placement.split=0:2"], "placement.split=0:2"),
         (
-            ["replay.async_lag=4", "algorithm.loss=policy_gradient", "rollout.top_k=-1"],
+            ["replay.async_lag=4", "algorithm.loss=policy_gradient", "rollout.max_running=7"],
             "replay.async_lag=4 --set algorithm.loss=policy_gradient",
         ),
     ],

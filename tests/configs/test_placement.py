@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from configs import Config, ConfigError, load
 from configs.loading import dump, parse
 from configs.placement import shares
-from configs.plan import DETERMINISTIC, Machine, Plan, assign, ranges, table
+from configs.plan import DETERMINISTIC, Machine, Plan, assign, ranges
 
 GPU = ["placement.device=cuda", "network.insecure=true", "network.replay_port=5757"]
 TWO_SIDES = [
@@ -68,24 +68,6 @@ def test_nodes_meet_at_the_first_learner_node_in_the_order_of_the_placement():
         if process.role != "replay":
             assert process.command[process.command.index("--replay") + 1] == "tcp://10.0.0.1:5757"
     assert len({p.name for p in plan.processes if p.role == "rollout"}) == 12
-
-
-def test_models_beside_the_policy_have_ranks_of_the_same_torchrun():
-    beside = ["algorithm.advantage=gae", "placement.critic='node0:3; node1:6-7'", "algorithm.kl=k3"]
-    sides = ["placement.rollout=node2:0", "placement.learner='node0:0-2; node1:0'", "rollout.groups_per_step=8"]
-    config = config_of(*beside, *sides, "placement.reference=node1:5")
-    first, second = plan_of(config).of("node0", "learner") + plan_of(config).of("node1", "learner")
-    assert (first.name, second.name) == (
-        "learner ranks 0-2, critic rank 0",
-        "learner rank 3, reference rank 0, critic ranks 1-2",
-    )
-    assert "--nproc-per-node=4" in second.command and second.environment["CUDA_VISIBLE_DEVICES"] == "0,5,6,7"
-    assert config.num_learner_ranks == 4 and config.training_ranks[3:6] == [
-        ("critic", 0),
-        ("learner", 3),
-        ("reference", 0),
-    ]
-    assert "learner rank 3, reference rank 0, critic ranks 1-2" in table(plan_of(config))
 
 
 REWARD = ["reward.function=model", "reward.model.path=models/reward"]
@@ -166,7 +148,7 @@ def test_a_reward_model_that_cannot_be_placed_or_counts_for_nothing_is_refused(s
 
 
 def test_too_few_gpus_are_named_by_the_key_that_wants_them():
-    config = config_of("placement.split=1:1", "placement.critic=node0:2", "algorithm.advantage=gae")
+    config = config_of("placement.split=1:1", "placement.reward=node0:2", *REWARD)
     with pytest.raises(ConfigError, match=r"^placement: node0:2 needs 3 GPUs, node0 has 2"):
         plan_of(config, {"node0": Machine("10.0.0.1", gpus=2)})
 

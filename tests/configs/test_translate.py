@@ -1,36 +1,38 @@
 """`slipstream translate`: scripts and files of four frameworks; whole ones stand in docs/migration (its own test)."""
 
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from configs.aliases import BY_FRAMEWORK
-from configs.loading import leaf_keys, load, read_yaml
+from configs.loading import leaf_keys, load
 from configs.translate import __main__ as command
 from configs.translate import shell
-from configs.translate.batches import Given
 from configs.translate.files import read
+from configs.translate.names import BY_FRAMEWORK, ROWS, TABLES
 from configs.translate.settings import Untranslatable
-from configs.translate.tables import ROWS
 from configs.translate.text import yaml_file
-from configs.translate.together import TOGETHER
-from configs.translate.translation import DEFAULTS, Translation, translate
+from configs.translate.translation import CONVERTERS, Translation, translate
 
 VERL = "#!/bin/bash\npython3 -m verl.trainer.main_ppo {} $@\n"
 SLIME = "python3 train.py \\\n  {}\n"
 
 
-def made(tmp_path: Path, name: str, text: str, *overrides: str, rows: int = 0, gpus: int = 0) -> Translation:
+def made(tmp_path: Path, name: str, text: str, *overrides: str) -> Translation:
     """The translation of a file with this text."""
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
-    return translate(read([path]), Given(rows=rows, gpus=gpus), overrides)
+    return translate(read([path]), overrides)
 
 
 def keys(translation: Translation) -> dict[str, object]:
-    """All keys and values of the result."""
-    groups = (translation.lines, translation.defaults, translation.decided)
-    return {key: value for lines in groups for line in lines for key, value in line.pairs.items()}
+    """All keys and values of the result that are decided."""
+    found = {key: value for line in translation.defaults for key, value in line.pairs.items()}
+    for line in sorted(translation.lines, key=lambda line: -len(line.pairs)):
+        found |= line.pairs
+    return {key: value for key, value in found.items() if key not in translation.undecided}
 
 
 # ---- what is read ------------------------------------------------------------------------------------------
@@ -91,7 +93,7 @@ def test_a_script_is_never_run(tmp_path):
 def test_what_the_callers_shell_knows_is_named_with_its_key(tmp_path):
     found = made(tmp_path, "a.sh", VERL.format("data.train_files=$DATA/train.parquet data.val_files=$HOME/v.parquet"))
     assert [line.kind for line in found.lines] == ["open", "key"]
-    assert found.lines[0].note == "$DATA/train.parquet; give --set data.train=..."
+    assert (found.lines[0].decides, found.lines[0].note) == ("data.train", "$DATA/train.parquet")
     assert found.lines[1].pairs == {"data.eval": f"{Path.home()}/v.parquet"}
 
 
@@ -105,8 +107,8 @@ def test_references_in_a_yaml_of_verl_are_followed(tmp_path):
 def test_a_set_of_files_of_prime_rl_is_one_run(tmp_path):
     (tmp_path / "orchestrator.toml").write_text("batch_size = 64\ngroup_size = 8\n[[train.env]]\nid = 'wordle'\n")
     (tmp_path / "train.toml").write_text("[optim]\nlr = 1e-5\n")
-    found = translate(read([tmp_path / "orchestrator.toml", tmp_path / "train.toml"]), Given())
-    assert keys(found)["rollout.groups_per_step"] == 8 and keys(found)["learner.lr"] == 1e-5
+    found = translate(read([tmp_path / "orchestrator.toml", tmp_path / "train.toml"]))
+    assert keys(found)["rollout.group_size"] == 8 and keys(found)["learner.lr"] == 1e-5
     assert keys(found)["environment.options"] == {"taskset": {"id": "wordle"}}
 
 
@@ -143,163 +145,172 @@ def test_files_of_no_text_and_several_of_one_framework_are_refused(tmp_path):
 # ---- what becomes of it ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("framework", sorted(TOGETHER))
-def test_every_key_that_a_translation_can_write_is_one_of_ours(framework):
+def test_every_name_of_the_tables_leads_to_a_key_of_ours_once() -> None:
     known = {*leaf_keys(), "rollout.sglang.mem_fraction_static"}
-    assert set(BY_FRAMEWORK[framework].values()) <= known
-    assert set(DEFAULTS) == set(TOGETHER)
-
-
-def test_unknown_names_are_named_and_kept_in_the_file(tmp_path, capsys):
-    words = "data.train_files=gsm8k.jsonl actor_rollout_ref.model.path=m +trainer.frobnicate=3 rollout.n=4"
-    (tmp_path / "a.sh").write_text(VERL.format(words))
-    out = tmp_path / "out.yaml"
-    assert command.main([str(tmp_path / "a.sh"), "--out", str(out)]) == 0
-    said = capsys.readouterr().out
-    assert "+trainer.frobnicate=3" in said.splitlines()[4] and " ?? a name of no table" in said
-    assert "1 are not translated: +trainer.frobnicate=3" in said and "#   +trainer.frobnicate=3" in out.read_text()
-    assert load(out).rollout.groups_per_step == 1024
+    assert {key for keys in BY_FRAMEWORK.values() for key in keys.values()} <= known
+    assert set(TABLES["decisions"]) <= known and set(TABLES["defaults"]) < set(BY_FRAMEWORK)
+    written = [
+        pairs for meanings in TABLES["values"].values() for pairs in meanings.values() if isinstance(pairs, dict)
+    ]
+    assert {key for pairs in written for key in pairs} <= known
+    for column in range(1, 6):
+        names = [row[column] for row in ROWS if row[column]]
+        assert len(names) == len(set(names))
+    assert not set(CONVERTERS) & {name for names in TABLES["decisions"].values() for name in names[1:]}
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "undecided"),
     [
-        ("a.sh", VERL.format("trainer.n_gpus_per_node=many data.train_batch_size=x trainer.save_freq=[] rollout.n={}")),
-        ("b.sh", SLIME.format("--adam-beta1 x --rollout-batch-size 1 2 --actor-num-gpus-per-node --num-epoch a b")),
-        ("c.py", "GRPOConfig(per_device_train_batch_size=[1], num_generations='x', warmup_ratio='a', max_steps=5)"),
-        ("d.toml", "seq_len = 'x'\n[orchestrator]\nbatch_size = []\ngroup_size = 0\nmax_off_policy_steps = 'a'\n"),
+        ("a.sh", VERL.format("data.train_files=gsm8k.parquet rollout.n=8"), ["reward.function"]),
+        ("a.sh", SLIME.format("--rm-type math"), ["reward.function"]),
+        ("a.sh", SLIME.format("--custom-rm-path my.rewards.judge"), ["reward.function"]),
+        ("a.sh", SLIME.format("--optimizer muon --lr 2e-5"), ["learner.lr", "reward.function"]),
+        ("a.toml", "[trainer.optim]\ntype = 'muon'\nlr = 2e-5\n", ["learner.lr", "reward.function"]),
+        ("a.py", "GRPOConfig(optim='adafactor', learning_rate=2e-5)", ["learner.lr", "reward.function"]),
+        ("a.sh", VERL.format("trainer.n_gpus_per_node=8 custom_reward_function.path=r.py"), ["placement.split"]),
+        ("a.sh", VERL.format("trainer.total_epochs=3 custom_reward_function.path=r.py"), ["learner.total_steps"]),
+        ("a.py", "GRPOTrainer('m', [], args=GRPOConfig(warmup_ratio=0.1), reward_funcs=[])", ["learner.warmup_steps"]),
     ],
 )
-def test_values_that_cannot_be_are_named_or_refused_later_and_never_raised(name, text, tmp_path, capsys):
-    (tmp_path / name).write_text(text)
-    settings = ["--set", "model.path=m", "--set", "data.train=gsm8k.jsonl", "--out", str(tmp_path / "out.yaml")]
-    code = command.main([str(tmp_path / name), *settings, "--rows", "100"])
-    said = capsys.readouterr()
-    assert "its value is of no use" in said.out and (code == 0 or "[SLIP-CONFIG-" in said.err)
+def test_what_does_not_follow_from_the_file_is_asked_for_and_never_chosen(name, text, undecided, tmp_path, capsys):
+    found = made(tmp_path, name, text)
+    assert sorted(found.undecided) == undecided and not set(undecided) & keys(found).keys()
+    out = tmp_path / "out.yaml"
+    arguments = [str(tmp_path / name), "--out", str(out), "--set", "model.path=m", "--set", "data.train=t.jsonl"]
+    assert command.main(arguments) == 2 and not out.exists()
+    said = capsys.readouterr().err
+    assert "[SLIP-CONFIG-15]" in said and all(f"--set {key}=" in said for key in undecided)
+
+
+def test_bounds_of_gspo_for_recomputed_logprobs_are_refused_and_not_replaced(tmp_path, capsys):
+    words = "--advantage-estimator gspo --eps-clip 3e-4 --hf-checkpoint m --prompt-data d --n-samples-per-prompt 4"
+    (tmp_path / "a.sh").write_text(SLIME.format(words))
+    arguments = [str(tmp_path / "a.sh"), "--out", str(tmp_path / "out.yaml"), "--set", "reward.function=math"]
+    arguments += ["--set", "rollout.dtype=bfloat16"]
+    assert command.main(arguments) == 2 and "clip_low" in capsys.readouterr().err
+
+
+def test_a_decided_key_is_written_with_its_source(tmp_path: Path) -> None:
+    (tmp_path / "a.sh").write_text(SLIME.format("--optimizer muon --lr 2e-5 --rm-type math --n-samples-per-prompt 4"))
+    given = ["model.path=m", "data.train=t.jsonl", "learner.lr=1e-6", "reward.function=math", "rollout.group_size=8"]
+    words = [word for setting in given for word in ("--set", setting)]
+    assert command.main([str(tmp_path / "a.sh"), "--out", str(tmp_path / "out.yaml"), *words]) == 0
+    config = load(tmp_path / "out.yaml")
+    assert (config.learner.lr, config.reward.function, config.rollout.group_size) == (1e-6, "math", 8)
+    assert "lr: 1.0e-06  # --set" in (tmp_path / "out.yaml").read_text()
+
+
+def test_unknown_names_are_named_and_kept_in_the_file(tmp_path, capsys):
+    words = "data.train_files=d.jsonl actor_rollout_ref.model.path=m +trainer.frobnicate=3 rollout.n=4"
+    (tmp_path / "a.sh").write_text(VERL.format(words))
+    out = tmp_path / "out.yaml"
+    assert command.main([str(tmp_path / "a.sh"), "--out", str(out), "--set", "reward.function=math"]) == 0
+    said = capsys.readouterr().out
+    assert "1 are not translated: +trainer.frobnicate=3" in said and "#   +trainer.frobnicate=3" in out.read_text()
+    assert load(out).rollout.groups_per_step == 1024
 
 
 def test_secrets_are_not_copied_and_a_value_of_several_lines_stays_a_comment(tmp_path, capsys):
     words = "--odd 'a\nrollout: {group_size: 9}' --n-samples-per-prompt 4 --rollout-batch-size 2 --wandb-key abc123"
     (tmp_path / "a.sh").write_text(SLIME.format(f"{words} --hf-checkpoint m --prompt-data gsm8k.jsonl"))
     out = tmp_path / "out.yaml"
-    assert command.main([str(tmp_path / "a.sh"), "--out", str(out)]) == 0
+    assert command.main([str(tmp_path / "a.sh"), "--out", str(out), "--set", "reward.function=math"]) == 0
     assert "abc123" not in capsys.readouterr().out + out.read_text()
     assert "#   --odd a rollout: {group_size: 9}" in out.read_text() and load(out).rollout.group_size == 4
 
 
 def test_a_result_that_cannot_be_is_refused_and_nothing_is_overwritten(tmp_path, capsys):
-    (tmp_path / "a.sh").write_text(VERL.format("actor_rollout_ref.rollout.n=8"))
-    arguments = [str(tmp_path / "a.sh"), "--out", str(tmp_path / "out.yaml")]
-    assert command.main(arguments) == 2 and "missing; it has no default" in capsys.readouterr().err
+    (tmp_path / "a.sh").write_text(VERL.format("actor_rollout_ref.rollout.n=8 data.max_prompt_length=2k"))
+    arguments = [str(tmp_path / "a.sh"), "--out", str(tmp_path / "out.yaml"), "--set", "reward.function=math"]
+    assert command.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert "model: missing" in said and "data.max_prompt_tokens: Input should be a valid integer" in said
     (tmp_path / "out.yaml").write_text("mine")
-    arguments += ["--set", "model.path=m", "--set", "data.train=t.jsonl"]
+    arguments += ["--set", "model.path=m", "--set", "data.train=t.jsonl", "--set", "data.max_prompt_tokens=8"]
     assert command.main(arguments) == 2 and "--out" in capsys.readouterr().err
     assert (tmp_path / "out.yaml").read_text() == "mine"
     assert command.main([*arguments, "--force"]) == 0
     assert load(tmp_path / "out.yaml").model.path == "m"
 
 
+OFF = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+
+
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("name", "words", "expected"),
     [
-        ("data.train_batch_size=64", {"rollout.groups_per_step": 64}),
-        ("trainer.total_epochs=3", {"learner.total_steps": 21}),
-        ("trainer.total_epochs=3 trainer.total_training_steps=5", {"learner.total_steps": 5}),
-        ("trainer.n_gpus_per_node=8", {"placement.split": "4:4"}),
-        ("trainer.n_gpus_per_node=1", {"placement.split": "1:1", "placement.share_gpus": True}),
-        ("trainer.n_gpus_per_node=6 rollout.tensor_model_parallel_size=2", {"placement.split": "2:4"}),
-        ("actor_rollout_ref.actor.clip_ratio=0.1", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
-        ("actor.clip_ratio=0.1 actor.clip_ratio_high=0.3", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3}),
-        ("algorithm.norm_adv_by_std_in_grpo=False algorithm.adv_estimator=grpo", {"algorithm.advantage": "dr_grpo"}),
-        ("actor.use_kl_loss=True actor.kl_loss_type=mse", {"algorithm.kl": "k2", "algorithm.kl_coef": 0.001}),
-        ("algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01", {"algorithm.kl_in": "reward"}),
-        ("actor.loss_agg_mode=seq-mean-token-sum-norm", {"algorithm.aggregation": "constant"}),
-        ("custom_reward_function.path=r.py custom_reward_function.name=f", {"reward.function": "r.py:f"}),
-        ("trainer.logger=['console','wandb']", {"tracking.trackers": ["wandb"]}),
-        ("trainer.save_freq=-1", {"checkpoint.every_steps": 0}),
-        ("data.train_files=['a/gsm8k/t.parquet','b/math/t.parquet']", {"reward.function": "numeric"}),
+        ("a.sh", "data.train_batch_size=64", {"rollout.groups_per_step": 64}),
+        ("a.sh", "actor_rollout_ref.actor.clip_ratio=0.1", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
+        (
+            "a.sh",
+            "actor.clip_ratio_high=0.3 actor.clip_ratio=0.1",
+            {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3},
+        ),
+        (
+            "a.sh",
+            "algorithm.norm_adv_by_std_in_grpo=False algorithm.adv_estimator=grpo",
+            {"algorithm.advantage": "dr_grpo"},
+        ),
+        (
+            "a.sh",
+            "algorithm.adv_estimator=rloo algorithm.norm_adv_by_std_in_grpo=False",
+            {"algorithm.advantage": "rloo"},
+        ),
+        ("a.sh", "actor.use_kl_loss=True actor.kl_loss_type=mse", {"algorithm.kl": "k2", "algorithm.kl_coef": 0.001}),
+        ("a.sh", "actor.use_kl_loss=True", {"algorithm.kl": "k3", "algorithm.kl_in": "loss"}),
+        ("a.sh", "actor.kl_loss_coef=0.1", {"algorithm.kl_coef": None, "algorithm.kl_in": None}),
+        (
+            "a.sh",
+            "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01",
+            {"algorithm.kl_in": "reward", "algorithm.kl": "k1"},
+        ),
+        ("a.sh", "actor.loss_agg_mode=seq-mean-token-sum-norm", {"algorithm.aggregation": "constant"}),
+        ("a.sh", "custom_reward_function.path=r.py custom_reward_function.name=f", {"reward.function": "r.py:f"}),
+        ("a.sh", "trainer.logger=['console','wandb']", {"tracking.trackers": ["wandb"]}),
+        ("a.sh", "trainer.save_freq=-1", {"checkpoint.every_steps": 0}),
+        (
+            "a.sh",
+            "data.train_files=['a/gsm8k/t.parquet','b/math/t.parquet']",
+            {"data.train": {"gsm8k": "a/gsm8k/t.parquet", "math": "b/math/t.parquet"}},
+        ),
+        ("a.sh", f"{OFF}=-1", {"learner.warmup_steps": 0}),
+        ("a.sh", f"{OFF}=7 {OFF}_ratio=0.0", {"learner.warmup_steps": 7}),
+        (
+            "a.sh",
+            "trainer.nothing=1",
+            {"algorithm.advantage": "gae", "algorithm.clip_dual": 3.0, "rollout.group_size": 1},
+        ),
+        ("a.sh", "actor.policy_loss.loss_mode=cispo", {"algorithm.loss": "cispo", "algorithm.clip_dual": None}),
+        ("a.sh", "reward_model.overlong_buffer.len=512", {"algorithm.overlong_buffer": None}),
+        (
+            "a.sh",
+            "{0}.enable=True {0}.len=512".format("reward_model.overlong_buffer"),
+            {"algorithm.overlong_buffer": 512},
+        ),
+        ("b.sh", "--advantage-estimator gspo", {"algorithm.loss": "gspo", "algorithm.advantage": "grpo"}),
+        ("b.sh", "--calculate-per-token-loss", {"algorithm.aggregation": "token"}),
+        (
+            "b.sh",
+            "--eps-clip 0.3",
+            {"algorithm.clip_low": 0.3, "algorithm.clip_high": 0.3, "algorithm.aggregation": "sequence"},
+        ),
+        ("b.sh", "--use-tis", {"algorithm.proximal": "current", "algorithm.correction": "token_tis"}),
+        ("b.sh", "--eval-prompt-data a x.jsonl b y.jsonl", {"data.eval": {"a": "x.jsonl", "b": "y.jsonl"}}),
+        ("b.sh", "--tensor-model-parallel-size=2", {"learner.mesh.tensor": 2}),
+        ("b.sh", "--adam-beta1 0.8 --adam-beta2 0.9", {"learner.betas": [0.8, 0.9]}),
+        ("c.py", "loss_type='dr_grpo'", {"algorithm.aggregation": "constant"}),
+        ("c.py", "scale_rewards=False", {"algorithm.advantage": "dr_grpo"}),
+        ("c.py", "beta=0.04", {"algorithm.kl": "k3", "algorithm.kl_coef": 0.04}),
+        ("c.py", "beta=0.0", {"algorithm.kl": None}),
+        ("c.py", "epsilon=0.1", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
+        ("c.py", "learning_rate=LR, optim='adamw_torch'", {"learner.lr": 3e-5}),
     ],
 )
-def test_values_of_verl(words, expected, tmp_path):
-    found = keys(made(tmp_path, "a.sh", VERL.format(words), rows=7473))
+def test_values(name, words, expected, tmp_path):
+    forms = {"a.sh": VERL, "b.sh": SLIME, "c.py": "LR = 3e-5\nargs = GRPOConfig({})\n"}
+    found = keys(made(tmp_path, name, forms[name].format(words)))
     assert {key: found.get(key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "in_reward"),
-    [
-        ("a.sh", VERL.format("actor.use_kl_loss=True actor.kl_loss_coef=0.01 actor.kl_loss_type=kl"), ""),
-        ("a.sh", VERL.format("actor.use_kl_loss=True actor.kl_loss_type=k1 algorithm.use_kl_in_reward=True"), "k1"),
-        ("a.sh", SLIME.format("--use-kl-loss --kl-loss-coef 0.01 --kl-loss-type k1"), ""),
-        ("a.sh", SLIME.format("--use-kl-loss --kl-loss-coef 0.01"), ""),  # its default
-    ],
-)
-def test_k1_in_the_loss_becomes_a_line_that_says_what_it_did(name, text, in_reward, tmp_path):
-    found = made(tmp_path, name, text)
-    kl = {key: value for key, value in keys(found).items() if key.startswith("algorithm.kl")}
-    wanted = {"algorithm.kl": in_reward, "algorithm.kl_in": "reward", "algorithm.kl_coef": 0.001}
-    assert kl == (wanted if in_reward else {})
-    (lost,) = [line for line in found.lines if line.kind == "no counterpart"]
-    assert "kl" in lost.shown and "regularises nothing" in lost.note and "--set algorithm.kl=k3" in lost.note
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("--actor-num-gpus-per-node 4 --rollout-num-gpus 2", {"placement.split": "2:4"}),
-        ("--actor-num-gpus-per-node 4 --colocate --rollout-batch-size 2", {"placement.split": "2:2"}),
-        ("--advantage-estimator gspo", {"algorithm.loss": "gspo", "algorithm.advantage": "grpo"}),
-        ("--advantage-estimator gspo --eps-clip 3e-4", {"algorithm.clip_low": 0.02, "algorithm.clip_high": 0.02}),
-        ("--calculate-per-token-loss", {"algorithm.aggregation": "token"}),
-        ("--lr 1e-6", {"algorithm.aggregation": "sequence", "algorithm.clip_high": 0.2}),
-        ("--eps-clip 0.3", {"algorithm.clip_low": 0.3, "algorithm.clip_high": 0.3}),
-        ("--use-tis", {"algorithm.proximal": "current", "algorithm.correction": "token_tis"}),
-        ("--eval-prompt-data a x.jsonl b y.jsonl", {"data.eval": {"a": "x.jsonl", "b": "y.jsonl"}}),
-        ("--custom-rm-path my.rewards.judge", {"reward.function": "my.rewards:judge"}),
-        ("--tensor-model-parallel-size=2", {"learner.mesh.tensor": 2}),
-    ],
-)
-def test_values_of_slime(words, expected, tmp_path):
-    found = keys(made(tmp_path, "a.sh", SLIME.format(words)))
-    assert {key: found.get(key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("per_device_train_batch_size=4, gradient_accumulation_steps=8", {"rollout.groups_per_step": 16}),
-        ("num_generations=4, per_device_train_batch_size=4", {"rollout.groups_per_step": 4}),
-        ("loss_type='dr_grpo'", {"algorithm.aggregation": "constant"}),
-        ("scale_rewards=False", {"algorithm.advantage": "dr_grpo"}),
-        ("beta=0.04", {"algorithm.kl": "k3", "algorithm.kl_coef": 0.04}),
-        ("epsilon=0.1", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
-        ("max_steps=10, warmup_ratio=0.2", {"learner.warmup_steps": 2}),
-        ("num_train_epochs=2", {"learner.total_steps": 200}),
-        ("learning_rate=LR", {"learner.lr": 3e-5}),
-    ],
-)
-def test_values_of_trl(arguments, expected, tmp_path):
-    text = f"LR = 3e-5\nargs = GRPOConfig({arguments})\n"
-    found = keys(made(tmp_path, "a.py", text, "data.train=x", rows=400, gpus=4))
-    assert {key: found.get(key) for key in expected} == expected
-
-
-@pytest.mark.parametrize(
-    ("loss", "bounds"),
-    [
-        ("vanilla", {"clip_low": 0.2, "clip_high": 0.3, "clip_dual": 3.0}),
-        ("gspo", {"clip_low": 0.2, "clip_high": 0.3}),
-        ("cispo", {"clip_high": 0.3}),
-        ("sapo", {}),
-    ],
-)
-def test_bounds_that_a_loss_does_not_have_are_left_out(loss, bounds, tmp_path):
-    words = f"actor.clip_ratio_low=0.2 actor.clip_ratio_high=0.3 actor.policy_loss.loss_mode={loss} rollout.n=4"
-    words += " data.train_files=gsm8k.jsonl actor_rollout_ref.model.path=m"
-    (tmp_path / "a.sh").write_text(VERL.format(words))
-    assert command.main([str(tmp_path / "a.sh"), "--out", str(tmp_path / "out.yaml")]) == 0
-    written = read_yaml((tmp_path / "out.yaml").read_bytes())["algorithm"]
-    assert {key: value for key, value in written.items() if key.startswith("clip")} == bounds
 
 
 def test_rewards_of_a_script_are_taken_where_importing_it_does_not_train(tmp_path):
@@ -311,44 +322,12 @@ def test_rewards_of_a_script_are_taken_where_importing_it_does_not_train(tmp_pat
     assert keys(found)["reward.function"] == f"{tmp_path}/b.py:good"
 
 
-def test_a_lag_above_the_most_and_an_unknown_loss_of_prime_rl_are_said(tmp_path):
-    text = "[orchestrator]\nmax_off_policy_steps = 16\n[trainer.loss]\ntype = 'custom'\n[inference]\n"
-    found = made(tmp_path, "rl.toml", text)
-    lag, loss = found.lines
-    assert lag.pairs == {"replay.async_lag": 8} and lag.note == "8 is the most"
-    assert loss.kind == "no counterpart" and "a file of yours" in loss.note
-
-
-def test_no_name_is_in_two_rows_of_one_framework():
-    for column in range(1, 6):
-        names = [row[column] for row in ROWS if row[column] != "-"]
-        assert len(names) == len(set(names))
-
-
-def test_a_length_that_is_no_number_is_refused_by_its_key(tmp_path, capsys):
-    file, out = tmp_path / "verl.yaml", tmp_path / "out.yaml"
-    file.write_text("data: {train_files: t, val_files: v, max_prompt_length: 2k}\ntrainer: {total_training_steps: 4}\n")
-    words = [str(file), "--out", str(out), "--set", "model.path=x", "--set", "reward.function=exact"]
-    assert command.main(words) == 2
-    assert "data.max_prompt_tokens: Input should be a valid integer" in capsys.readouterr().err
-    assert command.main([*words, "--set", "data.max_prompt_tokens=2048", "--set", "rollout.group_size=8"]) == 0
-
-
-def test_an_open_value_of_several_lines_is_a_comment_of_one(tmp_path):
-    text = "data:\n  train_files: |\n    ${oc.env:DATA}/a.parquet\n    ${oc.env:DATA}/b.parquet\n"
-    found = made(tmp_path, "verl.yaml", text, "data.train=x")
-    assert "a.parquet ${oc.env:DATA}/b.parquet; give --set data.train=..." in yaml_file(found).splitlines()[-1]
-
-
 def test_of_several_environments_the_first_is_translated_and_the_others_are_open(tmp_path):
-    env = '[[orchestrator.{}.env]]\nid = "{}"\nargs = {{dataset_name = "{}"}}\n'
-    given = (("train", "gsm8k", "a/b"), ("train", "wordle", "c/d"), ("eval", "x", "e/f"), ("eval", "y", "g/h"))
+    env = '[[orchestrator.{}.env]]\nid = "{}"\n'
+    given = (("train", "gsm8k"), ("train", "wordle"), ("eval", "x"), ("eval", "y"))
     found = made(tmp_path, "rl.toml", "".join(env.format(*one) for one in given))
-    assert [line.kind for line in found.lines] == ["key", "key", "open", "open", "not needed", "key", "open", "open"]
-    assert found.lines[2].note.startswith("of environment 2, and a run has one here, the first")
-    have = keys(found)
-    assert have["reward.function"] == "math" and "environment.function" not in have
-    assert (have["data.train"], have["data.eval"]) == ("datasets:a/b?split=train", "datasets:e/f?split=test")
+    assert [line.kind for line in found.lines] == ["key", "open", "not needed", "open"]
+    assert keys(found)["environment.options"] == {"taskset": {"id": "gsm8k"}} and not found.undecided
 
 
 @pytest.mark.parametrize("before", ["cd /opt/verl.git", "echo starts verl.trainer", "python3 -m verl.model_merger"])
@@ -361,4 +340,79 @@ def test_a_script_that_makes_two_configurations_has_a_remark(tmp_path):
     text = "from trl import GRPOConfig\nGRPOConfig(learning_rate=1e-5)\nGRPOConfig(max_steps=9)\n"
     found = made(tmp_path, "a.py", text)
     assert ["GRPOConfig is made more than once" in remark for remark in found.foreign.remarks] == [True]
-    assert made(tmp_path, "a.py", text.partition("GRPOConfig(max")[0]).foreign.remarks == []
+
+
+def test_an_open_value_of_several_lines_is_a_comment_of_one(tmp_path):
+    text = "data:\n  train_files: |\n    ${oc.env:DATA}/a.parquet\n    ${oc.env:DATA}/b.parquet\n"
+    found = made(tmp_path, "verl.yaml", text, "data.train=x")
+    assert "a.parquet ${oc.env:DATA}/b.parquet" in yaml_file(found).splitlines()[-1]
+
+
+# ---- sections of other models ------------------------------------------------------------------------------
+
+POLICY: dict[str, Any] = {
+    "actor_rollout_ref": {
+        "model": {"path": "policy", "lora_rank": 32, "lora_alpha": 16, "lora": {"rank": 0, "target_modules": ["qkv"]}},
+        "actor": {
+            "optim": {"lr": 2e-6, "weight_decay": 0.1, "betas": [0.9, 0.95], "lr_warmup_steps": 7},
+            "fsdp_config": {"optimizer_offload": True},
+            "grad_clip": 0.5,
+            "ulysses_sequence_parallel_size": 2,
+        },
+        "rollout": {"tensor_model_parallel_size": 1, "n": 8, "max_num_seqs": 64},
+        "ref": {"fsdp_config": {"optimizer_offload": False}},
+    },
+    "critic": {
+        "optim": {"lr": 1e-5, "weight_decay": 0.01, "betas": [0.9, 0.999], "lr_warmup_steps": -1},
+        "fsdp_config": {"optimizer_offload": False},
+        "model": {"path": "another", "lora_rank": 0},
+        "ulysses_sequence_parallel_size": 1,
+        "grad_clip": 1.0,
+        "cliprange_value": 0.5,
+    },
+    "reward_model": {"rollout": {"tensor_model_parallel_size": 2, "n": 1, "max_num_seqs": 1024}},
+    "reward": {"reward_model": {"rollout": {"tensor_model_parallel_size": 2}, "enable": False}},
+    "distillation": {"enabled": False, "distillation_loss": {"clip_ratio_high": 0.2}},
+}
+OF_POLICY = {
+    "model.path": "policy",
+    "learner.lr": 2e-6,
+    "learner.weight_decay": 0.1,
+    "learner.betas": [0.9, 0.95],
+    "learner.warmup_steps": 7,
+    "learner.offload_optimizer": True,
+    "learner.max_grad_norm": 0.5,
+    "learner.mesh.context": 2,
+    "learner.lora.rank": 32,
+    "placement.tensor_parallel": 1,
+    "rollout.group_size": 8,
+    "rollout.max_running": 64,
+}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "gae"])
+def test_settings_of_other_models_leave_the_policys_alone_in_any_order(estimator, tmp_path):
+    for order in permutations(POLICY.items()):
+        tree = {**dict(order), "trainer": {}, "algorithm": {"adv_estimator": estimator}}
+        found = made(tmp_path, "a.yaml", yaml.safe_dump(tree, sort_keys=False))
+        assert {key: keys(found).get(key) for key in OF_POLICY} == OF_POLICY
+        critic = {"critic.lr": 1e-5, "critic.clip": 0.5, "critic.path": "another"}
+        assert {key: value for key, value in keys(found).items() if "critic." in key} == (
+            critic if estimator == "gae" else {}
+        )
+        kinds = {line.shown.partition(":")[0]: line.kind for line in found.lines}
+        lost = "no counterpart" if estimator == "gae" else "not needed"
+        assert kinds["critic.optim.weight_decay"] == lost and kinds["critic.grad_clip"] == lost
+
+
+@pytest.mark.parametrize("section", ["teacher_inference", "orchestrator.teacher", "orchestrator.teacher_model"])
+def test_a_teacher_is_not_the_model_that_is_trained(section, tmp_path):
+    text = f"[model]\nname = 'policy'\n[{section}.model]\nname = 'big'\n[orchestrator]\n"
+    found = made(tmp_path, "rl.toml", text)
+    assert keys(found)["model.path"] == "policy" and found.lines[1].kind == "no counterpart"
+
+
+def test_sampling_of_evaluations_leaves_that_of_training_alone(tmp_path):
+    text = "[orchestrator.train.sampling]\nmax_tokens = 100\n[orchestrator.eval.sampling]\nmax_tokens = 900\n"
+    found = keys(made(tmp_path, "rl.toml", text))
+    assert found["rollout.max_new_tokens"] == 100 and found["evaluation.max_new_tokens"] == 900

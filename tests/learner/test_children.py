@@ -58,12 +58,6 @@ def test_the_rank_that_was_killed_is_named_whichever_torchrun_saw_end_first(tmp_
     assert children.killed_rank(tmp_path / "learner.log", len(text)) == ""
 
 
-def test_a_killed_rank_beside_the_policy_is_named_as_its_log_is(tmp_path):
-    (tmp_path / "learner.log").write_text(report((0, 1, 10), root=(2, -9, 12)))
-    said = children.killed_rank(tmp_path / "learner.log", 0, [("learner", 0), ("learner", 1), ("critic", 0)])
-    assert said == "critic rank 0 (pid 12) was killed by SIGKILL [closed]"
-
-
 def test_who_was_killed_from_outside_has_no_last_word(tmp_path):
     said = "import os, signal, sys; print('2026-11-21 10:00:00,000 x ERROR no room [full]', flush=True); "
     ends = {"os.kill(os.getpid(), signal.SIGKILL)": ("SIGKILL", False), "sys.exit(4)": ("exit code 4", True)}

@@ -19,7 +19,9 @@ WORKERS = {"rollout_server.environments.worker": "environment"}
 
 
 def config(folder: Path, *settings: str) -> Config:
-    return load("quickstart", [f"run.dir={folder}", "run.name=a", *settings])
+    return load(
+        "quickstart", [f"run.dir={folder}", "run.name=a", "reward.workers=1", "environment.workers=1", *settings]
+    )
 
 
 def samples(made: Config, cores: dict[int, float], *, free: float, role: str = "environment", number: int = 8):

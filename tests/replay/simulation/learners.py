@@ -84,7 +84,9 @@ class SimulatedLearner:
         match message:
             case m.Welcome():
                 rank.welcome = rank.welcome or message
-            case m.Refused() if message.reason.startswith("say Hello"):
+            case m.Sent() if rank.batch is None and message.step == self.version + 1:
+                self._hello(number)
+            case m.Refused(code="hello"):
                 self._hello(number)
                 if number == 0:
                     for said in list(self.said.values()):

@@ -22,7 +22,7 @@ from tests.replay.simulation.servers import SimulatedServer
 
 NOT_JOURNALED = (
     "corrupt", "duplicate", "peers_", "renewals_", "servers_lost", "learner_ranks", "journal_full", "tokens_masked",
-    "groups_rejected", "flat_groups_kept", "partial", "superseded", "checkpoints",
+    "groups_rejected", "leases_resent", "flat_groups_kept", "partial", "superseded", "checkpoints",
 )  # fmt: skip
 """Counters that a crash may set back: they are of the process, or are written with the next snapshot."""
 BACK_WITHIN = 2000
@@ -87,7 +87,7 @@ class World:
             self.crash()
         for server in list(self.servers.values()):
             if brisk or rng.random() < 0.4:
-                server.act(self.learner.published, brisk=brisk)
+                server.act(self.learner.published, self.now, brisk=brisk)
         if self.servers and rng.random() < faults["lease_failure"]:
             reason = rng.choice(["engine_error", "reward_error", "aborted", "prompt_too_long"])
             rng.choice(list(self.servers.values())).fail_a_lease(reason)
@@ -119,7 +119,7 @@ class World:
                     break
                 message = connection.from_replay.popleft()
                 if server is not None:
-                    server.hear(message)
+                    server.hear(message, self.now)
                 else:
                     self.learner.hear(identity, message)
 

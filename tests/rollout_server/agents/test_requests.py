@@ -64,7 +64,7 @@ def test_what_is_the_run_s_own_is_taken_and_may_be_ignored() -> None:
 def turn_of(text: str, finish_reason: str = "stop") -> Turn:
     message, ids = parsing.message_of(text, 0), list(range(len(text)))
     return Turn(
-        number=0, text=text, message=message, token_ids=ids, context=[1, 2], finish_reason=finish_reason, room=9,
+        number=0, text=text, message=message, token_ids=ids, context_ids=bytes(8), finish_reason=finish_reason, room=9,
         logprobs=[-0.5] * len(ids), versions=[0] * len(ids),
     )  # fmt: skip
 

@@ -65,6 +65,16 @@ async def blocks(row: dict[str, Any], client: Client) -> float:
     return 0.0
 
 
+async def steps(row: dict[str, Any], client: Client) -> float:
+    """One row has a step that blocks the loop that all share, once, for as long as it says."""
+    await client.generate([5], max_new_tokens=1)
+    if row["ground_truth"] and not stuttered:
+        stuttered.append(True)
+        time.sleep(float(row["ground_truth"]))  # noqa: ASYNC251 - that is what is tested
+    await asyncio.sleep(1.5)
+    return 1.0
+
+
 async def stutters(row: dict[str, Any], client: Client) -> float:
     """In a task of its own, as tools are."""
     await client.generate([5], max_new_tokens=1)
@@ -202,4 +212,15 @@ async def lingers(row: dict[str, Any], client: Client) -> float:
     """For as long as the row says."""
     await client.generate([5], max_new_tokens=1)
     await asyncio.sleep(float(row["ground_truth"]))
+    return 1.0
+
+
+async def long_contexts(row: dict[str, Any], client: Client) -> float:
+    """So many turns of one conversation, from a long context on."""
+    num = client.options["tokens"]
+    by_ids = row["prompt"] == "ids"
+    context: Any = list(range(2, 250)) * (num // 248) if by_ids else [{"role": "user", "content": "ab a" * (num // 2)}]
+    for _ in range(row["turns"]):
+        turn = await client.generate(context, max_new_tokens=64)
+        context = [*turn.ids, 8] if by_ids else [*context, turn.message, {"role": "tool", "content": "ba"}]
     return 1.0

@@ -25,5 +25,5 @@ class Scripted:
         self.contexts.append(context)
         pack(context)
         text = self.answers[number]
-        ids: dict[str, Any] = {"token_ids": [1], "context": [1], "finish_reason": "stop", "room": 9}
+        ids: dict[str, Any] = {"token_ids": [1], "context_ids": bytes(4), "finish_reason": "stop", "room": 9}
         return Turn(number=number, text=text, message=message_of(text, number), logprobs=[-1.0], versions=[0], **ids)

@@ -7,12 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_episodes import GROUP, lease, playing
+from test_episodes import GROUP, ending_of, lease, playing
 
 from replay.desks.leases import INTERRUPTIONS
-from rollout_server.environments import process
 from rollout_server.environments.episodes import EpisodeGenerator
-from rollout_server.generate import LeaseFailed
 from tests.support.waiting import eventually
 
 MAX_ATTEMPTS = 3
@@ -26,12 +24,7 @@ def pid_of(generator: EpisodeGenerator) -> int:
 
 
 async def ending(generator: EpisodeGenerator, index: int, attempt: int, ground_truth: str = "") -> str:
-    """Why the lease failed, or "" for a group."""
-    try:
-        await generator.group(lease(index, ground_truth=ground_truth), f"0/{index}/{attempt}")
-    except LeaseFailed as failed:
-        return failed.reason
-    return ""
+    return await ending_of(generator, lease(index, ground_truth=ground_truth), f"0/{index}/{attempt}")
 
 
 async def test_the_death_of_a_process_is_one_error_of_all_its_leases(folder: Path) -> None:
@@ -83,9 +76,8 @@ async def test_an_episode_that_waits_for_a_place_is_called_off_at_once(folder: P
 
 
 async def test_an_episode_that_cleans_up_for_long_ends_no_other(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(process, "CANCEL_S", 0.5)
     marks, options = tmp_path / "marks", {"sleep_s": 3.0, "clean_up_s": 1.5}
     async with playing(folder, "cleans_up", options=options, turn_timeout_s=10) as generator:
         other = asyncio.create_task(ending(generator, 2, 1))
@@ -114,10 +106,19 @@ async def test_an_episode_that_never_ends_is_named(
         assert await ending(generator, 2, 1) == "" and pid_of(generator) == pid
 
 
-async def test_an_episode_that_is_called_off_before_it_starts_ends_no_other(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process, "CANCEL_S", 0.3)
+async def test_a_long_step_beside_a_cancel_ends_nobody(folder: Path) -> None:
+    """The process cannot say within 2.6 s that it has seen the cancel, and has done nothing wrong."""
+    async with playing(folder, "steps", turn_timeout_s=8.0) as generator:
+        pid = pid_of(generator)
+        others = [asyncio.create_task(ending(generator, index, 1)) for index in range(3)]
+        await eventually(lambda: sum(generator.running_tokens().values()) == 3 * GROUP, "first turns")
+        slow = asyncio.create_task(ending(generator, 3, 1, "2.6"))
+        await asyncio.sleep(0.3)
+        generator.abort("0/0/1")
+        assert await asyncio.gather(*others, slow) == ["aborted", "", "", ""] and pid_of(generator) == pid
+
+
+async def test_an_episode_that_is_called_off_before_it_starts_ends_no_other(folder: Path) -> None:
     async with playing(folder, "sleeps") as generator:
         pid, running = pid_of(generator), generator.environments._processes[0]
         first = asyncio.create_task(ending(generator, 1, 1))

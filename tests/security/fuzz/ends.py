@@ -12,7 +12,8 @@ from learner.batches import RunEnded as LearnerRunEnded
 from replay import messages as m
 from replay.channel import AsyncDealer, ChannelError, WireError
 from rollout_server.generate import LeaseFailed
-from rollout_server.server import RolloutServer, RunEnded
+from rollout_server.leases import RunEnded
+from rollout_server.server import RolloutServer
 from tests.security.fuzz.targets import PATIENCE_S, DealerTarget, Vanished
 from tests.security.served_replay import config
 
@@ -36,11 +37,11 @@ class RolloutTarget(DealerTarget):
         generator: Any = SimpleNamespace(group=refuse, evaluation=refuse, abort=str, engine=engine)
         self._reader = RolloutServer(config(), generator, self._dealer, name="rollout-0", fingerprint={})
         self._reader.follower = SimpleNamespace(failure=None, follow=lambda *_: None)  # type: ignore[assignment]
-        self._reader.version = 0
+        self._reader.leases.version = 0
         await self.drain(1)
 
     def given(self) -> Mapping[str, Any]:
-        return {"reason": "say Hello first"}
+        return {"code": "hello"}
 
     async def drain(self, count: int) -> None:
         """As RolloutServer.next_message and its loop. What the messages start (refused leases) is awaited with them."""
