@@ -11,7 +11,7 @@ from configs.evaluation import Evaluation, PromptSet, prompt_sets
 from configs.infrastructure import Network, Placement, WeightBus
 from configs.learner import Checkpoint, LearnerSettings
 from configs.limits import Limits
-from configs.placement import Share, shares, training_ranks
+from configs.placement import Share, shares
 
 FLOAT32_ON_GPUS = (
     " Warning: learner.compute_dtype float32 uses no tensor cores, 67 instead of 989 TFLOP/s on an H100, and pads its"
@@ -95,13 +95,8 @@ class Tree(Section):
 
     @property
     def engines_share_gpus(self) -> bool:
-        """Whether a GPU has an engine and a learner rank; a reward server may be on either's."""
-        return any(set(share.rollout) & set(share.training) for share in self.shares)
-
-    @property
-    def training_ranks(self) -> list[tuple[str, int]]:
-        """Role of each rank of the torchrun world (`learner`, `reference` or `critic`), and its number in that role."""
-        return training_ranks(self.shares)
+        """Whether a GPU has an engine and a learner rank."""
+        return any(set(share.rollout) & set(share.learner) for share in self.shares)
 
     @property
     def num_rollout_devices(self) -> int:
@@ -112,11 +107,6 @@ class Tree(Section):
     def num_rollout_servers(self) -> int:
         """Engines, each over `tensor_parallel` devices."""
         return self.num_rollout_devices // self.placement.tensor_parallel
-
-    @property
-    def rewards_elsewhere(self) -> bool:
-        """Whether rollout servers ask reward servers of other nodes: those without a device of placement.reward do."""
-        return any(share.reward for share in self.shares) and any(s.rollout and not s.reward for s in self.shares)
 
     @property
     def max_groups_in_flight(self) -> int:

@@ -214,8 +214,7 @@ class Setup:
         """
         bytes_of, bus = {"float32": 4, "bfloat16": 2, "float16": 2}, config.weight_bus
         over_nccl = bus.backend == "nccl" and bus.transport == "collective"
-        # changes are made where the versions lie, which takes a GPU; direct updates are read from there
-        may_lie_on_host = over_nccl and not bus.delta and bus.apply == "staged"
+        may_lie_on_host = over_nccl and not bus.delta  # changes are made where the versions lie, which takes a GPU
         return cls(
             sizes=Sizes.of(decoder_of(model)),
             learner=config.learner,
@@ -223,23 +222,10 @@ class Setup:
             compute_bytes=bytes_of[config.learner.compute_dtype],
             wire_bytes=bytes_of[config.rollout.dtype] if over_nccl else 0,
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
-            reference=(
-                _sizes_of(config.algorithm.reference_path, model)
-                if config.algorithm.kl != "none" and config.placement.reference == "learner"
-                else None
-            ),
+            reference=(_sizes_of(config.algorithm.reference_path, model) if config.algorithm.kl != "none" else None),
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
-            critic=(
-                _sizes_of(config.critic.path, model)
-                if config.algorithm.advantage == "gae" and config.placement.critic == "learner"
-                else None
-            ),
+            critic=(_sizes_of(config.critic.path, model) if config.algorithm.advantage == "gae" else None),
         )
-
-    def alone(self, num_ranks: int) -> "Setup":
-        """The same for ranks that hold one model that learns, and publish nothing: a critic's own."""
-        changes: dict[str, Any] = {"num_ranks": num_ranks, "wire_bytes": 0, "staged_bytes": 0}
-        return replace(self, reference=None, critic=None, **changes)
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with other microbatches."""

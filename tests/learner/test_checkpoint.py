@@ -16,7 +16,7 @@ from tiny_models import built, make_config, save_model, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner.beside.build import build_beside
+from learner.beside.beside import build_beside
 from learner.checkpoints import checkpointer
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.checkpoints.folders import latest_complete
@@ -175,7 +175,7 @@ def test_weights_in_another_dtype_are_not_called_another_model(qwen3, tmp_path, 
         run, learner = {"dir": str(tmp_path), "name": "run"}, {**sections.get("learner", {}), "compute_dtype": dtype}
         config = make_config(qwen3, **{**sections, "run": run, "learner": learner, "rollout": {"dtype": dtype}})
         policy, optimizer = built(config, mesh)
-        return Checkpointer(config, policy, optimizer, build_beside(config, policy, {}).parts)
+        return Checkpointer(config, policy, optimizer, build_beside(config, policy).parts)
 
     saved(keeper_in("bfloat16"), 1)
     assert keeper_in("bfloat16").resume()
