@@ -264,7 +264,7 @@ def choose(setup: Setup, available: int | None) -> Budget:
     """
     smallest: Budget | None = None
     for way in sorted(_ways(setup), key=_cost):
-        budget = replace(way, items=_items(setup, way))
+        budget = replace(way, items=items_of(setup, way))
         if available is None or budget.total <= available:
             return budget
         smallest = budget if smallest is None or budget.total < smallest.total else smallest
@@ -334,7 +334,8 @@ def _cost(way: Budget) -> float:
     return COST[way.recompute] + sum(cost for cost, is_free in slower.items() if not is_free)
 
 
-def _items(setup: Setup, way: Budget) -> dict[str, int]:
+def items_of(setup: Setup, way: Budget) -> dict[str, int]:
+    """Bytes of a rank by what they are for."""
     tensor, compute_bytes, lora = setup.learner.mesh.tensor, setup.compute_bytes, setup.learner.lora
     sizes = setup.sizes.over(tensor)
     adapters = sizes.adapter_parameters(lora) if lora.rank else 0

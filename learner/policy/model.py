@@ -329,15 +329,20 @@ def shaped_policy(config: Config, mesh: DeviceMesh | Meshes, device: torch.devic
     return policy
 
 
+def least_free(mesh: DeviceMesh | Meshes, device: torch.device) -> int | None:
+    """Bytes that every rank has free on its GPU; None on a CPU. A collective."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    least = torch.tensor(free, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
+    return int(least)
+
+
 def choose_for(setup: Setup, mesh: DeviceMesh | Meshes, device: torch.device) -> Budget:
-    """The same on all ranks: by the least memory that any of them has free. A collective."""
-    available = None
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        least = torch.tensor(free, device=device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
-        available = usable(int(least))
-    return choose(setup, available)
+    """The fastest way that fits into what every rank has free. A collective."""
+    free = least_free(mesh, device)
+    return choose(setup, None if free is None else usable(free))
 
 
 def shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype, budget: Budget) -> None:
