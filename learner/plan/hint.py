@@ -54,7 +54,7 @@ def hint(config: Config, rows: Sequence[Row]) -> dict[str, float]:
     candidates = [
         Plan(rollout=r, learner=gpus - r, lag=config.replay.async_lag, tensor_parallel=tp)
         for r in _near(config.num_rollout_devices, gpus, tp)
-        if (gpus - r) % config.learner.mesh.model_ranks == 0
+        if (gpus - r) % config.learner.mesh.tensor == 0
     ]
     found = advise(config, fitted, candidates, effort=Effort(steps=STEPS, etas=0))
     now = next(each for each in found if each.plan.rollout == config.num_rollout_devices)

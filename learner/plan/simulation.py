@@ -248,13 +248,13 @@ class SimulatedRun:
     def update_s(self, groups: list[Int64]) -> float:
         """Of an update on groups with these tokens, microbatches and ranks as replay assigns them."""
         mesh, costs = self.config.learner.mesh, self.costs
-        parts = max(1, self.fleet.ranks // mesh.model_ranks)
+        parts = max(1, self.fleet.ranks // mesh.tensor)
         whole = np.concatenate([*groups, np.empty(0, np.int64)])
         everyone = np.ones(len(whole), np.bool_)
-        where = batches.assign(whole, everyone, parts, self.config.max_tokens_per_row)
+        where = batches.assign(whole, everyone, parts, self.config.learner.max_tokens_per_microbatch)
         loads = np.zeros((where.num_microbatches, parts))
         np.add.at(loads, (where.microbatch, where.rank), whole)
-        seconds = float(loads.max(1).sum()) * costs.train_token_s / min(self.fleet.ranks, mesh.model_ranks)
+        seconds = float(loads.max(1).sum()) * costs.train_token_s / min(self.fleet.ranks, mesh.tensor)
         several = self.fleet.ranks > 1
         return costs.update_s + costs.exchange_s * several + seconds * (1 + costs.exchange_share * several)
 

@@ -293,7 +293,7 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
     budget = choose(setup, available)
     if budget.total <= available:
         return ""
-    tokens, longest = largest_microbatch(setup, available), config.longest_part
+    tokens, longest = largest_microbatch(setup, available), config.longest_trajectory
     fits = f"{tokens} tokens fit" if tokens >= longest else f"{tokens} fit, and one trajectory may have {longest}"
     given = config.learner.max_tokens_per_microbatch
     return (
@@ -306,7 +306,7 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
 def when_exhausted(config: Config, model: Mapping[str, Any], budget: Budget, said: str, device_bytes: int) -> str:
     """What to change after memory ran out, whatever the budget had promised. `said` is the allocator's message."""
     setup, given = Setup.of(config, model), config.learner.max_tokens_per_microbatch
-    longest = config.longest_part
+    longest = config.longest_trajectory
     tokens = min(largest_microbatch(setup, usable(device_bytes)), given * 3 // 4) // 1024 * 1024
     knobs = [f"learner.max_tokens_per_microbatch={max(tokens, longest)}"] if longest < given else []
     knobs += ["learner.recompute=full"] if budget.recompute != "full" else []
