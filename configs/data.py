@@ -63,8 +63,8 @@ class Data(Section):
     train: Own[str | dict[str, TrainSet]]
     """Prompts, one a row: a JSONL, JSONL.zst or parquet file, a folder or pattern of them, a folder of Hugging Face
     datasets, `datasets:NAME` of a hub, `reasoning_gym:FAMILY?seed=1`, or `path/to/file.py:Class` of your own
-    (docs/howto/data.md). Several by name: {gsm8k: gsm8k.parquet, sums: {path: ..., weight: 2}}; without weights, by
-    their rows."""
+    (docs/howto/data.md). `?suffix=` follows every prompt of files. Several by name: {gsm8k: gsm8k.parquet, sums:
+    {path: ..., weight: 2}}; without weights, by their rows."""
     eval: Own[str | dict[str, EvaluationSet] | None] = None
     """The same for evaluation, of which the first rows are taken, or several by name:
     {aime: aime.jsonl, gsm8k: {path: ..., samples: 4}},

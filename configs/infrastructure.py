@@ -16,8 +16,6 @@ class WeightBus(Section):
     """With transport disk: a folder that learner rank 0 and all rollout servers see; mounted anywhere."""
     backend: Literal["auto", "gloo", "nccl", "ucc"] = "auto"
     """Backend of the collective transport; `auto` is nccl on GPUs, gloo on a CPU and where GPUs are shared."""
-    apply: Literal["staged", "direct"] = "staged"
-    """`staged` receives beside the engine and applies proven bytes; `direct` receives into the engine (SGLang only)."""
     stage_in: Literal["server", "engine"] = "server"
     """Where staged bytes arrive: in the server's process, or in SGLang's, beside decoding (over gloo or nccl only)."""
     port: Own[int] = Field(default=0, ge=0, le=65535)

@@ -18,13 +18,9 @@ from configs.tree import Tree
 
 MAX_ASYNC_LAG = 8
 Needed = dict[str, tuple[str, ...]]
-STAGED: Needed = {"weight_bus.apply": ("staged",)}
 COLLECTIVE: Needed = {"weight_bus.transport": ("collective",), "weight_bus.backend": ("gloo", "nccl")}
 NEEDS: tuple[tuple[str, str | bool, str, Needed], ...] = (
-    ("weight_bus.apply", "direct", "staged", {"rollout.engine": ("sglang",)}),
-    ("weight_bus.stage_in", "engine", "server", STAGED | COLLECTIVE | {"rollout.engine": ("sglang",)}),
-    ("weight_bus.transport", "disk", "collective", STAGED),
-    ("weight_bus.delta", True, "false", STAGED),  # the version before it must lie beside the engine
+    ("weight_bus.stage_in", "engine", "server", COLLECTIVE | {"rollout.engine": ("sglang",)}),
 )
 """(key, value, what works everywhere, what this value needs of other keys)"""
 OFFLOAD_NEEDS: dict[str, tuple[str | bool, ...]] = {"learner.recompute": ("full", "auto"), "learner.compile": (False,)}
@@ -322,12 +318,7 @@ class Config(Tree):
     def _adapters_fit_their_base(self) -> "Config":
         if not self.learner.lora.rank:
             return self
-        rank, bus = self.learner.lora.rank, self.weight_bus
-        if bus.apply == "direct":
-            raise ValueError(
-                f"learner.lora.rank: {rank} with weight_bus.apply 'direct', which writes whole weights into SGLang;"
-                " take weight_bus.apply=staged"
-            )
+        rank = self.learner.lora.rank
         if self.learner.mesh.tensor > 1:
             raise ValueError(
                 f"learner.lora.rank: {rank} with learner.mesh.tensor {self.learner.mesh.tensor}: adapters are not"

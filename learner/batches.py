@@ -78,7 +78,7 @@ class BatchReader:
         self._doing = "starting", time.monotonic()
         """What this rank does, and since when; an update may take longer than any deadline of its peers."""
         beat = lambda: self._alive() if self.incarnation else None  # noqa: E731 - a peer after Welcome, not before
-        self._pulse = Pulse(address, identity, beat, config.network.heartbeat_s, keys=keys)
+        self._pulse = Pulse(address, self._dealer.route, beat, config.network.heartbeat_s, keys=keys)
         self._came_back_at = -math.inf
 
     def connect(self) -> tuple[str, int]:

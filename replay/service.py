@@ -42,8 +42,6 @@ Handler = Callable[[Peer, Any, float, Frames], None]  # (peer, message, now, fra
 class Service:
     """The only owner of the prompt cursor, the leases, the buffer and the journal."""
 
-    batch_desk_type = BatchDesk
-
     def __init__(
         self,
         config: Config,
@@ -69,7 +67,7 @@ class Service:
         fail = partial(self.end, failed=True)
         self.granting = Granting(run, peers, fail=fail)
         self.intake = Intake(run, peers, self.granting, fail=fail)
-        self.batch_desk = self.batch_desk_type(run, peers, self.granting, fail=fail)
+        self.batch_desk = BatchDesk(run, peers, self.granting, fail=fail)
         self.evaluations = EvaluationDesk(run, peers, work)
         self.incarnations = Incarnations(
             run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, fail=fail,

@@ -24,7 +24,6 @@ def problem_with_pictures(config: Config, model: Mapping[str, Any]) -> str:
     for key, value, instead, why in (
         ("learner.mesh.tensor", mesh.tensor, 1, "pictures are not divided over tensor ranks"),
         ("algorithm.kl", config.algorithm.kl, "none", "a reference model sees no pictures"),
-        ("weight_bus.apply", config.weight_bus.apply, "staged", "direct updates know models of text"),
     ):
         if value != instead:
             said = "null" if instead is None else instead

@@ -214,8 +214,7 @@ class Setup:
         """
         bytes_of, bus = {"float32": 4, "bfloat16": 2, "float16": 2}, config.weight_bus
         over_nccl = bus.backend == "nccl" and bus.transport == "collective"
-        # changes are made where the versions lie, which takes a GPU; direct updates are read from there
-        may_lie_on_host = over_nccl and not bus.delta and bus.apply == "staged"
+        may_lie_on_host = over_nccl and not bus.delta  # changes are made where the versions lie, which takes a GPU
         return cls(
             sizes=Sizes.of(decoder_of(model)),
             learner=config.learner,

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import ConfigError
 from configs.learner import Mesh
+from learner.check import checks, model_folders
 from learner.examples.random_qwen3 import SHAPES
-from learner.launch import preflight
 from learner.policy.divisibility import problem_with
 from learner.policy.model import build_policy
 from learner.policy.pretrained import PolicyError
@@ -45,9 +45,9 @@ def test_the_dry_run_and_every_rank_look_at_the_model(
     qwen3: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(qwen3, placement={"split": "1:4"}, learner={"mesh": {"tensor": 4}})
-    monkeypatch.setattr(preflight, "model_fingerprint", lambda *_: None)
+    monkeypatch.setattr(model_folders, "model_fingerprint", lambda *_: None)
     with pytest.raises(ConfigError, match="tensor: 4 does not divide num_key_value_heads 2"):
-        preflight.check_input(config)
+        list(checks.model(checks.Subject(config)))
     with pytest.raises(PolicyError, match="tensor: 4 does not divide num_key_value_heads 2"):
         build_policy(config, mesh, CPU)
 
