@@ -13,7 +13,6 @@ from configs.evaluation import check as check_sets
 from configs.evaluation import check_metric
 from configs.learner import Mesh
 from configs.placement import check
-from configs.rewards import MODEL
 from configs.tree import Tree
 
 MAX_ASYNC_LAG = 8
@@ -59,52 +58,6 @@ class Config(Tree):
                 raise ValueError(
                     f"learner.mesh.tensor: {mesh.tensor} ranks that compute each layer together must be of one node,"
                     f" and {share.node} has {len(share.learner)} learner devices; give it a multiple of {mesh.tensor}"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _reward_is_one(self) -> "Config":
-        """A reward model counts, or nothing is said of one."""
-        function, model = self.reward.function, self.reward.model
-        if model.path is None:
-            given = {"reward.function": function == "model", "reward.model.weight": model.weight is not None}
-            given["placement.reward"] = self.placement.reward is not None
-            if key := next((key for key, is_given in given.items() if is_given), None):
-                raise ValueError(f"{key}: there is no reward model; give its folder as reward.model.path, or leave it")
-        elif function == "model" and model.weight is not None:
-            raise ValueError(
-                f"reward.model.weight: {model.weight} with reward.function 'model', which is the model's score alone;"
-                " leave the weight out, or name the function that the score is added to"
-            )
-        elif function != MODEL and model.weight is None and all(part.settings for part in self.reward.parts):
-            raise ValueError(
-                f"reward.model.path: {model.path!r} with reward.function {function!r}, which does not look at it;"
-                " take reward.function=model for its score alone, or give reward.model.weight (0: as a metric alone)"
-            )
-        on_gpus = {"devices": model.devices > 1, "max_memory": any(name != "cpu" for name in model.max_memory or {})}
-        key = next((key for key, is_given in on_gpus.items() if is_given), None)
-        if key is not None and self.placement.reward is None and self.placement.local_rollouts:
-            raise ValueError(
-                f"reward.model.{key}: {getattr(model, key)} without placement.reward, so reward servers run on CPUs;"
-                f" give them GPUs, such as placement.reward=node0:7, or leave it out"
-            )
-        idle = next((share.node for share in self.shares if share.reward and not share.rollout), None)
-        if idle is not None and not self.rewards_elsewhere:
-            raise ValueError(
-                f"placement.reward: no rollout server asks the reward servers of {idle}: each node of rollout servers"
-                " has its own; leave it out"
-            )
-        if self.rewards_elsewhere and not self.network.reward_port:
-            node = next(share.node for share in self.shares if share.rollout and not share.reward)
-            raise ValueError(
-                f"network.reward_port: 0 is unknown to {node}, which has rollout servers and asks the reward servers of"
-                " other nodes; give a port, such as 5767, or placement.reward devices of every node of rollout servers"
-            )
-        for share in self.shares:
-            if len(share.reward) % model.devices:
-                raise ValueError(
-                    f"reward.model.devices: {model.devices} do not divide the {len(share.reward)} devices that"
-                    f" placement.reward gives of {share.node}"
                 )
         return self
 

@@ -90,7 +90,7 @@ class Tree(Section):
 
     @property
     def engines_share_gpus(self) -> bool:
-        """Whether a GPU has an engine and a learner rank; a reward server may be on either's."""
+        """Whether a GPU has an engine and a learner rank."""
         return any(set(share.rollout) & set(share.learner) for share in self.shares)
 
     @property
@@ -102,11 +102,6 @@ class Tree(Section):
     def num_rollout_servers(self) -> int:
         """Engines, each over `tensor_parallel` devices."""
         return self.num_rollout_devices // self.placement.tensor_parallel
-
-    @property
-    def rewards_elsewhere(self) -> bool:
-        """Whether rollout servers ask reward servers of other nodes: those without a device of placement.reward do."""
-        return any(share.reward for share in self.shares) and any(s.rollout and not s.reward for s in self.shares)
 
     @property
     def max_groups_in_flight(self) -> int:

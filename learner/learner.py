@@ -109,7 +109,7 @@ class Learner:
             self.roll_backs.done()
         for earlier in waiting:
             self.batches.announce(m.Evaluate(version=earlier))
-        self.batches.incarnation, repeats = self.ranks.agree(welcome.incarnation, welcome.resumes_until)
+        self.batches.dialog.incarnation, repeats = self.ranks.agree(welcome.incarnation, welcome.resumes_until)
         self._withheld = repeats > version
         log.info(
             "rank %d starts at version %d, policy digest %s%s", self.ranks.rank, version, digest,

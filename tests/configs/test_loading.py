@@ -81,7 +81,7 @@ REFUSED = [
     (["learner.betas=[0.9]"], ["learner.betas"]),
     (["learner.betas=[0.9, 1.0]"], ["learner.betas", "two from 0 to below 1"]),
     (["learner.batch_deadline_s=.inf"], ["learner.batch_deadline_s", "is infinite", "such as 1e7"]),
-    (["reward.model.timeout_s=.inf"], ["reward.model.timeout_s", "is infinite"]),
+    (["reward.timeout_s=.inf"], ["reward.timeout_s", "is infinite"]),
     (["run.dir="], ["run.dir", "at least 1 character"]),  # of a shell variable that is not set: / of a container
     (["rollout.groups_per_step=1", "rollout.group_size=1"], ["groups_per_step", "fewer than 2 learner ranks"]),
     (["rollout.group_size=1"], ["rollout.group_size", "1 with algorithm.advantage 'grpo'", "take 2 or more"]),

@@ -81,12 +81,6 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, share: object) -> None:
         fit.available_bytes(config.model_copy(update={"rollout": rollout}))
 
 
-def test_a_learner_whose_gpus_only_reward_servers_share_has_them_whole(tmp_path: Path) -> None:
-    apart = {"split": None, "rollout": "node0:0", "learner": "node0:1", "share_gpus": True}
-    alone = fit.available_bytes(config_of(tmp_path, "0.6B", gpu_gib=80))
-    assert fit.available_bytes(config_of(tmp_path, "0.6B", gpu_gib=80, **apart)) == alone
-
-
 def test_activations_that_travel_leave_one_way(tmp_path: Path) -> None:
     config = config_of(tmp_path, "0.6B", gpu_gib=78)
     changed = {"offload_activations": True, "compile": False}
