@@ -92,7 +92,7 @@ class World:
             reason = rng.choice(["engine_error", "reward_error", "aborted", "prompt_too_long"])
             rng.choice(list(self.servers.values())).fail_a_lease(reason)
         if brisk or rng.random() < 0.7:
-            self.learner.act()
+            self.learner.act(self.now)
         self.carry(rng.choice([1, 4, 12]) if not brisk else 50)
         if rng.random() < 0.2:
             self.attempt(partial(self.service.tick, self.now))
@@ -121,7 +121,7 @@ class World:
                 if server is not None:
                     server.hear(message, self.now)
                 else:
-                    self.learner.hear(identity, message)
+                    self.learner.hear(identity, message, self.now)
 
     def attempt(self, action: Callable[[], None], *, at_once: bool = True) -> bool:
         """Have replay do something and say what follows; its process dies when the journal cannot be used."""
@@ -175,7 +175,7 @@ class World:
         salted_at = version + self.rng.randint(0, 5) if self.rng.random() < self.faults["salted"] else None
         learner = SimulatedLearner(
             f"{next(self.names)}", self.network, self.books, self.checkpoints, self.rng, self.config,
-            version=version, salted_at=salted_at, lowers_lag=self.faults["lowers_lag"],
+            self.now, version=version, salted_at=salted_at, lowers_lag=self.faults["lowers_lag"],
             rolls_back=bool(self.books.line) and self.rng.random() < self.faults["rolls_back"],
         )  # fmt: skip
         self.say(f"learner {learner.name} starts at version {version}, salted at {salted_at}")
