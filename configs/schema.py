@@ -42,17 +42,16 @@ class Config(Tree):
     @model_validator(mode="after")
     def _mesh_fits_the_ranks(self) -> "Config":
         mesh, ranks = self.learner.mesh, self.num_learner_ranks
-        if ranks % (mesh.replicate * mesh.model_ranks):
+        if ranks % (mesh.replicate * mesh.tensor):
             raise ValueError(
-                f"learner.mesh: {mesh} = {mesh.replicate * mesh.model_ranks} does not divide the {ranks} learner"
+                f"learner.mesh: {mesh} = {mesh.replicate * mesh.tensor} does not divide the {ranks} learner"
                 f" rank{'s' if ranks > 1 else ''} of the placement; take other sizes, or give the learner a multiple of"
-                f" {mesh.replicate * mesh.model_ranks} devices"
+                f" {mesh.replicate * mesh.tensor} devices"
             )
-        if self.learner.compile and mesh.model_ranks > 1:
+        if self.learner.compile and mesh.tensor > 1:
             raise ValueError(
-                f"learner.compile: true with learner.mesh.tensor {mesh.tensor} and learner.mesh.context {mesh.context}:"
-                " torch's compiler does not take rows of any length through DTensor (RecursionError in torch 2.13), and"
-                " not yet measured is the exchange around attention; take learner.compile=false"
+                f"learner.compile: true with learner.mesh.tensor {mesh.tensor}: torch's compiler does not take rows of"
+                " any length through DTensor (RecursionError in torch 2.13); take learner.compile=false"
             )
         for share in self.shares:
             if len(share.learner) % mesh.tensor:
@@ -132,14 +131,11 @@ class Config(Tree):
                 "rollout.group_size: 1 with algorithm.dynamic_sampling, which drops groups whose rewards are all equal:"
                 " those of one answer always are; take algorithm.dynamic_sampling=false, or 2 answers or more"
             )
-        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        if longest > self.max_tokens_per_row:
-            context = self.learner.mesh.context
-            of = f" × learner.mesh.context {context}" if context > 1 else ""
+        given, longest = self.learner.max_tokens_per_microbatch, self.longest_trajectory
+        if longest > given:
             raise ValueError(
-                f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch}{of} is less than one"
-                f" trajectory of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens;"
-                f" raise it to {self.longest_part} or more"
+                f"learner.max_tokens_per_microbatch: {given} is less than one trajectory of data.max_prompt_tokens +"
+                f" rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
             )
         return self
 

@@ -10,6 +10,7 @@ from configs.schema import Config
 from learner.batches import BatchReader
 from learner.beside.beside import build_beside
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
+from learner.checkpoints.memory_plan import KEY, described, plan_memory
 from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
 from learner.guards.roll_back import RollBack, RollBacks
 from learner.ledger import Ledger
@@ -41,7 +42,7 @@ class Learner:
         self.config = config
         self.ranks = ranks
         self.batches = batches
-        self.policy = build_policy(config, ranks.mesh, ranks.device)
+        self.policy = build_policy(config, ranks.mesh, ranks.device, plan_memory(config, ranks.mesh, ranks.device))
         self.optimizer = Optimizer(config.learner, self.policy)
         self.beside = build_beside(config, self.policy)
         parts = self.beside.parts
@@ -285,7 +286,8 @@ class Learner:
                 self._settle(wait=is_due)
             if is_due:
                 cursor = self.batches.cursor(step) if self.ranks.is_first else {}
-                self.checkpoints.start(step, replay=cursor, digest=self._masters, guards=self.guards.state())
+                plan = {KEY: described(self.config, self.policy.budget)}
+                self.checkpoints.start(step, replay=cursor, digest=self._masters, guards=self.guards.state(), **plan)
                 self._settle(wait=is_last or not self.config.checkpoint.asynchronous)
 
     def _settle(self, *, wait: bool) -> None:

@@ -18,7 +18,7 @@ STAGED = ["rollout.engine=sglang", "weight_bus.stage_in=engine"]
 BEST = ["checkpoint.keep_best=1", "checkpoint.best_metric=val-core/sort6/greedy"]
 NODES = ["placement.rollout=node0:0-2", "placement.learner=node1:0"]
 ONE_EACH = ["placement.rollout=node0:0", "placement.learner=node1:0; node2:0"]
-HALVED = ["learner.mesh.context=2"]
+DIVIDED = ["learner.mesh.tensor=2"]
 TWO_WIDE = ["placement.tensor_parallel=2", "placement.split=2:1"]
 
 
@@ -118,12 +118,11 @@ REFUSED = [
     (["learner.max_tokens_per_microbatch=20"], ["learner.max_tokens_per_microbatch", "20", "26"]),
     (
         ["learner.mesh.tensor=4"],
-        ["learner.mesh", "tensor 4 × context 1 = 4", "the 2 learner ranks", "multiple of 4"],
+        ["learner.mesh", "tensor 4 = 4", "the 2 learner ranks", "multiple of 4"],
     ),
     ([*ONE_EACH, "learner.mesh.tensor=2"], ["learner.mesh.tensor", "of one node", "node1 has 1 learner devices"]),
     (["learner.mesh.tensor=2", "learner.compile=true"], ["learner.compile", "tensor 2", "learner.compile=false"]),
-    ([*HALVED, "learner.compile=true"], ["learner.compile", "learner.mesh.context 2", "learner.compile=false"]),
-    ([*HALVED, "learner.max_tokens_per_microbatch=12"], ["12 × learner.mesh.context 2", "raise it to 13"]),
+    ([*DIVIDED, "learner.compile=true"], ["learner.compile", "learner.mesh.tensor 2", "learner.compile=false"]),
 ]
 
 
@@ -151,8 +150,7 @@ def test_what_cannot_work_is_refused_with_key_value_and_way_out(overrides, words
         ["network.host=10.0.0.1", "network.insecure=true"],
         ["network.host=10.0.0.1", "network.keys=keys"],
         ["placement.split=0:2", "placement.local_rollouts=false"],
-        [*HALVED, "learner.max_tokens_per_microbatch=13"],
-        ["placement.split=1:8", "learner.mesh={replicate: 2, tensor: 2, context: 2}"],
+        ["placement.split=1:8", "learner.mesh={replicate: 2, tensor: 2}"],
         ["placement.rollout=node0:0-5", "placement.learner=node0:6-7; node1:0,2"],
     ],
 )

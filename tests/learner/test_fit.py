@@ -104,23 +104,6 @@ def test_what_measured_steps_do_not_make_is_held(tmp_path: Path) -> None:
     assert fit.taken_by_others(config, budget, CPU) == reference + critic + packed
 
 
-def test_context_ranks_hold_parts_of_a_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So less than a whole one fits, and a measured row has the tokens of all of them."""
-    save_model(tmp_path / "model")
-    learner = {"mesh": {"context": 2}, "max_tokens_per_microbatch": 16}
-    config = make_config(tmp_path / "model", learner=learner, placement={"split": "1:2"})
-    assert config.longest_part == 16
-    rows, full_row = list[int](), fit.full_row
-
-    def noted(tokens: int, *given: int) -> Any:
-        rows.append(tokens)
-        return full_row(tokens, *given)
-
-    monkeypatch.setattr(fit, "full_row", noted)
-    fit.make_steps(config, json.loads((tmp_path / "model" / "config.json").read_text()), "none", 16, CPU)
-    assert set(rows) == {32}
-
-
 def test_a_rank_among_three_makes_its_steps_alone(tmp_path: Path) -> None:
     """The shards and gathers of three ranks, with collectives that move nothing."""
     model = json.loads((save_model(tmp_path / "model") / "config.json").read_text(encoding="utf-8"))

@@ -34,11 +34,6 @@ NUM_STEPS = 5
         ({"tensor": 16}, {}, "16 does not divide num_key_value_heads 8 of the model; take 8"),
         ({"tensor": 4}, {"vocab_size": 151_938}, "vocab_size 151938 of the model; take 2"),
         ({"tensor": 2}, {"intermediate_size": 3071}, "intermediate_size 3071 of the model; take 1"),
-        ({"context": 32}, {}, "learner.mesh.context: 32 ranks cannot share num_attention_heads 16"),
-        ({"context": 3}, {}, "num_key_value_heads 8 of the model; take 2"),
-        ({"context": 4, "tensor": 8}, {}, "over learner.mesh.tensor 8 of the model; take 2"),
-        ({"context": 16}, {}, ""),  # two ranks share a key/value head
-        ({"context": 2, "tensor": 8, "replicate": 5}, {}, ""),
     ],
 )
 def test_what_a_mesh_does_not_divide_is_named_with_what_works(sizes: Any, changes: Any, said: str) -> None:
