@@ -167,7 +167,7 @@ def run_heat(task: Task) -> dict[str, Any]:
     """Warm up by two updates, time `steps` of them; one more under the profiler."""
     import torch
 
-    from learner.examples import random_qwen3
+    from examples import random_qwen3
     from learner.fit import random_policy
     from learner.optimizer import Optimizer
     from learner.policy.memory import Setup
@@ -225,7 +225,7 @@ def run_heat(task: Task) -> dict[str, Any]:
 def command(arguments: list[str]) -> int:
     """Run the heats of every shape; the last line is one object of JSON."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench learner", description=__doc__)
-    parser.add_argument("--shapes", default="tiny", help="names of learner.examples.random_qwen3, with commas")
+    parser.add_argument("--shapes", default="tiny", help="names of examples.random_qwen3, with commas")
     parser.add_argument("--heats", default=",".join(HEATS).replace(", ", "+"), help="with commas; + for a comma inside")
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--mean", type=int, default=2048, help="tokens of an answer")

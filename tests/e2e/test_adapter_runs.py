@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from learner.examples import sort6 as quickstart
+from examples import sort6 as quickstart
 from learner.report.summary import summarize
 from replay.journal.reader import JournalReader
 from replay.messages import Group

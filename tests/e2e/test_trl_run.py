@@ -25,7 +25,7 @@ def example(tmp_path: Path, sort6: Any) -> Iterator[Any]:
     runs = Runs(tmp_path, sort6, None)
 
     def start(steps: int, *settings: str, fault: tuple[str, ...] = ()) -> Run:
-        words = ["tests.e2e.trl_driver", *fault] if fault else ["learner.examples.trl_sort6"]
+        words = ["tests.e2e.trl_driver", *fault] if fault else ["examples.trl.sort6"]
         given = [word for setting in (f"run.dir={tmp_path}", *settings) for word in ("--set", setting)]
         data = ["--steps", str(steps), "--data", str(sort6.folder)]
         return runs.start([*words, *data, *given], tmp_path / "trl-sort6")
@@ -58,7 +58,7 @@ def test_ten_updates_prove_eleven_versions(example: Any) -> None:
 
 def test_two_processes_of_trl_are_one_learner(tmp_path: Path, sort6: Any) -> None:
     runs = Runs(tmp_path, sort6, None)
-    ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "learner.examples.trl_sort6"]
+    ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "examples.trl.sort6"]
     given = ["--steps", "4", "--data", str(sort6.folder), "--set", f"run.dir={tmp_path}"]
     try:
         run = runs.start([*ranks, *given], tmp_path / "trl-sort6")

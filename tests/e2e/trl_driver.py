@@ -4,9 +4,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from learner.examples import trl_sort6
+from examples.trl import processes, sort6
 from learner.launch.children import Child
-from learner.trl import processes
 
 real_start: Any = processes.LauncherBeside._start
 
@@ -21,4 +20,4 @@ def start(self: Any, name: str, command: list[str], environment: Mapping[str, st
 
 if __name__ == "__main__":
     processes.LauncherBeside._start = start  # type: ignore[method-assign]
-    sys.exit(trl_sort6.main(sys.argv[3:]))
+    sys.exit(sort6.main(sys.argv[3:]))

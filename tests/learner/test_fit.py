@@ -10,8 +10,8 @@ from tiny_models import make_config, save_model
 
 from configs import Config
 from configs.loading import load
+from examples.random_qwen3 import SHAPES
 from learner import fit
-from learner.examples.random_qwen3 import SHAPES
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from configs import Config, ConfigError, load
+from examples import sort6
 from learner.check.prompts import check_prompts
-from learner.examples import sort6
 
 SYSTEM, USER = {"role": "system", "content": "  Sort \n them. "}, {"role": "user", "content": "312="}
 

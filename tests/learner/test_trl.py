@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from recorded import batch_of, random_step
 
 from configs import Config, ConfigError, load
+from examples.trl import protocols
+from examples.trl.agreement import agreed, trl_arguments
+from examples.trl.on_cpu import tree_attention
+from examples.trl.processes import Events, LauncherBeside, Processes
+from examples.trl.protocols import SlipstreamRolloutWorker, SlipstreamWeightTransfer
+from examples.trl.run import RolloutsFailed, TrlRun
+from examples.trl.samples import OutOfStep, Sample, SampleQueue, filler_of, samples_of
 from learner.advantages import advantages_of, build_advantage
 from learner.rows import BatchError
 from learner.trainer import inputs_of
-from learner.trl import protocols
-from learner.trl.agreement import agreed, trl_arguments
-from learner.trl.on_cpu import tree_attention
-from learner.trl.processes import Events, LauncherBeside, Processes
-from learner.trl.protocols import SlipstreamRolloutWorker, SlipstreamWeightTransfer
-from learner.trl.run import RolloutsFailed, TrlRun
-from learner.trl.samples import OutOfStep, Sample, SampleQueue, filler_of, samples_of
 from replay.channel import ChannelError
 from replay.messages import Batch
 

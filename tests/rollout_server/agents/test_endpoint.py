@@ -16,7 +16,7 @@ from torch_oracle import hf_tensors, make_model
 
 from configs import Config
 from configs.environment import Environment
-from learner.examples.calculator import CALL, IDS, save_tokenizer
+from examples.calculator import CALL, IDS, save_tokenizer
 from replay import messages as m
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
