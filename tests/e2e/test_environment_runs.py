@@ -71,7 +71,7 @@ def test_a_game_of_textarena_is_trained_on(tmp_path: Path, zygote: Any) -> None:
     runs = Runs(tmp_path, arena(tmp_path / "arena"), zygote)
     sizes = ("data.max_prompt_tokens=1024", "rollout.max_new_tokens=512", "rollout.groups_per_step=4")
     played = (
-        "environment.function=textarena",
+        f"environment.function={Path(__file__).parents[2]}/examples/environments/textarena_games.py:rollout",
         f"environment.options={options}",
         "environment.max_turns=6",
         "environment.turn_timeout_s=30",
