@@ -27,8 +27,8 @@ from replay.desks.validation import Bounds, problem_with
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.environments import EnvironmentFailed
 from rollout_server.environments.conversation import Conversation
-from rollout_server.environments.episodes import EpisodeGenerator
 from rollout_server.environments.pool import environments_of
+from rollout_server.episodes import EpisodeGenerator
 from rollout_server.generate import LeaseFailed
 from rollout_server.rewards import RewardOutcome, Sample
 from rollout_server.tasks import Task
