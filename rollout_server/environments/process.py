@@ -24,8 +24,8 @@ from rollout_server.environments import EnvironmentFailed, EpisodeOver, Turn
 from rollout_server.environments.protocol import OVER, read_outcome, receive, shown
 from rollout_server.environments.session import Session
 from rollout_server.environments.suspects import Suspects, prompt_of
-from rollout_server.generate import LeaseFailed
 from rollout_server.tasks import TaskError
+from rollout_server.tasks.failed import LeaseFailed
 
 log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0

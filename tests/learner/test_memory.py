@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import load
 from configs.learner import LearnerSettings
-from learner.examples.random_qwen3 import SHAPES
+from examples.random_qwen3 import SHAPES
 from learner.learner import Learner
 from learner.policy.memory import (
     GIB,

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.examples import calculator, folder, pictures, sort6, trl_sort6
+from examples import calculator, folder, pictures, sort6
+from examples.trl import sort6 as trl_sort6
 from tests.support.runs import trained_input
 
 

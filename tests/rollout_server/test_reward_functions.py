@@ -34,7 +34,7 @@ def test_a_neighbour_of_a_reward_file_hides_no_package_of_ours(tmp_path: Path) -
     for name in ("configs", "learner", "replay"):
         (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
     file = tmp_path / "graded.py"
-    imports = "import configs.machine, learner.examples, replay.fingerprint\n"
+    imports = "import configs.machine, learner.ledger, replay.fingerprint\n"
     file.write_text(imports + "async def reward(sample):\n    return 1.0\n", encoding="utf-8")
     load = "import sys; from rollout_server.rewards.loading import load_function; load_function(sys.argv[1])"
     subprocess.run([sys.executable, "-c", load, f"{file}:reward"], check=True, timeout=60, cwd=ROOT)

@@ -15,9 +15,9 @@ from scripted import Scripted
 
 pytest.importorskip("aiohttp", reason="the extra `openenv` is not installed")
 import aiohttp
+import openenv_servers as openenv
 
 from rollout_server.environments import EnvironmentFailed, Trajectory
-from rollout_server.environments.adapters import openenv
 
 HERE = Path(__file__).parent
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "Play."}], "columns": {"seed": 4}}

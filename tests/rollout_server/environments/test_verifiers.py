@@ -14,11 +14,12 @@ from scripted import Scripted
 
 pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
 pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
+import verifiers_chat
+import verifiers_tasks
 from aiohttp import web
 
 from replay.prompts import load_rows
 from rollout_server.environments import EnvironmentFailed, NoMoreTurns, Turn
-from rollout_server.environments.adapters import verifiers_chat, verifiers_tasks
 
 TASKS = {"id": "sum_tasks"}
 TRIES = {"taskset": TASKS, "env": {"id": "two_tries"}}
