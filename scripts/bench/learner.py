@@ -163,12 +163,26 @@ class Clock:
         path.write_text(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40), encoding="utf-8")
 
 
+def random_policy(config: Any, mesh: Any, device: Any, budget: Any) -> Any:
+    """The policy that config.json describes: weights of deviation 0.02, norms of one, biases of zero."""
+    from learner.policy.model import shaped_policy
+
+    policy = shaped_policy(config, mesh, device, budget)
+    for shard in policy.shards():
+        if shard.name.endswith("norm.weight"):
+            shard.local.fill_(1)
+        elif shard.name.endswith(".bias"):
+            shard.local.zero_()
+        else:
+            shard.local.normal_(0, 0.02)
+    return policy
+
+
 def run_heat(task: Task) -> dict[str, Any]:
     """Warm up by two updates, time `steps` of them; one more under the profiler."""
     import torch
 
     from examples import random_qwen3
-    from learner.fit import random_policy
     from learner.optimizer import Optimizer
     from learner.policy.memory import Setup
     from learner.policy.model import choose_for
