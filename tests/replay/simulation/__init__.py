@@ -1,4 +1,4 @@
-"""Whole runs around the real state machines of replay and its peers: clock, network, disk, weights, every kind of fault.
+"""Whole runs around the real state machines of replay and its peers, with every kind of fault.
 
 `world` drives the replay service, rollout servers (`servers`: real Leases and Subscriptions) and ranks (`learners`:
 real Dialogs) over `network`, `journal` and `bus`, which lose what dying processes lose; `books` holds the outcome
