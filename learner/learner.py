@@ -217,7 +217,7 @@ class Learner:
                 "trainer/idle_ratio": min(1.0, spans.get("timing_s/wait_batch", 0.0) / step_s),
                 "trainer/cores": self._cores.take(),
                 "guards/roll_backs": float(self.roll_backs.count),
-                "perf/throughput": batch.stats["perf/total_num_tokens"] / step_s,
+                "perf/learner_tokens_per_s": batch.stats["perf/total_num_tokens"] / step_s,
             }
             self.metrics.log(step, values)
             if self.batches.vitals is not None:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from configs import Config
+from configs.learner import LearnerSettings
 from learner.objective import Objective
 from learner.policy import attention, pretrained
 from learner.policy.model import Policy, build_policy
@@ -67,7 +68,8 @@ def test_what_the_kernel_takes(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    found = attention.reason_against_varlen(torch.device("cuda", 0), dtype, head_dim)
+    learner = LearnerSettings.model_validate({"compute_dtype": dtype})
+    found = attention.reason_against_varlen(torch.device("cuda", 0), learner, head_dim)
     assert reason in found if reason else not found
 
 

@@ -156,7 +156,7 @@ async def test_the_death_of_a_process_costs_the_next_one_nothing(folder: Path) -
     async with playing(folder, "thinks", options={"sleep_s": 0.6}, turn_timeout_s=2.0) as generator:
         working = asyncio.create_task(generator.group(lease(), "0/1/1"))
         await eventually(lambda: sum(generator.running_tokens().values()) == 2 * GROUP, "first turns")
-        child = generator.environments._processes[0]._child
+        child = generator.environments._processes[0].child
         assert child is not None
         os.kill(child.process.pid, signal.SIGKILL)
         with pytest.raises(LeaseFailed, match="environment process 0 died") as failed:

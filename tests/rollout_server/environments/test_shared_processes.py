@@ -18,7 +18,7 @@ MAX_ATTEMPTS = 3
 
 
 def pid_of(generator: EpisodeGenerator) -> int:
-    child = generator.environments._processes[0]._child
+    child = generator.environments._processes[0].child
     assert child is not None
     return child.process.pid
 
