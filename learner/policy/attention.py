@@ -2,7 +2,7 @@
 
 Two implementations under names of ours, registered with transformers, which passes them what the forward was given:
 `cu_seq_lens_q` ([w+1] int32, where each trajectory starts, then the total), `max_length_q` (the longest one), and
-`prefixes` of a row in which answers share their prompts (learner/policy/prefixes.py).
+`prefixes` of a row in which answers share their prompts (learner/prefixes.py).
 
     VARLEN   torch's flash attention over rows of unequal length: CUDA, 16 bit
     PADDED   scaled_dot_product_attention over trajectories that are padded here and nowhere else: any device and dtype
@@ -25,8 +25,8 @@ from configs.errors import PackageMissing
 from configs.learner import LearnerSettings
 from learner.policy.divisibility import head_dim_of, problem_with_kernel
 from learner.policy.memory import PLACES_PER_TOKEN
-from learner.policy.prefixes import Prefixes, attend, lay_side_by_side
 from learner.policy.pretrained import PolicyError
+from learner.prefixes import Prefixes, attend, lay_side_by_side
 from learner.rows import Row
 
 log = logging.getLogger(__name__)
@@ -220,7 +220,7 @@ def _pad_and_attend(
     longest_key: int,
     scaling: float,
 ) -> Tensor:
-    """[heads, tokens, D] to [tokens, heads, D], see learner.policy.prefixes.Kernel."""
+    """[heads, tokens, D] to [tokens, heads, D], see learner.prefixes.Kernel."""
     heads, total, dim = query.shape
     place = torch.arange(total, device=query.device)
     segment = torch.searchsorted(starts[1:], place, right=True)
