@@ -74,17 +74,17 @@ class Waits:
 
     def _reward(self, peer: Peer) -> dict[str, Any] | None:
         """A reward whose oldest call is old, as the server's gauges say."""
-        oldest_s, waiting = peer.gauges.get("reward_oldest_s", 0.0), peer.gauges.get("reward_waiting", 0.0)
+        oldest_s, waiting = peer.gauges.get("reward_oldest_s", 0.0), peer.gauges.get("rewards_waiting", 0.0)
         if oldest_s < SLOW_REWARD_S:
             return None
-        reward = self.config.reward
-        workers = f"{reward.num_workers} worker{'s' if reward.num_workers > 1 else ''}"
-        return _wait("reward", peer.name, f"reward {reward.shown!r}: {waiting:.0f} answers, {workers}", oldest_s)
+        workers = peer.gauges.get("reward_workers", 1.0)
+        said = f"{waiting:.0f} answers, {workers:.0f} worker{'s' if workers > 1 else ''}"
+        return _wait("reward", peer.name, f"reward {self.config.reward.shown!r}: {said}", oldest_s)
 
 
 def _engine(gauges: Mapping[str, float]) -> str:
     """`, whose engine decodes 12 answers`, or nothing where the server has not said."""
-    running, judged = gauges.get("running", 0.0), gauges.get("reward_waiting", 0.0)
+    running, judged = gauges.get("running", 0.0), gauges.get("rewards_waiting", 0.0)
     if running:
         return f", whose engine decodes {running:.0f} answers"
     return f", where {judged:.0f} answers are judged" if judged else ""

@@ -10,34 +10,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from configs.errors import SlipstreamError
 from configs.schema import Config
 from replay import messages as m
 from replay.pictures import packed
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling, first_error
 from rollout_server.progress import prefixes_of
 from rollout_server.rewards import RewardOutcome, Rewards, Sample
-from rollout_server.scoring import Scoring
 from rollout_server.tasks import PromptTooLong, Task, TaskError
+from rollout_server.tasks.failed import LeaseFailed as LeaseFailed
 from rollout_server.tasks.pictures import Prompt
 
 T = TypeVar("T")
-
-
-class LeaseFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-TASK-03",
-    cause="One prompt could not be answered or scored at this server; the message has the counter and the reason.",
-    mend="Another server tries; after replay.max_attempts the prompt is dropped as poison. Look at the reason where"
-    " there are many.",
-):
-    """This lease cannot be finished here. `reason` is the counter that replay books it under."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +31,6 @@ class Generator:
     engine: Engine
     task: Task
     rewards: Rewards
-    scoring: Scoring = field(default_factory=Scoring, kw_only=True)
     _evaluation_prompts: dict[str, Prompt] = field(default_factory=dict)
     """Evaluation prompts of text, encoded, which come again with every evaluation."""
     _sampled: dict[str, list[Completion]] = field(default_factory=dict)
@@ -112,6 +94,10 @@ class Generator:
         """Tokens generated so far by the lease's request id."""
         return self.engine.running_tokens()
 
+    def gauges(self) -> dict[str, float]:
+        """What rewards have to do."""
+        return self.rewards.gauges()
+
     def queued(self) -> set[str]:
         """Leases, by request id, of which something waits for its turn here, and nothing runs."""
         return self.engine.waiting()
@@ -151,8 +137,7 @@ class Generator:
         if any(c.finish_reason == "abort" for c in completions):
             raise LeaseFailed("aborted", "the request was cancelled")
         samples = await self._beside(self._samples, rows, completions)
-        with self.scoring.of(len(samples)):
-            outcomes = await self.rewards.score(samples)
+        outcomes = await self.rewards.score(samples)
         for number, outcome in enumerate(outcomes):
             if outcome.error is not None:
                 raise LeaseFailed("reward_error", f"answer {number}: {outcome.error}")

@@ -10,7 +10,7 @@ from PIL import Image
 
 from configs import load
 from configs.loading import dump
-from learner.examples import sort6
+from examples import sort6
 from learner.report import check_export, lag, plot
 from learner.report.metrics import MetricsError
 
@@ -192,7 +192,7 @@ def test_an_export_of_a_chat_run_is_compared_by_what_its_template_renders(tmp_pa
     exported, prompts = check_export.Exported(step / "hf", config), [[{"role": "user", "content": "312"}], "45="]
     tokens = [exported.encode(prompt) for prompt in prompts]
     assert tokens[0] == exported.encode("312=")
-    answers = exported.continued(tokens, [6, 6])
+    answers = exported.continued(tokens, [config.evaluation_sets[0].max_new_tokens] * 2)
     rows = [
         {"index": index, "prompt": prompt, "text": exported.text(answer), "reward": 0.5}
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))

@@ -29,15 +29,15 @@ def joined(**gauges):
 
 
 def test_a_slow_reward_is_named_with_its_workers_and_its_oldest_call():
-    assert "reward" not in waits(joined(reward_waiting=40.0, reward_oldest_s=4.0))
-    (wait,) = [waits(joined(reward_waiting=40.0, reward_oldest_s=41.0))["reward"]]
+    assert "reward" not in waits(joined(rewards_waiting=40.0, reward_oldest_s=4.0))
+    (wait,) = [waits(joined(rewards_waiting=40.0, reward_workers=2.0, reward_oldest_s=41.0))["reward"]]
     assert (wait["who"], wait["since_s"]) == ("rollout-0", 41.0)
-    assert wait["for"] == "reward 'exact': 40 answers, 1 worker"
+    assert wait["for"] == "reward 'exact': 40 answers, 2 workers"
 
 
 @pytest.mark.parametrize(
     ("gauges", "said"),
-    [({"running": 12.0}, "whose engine decodes 12 answers"), ({"reward_waiting": 8.0}, "where 8 answers are judged")],
+    [({"running": 12.0}, "whose engine decodes 12 answers"), ({"rewards_waiting": 8.0}, "where 8 answers are judged")],
 )
 def test_a_batch_that_is_waited_for_names_the_server_and_what_it_does(gauges, said):
     made = joined(**gauges)

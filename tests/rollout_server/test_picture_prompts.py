@@ -12,7 +12,7 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from configs.loading import load
-from learner.examples.pictures import IDS, save_model, save_pictures
+from examples.pictures import IDS, save_model, save_pictures
 from replay.fingerprint import read_json
 from replay.pictures import PictureError, grid_of, vision_of
 from replay.prompts import load_rows

@@ -153,6 +153,7 @@ class SGLangProcess:
         """Tokens of a forward that was in flight when an update came, booked after it."""
         self._requests = io_struct
         self._failure, self._loads = "", 0
+        self._watching: asyncio.Task[None] | None = None
         self._vision = vision_of(read_json(Path(config.model.path) / "config.json"))
         before = {child.pid for child in multiprocessing.active_children()}
         root, children_log = logging.getLogger(), ChildrenLog()
@@ -194,7 +195,13 @@ class SGLangProcess:
             raise EngineDead(f"SGLang is dead: {reason} [closed]")
 
     async def death(self) -> None:
-        """Raise EngineError when SGLang has died; never ends otherwise."""
+        """Raise EngineError when SGLang has died; never ends otherwise. All that wait share one look a second."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
+            self._watching.add_done_callback(lambda watch: watch.cancelled() or watch.exception())
+        await asyncio.shield(self._watching)
+
+    async def _watch(self) -> None:
         while True:
             self.check_alive()
             await asyncio.sleep(DEATH_LOOK_S)
@@ -310,6 +317,8 @@ class SGLangProcess:
 
     async def close(self) -> None:
         """End SGLang's children."""
+        if self._watching is not None:
+            self._watching.cancel()
         try:
             async with asyncio.timeout(CLOSE_DEADLINE_S):
                 await asyncio.to_thread(self._engine.shutdown)
