@@ -141,9 +141,10 @@ class RewardModel(Section):
 class Reward(Section):
     """How an answer is judged. Reward code runs in processes that are killed when they take too long."""
 
-    function: str | dict[str, Any] = "exact"
-    """`exact`, `numeric`, `math` or another built-in reward, `package.module:function`, `path/to/file.py:function`, or
-    `model`: the reward model alone; or several with weights and options, as {numeric: 1, format: {weight: 0.2}}."""
+    function: str | dict[str, Any] | None = None
+    """Has to be given: `exact`, `numeric`, `math` or another built-in reward, `package.module:function`,
+    `path/to/file.py:function`, `environment`: what environment.function says, or `model`: the reward model alone; or
+    several with weights and options, as {numeric: 1, format: {weight: 0.2}}."""
     model: RewardModel = RewardModel()
     """The reward model, in place of a function or beside one."""
     workers: Own[int] = Field(default=1, ge=1, le=256)
@@ -162,7 +163,7 @@ class Reward(Section):
     @field_validator("function", mode="before")
     @classmethod
     def _names_functions(cls, value: object) -> object:
-        return checked_function(value)
+        return None if value is None else checked_function(value)
 
     @model_validator(mode="after")
     def _parts_have_time(self) -> "Reward":
@@ -195,8 +196,8 @@ class Reward(Section):
     @property
     def shown(self) -> str:
         """For messages: `numeric + 0.2 format`."""
-        if isinstance(self.function, str):
-            return self.function
+        if not isinstance(self.function, dict):
+            return self.function or "none"
         return " + ".join(p.label if p.weight == 1 else f"{p.weight:g} {p.label}" for p in self.parts)
 
 

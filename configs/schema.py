@@ -71,6 +71,10 @@ class Config(Tree):
     def _reward_is_one(self) -> "Config":
         """A reward model counts, or nothing is said of one."""
         function, model = self.reward.function, self.reward.model
+        if self.environment.function is None and any(part.spec == "environment" for part in self.reward.parts):
+            raise ValueError(
+                "reward.function: 'environment' without environment.function, which would give the reward; name one"
+            )
         if model.path is None:
             given = {"reward.function": function == "model", "reward.model.weight": model.weight is not None}
             given["placement.reward"] = self.placement.reward is not None

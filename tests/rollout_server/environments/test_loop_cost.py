@@ -1,6 +1,5 @@
 """What a turn with a long context costs the loop that serves the engine, on which all episodes share one thread."""
 
-import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
