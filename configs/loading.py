@@ -168,8 +168,8 @@ def parse(text: str | bytes, source: str, overrides: Sequence[str] = ()) -> Conf
     if config.reward.function is None:
         raise BadValue(
             f"{source}: reward.function: names nothing, and no reward is chosen for you; name what judges the answers:"
-            " numeric, math, exact, code, path/to/file.py:function, model with reward.model.path, or environment where"
-            " environment.function gives the reward (docs/howto/rewards.md)"
+            " numeric, math, exact, code, path/to/file.py:function, or environment where environment.function gives the"
+            " reward (docs/howto/rewards.md)"
         )
     return config
 

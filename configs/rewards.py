@@ -220,8 +220,6 @@ SECTIONS: dict[str, type[Part]] = {
     "judge": Judge,
     "remote_model": RemoteModel,
 }
-MODEL = "model"
-"""The reward model of reward.model.path alone; no function, so it is no part of a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,8 +273,8 @@ def checked_function(value: object) -> object:
 
 
 def parts_of(function: str | Mapping[str, Any] | None) -> tuple[RewardPart, ...]:
-    """The parts of a checked reward.function, in their order; one of `model` alone has none."""
-    if function is None or function == MODEL:
+    """The parts of a checked reward.function, in their order; none where it is not given."""
+    if function is None:
         return ()
     given = {function: {}} if isinstance(function, str) else function
     return tuple(_part(spec, dict(one)) for spec, one in given.items())
@@ -300,8 +298,6 @@ def _label(spec: str) -> str:
 
 def _with_weight(name: str, given: object) -> dict[str, Any]:
     """The options of an entry; a number alone is its weight."""
-    if name == MODEL:
-        raise ValueError("'model' is no part of a sum: give the weight of the reward model as reward.model.weight")
     if name not in SECTIONS and ":" not in name:
         hint = did_you_mean(name, SECTIONS) or f"there is {', '.join(SECTIONS)}"
         raise ValueError(f"{name!r} is no built-in reward; {hint}, or give {FORMS}")

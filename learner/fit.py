@@ -128,7 +128,7 @@ def measure(config: Config, model: dict[str, Any], fit: Fit) -> int:
     import torch
     from accelerate.utils import find_executable_batch_size
 
-    longest = config.longest_part
+    longest = config.longest_trajectory
     tokens = max((fit.estimated or 0) * 5 // 4, longest)
 
     def fewer() -> int:
@@ -169,7 +169,7 @@ def make_steps(config: Config, model: dict[str, Any], level: Recompute, tokens: 
         optimizer = Optimizer(config.learner, policy)
         for _ in range(2):
             for number in range(1, MICROBATCHES + 1):
-                row = full_row(tokens * config.learner.mesh.context, longest, policy.vocab_size).to(device)
+                row = full_row(tokens, longest, policy.vocab_size).to(device)
                 policy.prepare_row(last=number == MICROBATCHES)
                 loss, _ = objective(row, *policy.forward(row, config.rollout.temperature))
                 loss.backward()  # type: ignore[no-untyped-call]

@@ -20,7 +20,6 @@ from configs.schema import Config
 from configs.translate.refusals import AnsweringParser, refused
 from learner.check import checks
 from learner.check.memory import memory_budget
-from learner.check.model_folders import reward_memory
 from learner.launch import earlier_run
 from learner.launch.launcher import Launcher
 from learner.launch.quickstart import input_is_missing, make_input
@@ -60,9 +59,9 @@ def main() -> int:
         launcher = Launcher(config, args.resume is not None, LiveView(config, "off"), play=args.replay)
         plan = launcher.plan()
         if args.dry_run:
-            roles: tuple[Role, ...] = ("replay", "learner", "reward", "rollout")
+            roles: tuple[Role, ...] = ("replay", "learner", "rollout")
             sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:2]) + "\n")
-            sys.stdout.write(memory_budget(config) + reward_memory(config, plan))
+            sys.stdout.write(memory_budget(config))
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
         if args.resume is not None:

@@ -62,9 +62,11 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Message):
-    """Replay does not admit this peer, or ends the run; the reason says why and what to do."""
+    """Replay does not admit this peer, or this message of it; the reason says why and what to do, `code` decides."""
 
     reason: str
+    code: Literal["hello", "peer", "message"] = "peer"
+    """Hello mends it, for something was lost; this peer may not take part; one message cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +111,18 @@ class LeaseRequest(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease(Message):
-    """A prompt handed to a rollout server."""
+class OfLease(Message):
+    """About one attempt at a prompt."""
 
     pass_: int
     index: int
     attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease(OfLease):
+    """A prompt handed to a rollout server."""
+
     min_version: int
     lease_s: float
     seed: int
@@ -130,18 +138,22 @@ class Lease(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew(Message):
-    """Leases still worked on: [pass, index, attempt, tokens so far] each.
+    """All that a server holds, each beat (replay/channel/delivery.py); [pass, index, attempt, tokens so far] of leases.
 
     With replay.partial_rollouts also what was sampled since the last one. Example: progress [[0, 1, 7, 2, 0]] says that
-    answer 1 of leases[0] had 7 tokens and has got the 2 in the arrays; the last number is 1 once it is complete by a
-    stop token, 2 by its length.
+    answer 1 of leases[0] had 7 tokens and has got the 2 in the arrays; 1 says that a stop token ended it, 2 its length.
     """
 
     leases: list[list[int]]
+    """Worked on."""
+    finished: list[list[int]] = field(default_factory=list)
+    """[pass, index, attempt] of groups sent and not acknowledged."""
+    evaluations: list[list[int | str | bool]] = field(default_factory=list)
+    """[version, set, greedy, first, whether its result was sent] of parts of evaluations."""
     queued: list[int] = field(default_factory=list)
-    """Positions in `leases` of those that wait at the server for their turn: nothing of them runs."""
+    """Positions in `leases` of those that wait for their turn: nothing of them runs."""
     sampled: int = 0
-    """Tokens that the server's engine has sampled since its start, of evaluations too: whether it works at all."""
+    """Tokens that the engine has sampled since its start, of evaluations too: whether it works at all."""
     progress: list[list[int]] = field(default_factory=list)
     """[position in leases, answer, tokens before, new ones, 0 | 1 | 2]."""
     token_ids: Int32 = field(default_factory=_no_ints)
@@ -150,18 +162,15 @@ class Renew(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel(Message):
+class Cancel(OfLease):
     """From a rollout server: this lease failed. From replay: stop working on it."""
 
-    pass_: int
-    index: int
-    attempt: int
     reason: str
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group(Message):
+class Group(OfLease):
     """A finished group: `n` trajectories of one prompt, concatenated; S samples, mostly one of each trajectory.
 
     Example: 2 trajectories of 3 and 2 tokens have lengths [3, 2] and 5 entries in each token array. Were they episodes
@@ -169,9 +178,6 @@ class Group(Message):
     prompt_ids of 16 tokens.
     """
 
-    pass_: int
-    index: int
-    attempt: int
     finish_reasons: list[str]
     texts: list[str]
     reward_metrics: dict[str, float]
@@ -199,39 +205,40 @@ class Group(Message):
     """`digest:size:path` of each picture of the prompt; without a path, so many of the bytes below are it."""
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
     policies: list[list[int]] = field(default_factory=list)
-    """[incarnation, version] of each policy that may have sampled a token of this group. Empty: each version is of the
-    incarnation that its sender serves now."""
+    """[incarnation, version] of each policy that may have sampled a token of it. Empty: of what its sender serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ack(Message):
-    """Replay has this group, or will never want it; the sender may forget it."""
+class Ack(OfLease):
+    """Replay has this group, or will never want it: the sender may forget it. Of one that was lost, `missing`."""
 
-    pass_: int
-    index: int
-    attempt: int
-    status: Literal["accepted", "superseded", "rejected"]
+    status: Literal["accepted", "superseded", "rejected", "missing"]
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Take(Message):
-    """Rank asks for its part of batch `step`; with `have` it says that it holds it."""
+class OfStep(Message):
+    """About one step."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take(OfStep):
+    """Rank asks for its part of batch `step`; with `have` it says that it holds it."""
+
     rank: int
     have: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch(Message):
+class Batch(OfStep):
     """One rank's part of batch `step`, with what every rank must know about the whole batch.
 
     `n` samples are this rank's, `N` trajectories are the batch's; mostly a trajectory is one sample. Token arrays are
     concatenated over the n samples; token_ids holds prompt and answer, the other token arrays the answer only.
     """
 
-    step: int
     rank: int
     num_microbatches: int
     """The same for all ranks (invariant 9)."""
@@ -274,17 +281,19 @@ class Batch(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proceed(Message):
-    """All ranks hold their part of batch `step`: collectives may start."""
-
-    step: int
+class Sent(OfStep):
+    """Answer to a repeated Take: this rank's part of batch `step` was sent before. A rank without it says Hello."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(Message):
+class Proceed(OfStep):
+    """All ranks hold their part of batch `step`: collectives may start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed(OfStep):
     """Rank 0: step `step` is in the weights, which are now version `step` with this parameter digest."""
 
-    step: int
     digest: str
 
 
@@ -297,35 +306,29 @@ class Published(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CursorRequest(Message):
+class CursorRequest(OfStep):
     """Rank 0 wants replay's state for a checkpoint."""
-
-    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor(Message):
+class Cursor(OfStep):
     """Replay's state as a checkpoint of `step` needs it."""
 
-    step: int
     state: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpointed(Message):
+class Checkpointed(OfStep):
     """Rank 0: the checkpoint of `step` is complete on disk."""
 
-    step: int
     kept: list[int] = field(default_factory=list)
     """Steps of all complete checkpoints; the journal keeps what they need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LowerLag(Message):
-    """Rank 0: a guard lowers the bound of the lag, for prompts that are admitted from now on."""
+class LowerLag(OfStep):
+    """Rank 0: a guard that judged this step lowers the bound of the lag, for prompts that are admitted from now on."""
 
-    step: int
-    """That was judged."""
     async_lag: int
 
 
@@ -337,35 +340,35 @@ class Evaluate(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationLease(Message):
-    """Evaluate these prompts with exactly this version. Outside admission."""
+class OfPart(Message):
+    """About a part of an evaluation."""
 
     version: int
-    set: str
+    set: str = ""
     """Name in data.eval; empty where that is one file."""
     greedy: bool
-    first: int
+    first: int = 0
     """Number in its set of the first prompt."""
-    samples: int
+    samples: int = 1
+    asked: str = ""
+    """Hash of what is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationLease(OfPart):
+    """Evaluate these prompts with exactly this version. Outside admission."""
+
     temperature: float
     max_new_tokens: int
     seed: int
     """Prompt i of the set has the seed `seed` + i, and each of its answers a stream of its own."""
     prompts: list[dict[str, object]]
-    asked: str = ""
-    """Hash of what is asked for; the result has it, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationResult(Message):
+class EvaluationResult(OfPart):
     """Scores of one EvaluationLease, `samples` for each of its prompts in order; replay forwards it to rank 0."""
 
-    version: int
-    set: str = ""
-    greedy: bool
-    first: int = 0
-    samples: int = 1
-    asked: str = ""
     seconds: float
     texts: list[str]
     finish_reasons: list[str]
@@ -378,7 +381,6 @@ class EvaluationFailed(Message):
     """From a rollout server: it cannot finish this evaluation; another server that holds the version may."""
 
     version: int
-    greedy: bool
     reason: str
 
 
@@ -390,11 +392,9 @@ class EvaluationClosed(Message):
     reason: str = ""
 
 
-FROM_ANYONE = (Hello, Heartbeat, Goodbye, StatusRequest)
 FROM_SERVERS = (LeaseRequest, Renew, Cancel, Group, EvaluationResult, EvaluationFailed)
 FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed, LowerLag)
-TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, Take, *FROM_RANK_0)
-TO_ANYONE = (Welcome, Refused, Heartbeat, Goodbye, Status)
+TO_REPLAY = registry(Hello, Heartbeat, Goodbye, StatusRequest, *FROM_SERVERS, Take, *FROM_RANK_0)
 TO_SERVERS = (Lease, Cancel, Ack, EvaluationLease, EvaluationClosed)
-TO_LEARNER = (Batch, Proceed, Cursor, EvaluationResult, EvaluationClosed)
-FROM_REPLAY = registry(*TO_ANYONE, *TO_SERVERS, *TO_LEARNER)
+TO_LEARNER = (Batch, Sent, Proceed, Cursor, EvaluationResult, EvaluationClosed)
+FROM_REPLAY = registry(Welcome, Refused, Heartbeat, Goodbye, Status, *TO_SERVERS, *TO_LEARNER)

@@ -15,8 +15,6 @@ from replay.vitals.latency import UpdateLatency
 from replay.vitals.merging import merged
 from replay.vitals.watch import Vitals
 
-DECODING = ("rollout/decode_step_s", "rollout/decode_answer_s", "rollout/prefill_token_s")
-"""What engines measure of their own work."""
 LEFT_OUT = ("prompt_too_long", "prompt_not_rendered", "broken_row")
 """Reasons of drops that lie in the data."""
 
@@ -184,10 +182,6 @@ class StatusReport:
         if idle:
             stats["rollout/idle_ratio"] = sum(idle) / len(idle)
             stats["rollout/cores"] = sum(p.gauges.get("cores", 0.0) for p in servers)
-        for name in DECODING:
-            gauge = name.removeprefix("rollout/")
-            if found := [p.gauges[gauge] for p in servers if gauge in p.gauges]:
-                stats[name] = sum(found) / len(found)
         return stats | {f"rollout/groups/{p.name}": float(p.groups_accepted) for p in servers} | self.measured()
 
     def _name(self, identity: str | None) -> str | None:

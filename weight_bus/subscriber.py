@@ -22,12 +22,12 @@ from replay.channel import Keys, Message, WireError
 from weight_bus import messages as m
 from weight_bus.control import Dealer, Pulse
 from weight_bus.digest import combined
-from weight_bus.errors import BusClosed, EngineSpoiled, RemovedFromBus, TransportError, WeightBusError
-from weight_bus.intake import DirectIntake, Intake, Load
+from weight_bus.errors import BusClosed, RemovedFromBus, TransportError, WeightBusError
+from weight_bus.intake import Intake, Load
 from weight_bus.manifest import alignment_of
 from weight_bus.remote import RemoteIntake
 from weight_bus.staging import Staging
-from weight_bus.transports import DirectReceiver, TransportFactory, make_transport
+from weight_bus.transports import TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +59,12 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         run_id: must be the publisher's.
         transport_factory: makes the data plane; none takes the configured one.
         keys: of this node, where the publisher has keys.
-        direct: the engine's end of the data plane, for weight_bus.apply `direct`.
-        intake: the data plane where it is in another process; takes the place of transport_factory and direct.
+        intake: the data plane where it is in another process; takes the place of transport_factory.
         staging: memory of an earlier subscriber of this engine, which receives no more; none makes it here.
         on_silence: called once in each silence that lasts longer than weight_bus.deadline_s.
 
     Raises:
-        WeightBusError: the backend is not available here, or `direct` is missing.
+        WeightBusError: the backend is not available here.
         ChannelError: the address is not one.
     """
 
@@ -80,7 +79,6 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         transport_factory: TransportFactory | None = None,
         dealer: type[Dealer] = Dealer,
         keys: Keys | None = None,
-        direct: DirectReceiver | None = None,
         intake: RemoteIntake | None = None,
         staging: Staging | None = None,
         on_silence: OnSilence = lambda what, waited_s: "",
@@ -93,23 +91,19 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         self._instance = secrets.token_hex(8)
         self._sessions = 0
         self._session = ""
-        self._intake: Intake | DirectIntake | RemoteIntake
+        self._intake: Intake | RemoteIntake
         if intake is not None:
             self._intake = intake
-        elif config.apply == "staged":
+        else:
             transport = (transport_factory or make_transport)(config, host)
             self._intake = Intake(transport, run_id, alignment_of(config), staging)
-        elif direct is not None:
-            self._intake = DirectIntake(direct, config, run_id)
-        else:
-            raise WeightBusError("weight_bus.apply 'direct' needs an engine that receives by itself; take 'staged'")
         identity = f"{name}.{self._instance}"
         self._dealer = dealer(address, identity, run_id, keys=keys)
-        self._pulse = Pulse(address, identity, run_id, config.heartbeat_s, keys)
+        self._pulse = Pulse(address, self._dealer.route, run_id, config.heartbeat_s, keys)
         self._epoch = 0
         self._held = NOTHING  # (incarnation, version, digest) that the engine verifiably holds
-        self._engaged: m.Begin | m.Commit | None = None
-        """What the engine is loading, or is being paused for, at this moment."""
+        self._engaged: m.Commit | None = None
+        """What the engine is loading at this moment."""
         self._heard_at, self._joined_at = time.monotonic(), -math.inf
         self._silent = self._overdue = self._closed = False
         self._stopping = threading.Event()
@@ -123,10 +117,9 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         """Block until one version has been received, applied, verified and activated; return it.
 
         Call it again soon: a subscriber that does not answer for an epoch is removed, and then joins anew.
-        Nothing touches the engine before every byte is verified, unless it receives by itself (`direct`).
+        Nothing touches the engine before every byte is verified.
 
         Raises:
-            EngineSpoiled: with `direct`, an update did not arrive whole; the engine must be restarted.
             BusClosed: stop() was called or the publisher said goodbye.
             RemovedFromBus: the publisher gave this subscriber up; the engine must not serve.
         """
@@ -148,7 +141,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         """From inside `load`: the engine keeps its older version for up to `limit_s` before it applies this one.
 
         The publisher does not wait for it meanwhile, and takes it for slow only afterwards. May be repeated, for
-        longer. `load` itself waits, applies and returns as ever. With `direct`, from inside `DirectReceiver.pause`.
+        longer. `load` itself waits, applies and returns as ever.
 
         Args:
             limit_s: seconds from now, applying included.
@@ -198,7 +191,6 @@ class Subscriber(AbstractContextManager["Subscriber"]):
             version=version,
             digest=digest,
             facts=self._intake.facts,
-            ranks=self._intake.ranks,
         )
         if self._dealer.send(join):
             self._joined_at = now
@@ -235,13 +227,12 @@ class Subscriber(AbstractContextManager["Subscriber"]):
             case m.Welcome():
                 self._welcome(message)
             case m.Epoch():
-                self._intake.forget(resume=False)
+                self._intake.forget()
                 self._epoch = message.epoch
                 self._dealer.send(m.EpochReady(session=self._session, epoch=message.epoch))
             case m.Begin():
-                self._begin(message)
-            case m.Go():
-                self._go(message)
+                if self._expected(message):
+                    self._receive(message)
             case m.Commit():
                 return self._commit(message, engine)
             case m.Abort():
@@ -273,32 +264,6 @@ class Subscriber(AbstractContextManager["Subscriber"]):
             raise RemovedFromBus(f"subscriber {self.name!r} was removed by {self.address}: {removed.reason}")
         log.warning("weight bus: %r was removed (%s); joins anew with v%d", self.name, removed.reason, self.version)
 
-    def _begin(self, begin: m.Begin) -> None:
-        """Receive; with `direct`, first the engine must stand still, for each bucket is loaded as it comes."""
-        if not self._expected(begin):
-            return
-        if not isinstance(self._intake, DirectIntake):
-            self._receive(begin)
-            return
-        self._engaged = begin
-        try:
-            self._intake.prepare(begin)
-        except (TransportError, WireError) as error:
-            log.warning("weight bus: %r: not paused for v%d: %s", self.name, begin.version, error)
-            self._answer(m.ReceiveFailed, begin, reason=str(error))
-        else:
-            self._answer(m.Paused, begin)
-        finally:
-            self._engaged = None
-
-    def _go(self, go: m.Go) -> None:
-        begin = self._intake.due(go) if isinstance(self._intake, DirectIntake) else None
-        if begin is None:
-            log.warning("weight bus: %r ignores a start of v%d: it does not wait for that", self.name, go.version)
-            return
-        self._held = NOTHING
-        self._receive(begin)
-
     def _receive(self, begin: m.Begin) -> None:
         try:
             corrupt = self._intake.take(begin)
@@ -307,9 +272,6 @@ class Subscriber(AbstractContextManager["Subscriber"]):
             self._intake.forget()
             self._answer(m.ReceiveFailed, begin, reason=str(error))
             return
-        except EngineSpoiled as error:
-            self._answer(m.ReceiveFailed, begin, reason=str(error))
-            raise
         if corrupt:
             log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, begin.version, corrupt[:5])
         seconds = self._intake.seconds
@@ -330,7 +292,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         return False
 
     def _commit(self, commit: m.Commit, engine: _Engine) -> bool:
-        """Apply, then hold what the engine holds against the manifest. Raises EngineSpoiled."""
+        """Apply, then hold what the engine holds against the manifest."""
         staged = self._intake.decide(commit)
         if staged is None or commit.digest != staged.digest:
             log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
@@ -338,12 +300,9 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         self._held = NOTHING
         held: Mapping[str, int] = {}
         reason = ""
-        spoiled: EngineSpoiled | None = None
         self._engaged = commit
         try:
             held = self._intake.apply(commit.version, engine.load)
-        except EngineSpoiled as error:
-            spoiled, reason = error, f"the engine is spoiled and restarts: {error}"
         except Exception as error:
             log.exception("weight bus: %r: the engine could not load v%d", self.name, commit.version)
             reason = f"the engine could not load: {type(error).__name__}: {error}"
@@ -361,6 +320,4 @@ class Subscriber(AbstractContextManager["Subscriber"]):
             self._held = (staged.incarnation, commit.version, staged.digest)
         digest = combined(held) if held else ""
         self._answer(m.Applied, commit, digest=digest, differences=differences[:MAX_NAMED], reason=reason)
-        if spoiled is not None:
-            raise spoiled
         return not reason

@@ -47,7 +47,6 @@ COMMANDS = {
     "lag": Command("learner.report.lag", ""),
     "plot": Command("learner.report.plot", ""),
     "sandbox": Command("rollout_server.sandbox", ""),
-    "start-reward": Command("rollout_server.reward_model.main", ""),
     "summary": Command("learner.report.summary", ""),
     "sweep": Command("learner.sweep", ""),
     "trace": Command("learner.report.trace", ""),

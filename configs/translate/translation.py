@@ -266,7 +266,7 @@ def _rewards_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
 
 def _environment(shown: str, value: Any, foreign: Foreign) -> Line:
     pairs = {"environment.function": "verifiers", "environment.options": {"taskset": {"id": value}}}
-    return Line(shown, "key", pairs, f"its rows: python -m scripts.prepare_verifiers {value} (extra `verifiers`)")
+    return Line(shown, "key", pairs, f"its tasks are the rows: data.train verifiers:{value} (extra `verifiers`)")
 
 
 def _reference_of_slime(shown: str, value: Any, foreign: Foreign) -> Line:

@@ -13,7 +13,7 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
         mesh: learner.mesh.
         model: the keys of config.json.
     """
-    if mesh.model_ranks == 1:
+    if mesh.tensor == 1:
         return ""
     heads = int(model["num_attention_heads"])
     key_value = int(model.get("num_key_value_heads") or heads)
@@ -28,17 +28,4 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
         works = next(n for n in range(mesh.tensor, 0, -1) if all(size % n == 0 for size in parts.values()))
         found = " and ".join(f"{name} {size}" for name, size in uneven.items())
         return f"learner.mesh.tensor: {mesh.tensor} does not divide {found} of the model; take {works}"
-    if not _divides_heads(mesh.context, heads // mesh.tensor, key_value // mesh.tensor):
-        of = f" over learner.mesh.tensor {mesh.tensor}" if mesh.tensor > 1 else ""
-        sizes = range(mesh.context, 0, -1)
-        works = next(n for n in sizes if _divides_heads(n, heads // mesh.tensor, key_value // mesh.tensor))
-        return (
-            f"learner.mesh.context: {mesh.context} ranks cannot share num_attention_heads {heads} and"
-            f" num_key_value_heads {key_value}{of} of the model; take {works}"
-        )
     return ""
-
-
-def _divides_heads(context: int, heads: int, key_value: int) -> bool:
-    """Each rank attends with as many heads; key/value heads that are fewer than the ranks are repeated."""
-    return heads % context == 0 and (key_value % context == 0 or context % key_value == 0)

@@ -214,8 +214,7 @@ class Setup:
         """
         bytes_of, bus = {"float32": 4, "bfloat16": 2, "float16": 2}, config.weight_bus
         over_nccl = bus.backend == "nccl" and bus.transport == "collective"
-        # changes are made where the versions lie, which takes a GPU; direct updates are read from there
-        may_lie_on_host = over_nccl and not bus.delta and bus.apply == "staged"
+        may_lie_on_host = over_nccl and not bus.delta  # changes are made where the versions lie, which takes a GPU
         return cls(
             sizes=Sizes.of(decoder_of(model)),
             learner=config.learner,
@@ -223,23 +222,10 @@ class Setup:
             compute_bytes=bytes_of[config.learner.compute_dtype],
             wire_bytes=bytes_of[config.rollout.dtype] if over_nccl else 0,
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
-            reference=(
-                _sizes_of(config.algorithm.reference_path, model)
-                if config.algorithm.kl != "none" and config.placement.reference == "learner"
-                else None
-            ),
+            reference=(_sizes_of(config.algorithm.reference_path, model) if config.algorithm.kl != "none" else None),
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
-            critic=(
-                _sizes_of(config.critic.path, model)
-                if config.algorithm.advantage == "gae" and config.placement.critic == "learner"
-                else None
-            ),
+            critic=(_sizes_of(config.critic.path, model) if config.algorithm.advantage == "gae" else None),
         )
-
-    def alone(self, num_ranks: int) -> "Setup":
-        """The same for ranks that hold one model that learns, and publish nothing: a critic's own."""
-        changes: dict[str, Any] = {"num_ranks": num_ranks, "wire_bytes": 0, "staged_bytes": 0}
-        return replace(self, reference=None, critic=None, **changes)
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with other microbatches."""
@@ -277,7 +263,7 @@ def choose(setup: Setup, available: int | None) -> Budget:
     """
     smallest: Budget | None = None
     for way in sorted(_ways(setup), key=_cost):
-        budget = replace(way, items=_items(setup, way))
+        budget = replace(way, items=items_of(setup, way))
         if available is None or budget.total <= available:
             return budget
         smallest = budget if smallest is None or budget.total < smallest.total else smallest
@@ -306,7 +292,7 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
     budget = choose(setup, available)
     if budget.total <= available:
         return ""
-    tokens, longest = largest_microbatch(setup, available), config.longest_part
+    tokens, longest = largest_microbatch(setup, available), config.longest_trajectory
     fits = f"{tokens} tokens fit" if tokens >= longest else f"{tokens} fit, and one trajectory may have {longest}"
     given = config.learner.max_tokens_per_microbatch
     return (
@@ -319,7 +305,7 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
 def when_exhausted(config: Config, model: Mapping[str, Any], budget: Budget, said: str, device_bytes: int) -> str:
     """What to change after memory ran out, whatever the budget had promised. `said` is the allocator's message."""
     setup, given = Setup.of(config, model), config.learner.max_tokens_per_microbatch
-    longest = config.longest_part
+    longest = config.longest_trajectory
     tokens = min(largest_microbatch(setup, usable(device_bytes)), given * 3 // 4) // 1024 * 1024
     knobs = [f"learner.max_tokens_per_microbatch={max(tokens, longest)}"] if longest < given else []
     knobs += ["learner.recompute=full"] if budget.recompute != "full" else []
@@ -347,7 +333,8 @@ def _cost(way: Budget) -> float:
     return COST[way.recompute] + sum(cost for cost, is_free in slower.items() if not is_free)
 
 
-def _items(setup: Setup, way: Budget) -> dict[str, int]:
+def items_of(setup: Setup, way: Budget) -> dict[str, int]:
+    """Bytes of a rank by what they are for."""
     tensor, compute_bytes, lora = setup.learner.mesh.tensor, setup.compute_bytes, setup.learner.lora
     sizes = setup.sizes.over(tensor)
     adapters = sizes.adapter_parameters(lora) if lora.rank else 0

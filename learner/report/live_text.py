@@ -22,6 +22,8 @@ KEPT = 64
 """Rows of steps that a live view needs: a run of a week has a hundred thousand."""
 ETA_STEPS = 20
 """Steps over which the speed is taken for the ETA."""
+SPLIT_STEPS, SPLIT_IDLE = 40, 0.2
+"""Steps whose idle shares say which side has a GPU to give, and from which share on."""
 REWARD = "critic/score/mean"
 LAG_MEAN = "training/off_policy/trajectory_staleness/mean"
 LAG_MAX = "training/off_policy/trajectory_staleness/max"
@@ -42,6 +44,8 @@ class Progress:
     """Version to mode (`greedy`, `sampled`) to mean reward."""
     kept: int | None = KEPT
     """None for all of them."""
+    split: tuple[int, int] | None = None
+    """GPUs of rollouts and of the learner, where each side has its own on one machine."""
 
     def add(self, row: Row) -> None:
         """Add a row; the row of a repeated step replaces the old one and its successors."""
@@ -170,15 +174,23 @@ def speed_text(progress: Progress) -> str:
 
 
 def split_text(progress: Progress) -> str:
-    """`rollout idle 31%: placement.split 5:3 would be 1.2 x faster`, or empty."""
-    row, rollout, learner = progress.last, "perf/split_rollout", "perf/split_learner"
-    if row.get("perf/split_gain") is None:
+    """`idle learner 3%, rollout 41%: move a GPU ... (placement.split 6:2 -> 5:3)`, or empty."""
+    recent = [row for row in progress.steps[-SPLIT_STEPS:] if row.get("rollout/idle_ratio") is not None]
+    if progress.split is None or len(recent) < SPLIT_STEPS:
         return ""
-    split = f"{row[rollout]:.0f}:{row[learner]:.0f}"
-    gives, idle = "rollout", row.get("perf/split_rollout_idle")
-    if idle is None:
-        gives, idle = "learner", row.get("perf/split_learner_idle")
-    return f"{gives} idle {percent(idle)}: placement.split {split} would be {row['perf/split_gain']:.1f} x faster"
+    rollout, learner = progress.split
+    idle = {
+        "learner": statistics.fmean(row.get("trainer/idle_ratio") or 0.0 for row in recent),
+        "rollout": statistics.fmean(row["rollout/idle_ratio"] for row in recent),
+    }
+    giver, taker = sorted(idle, key=lambda side: -idle[side])
+    moved = 1 if giver == "learner" else -1
+    if idle[giver] < SPLIT_IDLE or idle[giver] < 2 * idle[taker] or min(rollout + moved, learner - moved) < 1:
+        return ""
+    return (
+        f"idle learner {percent(idle['learner'])}, rollout {percent(idle['rollout'])}: move a GPU from {giver} to"
+        f" {taker} (placement.split {rollout}:{learner} -> {rollout + moved}:{learner - moved})"
+    )
 
 
 def groups_text(status: Status) -> str:

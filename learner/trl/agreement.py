@@ -91,7 +91,7 @@ def check(config: Config) -> None:
             f"learner.lora.rank: {rank}, so that engines would wait for adapters, and TRL sends whole weights,"
             " adapters of its own (peft_config) merged: take learner.lora.rank=0"
         )
-    if (ranks := len(config.training_ranks)) != 1:
+    if (ranks := config.num_learner_ranks) != 1:
         raise TrlDisagrees(
             f"placement: {ranks} learner ranks; TRL divides the batch over its own processes and is one rank for"
             ' replay: take placement.split "N:1", or one device in placement.learner, and no critic nor reference there'

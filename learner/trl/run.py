@@ -19,7 +19,8 @@ import torch
 from configs.errors import InputMissing, SlipstreamError
 from configs.schema import Config
 from learner.advantages import advantages_of, build_advantage
-from learner.batches import BatchReader, RunEnded
+from learner.batches import BatchReader
+from learner.dialog import RunEnded
 from learner.ledger import Ledger
 from learner.policy.sharding import DTYPES
 from learner.report.metrics import Metrics

@@ -104,7 +104,8 @@ class _Peer:
         self._context = self._new_context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         configure(self._socket, limits or Limits(), keys)
-        self._socket.setsockopt(zmq.IDENTITY, routing_id(identity))
+        self.route = routing_id(identity)
+        self._socket.setsockopt(zmq.IDENTITY, self.route)
         self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
         self._socket.connect(address)
 

@@ -1,14 +1,12 @@
 """Rewards: functions that judge answers, and the processes that they run in (rewards/pool.py).
 
-A reward model runs in a server of its own: rollout_server/reward_model/.
-
 Worker processes import this package and start anew after every timeout: nothing heavy may be imported here.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from configs.errors import SlipstreamError
 
@@ -52,8 +50,6 @@ class Sample(TypedDict):
     """Tokens of the answer, the stop token included."""
     finish_reason: str
     """`stop`, or `length` for an answer that was cut."""
-    model_score: NotRequired[float]
-    """Score of the reward model, where there is one (reward.model.path)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -126,14 +126,15 @@ def test_an_environment_of_verifiers_is_trained_on_and_its_process_killed(
     tmp_path: Path, sort6: Input, zygote: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    made = [sys.executable, "-m", "scripts.prepare_verifiers", "digit_tasks", "--rows", "400", "--eval-rows", "16"]
-    subprocess.run([*made, "--out", str(tmp_path / "data")], cwd=ROOT, check=True, timeout=120)
+    (tmp_path / "data").mkdir()
     (tmp_path / "data" / "model").symlink_to(sort6.folder / "model")
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     options = {"taskset": {"id": "digit_tasks"}, "env": {"id": "two_tries"}, "seat": "solver"}
     settings = (
         "environment.function=verifiers",
         f"environment.options={json.dumps(options)}",
+        "data.train=verifiers:digit_tasks?skip=16&rows=400",
+        "data.eval=verifiers:digit_tasks?rows=16",
         f"model.chat_template={tmp_path}/plain.jinja",
         "data.max_prompt_tokens=24",
         "rollout.max_new_tokens=40",

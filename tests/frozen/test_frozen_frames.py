@@ -4,7 +4,7 @@ Schema 3 differs from 2 in Group, which has `policies`; 4 from 3 in EvaluationLe
 sets and several answers to a prompt; 5 from 4 in Group and Batch, whose trajectories may have several samples; 6 from 5
 in the same two, whose prompts may have pictures; 7 from 6 in EvaluationLease and EvaluationResult, which say what is
 asked for, Renew, which says what waits, and Batch, which has the bound of its lag. Journals may hold messages of
-schemas 2 to 6.
+schemas 2 to 7; 8 made Renew an inventory and gave Refused a code.
 """
 
 import base64
@@ -19,7 +19,7 @@ from replay.channel.frames import SCHEMA_VERSION, decode, encode
 from weight_bus import messages as bus_messages
 
 FOLDER = Path(__file__).parent
-FROZEN = json.loads((FOLDER / "wire_frames_7.json").read_text())
+FROZEN = json.loads((FOLDER / "wire_frames_8.json").read_text())
 OLDER = {2: json.loads((FOLDER / "wire_frames.json").read_text())}
 OLDER |= {schema: json.loads((FOLDER / f"wire_frames_{schema}.json").read_text()) for schema in (3, 4, 5, 6)}
 KINDS = {
@@ -59,7 +59,7 @@ def test_a_frozen_message_is_read_and_written_again_alike(name: str) -> None:
 def test_a_message_of_an_older_schema_is_refused_by_its_version_and_read_from_journals(schema: int, name: str) -> None:
     frames = [base64.b64decode(frame) for frame in OLDER[schema]["frames"][name]]
     kinds = KINDS[name.split(".")[0]]
-    with pytest.raises(WireError, match=f"schema version {schema}, this side speaks 7; update the older side"):
+    with pytest.raises(WireError, match=f"schema version {schema}, this side speaks 8; update the older side"):
         decode(frames, kinds)
     if name in ("replay.Group", "replay.EvaluationResult"):
         assert name.endswith(type(decode(frames, kinds, oldest_schema=2).message).__name__)

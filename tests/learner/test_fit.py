@@ -81,12 +81,6 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, share: object) -> None:
         fit.available_bytes(config.model_copy(update={"rollout": rollout}))
 
 
-def test_a_learner_whose_gpus_only_reward_servers_share_has_them_whole(tmp_path: Path) -> None:
-    apart = {"split": None, "rollout": "node0:0", "learner": "node0:1", "share_gpus": True}
-    alone = fit.available_bytes(config_of(tmp_path, "0.6B", gpu_gib=80))
-    assert fit.available_bytes(config_of(tmp_path, "0.6B", gpu_gib=80, **apart)) == alone
-
-
 def test_activations_that_travel_leave_one_way(tmp_path: Path) -> None:
     config = config_of(tmp_path, "0.6B", gpu_gib=78)
     changed = {"offload_activations": True, "compile": False}
@@ -108,23 +102,6 @@ def test_what_measured_steps_do_not_make_is_held(tmp_path: Path) -> None:
     reference, critic, packed = (budget.items[name] for name in fit.BESIDE)
     assert reference == pytest.approx(2 * 1.72e9, rel=0.01) and critic == pytest.approx(12 * 0.596e9, rel=0.01)
     assert fit.taken_by_others(config, budget, CPU) == reference + critic + packed
-
-
-def test_context_ranks_hold_parts_of_a_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So less than a whole one fits, and a measured row has the tokens of all of them."""
-    save_model(tmp_path / "model")
-    learner = {"mesh": {"context": 2}, "max_tokens_per_microbatch": 16}
-    config = make_config(tmp_path / "model", learner=learner, placement={"split": "1:2"})
-    assert config.longest_part == 16
-    rows, full_row = list[int](), fit.full_row
-
-    def noted(tokens: int, *given: int) -> Any:
-        rows.append(tokens)
-        return full_row(tokens, *given)
-
-    monkeypatch.setattr(fit, "full_row", noted)
-    fit.make_steps(config, json.loads((tmp_path / "model" / "config.json").read_text()), "none", 16, CPU)
-    assert set(rows) == {32}
 
 
 def test_a_rank_among_three_makes_its_steps_alone(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -17,7 +16,7 @@ from configs import ConfigError
 from configs.errors import BadHosts
 from configs.loading import PRESETS
 from learner.launch.__main__ import main
-from learner.launch.hosts import kubernetes, node, node_spec
+from learner.launch.hosts import kubernetes, node_spec
 from learner.launch.hosts.host_file import parse_hosts
 from replay import keys as make_keys
 
@@ -221,74 +220,6 @@ def test_a_dry_run_shows_no_secret(launch, four, keys):
     secrets = [re.search(r'secret-key = "(.*)"', path.read_text()) for path in keys.rglob("*.key_secret")]
     assert secrets and all(found and found[1] not in shown for found in secrets)
     assert "a Secret with key files, not shown here" in shown
-
-
-def test_reward_servers_come_with_the_rollout_nodes(tmp_path, launch, four, hosts):
-    settings = ["reward.function=model", "reward.model.path=models/reward"]
-    settings += [
-        f"placement.{key}='node2:{devices}; node3:{devices}'"
-        for key, devices in (("rollout", "0-5"), ("reward", "6-7"))
-    ]
-    words = [*four, *(word for each in settings for word in ("--set", each))]
-    assert all("reward" not in row[2] for row in table_rows(launch("learner", *hosts, "--dry-run", *words)))
-    shown = launch("rollout", *hosts, "--dry-run", *words)
-    rows = table_rows(shown)
-    assert rows[:2] == [
-        ["node2", "10.0.0.3", "reward-node2-0", "6", "reward (free port)"],
-        ["node2", "10.0.0.3", "reward-node2-1", "7", "reward (free port)"],
-    ]
-    assert [row[2] for row in rows[2:]].count("reward-node3-1") == 1 and len(rows) == 2 * (2 + 3)
-    (command,) = re.findall(r"run  (.*reward_model.*reward-node3-1 --port 0)$", shown, re.MULTILINE)
-    assert "launch/node3-rollout.yaml" in command and "--set network.host=10.0.0.4" in command
-    launch("learner", "--kubernetes", "--out", str(tmp_path / "manifests"), *words)
-    _, jobset = yaml.safe_load_all((tmp_path / "manifests" / "jobset.yaml").read_text())
-    pods = [job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]]
-    gpus = [pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in pods]
-    assert gpus == [8, 8], "of the learner, and of engines and reward servers together"
-
-
-def test_a_node_of_reward_servers_alone_is_a_rollout_node_with_keys_to_meet_others(tmp_path, launch, four, hosts):
-    settings = ["reward.function=model", "reward.model.path=models/reward", "network.reward_port=6000"]
-    settings += ["placement.rollout=node2:0-7", "placement.reward=node3:0"]
-    words = [*four, *(word for each in settings for word in ("--set", each))]
-    shown = launch("rollout", *hosts, "--dry-run", *words)
-    assert table_rows(shown)[-1] == ["node3", "10.0.0.4", "reward-node3-0", "0", "reward 6000"]
-    assert shown.count("--reward node3=tcp://10.0.0.4:6000") == 4
-    of_node2 = shown.split("\nnode2: ssh")[1].split("\nnode3: ssh")[0]
-    assert "clients/node1.key (mode 0600)" in of_node2 and "learner.key (mode 0600)" in of_node2
-    assert "clients/node1.key_secret" not in of_node2 and "server.key_secret" not in of_node2
-    launch("learner", "--slurm", *words)
-    text = (tmp_path / "runs" / FOUR / "launch" / "run.sbatch").read_text()
-    assert [line for line in text.splitlines() if line.startswith("step ")][-1] == "step rollout node3"
-
-
-@pytest.mark.parametrize(
-    ("answers", "silent_s", "step_s", "over"),
-    [
-        ([None, None], 10, 60, [False, True]),
-        ([False, True], 10, 15, [False, True]),
-        ([False, None, None, None], 10, 24, [False, False, False, True]),
-        ([False, None, None, None], 40, 39, [False, False, False, True]),
-    ],
-)
-def test_a_node_of_reward_servers_alone_ends_with_the_run(monkeypatch, answers, silent_s, step_s, over):
-    """It asks replay, and gives up when replay is silent for as long as rollout servers wait for one."""
-    clock = SimpleNamespace(now=0.0)
-    waits = iter(answers)
-
-    def ask(*_):
-        ended = next(waits)
-        return None if ended is None else SimpleNamespace(state={"ended": ended})
-
-    monkeypatch.setattr(node, "ask_replay", ask)
-    monkeypatch.setattr(node.time, "monotonic", lambda: clock.now)
-    config = configs.load("quickstart", ["rollout.wait_for_servers_s=50", f"network.silent_after_s={silent_s}"])
-    end, found = node.RunEnd(config, "tcp://10.0.0.1:5757"), []
-    for _ in answers:
-        found.append(end.is_here(clock.now))
-        assert end.is_here(clock.now + 1.0) is False, "looks only now and then"
-        clock.now += step_s
-    assert found == over
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))

@@ -265,3 +265,21 @@ def test_a_run_of_days_takes_no_more_memory_than_its_rewards():
     closing = live_text.closing_line(progress)
     assert closing.startswith(f"reward {live_text.number(step_row(1)['critic/score/mean'])} → ")
     assert live_text.step_line(progress).startswith("step 1000/80")
+
+
+@pytest.mark.parametrize(
+    ("split", "learner", "rollout", "said"),
+    [
+        ((6, 2), 0.03, 0.41, "rollout 41%: move a GPU from rollout to learner (placement.split 6:2 -> 5:3)"),
+        ((6, 2), 0.50, 0.10, "rollout 10%: move a GPU from learner to rollout (placement.split 6:2 -> 7:1)"),
+        ((7, 1), 0.50, 0.10, ""),
+        ((6, 2), 0.30, 0.20, ""),
+        (None, 0.03, 0.41, ""),
+    ],
+)  # fmt: skip
+def test_idle_shares_say_which_side_has_a_gpu_to_give(split, learner, rollout, said):
+    rows = [step_row(n, **{"trainer/idle_ratio": learner, "rollout/idle_ratio": rollout}) for n in range(1, 41)]
+    progress = progress_of(*rows)
+    progress.split = split
+    assert live_text.split_text(progress).endswith(said) and bool(live_text.split_text(progress)) == bool(said)
+    assert live_text.split_text(progress_of(*rows[:39])) == ""

@@ -306,7 +306,6 @@ def test_an_engine_of_another_folder_or_scale_holds_other_digests(chain: Chain, 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["weight_bus.apply=direct", "rollout.engine=sglang"], "writes whole weights into SGLang"),
         (["rollout.dtype=bfloat16"], "rollout.dtype 'bfloat16' and learner.compute_dtype 'float32'"),
         (["learner.lora.targets=[q_proj,q_proj]"], "name each projection once"),
         (["learner.lora.targets=[lm_head]"], "Input should be 'q_proj'"),

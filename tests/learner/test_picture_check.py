@@ -43,7 +43,6 @@ def config_of(folder: Path, *settings: str) -> Config:
     ("setting", "said"),
     [
         ("algorithm.kl=k3", "algorithm.kl: 'k3' with a qwen2_vl model: a reference model sees no pictures"),
-        ("learner.mesh.context=2", "learner.mesh.context: 2 with a qwen2_vl model"),
         ("learner.mesh.tensor=2", "learner.mesh.tensor: 2 with a qwen2_vl model"),
         ("algorithm.advantage=gae", "algorithm.advantage: 'gae' with a qwen2_vl model: a critic sees no pictures"),
     ],

@@ -14,7 +14,7 @@ from tiny_models import built, logprobs, make_config, row_of, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner.beside.build import build_beside
+from learner.beside.beside import build_beside
 from learner.losses import LossInputs, LossOutput
 from learner.objective import Objective
 from learner.policy.model import Policy
@@ -38,7 +38,7 @@ def largest_difference(policy: Policy, expected: dict[str, torch.Tensor]) -> flo
 
 def five_steps(mesh: DeviceMesh, config: Config, num_microbatches: int) -> Policy:
     policy, optimizer = built(config, mesh)
-    beside = build_beside(config, policy, {})
+    beside = build_beside(config, policy)
     for step, trajectories in enumerate(STEPS, start=1):
         batch = batch_of(trajectories, step, num_microbatches=num_microbatches)
         _, reason = train_on(batch, policy, optimizer, config, beside)

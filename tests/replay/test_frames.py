@@ -92,11 +92,11 @@ def altered(message: Message, **changes: Any) -> list[bytes]:
 
 def test_an_older_schema_is_for_journals_alone() -> None:
     older = altered(RESULT, schema=2)
-    with pytest.raises(WireError, match="schema version 2, this side speaks 7"):
+    with pytest.raises(WireError, match="schema version 2, this side speaks 8"):
         decode(older, m.TO_REPLAY)
     assert isinstance(decode(older, m.TO_REPLAY, oldest_schema=2).message, m.EvaluationResult)
-    for schema in (1, 8, True, "2"):
-        with pytest.raises(WireError, match="this side speaks 7"):
+    for schema in (1, 9, True, "2"):
+        with pytest.raises(WireError, match="this side speaks 8"):
             decode(altered(RESULT, schema=schema), m.TO_REPLAY, oldest_schema=2)
 
 
@@ -116,7 +116,7 @@ LENGTHS = ["lengths", "int32", [1]]
     [
         ([], "0 frames"),
         ([wire(ACK)[0]] + [b""] * (MAX_ARRAYS + 1), "66 frames"),
-        (altered(ACK, schema=1), "schema version 1, this side speaks 7; update the older side"),
+        (altered(ACK, schema=1), "schema version 1, this side speaks 8; update the older side"),
         (altered(ACK, seq=-1), "header.seq -1 is not within 0 to 2^62"),
         (altered(ACK, seq=2**62 + 1), "is not within 0 to 2^62"),
         (altered(ACK, kind="Exec"), "kind 'Exec' is not accepted"),

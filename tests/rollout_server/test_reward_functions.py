@@ -182,22 +182,6 @@ def test_trl_signature_gets_the_whole_request_and_the_columns() -> None:
     assert judged(lambda completions, ground_truth: ground_truth, [own])[0][1] == 9.0, "the row's column wins"
 
 
-def test_every_signature_gets_the_score_of_a_reward_model_where_there_is_one() -> None:
-    def own(given: Sample) -> float:
-        return given.get("model_score", -1.0)
-
-    def verl(solution_str: str, extra_info: dict[str, Any]) -> float:
-        return float(extra_info.get("model_score", -1.0)) + 0.0 * extra_info["index"]
-
-    def trl(completions: list[str], model_score: list[float] | None = None) -> list[float]:
-        return model_score or [-1.0] * len(completions)
-
-    with_model: Sample = {**sample(), "model_score": 2.5}
-    for function in (own, verl, trl):
-        assert [verdict[1] for verdict in judged(function, [with_model])] == [2.5]
-        assert [verdict[1] for verdict in judged(function, [sample()])] == [-1.0]
-
-
 def test_trl_results_are_checked_arrays_are_fine_and_none_does_not_apply_and_is_counted() -> None:
     for values, error in (([1.0], "list of 2 numbers, found 1"), (7, "found an int"), ([1.0, np.nan], "returned nan")):
         verdicts = judged(lambda completions, values=values: values, [sample(), sample()])

@@ -17,7 +17,6 @@ from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Answer, Part
 from rollout_server.generate import Generator
-from rollout_server.leases import Leases
 from rollout_server.progress import ProgressReports
 from rollout_server.server import RolloutServer
 
@@ -63,6 +62,11 @@ async def test_a_server_that_the_next_run_finds_at_its_address_ends_and_says_wha
         router.close()
 
 
+ASKED = m.EvaluationLease(
+    version=4, set="", greedy=True, first=0, samples=1, seed=1, temperature=1.0, max_new_tokens=5, prompts=[{}]
+)
+
+
 async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluated_again() -> None:
     """A learner that was restarted makes the version again, while a judge still reads answers of the lost one."""
     judged, sent = asyncio.Event(), list[Any]()
@@ -81,22 +85,19 @@ async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluate
 
     async def unpin(_: int) -> None: ...
 
-    network: Any = SimpleNamespace(send=send)
-    generator: Any = SimpleNamespace(engine=SimpleNamespace(hold=lambda _: None, unpin=unpin), evaluation=evaluation)
-    leases = Leases(Config.model_validate({"model": {"path": "none"}, "data": {"train": "none"}}), generator, network)
-    asked = m.EvaluationLease(
-        version=4, set="", greedy=True, first=0, samples=1, seed=1, temperature=1.0, max_new_tokens=5, prompts=[{}]
-    )
+    server = server_of(SimpleNamespace(send=send))  # type: ignore[arg-type]
+    server.engine.hold, server.engine.unpin = lambda _: None, unpin  # type: ignore[method-assign]
+    server.generator.evaluation = evaluation  # type: ignore[method-assign]
     async with asyncio.TaskGroup() as tasks:
-        leases.evaluate(asked, tasks)
+        await server.handle(ASKED, tasks)
         await asyncio.sleep(0.01)
-        await leases.close_evaluation(3)
-        assert len(leases.evaluating) == 1, "another version's goes on"
-        await leases.close_evaluation(4)
-        leases.evaluate(asked, tasks)
+        await server.handle(m.EvaluationClosed(version=3), tasks)
+        assert len(server.leases.evaluating) == 1, "another version's goes on"
+        await server.handle(m.EvaluationClosed(version=4), tasks)
+        await server.handle(ASKED, tasks)
         judged.set()
     assert [result.rewards.tolist() for result in sent] == [[1.0]]
-    assert not leases.evaluating
+    assert not server.leases.evaluating
 
 
 async def test_a_lease_whose_prompt_is_still_encoded_is_renewed_with_partial_rollouts_and_sglang(folder: Path) -> None:

@@ -12,5 +12,4 @@ update/        the last mile of a weight:
   layout       inverse map: which rows of which live tensor hold a Hugging Face tensor
   receiver     runs inside the scheduler of rank 0: receives updates while it decodes
 receiver_link  starts the receiver, and loads what it has staged
-direct         its schedulers as members of a group of the weight bus (weight_bus.apply: direct)
 """

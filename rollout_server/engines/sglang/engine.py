@@ -245,18 +245,6 @@ class SGLangEngine:
         await asyncio.to_thread(self._staging.write_update, update)
         await self._take_over(version)
 
-    def touch(self, reason: str) -> None:
-        """Mark the engine as half updated until a proof. Raises EngineError unless it is paused."""
-        if not self._paused:
-            raise EngineError("an update comes while the engine decodes; pause it first")
-        self._half_updated, self._digests = reason, None
-
-    async def prove(self, tensors: Iterable[tuple[str, tuple[int, ...]]], version: int) -> None:
-        """Digest tensors (name, shape) that SGLang has received by itself, as `version`."""
-        self._staging.name_tensors(tensors)
-        await asyncio.to_thread(self._staging.write_digest)
-        await self._take_over(version)
-
     async def _take_over(self, version: int) -> None:
         self._digests = await self._loaded(version)
         self._half_updated = ""

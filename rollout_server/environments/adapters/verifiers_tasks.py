@@ -6,7 +6,7 @@ options  taskset: {id: its package, and its own settings}
          sampling: refuse (default) or ignore sampling parameters of a harness that are not the run's
          allow_unisolated: let a harness run what the policy writes on this machine, in a plain process (default no)
 
-A row has its task in the column `task`, as `python -m scripts.prepare_verifiers` writes it. The reward is what the
+A row has its task in the column `task`, as data.train `verifiers:ID` has it. The reward is what the
 taskset's own functions give: the sum of a trace's weighted rewards, the mean of several traces of the seat. Harnesses
 ask verifiers' endpoint, and that asks ours (agents/endpoint.py): tokens and logprobs are recorded beside the engine.
 """
@@ -177,8 +177,7 @@ def task_of(env: Any, row: Mapping[str, Any]) -> Any:
 
     if not isinstance(data := row["columns"].get("task"), Mapping):
         raise RowError(
-            f"the row has no column `task` with a task of verifiers but {shown(data)}; write rows with"
-            " python -m scripts.prepare_verifiers"
+            f"the row has no column `task` with a task of verifiers but {shown(data)}; set data.train to verifiers:ID"
         )
     kind = type(env.taskset).task_type()
     return kind((concrete_type(kind, TaskData) or TaskData).model_validate(data), env.config.taskset.task)

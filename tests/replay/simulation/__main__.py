@@ -39,7 +39,7 @@ def settings(seed: int) -> tuple[Config, Faults, int, int]:
     tree: dict[str, Any] = {
         "model": {"path": "unused"},
         "data": {"train": "unused", "eval": "unused", "max_prompt_tokens": 4},
-        "rollout": {"group_size": 2, "groups_per_step": rng.choice([1, 2, 3]), "max_new_tokens": 8},
+        "rollout": {"group_size": 2, "groups_per_step": rng.choice([1, 2, 3]), "max_new_tokens": 8, "max_running": 4},
         "replay": {
             "async_lag": rng.randint(0, 4),
             "on_stale": rng.choice(["wait", "wait", "mask", "drop"]),

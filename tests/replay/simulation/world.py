@@ -22,7 +22,7 @@ from tests.replay.simulation.servers import SimulatedServer
 
 NOT_JOURNALED = (
     "corrupt", "duplicate", "peers_", "renewals_", "servers_lost", "learner_ranks", "journal_full", "tokens_masked",
-    "groups_rejected", "flat_groups_kept", "partial", "superseded", "checkpoints",
+    "groups_rejected", "leases_resent", "flat_groups_kept", "partial", "superseded", "checkpoints",
 )  # fmt: skip
 """Counters that a crash may set back: they are of the process, or are written with the next snapshot."""
 BACK_WITHIN = 2000
@@ -87,12 +87,12 @@ class World:
             self.crash()
         for server in list(self.servers.values()):
             if brisk or rng.random() < 0.4:
-                server.act(self.learner.published, brisk=brisk)
+                server.act(self.learner.published, self.now, brisk=brisk)
         if self.servers and rng.random() < faults["lease_failure"]:
             reason = rng.choice(["engine_error", "reward_error", "aborted", "prompt_too_long"])
             rng.choice(list(self.servers.values())).fail_a_lease(reason)
         if brisk or rng.random() < 0.7:
-            self.learner.act()
+            self.learner.act(self.now)
         self.carry(rng.choice([1, 4, 12]) if not brisk else 50)
         if rng.random() < 0.2:
             self.attempt(partial(self.service.tick, self.now))
@@ -119,9 +119,9 @@ class World:
                     break
                 message = connection.from_replay.popleft()
                 if server is not None:
-                    server.hear(message)
+                    server.hear(message, self.now)
                 else:
-                    self.learner.hear(identity, message)
+                    self.learner.hear(identity, message, self.now)
 
     def attempt(self, action: Callable[[], None], *, at_once: bool = True) -> bool:
         """Have replay do something and say what follows; its process dies when the journal cannot be used."""
@@ -175,7 +175,7 @@ class World:
         salted_at = version + self.rng.randint(0, 5) if self.rng.random() < self.faults["salted"] else None
         learner = SimulatedLearner(
             f"{next(self.names)}", self.network, self.books, self.checkpoints, self.rng, self.config,
-            version=version, salted_at=salted_at, lowers_lag=self.faults["lowers_lag"],
+            self.now, version=version, salted_at=salted_at, lowers_lag=self.faults["lowers_lag"],
             rolls_back=bool(self.books.line) and self.rng.random() < self.faults["rolls_back"],
         )  # fmt: skip
         self.say(f"learner {learner.name} starts at version {version}, salted at {salted_at}")

@@ -1,7 +1,6 @@
 """Environments of verifiers, through its own servers and ours, spoken to by a scripted policy."""
 
 import asyncio
-import json
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -17,9 +16,9 @@ pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed"
 pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
 from aiohttp import web
 
+from replay.prompts import load_rows
 from rollout_server.environments import EnvironmentFailed, NoMoreTurns, Turn
 from rollout_server.environments.adapters import verifiers_chat, verifiers_tasks
-from scripts import prepare_verifiers
 
 TASKS = {"id": "sum_tasks"}
 TRIES = {"taskset": TASKS, "env": {"id": "two_tries"}}
@@ -45,14 +44,12 @@ async def prepared(options: dict[str, Any]) -> AsyncIterator[None]:
         yield
 
 
-def rows(folder: Path, *words: str) -> list[dict[str, Any]]:
-    assert prepare_verifiers.main(["sum_tasks", *words, "--out", str(folder), "--rows", "3", "--eval-rows", "2"]) == 0
-    lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{"prompt": row.pop("prompt"), "columns": row} for row in map(json.loads, lines)]
+def rows(options: str = "") -> list[dict[str, Any]]:
+    return list(load_rows(f"verifiers:sum_tasks?skip=2&rows=3{options}"))
 
 
 async def test_tasks_are_played_and_their_rewards_count(tmp_path: Path) -> None:
-    row = rows(tmp_path)[0]
+    row = rows()[0]
     assert row["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+1"}]
     client = Scripted(["3", "4"])
     async with prepared({"taskset": TASKS}):
@@ -64,7 +61,7 @@ async def test_tasks_are_played_and_their_rewards_count(tmp_path: Path) -> None:
 
 
 async def test_seats_that_are_not_trained_stay_context(tmp_path: Path) -> None:
-    row = rows(tmp_path, "--options", "{first: 5}")[0]
+    row = rows("&first=5")[0]
     client = Scripted(["7", "no", "8"])
     async with prepared(SOLVER):
         played = await verifiers_tasks.rollout(row, client)  # type: ignore[arg-type]
@@ -73,7 +70,7 @@ async def test_seats_that_are_not_trained_stay_context(tmp_path: Path) -> None:
 
 
 async def test_no_room_ends_the_episode_and_a_fault_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = rows(tmp_path)[0]
+    row = rows()[0]
 
     async def breaks(*_: Any, **__: Any) -> Turn:
         raise ValueError("the template refuses this")
@@ -85,7 +82,7 @@ async def test_no_room_ends_the_episode_and_a_fault_fails_it(tmp_path: Path, mon
             await verifiers_tasks.rollout(row, Scripted(["1"]))  # type: ignore[arg-type]
         with pytest.raises(verifiers_tasks.TaskFailed, match="the template refuses this"):
             await verifiers_tasks.rollout(row, client)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"no column `task` .* scripts\.prepare_verifiers"):
+    with pytest.raises(ValueError, match=r"no column `task` .* verifiers:ID"):
         await verifiers_tasks.rollout({"prompt": "1+1", "columns": {}}, client)  # type: ignore[arg-type]
 
 
@@ -113,7 +110,7 @@ async def test_a_refused_request_and_proxies(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    row = rows(tmp_path)[0]
+    row = rows()[0]
     async with prepared({"taskset": TASKS}):
         played = await verifiers_tasks.rollout(row, Scripted(["3"]))  # type: ignore[arg-type]
         assert played.reward == 2.0
@@ -152,7 +149,7 @@ async def test_the_chat_asks_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_two_first_episodes_start_one_endpoint(tmp_path: Path) -> None:
-    row = rows(tmp_path)[0]
+    row = rows()[0]
     async with prepared({"taskset": TASKS}):
         played = await asyncio.gather(
             *(verifiers_tasks.rollout(row, Scripted(["3"])) for _ in range(4))  # type: ignore[arg-type]

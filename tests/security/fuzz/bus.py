@@ -112,7 +112,7 @@ class SubscriberTarget(Threaded, DealerTarget):
         self.watch(self._subscriber._dealer)
         self._thread = threading.Thread(target=self._receive, name="fuzzed-subscriber", daemon=True)
         self._thread.start()
-        self.meet(f"r0.{self._subscriber._instance}", Heartbeat(session=""))
+        self.meet(self._subscriber._dealer, Heartbeat(session=""))
         await self.drain(1)
 
     def _receive(self) -> None:
