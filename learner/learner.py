@@ -42,7 +42,10 @@ class Learner:
         self.config = config
         self.ranks = ranks
         self.batches = batches
-        self.policy = build_policy(config, ranks.mesh, ranks.device, plan_memory(config, ranks.mesh, ranks.device))
+        budget = plan_memory(config, ranks.mesh, ranks.device)
+        self._plan = {KEY: described(config, budget)}
+        """For checkpoints, which a resumed run goes on from in the same way."""
+        self.policy = build_policy(config, ranks.mesh, ranks.device, budget)
         self.optimizer = Optimizer(config.learner, self.policy)
         self.beside = build_beside(config, self.policy)
         parts = self.beside.parts
@@ -217,7 +220,7 @@ class Learner:
                 "trainer/idle_ratio": min(1.0, spans.get("timing_s/wait_batch", 0.0) / step_s),
                 "trainer/cores": self._cores.take(),
                 "guards/roll_backs": float(self.roll_backs.count),
-                "perf/throughput": batch.stats["perf/total_num_tokens"] / step_s,
+                "perf/learner_tokens_per_s": batch.stats["perf/total_num_tokens"] / step_s,
             }
             self.metrics.log(step, values)
             if self.batches.vitals is not None:
@@ -286,8 +289,9 @@ class Learner:
                 self._settle(wait=is_due)
             if is_due:
                 cursor = self.batches.cursor(step) if self.ranks.is_first else {}
-                plan = {KEY: described(self.config, self.policy.budget)}
-                self.checkpoints.start(step, replay=cursor, digest=self._masters, guards=self.guards.state(), **plan)
+                self.checkpoints.start(
+                    step, replay=cursor, digest=self._masters, guards=self.guards.state(), **self._plan
+                )
                 self._settle(wait=is_last or not self.config.checkpoint.asynchronous)
 
     def _settle(self, *, wait: bool) -> None:

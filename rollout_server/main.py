@@ -28,8 +28,8 @@ from replay.vitals.watch import Vitals
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
 from rollout_server.environments import EnvironmentFailed
-from rollout_server.environments.episodes import EpisodeGenerator
 from rollout_server.environments.pool import environments_of
+from rollout_server.episodes import EpisodeGenerator
 from rollout_server.generate import Generator
 from rollout_server.rewards import RewardError, Rewards
 from rollout_server.rewards.process import key_variables

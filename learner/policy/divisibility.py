@@ -1,9 +1,13 @@
-"""Divisibility of a model by learner.mesh. Pure, no torch, for the dry run."""
+"""What the sizes of a model allow: learner.mesh, and attention without padding. Pure, no torch, for the dry run."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from configs.learner import Mesh
+from configs.learner import LearnerSettings, Mesh
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
+"""Head sizes that flash attention takes: multiples of 8 up to 256."""
 
 
 def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
@@ -29,3 +33,19 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
         found = " and ".join(f"{name} {size}" for name, size in uneven.items())
         return f"learner.mesh.tensor: {mesh.tensor} does not divide {found} of the model; take {works}"
     return ""
+
+
+def problem_with_kernel(learner: LearnerSettings, head_dim: int) -> str:
+    """Why attention pads on any GPU; empty where the kernel of rows without padding may run. Of a dry run, too."""
+    if learner.attention == "sdpa":
+        return "learner.attention is 'sdpa'"
+    if learner.compute_dtype not in ("bfloat16", "float16"):
+        return f"the kernel needs learner.compute_dtype 'bfloat16' or 'float16', it is {learner.compute_dtype!r}"
+    if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
+        return f"the kernel takes head sizes in steps of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, the model has {head_dim}"
+    return ""
+
+
+def head_dim_of(model: Mapping[str, Any]) -> int:
+    """Of the keys of config.json."""
+    return int(model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])

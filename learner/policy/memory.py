@@ -24,6 +24,7 @@ from configs.errors import BadValue, NoRoom, SlipstreamError
 from configs.learner import LearnerSettings, Lora
 from configs.machine import gpu_bytes
 from configs.schema import Config
+from learner.policy.divisibility import head_dim_of, problem_with_kernel
 from replay.desks.sharing import COPIES_PER_TOKEN
 from replay.fingerprint import read_json
 from replay.pictures import decoder_of
@@ -39,6 +40,8 @@ EAGER = 2.3
 read (learner/policy/layers.py)."""
 HEAD_BYTES = int(1.5 * GIB)
 """Float32 logits of a chunk and their gradient in 16 bit (learner/policy/logprobs.py)."""
+PLACES_PER_TOKEN = 4
+"""Of padded attention: answers of one row that are about a quarter as long as its longest one."""
 MOMENT_SPAN_BYTES = 512 * 1024**2
 """Parameters whose moments are on the device at once where they live in host memory, largest tensors included."""
 COST = {"none": 0.0, "selective": 0.02, "full": 0.25}
@@ -75,7 +78,7 @@ class Sizes:
     def of(cls, config: Mapping[str, Any]) -> "Sizes":
         """From the keys of config.json."""
         heads = int(config["num_attention_heads"])
-        dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        dim = head_dim_of(config)
         return cls(
             hidden=int(config["hidden_size"]),
             layers=int(config["num_hidden_layers"]),
@@ -203,6 +206,8 @@ class Setup:
     """Of a reference model on the same ranks."""
     critic: Sizes | None = None
     """Of a critic on them."""
+    pads: bool = False
+    """Attention pads trajectories to the longest of their row, as `problem_with_kernel` says."""
     tower_bytes: int = 0
     """Of a frozen vision tower, and of what it makes of the largest picture."""
 
@@ -223,6 +228,8 @@ class Setup:
             wire_bytes=bytes_of[config.rollout.dtype] if over_nccl else 0,
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
             reference=(_sizes_of(config.algorithm.reference_path, model) if config.algorithm.kl != "none" else None),
+            pads=config.placement.device != "cpu"
+            and bool(problem_with_kernel(config.learner, head_dim_of(decoder_of(model)))),
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
             critic=(_sizes_of(config.critic.path, model) if config.algorithm.advantage == "gae" else None),
         )
@@ -356,6 +363,10 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
         # its chunk, and the gradient of its weights in float32 and the compute dtype
         "output head": HEAD_BYTES + (0 if adapters else 4 + compute_bytes) * sizes.embedding_parameters,
     }
+    if setup.pads:  # queries, keys, values and what comes out, which the backward needs again
+        kept = 1 if way.recompute == "full" else sizes.layers
+        places = PLACES_PER_TOKEN * setup.learner.max_tokens_per_microbatch
+        items["padding of attention"] = compute_bytes * places * (2 * sizes.query + sizes.key_value) * kept
     if adapters:
         items["frozen weights"] = -(-compute_bytes * sizes.parameters // setup.num_ranks)
     if setup.reference is not None:

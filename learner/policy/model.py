@@ -125,6 +125,7 @@ class Policy:
         if row.pictures is not None:
             assert self.tower is not None, "a batch with pictures is refused where the model takes none"
             row = replace(row, pictures=row.pictures.seen_by(self.tower))
+        attention.warn_of_padding(row, self.model.transformer.config._attn_implementation)
         return tuple(self.model(row, temperature))
 
     def when_exhausted(self, error: RuntimeError, config: Config) -> str:

@@ -122,14 +122,14 @@ def test_bash_completes_names_options_presets_paths_keys_and_values(tmp_path):
     names, options, presets, paths, keys, values, shells = completed(
         script,
         "slipstream tr",
-        "slipstream fit --est",
+        "slipstream fit --conf",
         "slipstream train --config quick",
         "slipstream doctor --config configs/qui",
         "slipstream train --set replay.async",
         "slipstream train --set replay.on_stale=d",
         "slipstream completion f",
     )
-    assert names[0] == "train" and "try-reward" in names and options == ["--estimate"] and presets == ["quickstart"]
+    assert names[0] == "train" and "try-reward" in names and options == ["--config"] and presets == ["quickstart"]
     assert paths == ["configs/quickstart.yaml"] and keys == ["replay.async_lag="]
     assert values == ["drop"], "what stands after the `=`, at which bash cuts words"
     assert shells == ["fish"]

@@ -42,7 +42,7 @@ def step_row(step: int, **values: Any) -> dict[str, Any]:
         "critic/score/mean": step / 20,
         "training/off_policy/trajectory_staleness/mean": 0.94,
         "training/off_policy/trajectory_staleness/max": 1,
-        "perf/throughput": 5132.0,
+        "perf/learner_tokens_per_s": 5132.0,
         "trainer/idle_ratio": 0.12,
         "rollout/idle_ratio": 0.31,
         **values,

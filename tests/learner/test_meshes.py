@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import ConfigError
 from configs.learner import Mesh
+from examples.random_qwen3 import SHAPES
 from learner.check import checks, model_folders
-from learner.examples.random_qwen3 import SHAPES
 from learner.policy.divisibility import problem_with
 from learner.policy.model import build_policy
 from learner.policy.pretrained import PolicyError

@@ -10,9 +10,9 @@ import pytest
 from configs.base import ConfigError
 from configs.loading import load
 from configs.schema import Config
+from examples.pictures import save_model, save_pictures
 from learner.check.pictures import PictureCheck, problem_with_pictures
 from learner.check.prompts import PromptEncoder, check_prompts
-from learner.examples.pictures import save_model, save_pictures
 from replay.fingerprint import read_json
 from replay.prompts import load_rows
 from rollout_server.tasks import Task

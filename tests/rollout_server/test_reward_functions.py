@@ -34,7 +34,7 @@ def test_a_neighbour_of_a_reward_file_hides_no_package_of_ours(tmp_path: Path) -
     for name in ("configs", "learner", "replay"):
         (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
     file = tmp_path / "graded.py"
-    imports = "import configs.machine, learner.examples, replay.fingerprint\n"
+    imports = "import configs.machine, learner.ledger, replay.fingerprint\n"
     file.write_text(imports + "async def reward(sample):\n    return 1.0\n", encoding="utf-8")
     load = "import sys; from rollout_server.rewards.loading import load_function; load_function(sys.argv[1])"
     subprocess.run([sys.executable, "-c", load, f"{file}:reward"], check=True, timeout=60, cwd=ROOT)
@@ -83,6 +83,9 @@ def test_exact_is_to_the_letter() -> None:
         ("", None),
         ("####", None),
         ("9" * 101, None),
+        ("\\boxed{2\\sqrt{3}}, 3", None),
+        ("#### 2^10", None),
+        ("\\boxed{\\$3}", 3),
         ("٤٢", None),
     ],
 )
@@ -96,7 +99,7 @@ def test_numeric_compares_numbers_not_text() -> None:
     assert numeric(sample("0.30000000000000004", "0.3"))["score"] == 0.0
     assert numeric(sample("none", "0")) == {"score": 0.0, "has_number": 0.0}
     assert numeric(sample("#### 5", "so it is\n#### 5"))["score"] == 1.0
-    for truth in ("none", None, [1], True):
+    for truth in ("none", None, [1], True, "2\\sqrt{3}", "\\boxed{3\\pi}", "√3"):
         with pytest.raises(ValueError, match="is no number"):
             numeric(sample(truth=truth))
 

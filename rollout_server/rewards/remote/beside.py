@@ -35,6 +35,10 @@ class Side:
     def __init__(self, judges: Sequence[Rewards]) -> None:
         self._judges = judges
 
+    def gauges(self) -> dict[str, float]:
+        """Those of the judge whose oldest answer waits longest."""
+        return max((judge.gauges() for judge in self._judges), key=lambda found: found["reward_oldest_s"])
+
     async def score(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """Outcomes of samples, in their order. Raises RewardError: one of the judges cannot judge any more."""
         columns = await asyncio.gather(*(judge.score(samples) for judge in self._judges))

@@ -9,8 +9,8 @@ from learner.dialog import Dialog, RunEnded
 from replay import messages as m
 from replay.channel import ChannelError
 from tests.replay.simulation.books import Books, checksum, expect
+from tests.replay.simulation.bus import Policy, SimulatedBus
 from tests.replay.simulation.network import Network
-from tests.replay.simulation.servers import Policy
 
 
 @dataclass(slots=True)
@@ -44,6 +44,7 @@ class SimulatedLearner:
         self,
         name: str,
         network: Network,
+        bus: SimulatedBus,
         books: Books,
         checkpoints: Checkpoints,
         rng: random.Random,
@@ -70,7 +71,7 @@ class SimulatedLearner:
         numbers = range(books.num_ranks)
         config = config.model_copy(update={"network": config.network.model_copy(update={"silent_after_s": 1e6})})
         self.ranks = [Rank(f"learner-{number}.{name}", Dialog(config, number, now)) for number in numbers]
-        self.published: Policy | None = None
+        self.bus = bus
         self.withheld = False
         self.todo: list[str] = []
         """What rank 0 does next, in order."""
@@ -78,7 +79,7 @@ class SimulatedLearner:
             network.connect(rank.identity)
             hello = m.Hello(
                 role="learner", name=f"learner-{number}", pid=1, host="h", rank=number, world_size=len(self.ranks),
-                digest=self.digest, version=version, bus_address=None if number else f"bus-{name}",
+                digest=self.digest, version=version, bus_address=None if number else "bus",
                 rolls_back=rolls_back,
             )  # fmt: skip
             rank.dialog.ask(hello, m.Welcome, "Welcome", now)
@@ -173,7 +174,7 @@ class SimulatedLearner:
         if self.withheld:
             return
         first.announce(m.Published(version=self.version, digest=self.digest))
-        self.published = Policy(self.incarnation, self.version, self.digest, f"bus-{self.name}")
+        self.bus.publish(Policy(self.incarnation, self.version, self.digest), self.books.policy(self.digest))
 
     def _train(self, now: float) -> None:
         parts = [rank.batch for rank in self.ranks if rank.batch is not None]

@@ -124,7 +124,8 @@ class SubscriberTarget(Threaded, DealerTarget):
             self.failure = error
 
     def given(self) -> Mapping[str, Any]:
-        return {"session": self._subscriber._session, "epoch": self._subscriber._epoch, "rejoin": True}
+        known = self._subscriber.subscription
+        return {"session": known.session, "epoch": known.epoch, "rejoin": True}
 
     def close(self) -> None:
         self._closing = True

@@ -2,7 +2,7 @@
 
 TRL's data loader asks for one microbatch more than an update takes, before the update. Replay gives batch s+1 out only
 once step s is committed, so each update has one microbatch more than the batch fills, and that one teaches nothing
-(learner/trl/samples.py). `gradient_accumulation_steps` counts it.
+(examples/trl/samples.py). `gradient_accumulation_steps` counts it.
 """
 
 from collections.abc import Mapping

@@ -17,12 +17,12 @@ import torch
 
 from configs.loading import apply_override, dump, load, parse, validate
 from configs.schema import Config
+from examples.trl.agreement import agreed
+from examples.trl.run import TrlRun
+from examples.trl.samples import OutOfStep
 from learner.check import checks
 from learner.launch.run_folder import claim_run_dir, with_free_name
 from learner.launch.terminal import say
-from learner.trl.agreement import agreed
-from learner.trl.run import TrlRun
-from learner.trl.samples import OutOfStep
 
 GIVEN = "the configuration given to connect()"
 

@@ -1,4 +1,6 @@
-"""Games of textarena (MIT; extra `textarena`): `environment.function: textarena`.
+"""Games of textarena (MIT; extra `textarena`).
+
+`environment.function: examples/environments/textarena_games.py:rollout`
 
 options  game: name in textarena's registry, such as GuessTheNumber-v0; its raw form is played
          players: seats (default 1); the policy plays all of them, and only the first one's turns are trained
@@ -52,7 +54,7 @@ def game(options: Mapping[str, Any]) -> Any:
         import textarena
     except ModuleNotFoundError as error:
         raise EnvironmentFailed(
-            f"environment.function: 'textarena' needs a package ({error}): pip install 'slipstream-rl[textarena]'"
+            f"textarena_games.py needs a package ({error}): pip install 'slipstream-rl[textarena]'"
         ) from error
     name = str(options.get("game", ""))
     try:

@@ -1,4 +1,4 @@
-"""`python -m learner.examples.random_qwen3 SHAPE FOLDER`: a Qwen3 folder of random weights, and prompts for it.
+"""`python -m examples.random_qwen3 SHAPE FOLDER`: a Qwen3 folder of random weights, and prompts for it.
 
 Speed, memory and broadcasts do not depend on the values of weights: to try a shape on GPUs needs no download.
 """

@@ -7,10 +7,10 @@ Example:
     AsyncGRPOTrainer(model, args=args, train_dataset=..., rollout_worker=worker, weight_transfer=transfer).train()
 
 TRL has the loss, the optimizer and its checkpoints; replay, rollout servers and the bus work as under our learner. The
-extra is `slipstream-rl[trl]`; only learner/trl/ and the example import TRL.
+extra is `slipstream-rl[trl]`; only examples/trl/ and the example import TRL.
 """
 
-from learner.trl.agreement import trl_arguments
-from learner.trl.protocols import SlipstreamRolloutWorker, SlipstreamWeightTransfer, connect
+from examples.trl.agreement import trl_arguments
+from examples.trl.protocols import SlipstreamRolloutWorker, SlipstreamWeightTransfer, connect
 
 __all__ = ["SlipstreamRolloutWorker", "SlipstreamWeightTransfer", "connect", "trl_arguments"]

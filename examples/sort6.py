@@ -1,6 +1,6 @@
 """Make the quick-start input on disk: a tiny Qwen3 that can almost sort six digits, and prompts for it.
 
-`python -m learner.examples.sort6 --out data/sort6 --seed 0` writes
+`python -m examples.sort6 --out data/sort6 --seed 0` writes
 
     data/sort6/model/        Hugging Face folder: Qwen3, 102,784 parameters, float32, one token a character
     data/sort6/train.jsonl   {"prompt": "492013=", "answer": "012349"} a row
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.examples.folder import MakeError, make_folder, report_of, seed
+from examples.folder import MakeError, make_folder, report_of, seed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -216,7 +216,7 @@ def make(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the last line of the output is one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m learner.examples.sort6", description="Make the quick-start input.")
+    parser = argparse.ArgumentParser(prog="python -m examples.sort6", description="Make the quick-start input.")
     parser.add_argument("--out", type=Path, default=Path("data/sort6"), help="folder to make (default: %(default)s)")
     for flag, kind, default in (("--seed", seed, 0), ("--train-prompts", int, 20000), ("--eval-prompts", int, 512)):
         parser.add_argument(flag, type=kind, default=default, help="default: %(default)s")

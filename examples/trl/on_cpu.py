@@ -53,7 +53,7 @@ def tree_attention(
         NotImplementedError: the layer has a sliding window or a soft cap.
     """
     if sliding_window or softcap:
-        raise NotImplementedError("learner.trl.on_cpu: no sliding window and no soft cap; use a GPU for this model")
+        raise NotImplementedError("examples.trl.on_cpu: no sliding window and no soft cap; use a GPU for this model")
     length, segments = query.shape[2], tree_cu_seqlens_q.numel() - 1
     numbers = torch.arange(segments, device=query.device)
     owner = numbers.repeat_interleave(tree_cu_seqlens_q.diff())

@@ -1,6 +1,6 @@
 """A harness of verifiers for tasksets without tools: a chat in this process, where `null` starts a program per episode.
 
-It is found under the id `slipstream_chat` (adapters/verifiers_tasks.py); a seat whose taskset brings none gets it.
+It is found under the id `slipstream_chat` (verifiers_tasks.py); a seat whose taskset brings none gets it.
 Every request goes through the endpoint of verifiers, so its trace is whole.
 """
 

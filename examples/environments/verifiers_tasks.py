@@ -1,4 +1,6 @@
-"""Environments of verifiers 0.4 (MIT; extra `verifiers`), as prime-rl trains them: `environment.function: verifiers`.
+"""Environments of verifiers 0.4 (MIT; extra `verifiers`), as prime-rl trains them.
+
+`environment.function: examples/environments/verifiers_tasks.py:rollout`
 
 options  taskset: {id: its package, and its own settings}
          env: further settings of verifiers' EnvConfig, such as {agent: {harness: {id: "null"}, max_turns: 4}}
@@ -19,7 +21,6 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from configs.errors import SlipstreamError
 from replay.prompts.rows import RowError
 from rollout_server.agents.program import variables
 from rollout_server.agents.requests import MODEL, Rules
@@ -54,13 +55,7 @@ _open = AsyncExitStack()
 _starting = asyncio.Lock()
 
 
-class TaskFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-ENV-06",
-    cause="The environment of verifiers raised an error, or gave no reward for an episode.",
-    mend="Correct the environment as the message says; docs/howto/environments.md.",
-):
+class TaskFailed(RuntimeError):
     """verifiers could not play or score an episode."""
 
 
@@ -78,9 +73,9 @@ def prepare(options: Mapping[str, Any]) -> None:
         import verifiers.v1 as vf
     except ImportError as error:
         raise EnvironmentFailed(
-            f"environment.function: 'verifiers' needs a package ({error}): pip install 'slipstream-rl[verifiers]'"
+            f"verifiers_tasks.py needs a package ({error}): pip install 'slipstream-rl[verifiers]'"
         ) from error
-    from rollout_server.environments.adapters import verifiers_chat
+    import verifiers_chat  # beside this file
 
     sys.modules[CHAT] = verifiers_chat  # verifiers finds a harness by the name of a module
     try:

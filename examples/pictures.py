@@ -1,6 +1,6 @@
 """Make the input of the example with pictures: a tiny random Qwen2-VL, and pictures of one colour to name.
 
-`python -m learner.examples.pictures --out data/pictures --seed 0` writes
+`python -m examples.pictures --out data/pictures --seed 0` writes
 
     data/pictures/model/         Qwen2-VL of random weights, with tokenizer, image processor and chat template
     data/pictures/pictures/      PNG files of several sizes
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from learner.examples.folder import make_folder, report_of, seed
+from examples.folder import make_folder, report_of, seed
 
 FORMAT = 1
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 50, 220), "yellow": (230, 220, 40)}
@@ -140,7 +140,7 @@ def fill(folder: Path, arguments: dict[str, int]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the last line of the output is one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m learner.examples.pictures", description=(__doc__ or "")[:80])
+    parser = argparse.ArgumentParser(prog="python -m examples.pictures", description=(__doc__ or "")[:80])
     parser.add_argument("--out", type=Path, default=Path("data/pictures"), help="folder (default: %(default)s)")
     parser.add_argument("--count", type=int, default=64, help="pictures (default: %(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="default: %(default)s")

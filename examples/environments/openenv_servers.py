@@ -1,4 +1,7 @@
-"""Environments behind a server of OpenEnv's protocol (0.10; extra `openenv`): `environment.function: openenv`.
+"""Environments behind a server of OpenEnv's protocol (0.10; extra `openenv`).
+
+`environment.function: examples/environments/openenv_servers.py:rollout`
+
 
 options  url: of a server, http://10.0.0.7:8000, or a list of them, over which prompts are spread
          action: field of an action that gets the answer's text (default: the only text field that it must have);
@@ -27,9 +30,9 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from configs.errors import SlipstreamError
+from textarena_games import STYLES, after, begun  # beside this file
+
 from rollout_server.environments import EnvironmentFailed, EpisodeOver, Trajectory
-from rollout_server.environments.adapters.textarena_games import STYLES, after, begun
 from rollout_server.environments.client import Client
 from rollout_server.environments.protocol import MAX_BYTES, shown
 
@@ -54,13 +57,7 @@ Ask = Callable[[str, Mapping[str, Any]], Awaitable[dict[str, Any]]]
 """Sends a message of this kind with this data; returns the checked observation, reward and done."""
 
 
-class ServerFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-ENV-05",
-    cause="A server of environment.options.url is gone, refuses a session or an action, or speaks another version.",
-    mend="Look into that server's log; docs/howto/environments.md.",
-):
+class ServerFailed(RuntimeError):
     """A server refuses, is gone, or breaks the protocol; the message says what it said."""
 
 
@@ -79,7 +76,7 @@ def prepare(options: Mapping[str, Any]) -> None:
         import aiohttp  # noqa: F401
     except ModuleNotFoundError as error:
         raise EnvironmentFailed(
-            f"environment.function: 'openenv' needs a package ({error}): pip install 'slipstream-rl[openenv]'"
+            f"openenv_servers.py needs a package ({error}): pip install 'slipstream-rl[openenv]'"
         ) from error
     _action[:] = [str(options["action"])] if "action" in options else [text_field(_schema(urls(options)[0]))]
 

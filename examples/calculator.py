@@ -1,6 +1,6 @@
 """Make the input of the two-turn example: a tiny Qwen3 that sometimes asks a calculator, and sums for it.
 
-`python -m learner.examples.calculator --out data/calculator --seed 0` writes
+`python -m examples.calculator --out data/calculator --seed 0` writes
 
     data/calculator/model/        Qwen3 of 102,784 parameters with a chat template; a tool call's frame is one token
     data/calculator/train.jsonl   {"prompt": [{"role": "user", "content": "48+27"}], "answer": "75"} a row
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.examples import sort6
-from learner.examples.folder import make_folder, report_of, seed
-from learner.examples.sort6 import EOS, PAD, SPECIAL
+from examples import sort6
+from examples.folder import make_folder, report_of, seed
+from examples.sort6 import EOS, PAD, SPECIAL
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -123,7 +123,7 @@ def fill(folder: Path, arguments: dict[str, int]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the last line of the output is one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m learner.examples.calculator", description=(__doc__ or "")[:80])
+    parser = argparse.ArgumentParser(prog="python -m examples.calculator", description=(__doc__ or "")[:80])
     parser.add_argument("--out", type=Path, default=Path("data/calculator"), help="folder (default: %(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     args = parser.parse_args(argv)

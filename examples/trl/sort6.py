@@ -1,6 +1,6 @@
 """Sort six digits under TRL's asynchronous GRPO trainer, with Slipstream's rollouts and weight bus, on a CPU.
 
-`python -m learner.examples.trl_sort6 --steps 10` makes the quick start's model and prompts where they are missing,
+`python -m examples.trl.sort6 --steps 10` makes the quick start's model and prompts where they are missing,
 trains with the extra `slipstream-rl[trl]`, and prints one line of JSON at the end:
 
     {"steps": 10, "versions": 11, "proven": 11, "digests_equal": true, "first_reward": 0.31, "last_reward": 0.71, ...}
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.loading import ConfigError, load
-from learner.examples import sort6
-from learner.examples.folder import MakeError
+from examples import sort6
+from examples.folder import MakeError
 
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 """Of TRL, as torchrun or `accelerate launch` have started them."""
@@ -40,8 +40,8 @@ def train(steps: int, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-    from learner.trl import connect, trl_arguments
-    from learner.trl.on_cpu import use_cpu
+    from examples.trl import connect, trl_arguments
+    from examples.trl.on_cpu import use_cpu
 
     torch.set_num_threads(1)
     use_cpu()
@@ -83,7 +83,7 @@ def train(steps: int, folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line; the last line of the output is one line of JSON."""
-    parser = argparse.ArgumentParser(prog="python -m learner.examples.trl_sort6", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.trl.sort6", description=__doc__)
     parser.add_argument("--steps", type=int, default=10, help="updates of TRL (default: %(default)s)")
     parser.add_argument(
         "--data", type=Path, default=Path("data/sort6"), help="model and prompts (default: %(default)s)"
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sort6.make(args.data)
         report = train(args.steps, args.data, args.set)
     except (MakeError, ConfigError) as error:
-        sys.stderr.write(f"trl_sort6: {error}\n")
+        sys.stderr.write(f"examples.trl.sort6: {error}\n")
         return 2
     if os.environ.get("RANK", "0") != "0":
         return 0  # rank 0 has the run

@@ -1,7 +1,7 @@
 """From replay's batches to TRL's queue of samples: what each holds, and what comes in which order.
 
 TRL takes maxima over the tokens of each row: an answer that no token of is in the loss, cut or too old, stands there
-with one token and advantage 0. It also reads one microbatch ahead of its update (learner/trl/agreement.py). With
+with one token and advantage 0. It also reads one microbatch ahead of its update (examples/trl/agreement.py). With
 batches of two microbatches, a and b, and fillers F, the queue holds F a1 b1 | F a2 b2 | F ...: after b1 it gives the
 next F, and a2 only once update 1 is committed. A filler is a prompt and one answer token of the last batch with
 advantage 0: its gradient is exactly 0. The advantages of the others are scaled by what TRL's mean over microbatches
@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import SlipstreamError
+from examples.trl.agreement import READ_AHEAD
 from learner.rows import BatchError
-from learner.trl.agreement import READ_AHEAD
 from replay.messages import Batch
 
 

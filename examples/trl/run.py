@@ -18,6 +18,8 @@ import torch
 
 from configs.errors import InputMissing, SlipstreamError
 from configs.schema import Config
+from examples.trl.processes import Processes
+from examples.trl.samples import Sample, SampleQueue, samples_of
 from learner.advantages import advantages_of, build_advantage
 from learner.batches import BatchReader
 from learner.dialog import RunEnded
@@ -26,8 +28,6 @@ from learner.policy.sharding import DTYPES
 from learner.report.metrics import Metrics
 from learner.rows import check as check_batch
 from learner.trainer import check_rewards, inputs_of
-from learner.trl.processes import Processes
-from learner.trl.samples import Sample, SampleQueue, samples_of
 from learner.weights import numbers_of
 from replay import messages as m
 from replay.channel import ChannelError, load_keys
@@ -55,7 +55,7 @@ class TrlRun:
     """What the rollout worker and the weight transfer share. Created before any process is.
 
     Args:
-        config: as `learner.trl.agreement.agreed` gives it, its run folder claimed.
+        config: as `examples.trl.agreement.agreed` gives it, its run folder claimed.
         microbatch: samples of one microbatch over all processes of TRL.
         make: RolloutSample of TRL.
     """
