@@ -7,6 +7,7 @@ order; those before the first mutant count for mutants that name none. `python -
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -91,7 +92,7 @@ def noticed(root: Path, tests: Sequence[str]) -> str | None:
     Raises RuntimeError: the tests cannot be run.
     """
     for arguments in tests:
-        words = arguments.split()
+        words = shlex.split(arguments)
         if words[0] == "simulation":
             command = ["tests.replay.simulation", "--processes", "1", "--stop-at", "1", "--seeds", words[1]]
         else:
