@@ -88,7 +88,7 @@ def prepare(args: argparse.Namespace) -> Config:
     has_input = True
     if args.resume is not None:
         folder, overrides = Path(args.resume), overrides_of(args)
-        config = earlier_run.resumed(folder, overrides)
+        config = earlier_run.resumed(folder, overrides, args.config if args.is_config_given else None)
         for line in earlier_run.described(earlier_run.changes(folder, overrides, config)):
             say(f"changed: {line}")
     elif args.replay is not None:

@@ -203,7 +203,7 @@ class Guards:
         self.broken = {place: (count, first) for place, (count, first) in state["broken"].items()}
         self.fired = Counter(state["fired"])
         self.skipped, self.lowered_at = state["skipped"], state["lowered_at"]
-        self.unchanged = state.get("unchanged", 0)  # checkpoints of earlier versions have none
+        self.unchanged = state["unchanged"]
         lowered, configured = state["async_lag"]
         if configured == self.config.replay.async_lag:
             self.async_lag = lowered

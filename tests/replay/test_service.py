@@ -164,7 +164,7 @@ def test_a_run_without_any_server_ends_with_a_reason():
     ],
 )
 def test_a_peer_of_another_configuration_is_refused_with_every_key_and_both_values(role, rank, theirs, named):
-    made = service(learner__lr=5e-4)
+    made = service(learner__lr=5e-4, reward__function="exact")
     made.peers.expected = {"tokenizer": "aaa", **shared_values(made.config)}
     given = {**made.peers.expected, **theirs}
     hello = m.Hello(role=role, name="other", pid=9, host="h", rank=rank, world_size=2, fingerprint=given)
