@@ -3,20 +3,15 @@
 `shares` reads `placement.split`, or `placement.rollout` and `placement.learner`; configs/plan.py makes processes of it.
 """
 
-import itertools
 import re
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from configs.errors import BadPlacement
 from configs.infrastructure import Placement
 
 ONLY_NODE = "node0"
 """What the one host of `placement.split` is called."""
-
-BESIDE = ("reference", "critic")
-"""Roles of models that may have ranks of their own beside the learner's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +24,14 @@ class Share:
     node: str
     rollout: tuple[int, ...]
     learner: tuple[int, ...]
-    reference: tuple[int, ...] = ()
-    """Of ranks of its own, in the learner's torchrun world; as `critic`."""
-    critic: tuple[int, ...] = ()
-    reward: tuple[int, ...] = ()
-    """Of reward servers, which belong to the rollout side."""
 
     def devices(self, role: str) -> tuple[int, ...]:
-        """Those of the `learner`, with the models beside it, or of the `rollout` side: engines, then reward servers."""
-        return self.training if role == "learner" else tuple(dict.fromkeys(self.rollout + self.reward))
-
-    @property
-    def training(self) -> tuple[int, ...]:
-        """Devices of the node's torchrun, in the order of its ranks."""
-        return (*self.learner, *self.reference, *self.critic)
-
-    @property
-    def roles(self) -> list[str]:
-        """Of the ranks of its torchrun."""
-        return [role for role in ("learner", *BESIDE) if getattr(self, role)]
+        """Those of the `learner`, or of the `rollout` side."""
+        return self.learner if role == "learner" else self.rollout
 
     def engines(self, tensor_parallel: int) -> list[tuple[int, ...]]:
         """Devices of each rollout server, in blocks of `tensor_parallel`."""
         return _blocks(self.rollout, tensor_parallel)
-
-    def reward_servers(self, devices: int) -> list[tuple[int, ...]]:
-        """Devices of each reward server that `placement.reward` names, in blocks of so many."""
-        return _blocks(self.reward, devices)
 
 
 def node_devices(spec: str, key: str = "placement") -> Iterator[tuple[str, int]]:
@@ -86,9 +62,8 @@ def shares(placement: Placement) -> tuple[Share, ...]:
     if (placement.rollout is None) != (placement.learner is None):
         missing = "rollout" if placement.rollout is None else "learner"
         raise BadPlacement(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
-    reward = _by_node("placement.reward", placement.reward) if placement.reward is not None else {}
     if placement.rollout is None or placement.learner is None:
-        parts = [_split(placement, reward)]
+        parts = [_split(placement)]
     else:
         rollout = _by_node("placement.rollout", placement.rollout)
         learner = _by_node("placement.learner", placement.learner)
@@ -97,26 +72,10 @@ def shares(placement: Placement) -> tuple[Share, ...]:
                 node,
                 tuple(rollout.get(node, ())),
                 tuple(learner.get(node, ())),
-                reward=tuple(reward.get(node, ())),
             )
-            for node in (learner | rollout | reward)
+            for node in (learner | rollout)
         ]
-    reference, critic = (_beside(placement, role, [part.node for part in parts if part.learner]) for role in BESIDE)
-    return tuple(
-        replace(part, reference=tuple(reference.get(part.node, ())), critic=tuple(critic.get(part.node, ())))
-        for part in parts
-    )
-
-
-def _beside(placement: Placement, role: str, nodes: list[str]) -> dict[str, list[int]]:
-    """Devices by node of a model with ranks of its own, which lie on the learner's `nodes`; none without."""
-    where: str = getattr(placement, role)
-    found = {} if where == "learner" else _by_node(f"placement.{role}", where)
-    if strange := [node for node in found if node not in nodes]:
-        raise BadPlacement(
-            f"placement.{role}: {where!r}: {strange[0]} has no learner rank; take devices of a node that has some"
-        )
-    return found
+    return tuple(parts)
 
 
 def check(placement: Placement) -> None:
@@ -133,23 +92,11 @@ def check(placement: Placement) -> None:
             " (rollout servers started by hand: placement.local_rollouts=false)"
         )
     for part in parts:
-        for first, second in itertools.combinations(("learner", *BESIDE), 2):
-            if both := set(getattr(part, first)) & set(getattr(part, second)):
-                raise BadPlacement(
-                    f"placement: {part.node}:{min(both)} is given to both placement.{first} and placement.{second}; a"
-                    " rank has a device of its own"
-                )
-        both = set(part.rollout) & set(part.training)
+        both = set(part.rollout) & set(part.learner)
         if both and not placement.share_gpus:
             raise BadPlacement(
                 f"placement: {part.node}:{min(both)} is given to both sides; rollout and learner devices must be"
                 " disjoint, or set placement.share_gpus=true"
-            )
-        shared = set(part.reward) & {*part.rollout, *part.training}
-        if shared and not placement.share_gpus:
-            raise BadPlacement(
-                f"placement.reward: {part.node}:{min(shared)} has a rollout server or a learner rank; give reward"
-                " servers devices of their own, or set placement.share_gpus=true"
             )
         rest = len(part.rollout) % placement.tensor_parallel
         if rest and placement.rollout is None:
@@ -164,38 +111,23 @@ def check(placement: Placement) -> None:
             )
 
 
-def ranks_of(parts: tuple[Share, ...], node: str, role: str = "learner") -> range:
-    """The ranks of a role on a node; they count through the nodes in their order."""
+def ranks_of(parts: tuple[Share, ...], node: str) -> range:
+    """The learner ranks on a node; they count through the nodes in their order."""
     names = [part.node for part in parts]
-    before = sum(len(getattr(part, role)) for part in parts[: names.index(node)])
-    return range(before, before + len(getattr(parts[names.index(node)], role)))
-
-
-def training_ranks(parts: tuple[Share, ...]) -> list[tuple[str, int]]:
-    """Role of each rank of the learner's torchrun world, and its number among the ranks of that role.
-
-    Example: a node with 2 learner devices and 1 for the critic has ("learner", 0), ("learner", 1), ("critic", 0).
-    """
-    count: Counter[str] = Counter()
-    found = []
-    for part in parts:
-        for role in ("learner", *BESIDE):
-            for _ in getattr(part, role):
-                found.append((role, count[role]))
-                count[role] += 1
-    return found
+    before = sum(len(part.learner) for part in parts[: names.index(node)])
+    return range(before, before + len(parts[names.index(node)].learner))
 
 
 def most_devices(share: Share) -> int:
     """Devices that the node needs: the highest index and one."""
-    return max((*share.rollout, *share.training, *share.reward), default=-1) + 1
+    return max((*share.rollout, *share.learner), default=-1) + 1
 
 
 def _blocks(devices: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
     return [devices[start : start + size] for start in range(0, len(devices), size)]
 
 
-def _split(placement: Placement, reward: dict[str, list[int]]) -> Share:
+def _split(placement: Placement) -> Share:
     if placement.split is None or not re.fullmatch(r"\d+:\d+", placement.split):
         raise BadPlacement(
             f"placement.split: {placement.split!r} is not of the form 'R:L', such as '6:2' for 6 rollout and 2"
@@ -203,13 +135,7 @@ def _split(placement: Placement, reward: dict[str, list[int]]) -> Share:
         )
     rollout, learner = map(int, placement.split.split(":"))
     first = max(0, rollout - learner) if placement.share_gpus else rollout
-    if reward.keys() - {ONLY_NODE}:
-        raise BadPlacement(
-            f"placement.reward: {placement.reward!r} with placement.split, whose one host is {ONLY_NODE}; give devices"
-            f" of {ONLY_NODE}, or placement.rollout and placement.learner"
-        )
-    servers = tuple(reward.get(ONLY_NODE, ()))
-    return Share(ONLY_NODE, tuple(range(rollout)), tuple(range(first, first + learner)), reward=servers)
+    return Share(ONLY_NODE, tuple(range(rollout)), tuple(range(first, first + learner)))
 
 
 def _by_node(key: str, spec: str) -> dict[str, list[int]]:

@@ -8,8 +8,9 @@ from typing import Any, NoReturn
 
 from configs.schema import Config
 from learner.batches import BatchReader
-from learner.beside.build import build_beside
+from learner.beside.beside import build_beside
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
+from learner.checkpoints.memory_plan import KEY, described, plan_memory
 from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
 from learner.guards.roll_back import RollBack, RollBacks
 from learner.ledger import Ledger
@@ -20,7 +21,6 @@ from learner.ranks import Ranks
 from learner.report.evaluation import Evaluations
 from learner.report.metrics import Metrics, Spans
 from learner.report.rollouts import RolloutWriter
-from learner.report.split_hint import SplitHint
 from learner.report.trace.rank import Profile
 from learner.rows import check as check_batch
 from learner.trainer import CRITIC_WARMUP, Trainer, Update, check_rewards
@@ -42,9 +42,12 @@ class Learner:
         self.config = config
         self.ranks = ranks
         self.batches = batches
-        self.policy = build_policy(config, ranks.mesh, ranks.device)
+        budget = plan_memory(config, ranks.mesh, ranks.device)
+        self._plan = {KEY: described(config, budget)}
+        """For checkpoints, which a resumed run goes on from in the same way."""
+        self.policy = build_policy(config, ranks.mesh, ranks.device, budget)
         self.optimizer = Optimizer(config.learner, self.policy)
-        self.beside = build_beside(config, self.policy, ranks.lines)
+        self.beside = build_beside(config, self.policy)
         parts = self.beside.parts
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer, parts, meanwhile=batches.heartbeat)
         self.guards = Guards(config)
@@ -62,13 +65,12 @@ class Learner:
         self.profile = Profile(config, ranks, lambda: batches.clock())
         self._spans = Spans(self.profile.observe)
         self.trainer = Trainer(config, self.policy, self.optimizer, self._spans, self.beside, self.guards)
-        self._step_started, self._cores, self._update_cpu_s = time.monotonic(), Cores(), 0.0
+        self._step_started, self._cores = time.monotonic(), Cores()
         self.trainer.objective = self.rollouts.watch(self.trainer.objective)
         what = "the first step, which compiles the layers" if config.learner.compile is True else "the first step"
         self._first_step: AbstractContextManager[Any] = Progress(what)
         if ranks.is_first:
             self.evaluations = Evaluations(config)
-            self.hint = SplitHint(config)
 
     def start(self, *, resume: bool) -> int:
         """Load the checkpoint of a resumed run, join replay; returns the version.
@@ -110,7 +112,7 @@ class Learner:
             self.roll_backs.done()
         for earlier in waiting:
             self.batches.announce(m.Evaluate(version=earlier))
-        self.batches.incarnation, repeats = self.ranks.agree(welcome.incarnation, welcome.resumes_until)
+        self.batches.dialog.incarnation, repeats = self.ranks.agree(welcome.incarnation, welcome.resumes_until)
         self._withheld = repeats > version
         log.info(
             "rank %d starts at version %d, policy digest %s%s", self.ranks.rank, version, digest,
@@ -155,7 +157,6 @@ class Learner:
 
     def update(self, batch: Batch) -> Update:
         """Train on it; what was trained goes to the rollout files. Raises OutOfMemory."""
-        began = time.process_time()
         self.rollouts.begin(batch.step)
         first = self._first_step
         self._first_step = nullcontext()
@@ -166,7 +167,6 @@ class Learner:
             if said := self.policy.when_exhausted(error, self.config):
                 raise OutOfMemory(said) from error
             raise
-        self._update_cpu_s = time.process_time() - began
         if self.policy.leads:
             self.rollouts.write_if_due(batch, update.advantages)
         if update.reason not in ("", CRITIC_WARMUP):
@@ -208,7 +208,7 @@ class Learner:
                 expected=batch.expected_digest,
             )
             values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report), **spans}
-            values |= self._saved | self.hint.take(step)
+            values |= self._saved
             self._saved = {}
             communication_s = self.policy.communication.take()
             if communication_s:
@@ -219,9 +219,8 @@ class Learner:
                 "training/groups_trained_twice": twice,
                 "trainer/idle_ratio": min(1.0, spans.get("timing_s/wait_batch", 0.0) / step_s),
                 "trainer/cores": self._cores.take(),
-                "trainer/update_cpu_s": self._update_cpu_s,
                 "guards/roll_backs": float(self.roll_backs.count),
-                "perf/throughput": batch.stats["perf/total_num_tokens"] / step_s,
+                "perf/learner_tokens_per_s": batch.stats["perf/total_num_tokens"] / step_s,
             }
             self.metrics.log(step, values)
             if self.batches.vitals is not None:
@@ -238,7 +237,8 @@ class Learner:
     def _act(self, step: int, verdict: Verdict) -> None:
         """What follows from a verdict once the step is committed; every rank does the same."""
         for alarm in verdict.alarms:
-            log.warning("guard: %s", alarm.text)
+            if said := self.guards.said(alarm):
+                log.warning("guard: %s", said)
         if verdict.async_lag is not None and self.ranks.is_first:
             log.warning("guard: step %d: the lag is %d at most from here on", step, verdict.async_lag)
             self.batches.announce(m.LowerLag(step=step, async_lag=verdict.async_lag))
@@ -290,7 +290,9 @@ class Learner:
                 self._settle(wait=is_due)
             if is_due:
                 cursor = self.batches.cursor(step) if self.ranks.is_first else {}
-                self.checkpoints.start(step, replay=cursor, digest=self._masters, guards=self.guards.state())
+                self.checkpoints.start(
+                    step, replay=cursor, digest=self._masters, guards=self.guards.state(), **self._plan
+                )
                 self._settle(wait=is_last or not self.config.checkpoint.asynchronous)
 
     def _settle(self, *, wait: bool) -> None:
@@ -310,10 +312,8 @@ class Learner:
             if self.config.checkpoint.keep_best:
                 self.checkpoints.tidy()
             self.metrics.close()
-            self.hint.close()
         self.profile.close()
         self.bus.close()
-        self.beside.close()
 
     def _record_evaluations(self) -> None:
         inbox = self.batches.inbox

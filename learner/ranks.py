@@ -6,9 +6,9 @@ without it the process is the only rank.
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.errors import SlipstreamError, Unexpected
 from configs.schema import Config
-from learner.beside.line import Line
 from learner.policy.determinism import set_deterministic
 from learner.policy.meshes import Meshes, make_meshes
 from replay.channel.interfaces import bind_collectives
@@ -58,11 +57,6 @@ class Ranks:
     world_size: int
     device: torch.device
     mesh: DeviceMesh | Meshes
-    """Of the ranks of this role."""
-    role: str = "learner"
-    """Or that of a model beside the policy, which `rank` and `world_size` count then."""
-    lines: Mapping[str, Line] = field(default_factory=dict)
-    """By role, to the models that have ranks of their own."""
 
     def agree(self, *values: int) -> list[int]:
         """Rank 0's values, broadcast to all ranks (a collective)."""
@@ -84,10 +78,10 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         RanksError: torchrun started another number of ranks than the placement says, or there is no such GPU.
         InterfaceError: network.host is no address of this machine.
     """
-    world_size, places = int(os.environ.get("WORLD_SIZE", "1")), config.training_ranks
-    if world_size != len(places):
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    if world_size != config.num_learner_ranks:
         raise RanksError(
-            f"torchrun started {world_size} ranks, the placement has {len(places)} learner devices;"
+            f"torchrun started {world_size} ranks, the placement has {config.num_learner_ranks} learner devices;"
             " start as many on all learner nodes together, or change placement"
         )
     device = device_of(config)
@@ -106,12 +100,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    role, number = place_of(config)
-    if all(other == "learner" for other, _ in places):
-        yield Ranks(number, world_size, device, make_meshes(config.learner.mesh, device, timeout))
-    else:
-        mesh, lines = split_roles(config, device)
-        yield Ranks(number, sum(other == role for other, _ in places), device, mesh, role, lines)
+    yield Ranks(rank, world_size, device, make_meshes(config.learner.mesh, device, timeout))
     # Only after a good run: with a peer inside a collective this would wait for it.
     dist.destroy_process_group()
 
@@ -130,30 +119,6 @@ def named(error: Exception) -> Exception:
         first, newline, rest = text.partition("\n")
         return CollectiveFailed(f"{first}; a rank that the others wait for stands still{said} [silent]{newline}{rest}")
     return CollectiveFailed(text) if isinstance(error, dist.DistError) else Unexpected(text)
-
-
-def place_of(config: Config) -> tuple[str, int]:
-    """Role of this process in the torchrun world, and its number among those of its role."""
-    rank, places = int(os.environ.get("RANK", "0")), config.training_ranks
-    return places[rank] if rank < len(places) else ("learner", rank)  # too many ranks are refused by join_ranks
-
-
-def split_roles(config: Config, device: torch.device) -> tuple[DeviceMesh, dict[str, Line]]:
-    """The mesh of this rank's role, and the lines between the policy and each other role. A collective of the world."""
-    ranks: dict[str, list[int]] = {}
-    for rank, (role, _) in enumerate(config.training_ranks):
-        ranks.setdefault(role, []).append(rank)
-    deadline = timedelta(seconds=config.learner.collective_deadline_s)
-    groups = {role: dist.new_group(members, timeout=deadline) for role, members in ranks.items()}
-    # the policy may wait for its batch, the bus, an evaluation and, at the end, two checkpoints before the next order
-    others = config.evaluation.deadline_s + 2 * config.checkpoint.deadline_s
-    patience = timedelta(seconds=3 * config.learner.batch_deadline_s + others)
-    lines = {}
-    for role, members in ranks.items():
-        if role != "learner":
-            group = dist.new_group(sorted([*ranks["learner"], *members]), backend="gloo", timeout=patience)
-            lines[role] = Line(group, ranks["learner"], members, dist.get_rank())
-    return DeviceMesh.from_group(groups[place_of(config)[0]], device.type), lines
 
 
 def device_of(config: Config) -> torch.device:

@@ -18,16 +18,16 @@ import torch.distributed as dist
 
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
-from learner.batches import BatchReader, RunEnded
-from learner.beside.serve import serve
+from learner.batches import BatchReader
 from learner.checkpoints.checkpointer import CheckpointError
+from learner.dialog import RunEnded
 from learner.guards import SilentlyWrong
 from learner.guards.roll_back import RollBack
 from learner.learner import Learner
 from learner.losses import LossError
 from learner.policy.memory import OutOfMemory
 from learner.policy.pretrained import PolicyError
-from learner.ranks import Ranks, RanksError, join_ranks, named, place_of
+from learner.ranks import Ranks, RanksError, join_ranks, named
 from learner.report.device import readings
 from learner.report.metrics import MetricsError
 from learner.rows import BatchError
@@ -121,31 +121,28 @@ def main(make_learner: MakeLearner = Learner) -> NoReturn:
     parser.add_argument("--resume", action="store_true", help="start from the newest complete checkpoint")
     args = parser.parse_args()
     die_with_parent(int(os.environ.get(PARENT, os.getppid())))
-    role, rank = "learner", int(os.environ.get("RANK", "0"))
+    rank = int(os.environ.get("RANK", "0"))
+    name = f"learner-{rank}"
     try:
         config = from_arguments(args)
-        role, rank = place_of(config)
-        set_up_logging(f"{role}-{rank}", config.run_dir)
-        hang.begin(f"{role}-{rank}", config.run_dir, replay=args.replay, keys=config.network.keys)
-        with Vitals(config, f"{role}-{rank}", role, device=readings) as vitals:
-            if role == "learner":
-                train(config, args.replay, resume=args.resume, make_learner=make_learner, vitals=vitals)
-            else:
-                serve(config)
+        set_up_logging(name, config.run_dir)
+        hang.begin(name, config.run_dir, replay=args.replay, keys=config.network.keys)
+        with Vitals(config, name, "learner", device=readings) as vitals:
+            train(config, args.replay, resume=args.resume, make_learner=make_learner, vitals=vitals)
     except (*REFUSALS, RunEnded) as error:
-        stop(role, rank, error)
+        stop(rank, error)
     except (ChannelError, RollBack) as error:
-        log.error("%s rank %d breaks off: %s", role, rank, error)
+        log.error("learner rank %d breaks off: %s", rank, error)
         leave(1)
     except Exception as error:  # the edge of the process: whatever it is, the log names it
-        log.error("%s rank %d breaks off: %s", role, rank, named(error), exc_info=not isinstance(error, dist.DistError))
+        log.error("learner rank %d breaks off: %s", rank, named(error), exc_info=not isinstance(error, dist.DistError))
         leave(1)
     leave(0)
 
 
-def stop(role: str, rank: int, error: BaseException) -> NoReturn:
+def stop(rank: int, error: BaseException) -> NoReturn:
     """Log why this rank stops, and exit."""
-    log.error("%s rank %d stops: %s", role, rank, error)
+    log.error("learner rank %d stops: %s", rank, error)
     leave(2)
 
 

@@ -62,9 +62,11 @@ class Welcome(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Message):
-    """Replay does not admit this peer, or ends the run; the reason says why and what to do."""
+    """Replay does not admit this peer, or this message of it; the reason says why and what to do, `code` decides."""
 
     reason: str
+    code: Literal["hello", "peer", "message"] = "peer"
+    """Hello mends it, for something was lost; this peer may not take part; one message cannot be used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,12 +111,18 @@ class LeaseRequest(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lease(Message):
-    """A prompt handed to a rollout server."""
+class OfLease(Message):
+    """About one attempt at a prompt."""
 
     pass_: int
     index: int
     attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease(OfLease):
+    """A prompt handed to a rollout server."""
+
     min_version: int
     lease_s: float
     seed: int
@@ -130,49 +138,47 @@ class Lease(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew(Message):
-    """Leases still worked on; with replay.partial_rollouts also what was sampled since the last one.
+    """All that a server holds, each beat (replay/channel/delivery.py); [pass, index, attempt, tokens so far] of leases.
 
-    Example: progress [[0, 1, 7, 2, 0]] says that answer 1 of leases[0] had 7 tokens and has got the 2 in the arrays.
+    With replay.partial_rollouts also what was sampled since the last one. Example: progress [[0, 1, 7, 2, 0]] says that
+    answer 1 of leases[0] had 7 tokens and has got the 2 in the arrays; 1 says that a stop token ended it, 2 its length.
     """
 
     leases: list[list[int]]
+    finished: list[list[int]] = field(default_factory=list)
+    """[pass, index, attempt] of groups sent and not acknowledged."""
+    evaluations: list[list[int | str | bool]] = field(default_factory=list)
+    """[version, set, greedy, first, whether its result was sent] of parts of evaluations."""
     queued: list[int] = field(default_factory=list)
-    """Positions in `leases` of those that wait at the server for their turn: nothing of them runs."""
+    """Positions in `leases` of those that wait for their turn: nothing of them runs."""
     sampled: int = 0
-    """Tokens that the server's engine has sampled since its start, of evaluations too: whether it works at all."""
+    """Tokens that the engine has sampled since its start, of evaluations too: whether it works at all."""
     progress: list[list[int]] = field(default_factory=list)
-    """[position in leases, answer, tokens before, new ones, 0 | 1 | 2]: 1 ended by a stop token, 2 by its length."""
+    """[position in leases, answer, tokens before, new ones, 0 | 1 | 2]."""
     token_ids: Int32 = field(default_factory=_no_ints)
     logprobs: Float32 = field(default_factory=_no_floats)
     versions: Int32 = field(default_factory=_no_ints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel(Message):
+class Cancel(OfLease):
     """From a rollout server: this lease failed. From replay: stop working on it."""
 
-    pass_: int
-    index: int
-    attempt: int
     reason: str
     detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group(Message):
+class Group(OfLease):
     """A finished group: `n` trajectories of one prompt, concatenated; S samples, mostly one of each trajectory.
 
     Example: 2 trajectories of 3 and 2 tokens have lengths [3, 2] and 5 entries in each token array. If the first one's
     context was compacted once: samples [2, 1], lengths [3, 4, 2], prompt_lengths [5, 6, 5], 16 prompt_ids.
     """
 
-    pass_: int
-    index: int
-    attempt: int
     finish_reasons: list[str]
     texts: list[str]
     reward_metrics: dict[str, float]
-    """Mean of what a reward function returned besides its score, and reward/seconds."""
     generate_s: float
     data_source: str
     prompt_ids: Int32
@@ -187,7 +193,6 @@ class Group(Message):
     versions: Int32
     """Policy version that sampled the token; of the sampled token before it, where the environment gave it."""
     rewards: Float32
-    """[n] of each trajectory."""
     samples: Int32 = field(default_factory=_no_ints)
     """[n] samples of each trajectory; empty: one each."""
     prompt_lengths: Int32 = field(default_factory=_no_ints)
@@ -201,39 +206,40 @@ class Group(Message):
     """[n] 1 for a failed trajectory that is not trained, of which `samples` may be 0; empty: none."""
     error_detail: str = ""
     policies: list[list[int]] = field(default_factory=list)
-    """[incarnation, version] of each policy that may have sampled a token of this group. Empty: each version is of the
-    incarnation that its sender serves now."""
+    """[incarnation, version] of each policy that may have sampled a token of it. Empty: of what its sender serves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ack(Message):
-    """Replay has this group, or will never want it; the sender may forget it."""
+class Ack(OfLease):
+    """Replay has this group, or will never want it: the sender may forget it. Of one that was lost, `missing`."""
 
-    pass_: int
-    index: int
-    attempt: int
-    status: Literal["accepted", "superseded", "rejected"]
+    status: Literal["accepted", "superseded", "rejected", "missing"]
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Take(Message):
-    """Rank asks for its part of batch `step`; with `have` it says that it holds it."""
+class OfStep(Message):
+    """About one step."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Take(OfStep):
+    """Rank asks for its part of batch `step`; with `have` it says that it holds it."""
+
     rank: int
     have: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch(Message):
+class Batch(OfStep):
     """One rank's part of batch `step`, with what every rank must know about the whole batch.
 
     `n` samples are this rank's, `N` trajectories are the batch's; mostly a trajectory is one sample. Token arrays are
     concatenated over the n samples; token_ids holds prompt and answer, the other token arrays the answer only.
     """
 
-    step: int
     rank: int
     num_microbatches: int
     total_loss_tokens: int
@@ -241,10 +247,9 @@ class Batch(Message):
     group_ids: list[list[int]]
     """[pass, index] of the batch's groups, oldest admitted first."""
     stats: dict[str, float]
-    """Numbers about the whole batch, ready for metrics.jsonl."""
     lag_histogram: dict[str, int]
     publish: bool = True
-    """Whether the version that this step makes goes out; not while a resumed learner repeats journalled steps."""
+    """Whether its version goes out; not while a resumed learner repeats journalled steps."""
     expected_digest: str = ""
     """Parameter digest that the journal has for this step; empty for a step that was never committed."""
     checkpoint: bool = False
@@ -269,21 +274,23 @@ class Batch(Message):
     pictures: list[str] = field(default_factory=list)
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
     picture_counts: Int32 = field(default_factory=_no_ints)
-    """Of each of group_ids, 0 where no sample of it is here; empty: no prompt has pictures, which are as in Group."""
+    """Of each of group_ids, 0 where no sample of it is here; empty: no prompt has pictures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proceed(Message):
+class Sent(OfStep):
+    """Answer to a repeated Take: this rank's part of batch `step` was sent before. A rank without it says Hello."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proceed(OfStep):
     """All ranks hold their part of batch `step`: collectives may start."""
 
-    step: int
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed(Message):
+class Committed(OfStep):
     """Rank 0: step `step` is in the weights, which are now version `step` with this parameter digest."""
 
-    step: int
     digest: str
 
 
@@ -296,34 +303,29 @@ class Published(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CursorRequest(Message):
+class CursorRequest(OfStep):
     """Rank 0 wants replay's state for a checkpoint."""
-
-    step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cursor(Message):
+class Cursor(OfStep):
     """Replay's state as a checkpoint of `step` needs it."""
 
-    step: int
     state: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpointed(Message):
+class Checkpointed(OfStep):
     """Rank 0: the checkpoint of `step` is complete on disk."""
 
-    step: int
     kept: list[int] = field(default_factory=list)
     """Steps of all complete checkpoints; the journal keeps what they need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LowerLag(Message):
-    """Rank 0: a guard lowers the bound of the lag, for prompts that are admitted from now on."""
+class LowerLag(OfStep):
+    """Rank 0: a guard that judged this step lowers the bound of the lag, for prompts that are admitted from now on."""
 
-    step: int
     async_lag: int
 
 
@@ -335,34 +337,35 @@ class Evaluate(Message):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationLease(Message):
-    """Evaluate these prompts with exactly this version. Outside admission."""
+class OfPart(Message):
+    """About a part of an evaluation."""
 
     version: int
-    set: str
+    set: str = ""
     """Name in data.eval; empty where that is one file."""
     greedy: bool
-    first: int
+    first: int = 0
     """Number in its set of the first prompt."""
-    samples: int
+    samples: int = 1
+    asked: str = ""
+    """Hash of what is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationLease(OfPart):
+    """Evaluate these prompts with exactly this version. Outside admission."""
+
     temperature: float
     max_new_tokens: int
     seed: int
     """Prompt i of the set has the seed `seed` + i, and each of its answers a stream of its own."""
     prompts: list[dict[str, object]]
-    asked: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationResult(Message):
+class EvaluationResult(OfPart):
     """Scores of one EvaluationLease, in order, for rank 0; an answer that is left out (as in Group) has none."""
 
-    version: int
-    set: str = ""
-    greedy: bool
-    first: int = 0
-    samples: int = 1
-    asked: str = ""
     seconds: float
     texts: list[str]
     finish_reasons: list[str]
@@ -378,7 +381,6 @@ class EvaluationFailed(Message):
     """From a rollout server: it cannot finish this evaluation; another server that holds the version may."""
 
     version: int
-    greedy: bool
     reason: str
 
 
@@ -390,11 +392,9 @@ class EvaluationClosed(Message):
     reason: str = ""
 
 
-FROM_ANYONE = (Hello, Heartbeat, Goodbye, StatusRequest)
 FROM_SERVERS = (LeaseRequest, Renew, Cancel, Group, EvaluationResult, EvaluationFailed)
 FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed, LowerLag)
-TO_REPLAY = registry(*FROM_ANYONE, *FROM_SERVERS, Take, *FROM_RANK_0)
-TO_ANYONE = (Welcome, Refused, Heartbeat, Goodbye, Status)
+TO_REPLAY = registry(Hello, Heartbeat, Goodbye, StatusRequest, *FROM_SERVERS, Take, *FROM_RANK_0)
 TO_SERVERS = (Lease, Cancel, Ack, EvaluationLease, EvaluationClosed)
-TO_LEARNER = (Batch, Proceed, Cursor, EvaluationResult, EvaluationClosed)
-FROM_REPLAY = registry(*TO_ANYONE, *TO_SERVERS, *TO_LEARNER)
+TO_LEARNER = (Batch, Sent, Proceed, Cursor, EvaluationResult, EvaluationClosed)
+FROM_REPLAY = registry(Welcome, Refused, Heartbeat, Goodbye, Status, *TO_SERVERS, *TO_LEARNER)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from configs.schema import Config
 from configs.shared import concerns
-from replay.channel import Message
+from replay.channel import Inventory, Message
 from replay.channel.keys import SHARED
 from replay.desks.line import Policy
 from replay.messages import FROM_RANK_0, FROM_SERVERS, Hello, Role
@@ -34,6 +34,8 @@ class Peer:
     """Learner ranks are not forgotten when a send fails: they may come back within network.silent_after_s."""
     gauges: dict[str, float] = field(default_factory=dict)
     groups_accepted: int = 0
+    inventory: Inventory[tuple[int | str | bool, ...]] = field(default_factory=Inventory)
+    """Leases (pass, index, attempt) and parts of evaluations (version, set, greedy, first) that it says to hold."""
 
     @property
     def policy(self) -> Policy:

@@ -36,15 +36,11 @@ from replay.timeline import ENDED, Timeline
 
 log = logging.getLogger(__name__)
 
-
-Handler = Callable[[Peer, Any, float, Frames], None]
-"""handle(peer, message, now, frames)"""
+Handler = Callable[[Peer, Any, float, Frames], None]  # (peer, message, now, frames)
 
 
 class Service:
     """The only owner of the prompt cursor, the leases, the buffer and the journal."""
-
-    batch_desk_type = BatchDesk
 
     def __init__(
         self,
@@ -71,13 +67,13 @@ class Service:
         fail = partial(self.end, failed=True)
         self.granting = Granting(run, peers, fail=fail)
         self.intake = Intake(run, peers, self.granting, fail=fail)
-        self.batch_desk = self.batch_desk_type(run, peers, self.granting, fail=fail)
+        self.batch_desk = BatchDesk(run, peers, self.granting, fail=fail)
         self.evaluations = EvaluationDesk(run, peers, work)
         self.incarnations = Incarnations(
             run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, fail=fail,
             expired=self._expired, now=now,
         )  # fmt: skip
-        self.report = StatusReport(run, peers, self.granting, self.intake, self.batch_desk)
+        self.report = StatusReport(config, run, peers, self.granting, self.intake, self.batch_desk)
         self.timeline: Timeline | None = None
         """Set where the run has a folder (replay/main.py)."""
         self.no_server_since = now
@@ -99,7 +95,7 @@ class Service:
             m.Heartbeat: self._heartbeat,
             m.Goodbye: self._goodbye,
             m.LeaseRequest: self._lease_request,
-            m.Renew: lambda peer, renew, now, _: granting.renew(peer, renew, now),
+            m.Renew: self._renew,
             m.Cancel: lambda peer, cancel, _, __: intake.failed(peer, cancel),
             m.Group: lambda peer, group, _, frames: intake.group(peer, group, frames),
             m.EvaluationResult: lambda peer, result, _, frames: evaluations.result(peer, result, frames),
@@ -152,7 +148,7 @@ class Service:
             return
         peer = self.peers.get(identity)
         if peer is None:
-            self._send(identity, m.Refused(reason="say Hello first: replay does not know this peer (was it silent?)"))
+            self._send(identity, m.Refused(code="hello", reason="replay does not know this peer (was it silent?)"))
             return
         peer.last_heard, peer.unreachable_since = now, None
         if not isinstance(message, m.Heartbeat):
@@ -166,13 +162,12 @@ class Service:
 
     def corrupt(self, identity: str, problem: WireError) -> None:
         """A message that cannot be used: counted and named."""
-        peer = self.peers.get(identity)
-        symptom = getattr(problem, "symptom", "corrupt")
+        peer, symptom = self.peers.get(identity), problem.symptom
         self.counters[f"{symptom}_messages"] += 1
         name = peer.name if peer else shown(identity)
         self._bounded.warning(symptom, "replay: message of %s refused: %s [%s]", name, problem, symptom)
         if peer is None:  # it may speak another schema; one that was admitted sends again what is not acked
-            self._send(identity, m.Refused(reason=f"message refused: {problem}"))
+            self._send(identity, m.Refused(code="message", reason=f"message refused: {problem}"))
 
     def tick(self, now: float, *, late: bool = False) -> None:
         """What time alone causes: expired leases, silent peers, overdue evaluations, a run without servers.
@@ -189,14 +184,12 @@ class Service:
         for identity in [i for i, until in self.missing.items() if now > until]:
             del self.missing[identity]
             held = self.granting.server_lost(identity)
-            log.warning(
-                "replay: %s has not come back; its %d leases go to other servers [silent]", shown(identity), held
-            )
+            log.warning("replay: %s is not back; its %d leases go to other servers [silent]", shown(identity), held)
         if not self.missing:
             self.evaluations.give_up()
         for version in self.evaluations.expire(now):
-            what, limit_s = f"the evaluation of version {version}", self.config.evaluation.deadline_s
-            self._say_hung(what, [], limit_s, "evaluation.deadline_s")
+            key, limit_s = "evaluation.deadline_s", self.config.evaluation.deadline_s
+            self._say_hung(f"the evaluation of version {version}", [], limit_s, key)
         self._watch_for_servers(now)
         self.advance(now)
 
@@ -263,6 +256,7 @@ class Service:
         except JournalError as error:
             if self.unwritten_since is None:
                 self.unwritten_since = now
+                self.report.waits.disk = now, str(error).partition("\n")[0]
                 self.counters["journal_full"] += 1
                 log.error("replay: the journal waits for its disk, and nothing is acknowledged: %s [full]", error)
             # half of what a learner waits for its batch, which does not know why it waits
@@ -273,7 +267,7 @@ class Service:
             return False
         if self.unwritten_since is not None:
             log.info("replay: the journal is written again after %.1f s", now - self.unwritten_since)
-            self.unwritten_since = None
+            self.unwritten_since, self.report.waits.disk = None, None
         return True
 
     def _heartbeat(self, peer: Peer, message: m.Heartbeat, now: float, _: Frames) -> None:
@@ -291,12 +285,18 @@ class Service:
         elif message.incarnation < self.incarnation or message.version <= self.buffer.version:
             self.evaluations.holds(peer, message.version)  # else its commit is still on the way; the wish comes again
 
+    def _renew(self, peer: Peer, message: m.Renew, now: float, _: Frames) -> None:
+        self.granting.renew(peer, message, now)
+        self.intake.finished(peer, message.finished)
+        self.evaluations.inventory(peer, message.evaluations)
+
     def _published(self, _: Peer, message: m.Published, now: float, __: Frames) -> None:
         self.run.policies.possible(message.version)
         self.report.latency.announced(message.version, now)
 
     def _committed(self, _: Peer, message: m.Committed, __: float, ___: Frames) -> None:
         self.batch_desk.committed(message)
+        self.intake.early.clear()
         self.incarnations.settle()
         self.evaluations.made(self.buffer.version)
 
@@ -315,7 +315,7 @@ class Service:
     def _cursor_request(self, peer: Peer, request: m.CursorRequest, _: float, __: Frames) -> None:
         if request.step != self.buffer.version:
             lost = f"replay is at version {self.buffer.version}, the commit of {request.step} was lost"
-            self._send(peer.identity, m.Refused(reason=f"say Hello first: {lost}"))
+            self._send(peer.identity, m.Refused(code="hello", reason=lost))
             return
         self.journal.want_sync()  # a durable checkpoint must not be ahead of the journal
         self._send(peer.identity, m.Cursor(step=request.step, state=self.cursor()))
@@ -356,6 +356,7 @@ class Service:
         self._send(identity, self.run.welcome())
         if hello.role == "rollout_server":
             self.evaluations.joined(peer)
+        self.batch_desk.joined(hello)
 
     def _goodbye(self, peer: Peer, message: m.Goodbye, now: float, _: Frames) -> None:
         self._send(peer.identity, m.Goodbye(reason="goodbye"))

@@ -8,27 +8,22 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from configs.schema import Config
 from replay.channel import load_keys
 from replay.hang import expired
 from replay.trace import Recorder, now_ns, to_ns
-from rollout_server.engines import Engine, EngineError, direct_updates, staging_in
+from rollout_server.engines import Engine, staging_in
 from rollout_server.engines.base import PauseMode
 from weight_bus.control import wake_quickly
 from weight_bus.digest import combined
-from weight_bus.errors import BusClosed, EngineSpoiled, TransportError
-from weight_bus.manifest import Entry
+from weight_bus.errors import BusClosed
 from weight_bus.remote import RemoteIntake
 from weight_bus.staging import Staging
 from weight_bus.subscriber import Subscriber
-from weight_bus.transports.base import Formation
-
-if TYPE_CHECKING:
-    from rollout_server.engines.sglang.direct import DirectGroup
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -76,8 +71,6 @@ class WeightFollower:
         """Of what the last update left in the engine."""
         self._pinned: dict[int, str] = {}
         """Digest of each version that was pinned."""
-        direct = direct_updates(config, engine)
-        self._direct = _DirectEnd(self, direct) if direct is not None else None
         self._stages = staging_in(config, engine)
         # of all subscribers: the engine keeps it mapped, so another set would not fit beside it on a GPU
         self._staging = Staging()
@@ -103,7 +96,6 @@ class WeightFollower:
             host=network.host,
             run_id=run_id,
             keys=load_keys(network.keys),
-            direct=self._direct,
             intake=RemoteIntake(lambda: self.wait_for(stages.link()), bus, run_id, self._load) if stages else None,
             staging=self._staging,
             on_silence=_silence,
@@ -129,15 +121,6 @@ class WeightFollower:
                 await self._engine.pause(cast(PauseMode, self._config.on_new_weights))
             self._paused_at = began
             self.gauges["pausing_s"] = time.monotonic() - began
-
-    async def call_off(self) -> None:
-        """Resume a serving engine after an update that ended before touching it."""
-        if self._serves:
-            await self._go_on()
-
-    def touch(self) -> None:
-        """Note that the engine receives a part of an update."""
-        self._serves = False
 
     async def update(self, load: Callable[[], Awaitable[None]]) -> Digests:
         """Pause, run `load`; digests of what the engine then holds."""
@@ -227,49 +210,3 @@ class WeightFollower:
 def _silence(what: str, waited_s: float) -> str:
     """The hang report of a publisher that has been silent past the deadline; the subscriber waits on."""
     return expired(what, owed_by=("learner-0",), waited_s=waited_s, key="weight_bus.deadline_s", ends=False)
-
-
-class _DirectEnd:
-    """Implements `DirectReceiver` (weight_bus.apply: direct) for an engine that receives updates by itself.
-
-    What fails once it has begun to receive is no quarantine but the end of this process: the launcher starts it again.
-    """
-
-    def __init__(self, follower: WeightFollower, updates: "DirectGroup") -> None:
-        self._follower = follower
-        self._updates = updates
-
-    @property
-    def ranks(self) -> int:
-        return self._updates.ranks
-
-    def pause(self, version: int) -> None:
-        """Between two forwards, after an evaluation, or when all is drained."""
-        self._follower.announce_wait()
-        try:
-            self._follower.wait_for(self._follower.pause())
-        except EngineError as error:
-            raise TransportError(f"the engine did not pause for v{version}: {error}", "slow") from error
-
-    def resume(self) -> None:
-        self._follower.wait_for(self._follower.call_off())
-
-    def form(self, formation: Formation) -> None:
-        self._wait(self._updates.form(formation), f"the engine did not enter epoch {formation.epoch}")
-
-    def receive(self, bucket: Sequence[Entry], index: int) -> None:
-        self._follower.touch()
-        self._wait(self._updates.receive(bucket, index), f"bucket {index + 1} did not arrive in the engine")
-
-    def prove(self, version: int, entries: Sequence[Entry]) -> Digests:
-        prove = partial(self._updates.prove, entries, version)
-        return self._wait(self._follower.update(prove), f"v{version} was not proven")
-
-    def leave(self) -> None:
-        self._wait(self._updates.leave(), "the engine did not leave its group")
-
-    def _wait(self, call: Coroutine[Any, Any, T], problem: str) -> T:
-        try:
-            return self._follower.wait_for(call)
-        except EngineError as error:
-            raise EngineSpoiled(f"{problem}, it must be restarted: {error}") from error

@@ -34,7 +34,7 @@ class _Told:
     ended: bool = False
 
 
-def lease_key(message: m.Lease | m.Cancel | m.Ack) -> LeaseKey:
+def lease_key(message: m.OfLease) -> LeaseKey:
     """The lease that a message is about."""
     return message.pass_, message.index, message.attempt
 

@@ -10,7 +10,8 @@ import asyncio
 import logging
 
 from rollout_server.engines.base import first_error
-from rollout_server.server import RolloutServer, RunEnded
+from rollout_server.leases import RunEnded
+from rollout_server.server import RolloutServer
 
 log = logging.getLogger(__name__)
 

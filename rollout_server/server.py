@@ -1,37 +1,29 @@
-"""The rollout server's state and what it does with each message of replay."""
+"""The rollout server's shell: its socket, its clock, and the tasks that carry out what `leases` decides."""
 
 import asyncio
 import logging
 import os
 import socket
 import time
+from collections.abc import Coroutine
 from functools import partial
+from typing import Any
 
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import AsyncDealer, ChannelError, Message, WireError
 from replay.hang import expired
 from replay.lifeline import Cores
-from replay.trace import ClockProbe, Recorder
+from replay.trace import ClockProbe, Part, Recorder, now_ns, to_ns
 from replay.vitals.watch import Vitals
 from rollout_server.engines.base import Engine, EngineError
 from rollout_server.follower import WeightFollower
-from rollout_server.generate import Generator
-from rollout_server.leases import Leases
+from rollout_server.generate import Generator, LeaseFailed
+from rollout_server.leases import EvaluationKey, Leases, evaluation_key, request_id
+from rollout_server.progress import LeaseKey, lease_key
 from weight_bus import Subscriber
 
 log = logging.getLogger(__name__)
-
-WELCOME_BEATS = 2.0
-"""Heartbeats after which Hello is repeated without a Welcome that names the bus's address."""
-
-
-class RunEnded(Exception):
-    """Replay said Goodbye. `failed` tells how the run ended."""
-
-    def __init__(self, reason: str, failed: bool) -> None:
-        super().__init__(reason)
-        self.failed = failed
 
 
 class RolloutServer:
@@ -68,43 +60,34 @@ class RolloutServer:
             subscriber=subscriber,
             recorder=self.recorder,
         )
-        self.version: int | None = None
-        """Version that is live and proven; None while no lease may be asked for."""
-        self.incarnation = 0
-        """Of the learner that made it."""
-        self._hello_at: float | None = None
-        """When Hello was sent last; None once a Welcome with the bus's address has come."""
-        self.leases = Leases(config, generator, dealer, self.recorder)
-        now = time.monotonic()
-        self.activity, self.activity_since = "joining", now
-        self._busy_s, self._tokens, self._beat_at, self._cores = 0.0, 0, now, Cores()
-
-    @property
-    def capacity(self) -> int:
-        """Leases to hold."""
-        return self.config.lease_capacity
+        hello = m.Hello(
+            role="rollout_server", name=name, pid=os.getpid(), host=socket.gethostname(), fingerprint=fingerprint
+        )
+        self.leases = Leases(config, hello, self)
+        self.tasks: asyncio.TaskGroup | None = None
+        """Of what is worked on; set before the first message is handled."""
+        self._evaluations: dict[EvaluationKey, asyncio.Task[None]] = {}
+        self._unpin: list[int] = []
+        """Versions whose evaluation has just been closed."""
+        self._sending = asyncio.Lock()
+        self._busy_s, self._tokens, self._beat_at, self._cores = 0.0, 0, time.monotonic(), Cores()
 
     async def join(self) -> None:
-        """Send Hello, and what replay may have lost."""
-        self.leases.begin_again()
+        """Send Hello, and the wish for leases."""
         self._probe.forget()
-        self._hello_at = time.monotonic()
-        await self.dealer.send(
-            m.Hello(
-                role="rollout_server",
-                name=self.name,
-                pid=os.getpid(),
-                host=socket.gethostname(),
-                fingerprint=self.fingerprint,
-            )
-        )
-        await self._ask(self.version, self.capacity)
-        await self.leases.send_again()
+        self.leases.join(time.monotonic())
+        await self.flush()
+
+    async def flush(self) -> None:
+        """Send what is to be said. In order, whoever says it: replay tells by it what was lost."""
+        async with self._sending:
+            while self.leases.outbox:
+                await self.dealer.send(self.leases.outbox.pop(0))
 
     async def next_message(self) -> Message:
         """The next message of replay. Raises ChannelError when none that can be used came for too long."""
         limit = self.config.network.silent_after_s
-        if self.version is None and not self.dealer.run_id:
+        if self.leases.version is None and not self.dealer.run_id:
             limit = self.config.rollout.wait_for_servers_s  # replay may not be up yet
         until, came = time.monotonic() + limit, "nothing came"
         while True:
@@ -129,46 +112,20 @@ class RolloutServer:
 
     async def handle(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         """React to one message. Raises RunEnded on Goodbye, ChannelError when replay refuses this server."""
-        match message:
-            case m.Welcome():
-                if message.bus_address is not None:
-                    self._hello_at = None
-                    self.follower.follow(message.bus_address, self.dealer.run_id)
-                else:
-                    self._now("waiting for the learner")
-            case m.Lease():
-                self.leases.take(message, tasks)
-            case m.Cancel():
-                self.leases.cancel(message)
-            case m.Ack():
-                self.leases.acked(message)
-            case m.EvaluationLease():
-                self.leases.evaluate(message, tasks)
-            case m.EvaluationClosed():
-                await self.leases.close_evaluation(message.version)
-            case m.Refused() if message.reason.startswith("say Hello"):
-                await self.join()
-            case m.Refused():
-                raise ChannelError(f"replay refused {self.name!r}: {message.reason}", "closed")
-            case m.Goodbye():
-                raise RunEnded(message.reason, message.failed)
-
-    async def _ask(self, version: int | None, capacity: int) -> None:
-        """Ask for so many leases, if there is a version to start them with."""
-        if version is not None:
-            await self.dealer.send(m.LeaseRequest(capacity=capacity, version=version, incarnation=self.incarnation))
+        self.tasks = tasks
+        self.leases.hear(message, time.monotonic())
+        while self._unpin:  # before an evaluation of the same version begins
+            await self.engine.unpin(self._unpin.pop())
+        await self.flush()
 
     async def _went_live(self, version: int, incarnation: int) -> None:
-        self.version, self.incarnation = version, incarnation
         self.recorder.at(version)
-        self.leases.served.append((incarnation, version))
-        await self._ask(version, self.capacity)
+        self.leases.went_live(version, incarnation)
+        await self.flush()
 
     async def _went_dark(self, reason: str) -> None:
-        """A quarantined engine takes no lease until a refill has been proven."""
-        held, self.version = self.version, None
-        self._now(f"quarantined: {reason}")
-        await self._ask(held, 0)
+        self.leases.went_dark(reason, time.monotonic())
+        await self.flush()
 
     async def beat(self) -> None:
         """Heartbeats, lease renewals and resends, once per network.heartbeat_s."""
@@ -177,16 +134,8 @@ class RolloutServer:
             if self.follower.failure is not None:
                 raise EngineError(f"the weight follower died: {self.follower.failure}") from self.follower.failure
             gauges = await self._gauges()
-            now = time.monotonic()
-            await self.dealer.send(
-                m.Heartbeat(activity=self.activity, since_s=now - self.activity_since, gauges=gauges)
-            )
-            # The current state again: any message may be lost with a process or a connection.
-            if self._hello_at is not None and now - self._hello_at > WELCOME_BEATS * self.config.network.heartbeat_s:
-                await self.join()
-            else:
-                await self._ask(self.version, self.capacity)
-            await self.leases.renew(now, sampled=self._tokens)
+            self.leases.beat(time.monotonic(), gauges, self.generator, sampled=self._tokens)
+            await self.flush()
             if self.recorder.on and self._probe.ask(time.time()):
                 await self.dealer.send(m.StatusRequest())
 
@@ -196,9 +145,9 @@ class RolloutServer:
         elapsed = max(1e-6, now - self._beat_at)
         busy, tokens = health.busy_s - self._busy_s, health.generated_tokens - self._tokens
         self._busy_s, self._tokens, self._beat_at = health.busy_s, health.generated_tokens, now
-        if self.version is not None:
+        if self.leases.version is not None:
             serving = "generating" if health.running else "waiting for leases"
-            self._now("evaluating" if self.leases.evaluating else serving)
+            self.leases.now_at("evaluating" if self.leases.evaluating else serving, now)
         gauges = {
             "idle_ratio": min(1.0, max(0.0, 1.0 - busy / elapsed)),
             "tokens_per_s": tokens / elapsed,
@@ -206,6 +155,7 @@ class RolloutServer:
             "waiting": float(health.waiting),
             "memory_gb": health.memory_bytes / 1e9,
             "cores": self._cores.take(),
+            **self.generator.gauges(),
             **health.detail,
             **self.follower.gauges,
         }
@@ -214,6 +164,68 @@ class RolloutServer:
         self.vitals.show({f"rollout_server/{name}": value for name, value in gauges.items()})
         return gauges | self.vitals.gauges()
 
-    def _now(self, activity: str) -> None:
-        if activity != self.activity:
-            self.activity, self.activity_since = activity, time.monotonic()
+    # ---- Jobs ----
+
+    def follow(self, address: str) -> None:
+        self.follower.follow(address, self.dealer.run_id)
+
+    def begin(self, lease: m.Lease) -> None:
+        self._start(self._work(lease))
+
+    def abort(self, key: LeaseKey) -> None:
+        self.generator.abort(request_id(key))
+
+    def evaluate(self, lease: m.EvaluationLease) -> None:
+        which = evaluation_key(lease)
+        self.engine.hold(lease.version)
+        self._evaluations[which] = self._start(self._evaluate(lease, instead_of=self._evaluations.get(which)))
+
+    def stop(self, part: EvaluationKey) -> None:
+        self._evaluations.pop(part).cancel()
+
+    def let_go(self, version: int) -> None:
+        self._unpin.append(version)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self.tasks is not None
+        return self.tasks.create_task(work)
+
+    async def _work(self, lease: m.Lease) -> None:
+        key, began, outcome = lease_key(lease), now_ns(), "failed"
+        parts: list[Part] = []
+        try:
+            group = await self._group(lease, request_id(key))
+        except LeaseFailed as failed:
+            self.leases.give_up(key, failed.reason, failed.detail)
+        else:
+            outcome, done = f"{group.lengths.sum()} tokens", now_ns()
+            sampled = min(done, began + to_ns(group.generate_s))
+            parts = [("sample", began, sampled), ("score", sampled, done)]
+            self.leases.finish(group)
+        finally:
+            name, args = f"group {lease.pass_}/{lease.index}", {"attempt": lease.attempt, "outcome": outcome}
+            self.recorder.add("groups", name, began, now_ns(), at_once=True, parts=parts, **args)
+        await self.flush()
+
+    async def _group(self, lease: m.Lease, name: str) -> m.Group:
+        """Generate the lease's group. A refused request fails the lease while the engine lives."""
+        try:
+            return await self.generator.group(lease, name)
+        except EngineError as error:
+            await self.engine.health()  # raises when the engine itself is dead
+            raise LeaseFailed("engine_error", str(error)) from error
+
+    async def _evaluate(self, lease: m.EvaluationLease, *, instead_of: asyncio.Task[None] | None) -> None:
+        name = f"version {lease.version}, {len(lease.prompts)} prompts"
+        if instead_of is not None:  # its requests have the same names
+            instead_of.cancel()
+            await asyncio.wait([instead_of])
+        try:
+            with self.recorder.span("evaluations", name, at_once=True):
+                result = await self.generator.evaluation(lease)
+        except (LeaseFailed, EngineError) as error:
+            self.leases.failed_part(lease, error)
+        else:
+            self.leases.evaluated_part(result)
+        self._evaluations.pop(evaluation_key(lease), None)
+        await self.flush()

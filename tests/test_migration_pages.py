@@ -61,7 +61,6 @@ def test_what_a_page_translates_passes_a_dry_run(page, downloads, monkeypatch, c
     monkeypatch.setattr("learner.check.checks.CHECKS", checks.OF_THE_RUN)
     write_files(page, downloads)
     (downloads / "gsm8k.yaml").unlink(missing_ok=True)
-    assert run(["scripts.prepare_gsm8k", "data/official/gsm8k", "--out", "data/gsm8k"], monkeypatch) == 0
     assert translate.main(translation(page)) == 0
     dry_run, real_run = [words for words in commands(page) if words[0] == "learner.main"]
     assert dry_run == [*real_run, "--dry-run"]

@@ -14,13 +14,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from safetensors.torch import save_file
 
 from configs.loading import load
+from examples.random_qwen3 import write_tokenizer
 from learner.check import checks
-from learner.examples.random_qwen3 import write_tokenizer
 from rollout_server.sandbox.probe import isolation
 from tests.test_docs import FENCE, ROOT, name_of
 
@@ -44,7 +46,7 @@ GSM8K = {"question": "How many?", "answer": "48+24 = 72\n#### 72"}
 MATH = {"problem": "What is $1+1$?", "level": "Level 3", "type": "Algebra", "solution": r"It is $\boxed{2}$."}
 MBPP = {"text": "Write a function f.", "code": "", "test_setup_code": "", "test_list": ["assert f(1) == 1"]}
 HOSTS = "".join(f"node{number} 10.0.0.{number + 1}\n" for number in range(4))
-MADE_ELSEWHERE = {"scripts/install.sh", "scripts.get_smollm2", "scripts.make_rows", "learner.examples.calculator"}
+MADE_ELSEWHERE = {"scripts/install.sh", "scripts.get_smollm2", "scripts.make_rows", "examples.calculator"}
 """Run by tests/scripts and tests/e2e; here, what they make is there."""
 LAUNCHERS = {"scripts/start_learner.sh": "learner", "scripts/start_rollout_nodes.sh": "rollout"}
 
@@ -73,14 +75,14 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tokenizer(folder, 512)
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
-    for name, rows in {"gsm8k": [GSM8K], "MATH": [MATH]}.items():
-        folder = root / "data" / "official" / name
+    for name, row in {"gsm8k": GSM8K, "math/algebra": MATH, "mbpp/full": MBPP}.items():
+        folder = root / "data" / name
         folder.mkdir(parents=True)
         for split in ("train", "test"):
-            (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (root / "data" / "official" / "mbpp").mkdir()
-    tasks = "".join(json.dumps(MBPP | {"task_id": number}) + "\n" for number in (1, 11, 601))
-    (root / "data" / "official" / "mbpp" / "mbpp.jsonl").write_text(tasks)
+            if row is GSM8K:
+                (folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
+            else:
+                parquet.write_table(pyarrow.Table.from_pylist([row]), folder / f"{split}-00000-of-00001.parquet")
     (root / "data" / "chain_sum").mkdir()
     for split in ("train", "eval"):
         (root / "data" / "chain_sum" / f"{split}.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')

@@ -1,13 +1,12 @@
 """Weight bus: proven weight updates from the learner to every engine, over numbered epochs."""
 
-from weight_bus.errors import BusClosed, EngineSpoiled, NonFiniteWeights, RemovedFromBus, TransportError, WeightBusError
+from weight_bus.errors import BusClosed, NonFiniteWeights, RemovedFromBus, TransportError, WeightBusError
 from weight_bus.offer import Event, PublishReport
 from weight_bus.publisher import Publisher
 from weight_bus.subscriber import Subscriber
 
 __all__ = [
     "BusClosed",
-    "EngineSpoiled",
     "Event",
     "NonFiniteWeights",
     "PublishReport",

@@ -25,8 +25,7 @@ from weight_bus.transports.base import Transport, differing
 log = logging.getLogger(__name__)
 
 MAX_HOLD_S = 24 * 3600.0  # no engine is given more
-SPOILED = "its engine is spoiled and restarts,"
-ENGAGED = (State.APPLYING, State.HOLDING, State.PAUSING, State.PAUSED)
+ENGAGED = (State.APPLYING, State.HOLDING)
 
 
 class Bus:
@@ -82,8 +81,6 @@ class Bus:
         self._suspects, error = outcome.suspects, outcome.error
         if error is not None and outcome.charged is not None:
             self._charge(outcome.charged, str(error))
-        for member in outcome.spoiled:
-            self._lose(member, f"{error}; {SPOILED}", error.symptom if error is not None else "", rejoin=False)
 
     def _say_goodbye(self, reason: str) -> None:
         for member in self._membership.members.values():
@@ -176,8 +173,6 @@ class Bus:
         match message:
             case m.EpochReady():
                 self._membership.ready(session, message.epoch, now)
-            case m.Paused():
-                self._membership.paused(message, now, now + self._config.deadline_s)
             case m.Staged():
                 self._on_staged(message, now)
             case m.Applied():
@@ -274,11 +269,6 @@ class Bus:
     def _on_receive_failed(self, failed: m.ReceiveFailed, now: float) -> None:
         what = (failed.session, failed.epoch, failed.version)
         member = self._membership.receiving(*what)
-        if member is not None and self._config.apply == "direct":
-            self._membership.break_group()
-            self._lose(member, f"{failed.reason}; {SPOILED}", "corrupt", rejoin=False)
-            return
-        member = member or self._membership.preparing(*what)
         if member is None:
             log.info("weight bus: v%d epoch %d, afterwards: %s", failed.version, failed.epoch, failed.reason)
             return

@@ -130,7 +130,8 @@ class Dealer(_End):
         # no window like the publisher's: a publisher that restarts with its clock behind counts from below
         self._had: deque[int] = deque(maxlen=REMEMBERED)
         configure(self._socket, Limits(), keys)
-        self._socket.setsockopt(zmq.IDENTITY, routing_id(identity))
+        self.route = routing_id(identity)
+        self._socket.setsockopt(zmq.IDENTITY, self.route)
         self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
         self._watches.callback(self._handshake.close)
         try:
@@ -169,9 +170,9 @@ class Dealer(_End):
 class Pulse(channel.Pulse):
     """A subscriber's heartbeats."""
 
-    def __init__(self, address: str, identity: str, run_id: str, period_s: float, keys: Keys | None = None) -> None:
+    def __init__(self, address: str, route: bytes, run_id: str, period_s: float, keys: Keys | None = None) -> None:
         self.session = ""  # beats for this session; empty beats for none. Set by the receiving thread
-        super().__init__(address, identity, self._of_session, period_s, keys=keys, run_id=run_id)
+        super().__init__(address, route, self._of_session, period_s, keys=keys, run_id=run_id)
 
     def _of_session(self) -> Heartbeat | None:
         session = self.session

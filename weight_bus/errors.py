@@ -1,6 +1,6 @@
 """Errors of the weight bus.
 
-WeightBusError > NonFiniteWeights, NotAvailable, BusClosed, RemovedFromBus, EngineSpoiled, TransportError
+WeightBusError > NonFiniteWeights, NotAvailable, BusClosed, RemovedFromBus, TransportError
 TransportError > one class for each symptom
 """
 
@@ -53,15 +53,6 @@ class RemovedFromBus(
     mend="Look at its log for the reason of each update; give each rollout server a name of its own.",
 ):
     """The publisher removed this subscriber for good (max_heals, duplicate name); the engine must not serve."""
-
-
-class EngineSpoiled(
-    WeightBusError,
-    code="SLIP-BUS-06",
-    cause="With weight_bus.apply direct, a broadcast broke off while the engine received it.",
-    mend="The launcher starts the server again; with weight_bus.apply staged, an engine keeps its version.",
-):
-    """The engine was touched and holds no whole version (`direct` only); it must be restarted."""
 
 
 class TransportError(

@@ -16,13 +16,12 @@ from weight_bus.digest import combined
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNMENT = 64
 WITHOUT_GAPS = 1
-"""Alignment with which a bucket is its tensors end to end: as SGLang takes one (weight_bus.apply: direct), and as a
-safetensors file holds them (weight_bus.transport: disk)."""
+"""Alignment with which a bucket is its tensors end to end, as a safetensors file holds them."""
 
 
 def alignment_of(config: WeightBus) -> int:
     """How tensors lie in their buckets."""
-    return WITHOUT_GAPS if config.apply == "direct" or config.transport == "disk" else ALIGNMENT
+    return WITHOUT_GAPS if config.transport == "disk" else ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +118,7 @@ class Planner:
         if self._sizes[-1] % ITEM_SIZES[dtype]:
             raise ValueError(
                 f"tensor {name!r} of {dtype} would begin at byte {self._sizes[-1]} of a bucket without gaps"
-                " (weight_bus.apply 'direct', weight_bus.transport 'disk'); give all tensors one dtype, or take"
-                " weight_bus.apply: staged and weight_bus.transport: collective"
+                " (weight_bus.transport 'disk'); give all tensors one dtype, or take weight_bus.transport: collective"
             )
         self._entries[name] = entry = Entry(name, dtype, tuple(shape), len(self._sizes) - 1, self._sizes[-1])
         self._sizes[-1] = aligned(self._sizes[-1] + size, self._alignment)

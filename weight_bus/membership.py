@@ -8,9 +8,7 @@
 APPLYING ──holding──▶ HOLDING ──verified──▶ LIVE: an engine that finishes an evaluation of an older version first.
 It is not waited for meanwhile, and counts as slow only after the time that it has asked for.
 
-With weight_bus.apply `direct` a Begin leads to PAUSING instead, then the engine stands still (PAUSED), and RECEIVING
-follows when all of the round do. HOLDING then comes before that, and ends in WAITING. `remove` ends a session, and its
-later messages are ignored.
+`remove` ends a session, and its later messages are ignored.
 """
 
 import math
@@ -19,11 +17,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from weight_bus.messages import Applied, Holding, Join, Paused, Staged
+from weight_bus.messages import Applied, Holding, Join, Staged
 
 V = TypeVar("V")
 MAX_FENCED = 1024
-MAX_RANKS = 64  # of one member: more would be no engine
 
 
 class State(Enum):
@@ -32,8 +29,6 @@ class State(Enum):
     WAITING = "waiting for weights"
     INVITED = "entering the epoch"
     READY = "ready for the epoch"
-    PAUSING = "pausing for"
-    PAUSED = "paused for"
     RECEIVING = "receiving"
     APPLYING = "applying"
     HOLDING = "holding an older version before it applies"
@@ -42,8 +37,8 @@ class State(Enum):
 
 
 IDLE = (State.WAITING, State.LIVE, State.QUARANTINED)
-UNTOUCHED = (State.INVITED, State.READY, State.PAUSING, State.PAUSED, State.HOLDING)
-"""Engaged, with the engine as it was; so is RECEIVING, unless it is the engine that receives."""
+UNTOUCHED = (State.INVITED, State.READY, State.RECEIVING)
+"""Engaged, with the engine as it was."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -58,7 +53,6 @@ class Member:
     pid: int
     host: str
     since: float  # when the present state began
-    ranks: int = 1  # consecutive ranks in a group
     heard_at: float
     state: State = State.WAITING
     deadline: float = math.inf  # when the present state has lasted too long
@@ -106,8 +100,6 @@ class Membership:
         if join.instance in self._fenced:
             reason = f"another instance of {join.name!r} has taken its place, or it was removed for good"
             return Admission(refused=reason)
-        if not 1 <= join.ranks <= MAX_RANKS:
-            return Admission(refused=f"{join.name!r} asks for {join.ranks} ranks, not for 1 to {MAX_RANKS} [corrupt]")
         old = self.members.get(join.name)
         if old is not None and old.sender != sender:
             return Admission(refused=f"the name {join.name!r} belongs to key {old.sender!r}, not to {sender!r}")
@@ -126,7 +118,6 @@ class Membership:
             host=join.host,
             since=now,
             heard_at=now,
-            ranks=join.ranks,
             faults=self._faults.get(join.instance, 0),
         )
         if version >= 0 and (join.version, join.digest) == (version, digest):
@@ -180,13 +171,11 @@ class Membership:
         self._move(member, State.READY, now)
         return True
 
-    def begin(
-        self, members: Sequence[Member], target: tuple[int, str], now: float, deadline: float, *, pause: bool = False
-    ) -> None:
-        """READY, or IDLE in the formed group → RECEIVING (PAUSING with `pause`) of (version, digest), as the group."""
+    def begin(self, members: Sequence[Member], target: tuple[int, str], now: float, deadline: float) -> None:
+        """READY, or IDLE in the formed group → RECEIVING of (version, digest), as the group."""
         for member in members:
             assert member.state is State.READY or member.session in self.group, member.state
-            self._move(member, State.PAUSING if pause else State.RECEIVING, now, deadline)
+            self._move(member, State.RECEIVING, now, deadline)
             member.target, member.expected = target
             member.base = ""  # what it has staged is written over
             member.epoch = self.epoch
@@ -195,26 +184,6 @@ class Membership:
     def receiving(self, session: str, epoch: int, version: int) -> Member | None:
         """The member that is RECEIVING exactly this; None for late messages."""
         return self._in(session, epoch, version, State.RECEIVING)
-
-    def preparing(self, session: str, epoch: int, version: int) -> Member | None:
-        """The member whose engine is to be paused for exactly this, before Go; None for late messages."""
-        return self._in(session, epoch, version, State.PAUSING, State.PAUSED, State.HOLDING)
-
-    def paused(self, paused: Paused, now: float, deadline: float) -> Member | None:
-        """PAUSING → PAUSED; HOLDING → WAITING, for its round went on without it. None for late messages."""
-        member = self._in(paused.session, paused.epoch, paused.version, State.PAUSING, State.HOLDING)
-        if member is not None and member.state is State.HOLDING:
-            self._move(member, State.WAITING, now)
-        elif member is not None:
-            self._move(member, State.PAUSED, now, deadline)
-        return member
-
-    def go(self, members: Iterable[Member], now: float, deadline: float) -> None:
-        """PAUSED → RECEIVING, into the engine: from here on it may hold anything."""
-        for member in members:
-            assert member.state is State.PAUSED, member.state
-            self._move(member, State.RECEIVING, now, deadline)
-            member.version = -1
 
     def staged(self, staged: Staged, now: float, deadline: float) -> Member | None:
         """RECEIVING → APPLYING when whole, → WAITING with a fault when corrupt. None for late messages."""
@@ -247,17 +216,16 @@ class Membership:
         return member
 
     def holding(self, holding: Holding, now: float) -> Member | None:
-        """APPLYING, PAUSING or HOLDING → HOLDING, slow only after `limit_s` from now. None for late messages."""
-        states = (State.APPLYING, State.PAUSING, State.HOLDING)
-        member = self._in(holding.session, holding.epoch, holding.version, *states)
+        """APPLYING or HOLDING → HOLDING, slow only after `limit_s` from now. None for late messages."""
+        member = self._in(holding.session, holding.epoch, holding.version, State.APPLYING, State.HOLDING)
         if member is not None:
             self._move(member, State.HOLDING, now, now + holding.limit_s)
             member.hold = holding.reason
         return member
 
     def release(self, member: Member, now: float, retry_at: float = -math.inf) -> None:
-        """UNTOUCHED or RECEIVING → WAITING: its engine was not touched, it serves what it served."""
-        assert member.state in (*UNTOUCHED, State.RECEIVING), member.state
+        """UNTOUCHED → WAITING: it serves what it served."""
+        assert member.state in UNTOUCHED, member.state
         self._move(member, State.WAITING, now)
         member.retry_at = retry_at
 
@@ -310,15 +278,3 @@ def _remember(table: dict[str, V], instance: str, value: V) -> None:
     table[instance] = value
     while len(table) > MAX_FENCED:
         del table[next(iter(table))]
-
-
-def first_ranks(members: Iterable[Member]) -> tuple[list[int], int]:
-    """The first rank of each member, in order after the publisher's 0, and the size of the group.
-
-    Example: members of 2, 1 and 4 ranks get 1, 3 and 4 in a group of 8.
-    """
-    size, firsts = 1, []
-    for member in members:
-        firsts.append(size)
-        size += member.ranks
-    return firsts, size

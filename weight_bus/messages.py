@@ -4,8 +4,7 @@
 |--------|--------------------------|-------------------------------------------------------------|
 | join   | Welcome                  | Join                                                        |
 | epoch  | Epoch                    | EpochReady                                                  |
-| pause  | Begin, `direct` only     | Paused, or Holding and later Paused                         |
-| send   | Begin (`direct`: Go), then the buckets | Staged (whole and verified, or corrupt) or ReceiveFailed |
+| send   | Begin, then the buckets  | Staged (whole and verified, or corrupt) or ReceiveFailed    |
 | apply  | Commit or Abort          | Applied (what the engine holds), or Holding and later Applied |
 | always | Heartbeat, Removed, Goodbye | Heartbeat, Goodbye                                       |
 
@@ -47,8 +46,6 @@ class Join(InSession):
     version: int = -1
     digest: str = ""
     facts: dict[str, str] = field(default_factory=dict)  # what its transport must have in common with the publisher's
-    ranks: int = 1
-    """Consecutive ranks that it takes in a group; more than one only where the engine's processes are the members."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +59,6 @@ class Welcome(InSession):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat(InSession):
     """The sender lives. Subscribers send theirs from a thread of its own, so a broadcast cannot hold it up."""
-
-    activity: str = ""  # no end sets or reads it; the frame is part of the schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +85,7 @@ class Begin(OfVersion):
 
     incarnation: int
     evaluate: bool
-    rank: int  # the first one of this subscriber
+    rank: int
     size: int
     endpoint: str  # where the transport meets, as the publisher's transport names it
     bucket_bytes: int
@@ -109,21 +104,8 @@ class Begin(OfVersion):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paused(OfVersion):
-    """`direct` only: the engine stands still, untouched, and waits for Go."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Go(OfVersion):
-    """`direct` only: every engine of the round stands still; build the group where it is new, and receive."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Staged(OfVersion):
-    """Every bucket has arrived; `corrupt` names the tensors whose bytes are not the manifest's.
-
-    With `direct` they are in the engine already, and unproven.
-    """
+    """Every bucket has arrived; `corrupt` names the tensors whose bytes are not the manifest's."""
 
     corrupt: list[str] = field(default_factory=list)
     wire_s: float = 0.0  # from the first bucket to the last, as this subscriber saw it
@@ -132,7 +114,7 @@ class Staged(OfVersion):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveFailed(OfVersion):
-    """The buckets did not all arrive. The engine has not been touched; with `direct`, after Go, it is spoiled."""
+    """The buckets did not all arrive. The engine has not been touched."""
 
     reason: str
 
@@ -229,5 +211,5 @@ def _layout(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], bucket_bytes:
     return plan(tensors, bucket_bytes, alignment)
 
 
-TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Paused, Staged, ReceiveFailed, Applied, Holding, Goodbye)
-TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, Begin, Go, Commit, Abort, Removed, Goodbye)
+TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Holding, Goodbye)
+TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, Begin, Commit, Abort, Removed, Goodbye)

@@ -62,7 +62,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         transport = (transport_factory or make_transport)(config, host)
         device = HOST if pack_on_host else transport.device
         self._packer = Packer(config.bucket_bytes, device, alignment_of(config))
-        self._overlaps = config.transport == "collective" and config.apply == "staged"
+        self._overlaps = config.transport == "collective"
         """Buckets are sent while others are packed: no engine stands still for it, and nothing outlives a version."""
         self._changes = ChangeMaker(config)
         transport.serve()  # here, so that a host which is not ours is an error of the constructor
@@ -112,7 +112,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         Raises:
             NonFiniteWeights: nothing is applied, subscribers keep the last version.
             ValueError: the version is not newer, the layout changed, or names and digests differ; or a tensor does not
-                fit weight_bus.apply `direct`.
+                lie aligned in a file of weight_bus.transport `disk`.
             WeightBusError: the bus thread has failed, with its cause; or the publisher is closed.
         """
         started = time.monotonic()

@@ -239,8 +239,6 @@ class RemoteIntake(Received):
         slack_s: how late the receiver may be.
     """
 
-    ranks = 1
-
     def __init__(
         self, connect: Callable[[], Line], config: WeightBus, run_id: str, load: RemoteLoad, *, slack_s: float = SLACK_S
     ) -> None:
@@ -277,7 +275,7 @@ class RemoteIntake(Received):
         """Have the engine load what is staged in it; digests of what it holds then."""
         return self._load(version, RemoteUpdate(self.manifest.entries, self._memory))
 
-    def forget(self, *, resume: bool = True) -> None:
+    def forget(self) -> None:
         """Drop the group and what is staged. A receiver that is lost is named by the next `take`."""
         self.staged = None
         if self._line is None or self._line.lost:

@@ -16,8 +16,8 @@ from configs.infrastructure import WeightBus
 from weight_bus.control import Router
 from weight_bus.delta.changes import Change
 from weight_bus.errors import FolderFull, TransportError, WeightBusError
-from weight_bus.membership import Member, State, first_ranks
-from weight_bus.messages import Abort, Begin, Epoch, Go, describe_manifest
+from weight_bus.membership import Member, State
+from weight_bus.messages import Abort, Begin, Epoch, describe_manifest
 from weight_bus.offer import Board, Offer
 from weight_bus.transports.base import FORMING, Formation, Labelled, Transport, group_prefix
 
@@ -121,7 +121,6 @@ class Outcome:
     suspects: frozenset[str] = frozenset()
     """Sessions of the receivers of a broken group, any of which may have broken it."""
     charged: Member | None = None  # the only receiver of a broken group
-    spoiled: tuple[Member, ...] = ()  # `direct` only: their engines hold a part of the version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +143,6 @@ class Round:
         self._ends, self._offer, self._receivers, self._suspects = ends, offer, receivers, suspects
         self._config, self._board, self._sender = ends.config, ends.board, ends.sender
         self._membership = ends.board.membership
-        self._direct = ends.config.apply == "direct"
         self._epoch = 0
 
     def run(self) -> Outcome:
@@ -160,23 +158,15 @@ class Round:
         parcel = self._begin()
         if parcel is None:
             return Outcome(suspects=self._suspects)
-        error = self._pause() if self._direct else None
-        error = error or self._transmit(parcel, fresh)
-        if error is None and self._direct:
-            # SGLang ends a transfer with no collective: only the subscribers know that everything is there
-            self._settle(self._receivers, State.RECEIVING, self._config.deadline_s)
+        error = self._transmit(parcel, fresh)
         offer.sent_at, offer.sending_since = offer.spend("send", started), 0.0
         if error is not None:
             return self._abort(error)
         self._board.emit("sent", offer.version)
-        if self._direct:  # the last bytes may still be on their way to an engine's GPU until its digests are here
-            self._settle(self._receivers, State.APPLYING, self._config.deadline_s)
         return Outcome()
 
     def _form(self) -> None:
         """Invite the receivers to the next epoch, and keep those that answer."""
-        if self._direct:
-            self._sender.leave()  # the engines leave the old group, too, when they are invited
         now = time.monotonic()
         # a survivor of a broken group may sit in its own collective timeout meanwhile
         patience = self._config.collective_timeout_s + 2 * self._config.heartbeat_s
@@ -213,12 +203,11 @@ class Round:
                 return None
             parcel = self._parcel()
             target, deadline = (offer.version, offer.digest), now + self._config.deadline_s
-            self._membership.begin(self._receivers, target, now, deadline, pause=self._direct)
+            self._membership.begin(self._receivers, target, now, deadline)
             self._epoch = self._membership.epoch
             self._board.counters["rounds"] += 1
-            ranks, size = first_ranks(self._receivers)
-            for rank, member in zip(ranks, self._receivers, strict=True):
-                self._ends.router.send(member.identity, self._announcement(parcel, member, rank=rank, size=size))
+            for rank, member in enumerate(self._receivers, start=1):
+                self._ends.router.send(member.identity, self._announcement(parcel, member, rank))
         return parcel
 
     def _parcel(self) -> Parcel:
@@ -232,7 +221,7 @@ class Round:
         offer.wire_bytes = sum(piece.numel() for piece in parcel.pieces)
         return parcel
 
-    def _announcement(self, parcel: Parcel, member: Member, *, rank: int, size: int) -> Begin:
+    def _announcement(self, parcel: Parcel, member: Member, rank: int) -> Begin:
         names, dtypes, shapes, digests = describe_manifest(self._offer.manifest)
         change = parcel.change
         return Begin(
@@ -242,7 +231,7 @@ class Round:
             incarnation=self._ends.incarnation,
             evaluate=self._offer.evaluate,
             rank=rank,
-            size=size,
+            size=len(self._receivers) + 1,
             endpoint=self._sender.endpoint,
             bucket_bytes=self._config.bucket_bytes,
             names=names,
@@ -257,28 +246,10 @@ class Round:
             change_digest=change.digest if change is not None else "",
         )
 
-    def _pause(self) -> TransportError | None:
-        """Have every engine stand still, then receive; or the reason why one does not, with all untouched."""
-        membership, receivers = self._membership, self._receivers
-        # the bus removes members that are silent or too slow; one that finishes an evaluation first has said so
-        self._settle(receivers, State.PAUSING, self._config.deadline_s)
-        with self._board.changed:
-            ready = [m for m in receivers if m.state is State.PAUSED and membership.find(m.session) is m]
-            if ready != receivers:
-                away = [m for m in receivers if m not in ready]
-                why = ", ".join(f"{m.name!r}: {m.hold if m.state is State.HOLDING else m.state.value}" for m in away)
-                return TransportError(f"nothing was sent, not every engine is paused ({why})", "slow")
-            now = time.monotonic()
-            membership.go(receivers, now, now + self._config.deadline_s)
-            for m in receivers:
-                go = Go(session=m.session, epoch=self._epoch, version=self._offer.version)
-                self._ends.router.send(m.identity, go)
-        return None
-
     def _transmit(self, parcel: Parcel, fresh: bool) -> TransportError | None:
         """Send all pieces, in a new group where the epoch is fresh."""
         prefix = group_prefix(self._ends.router.run_id, self._ends.incarnation, self._epoch)
-        _, size = first_ranks(self._receivers)
+        size = len(self._receivers) + 1
         group = Formation(epoch=self._epoch, rank=0, size=size, endpoint=self._sender.endpoint, prefix=prefix)
         future = self._sender.send(self._offer, parcel, group if fresh else None)
         limit_s = self._sender.limit_s(parcel)
@@ -306,28 +277,20 @@ class Round:
         with self._board.changed:
             log.warning("weight bus: v%d epoch %d: %s", self._offer.version, self._epoch, error)
             self._membership.break_group()
-            touched = [m for m in self._receivers if self._direct and self._is_receiving(m)]
-            aborted = [m for m in self._receivers if m not in touched and self._release(m, error)]
+            aborted = [member for member in self._receivers if self._release(member, error)]
         self._sender.leave()
-        if touched:  # those that the end of the group wakes
-            self._settle(touched, State.RECEIVING, self._config.collective_timeout_s)
         if isinstance(error, NotPacked | FolderFull):  # here, and no receiver's fault
             return Outcome(error=error)
         return Outcome(
             error=error,
             suspects=frozenset(member.session for member in self._receivers),
             charged=aborted[0] if aborted and len(self._receivers) == 1 else None,
-            spoiled=tuple(member for member in touched if self._is_receiving(member)),
         )
 
-    def _is_receiving(self, member: Member) -> bool:
-        return self._membership.receiving(member.session, self._epoch, self._offer.version) is not None
-
     def _release(self, member: Member, error: TransportError) -> bool:
-        """Abort a member with an untouched engine; False when it has staged the version, or has left."""
+        """Abort a member; False when it has staged the version, or has left."""
         session, epoch, version = member.session, self._epoch, self._offer.version
-        preparing = member.state is not State.HOLDING and self._membership.preparing(session, epoch, version)
-        if not preparing and not self._is_receiving(member):
+        if self._membership.receiving(session, epoch, version) is None:
             return False
         abort = Abort(session=session, epoch=epoch, version=version, reason=str(error))
         self._ends.router.send(member.identity, abort)

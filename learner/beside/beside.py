@@ -2,84 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from configs.schema import Config
 from learner.advantages import build_advantage
 from learner.beside.advantages import Judged, judge
+from learner.beside.critic import Critic
+from learner.beside.folders import check_folders
+from learner.beside.reference import Reference
 from learner.policy.model import Policy
 from learner.rows import Row
 from replay.messages import Batch
-
-
-class ReferenceModel(Protocol):
-    """Logprobs of a frozen model, here or on ranks of its own.
-
-    Every method is a collective of the policy's ranks.
-    """
-
-    def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """[n] float32 of each row, in host memory."""
-        ...
-
-    def refresh(self, policy: Policy) -> None:
-        """Become a copy of the policy."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write its state below the folder of a checkpoint. Raises OSError and ValueError."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Read it again. Raises OSError and ValueError."""
-        ...
-
-    def close(self) -> None:
-        """Let ranks of its own end."""
-        ...
-
-
-class CriticModel(Protocol):
-    """Values and their learning, here or on ranks of its own.
-
-    Every method is a collective of the policy's ranks.
-    """
-
-    def values(self, rows: Sequence[Row]) -> list[torch.Tensor]:
-        """[n] float32 of each row, in host memory."""
-        ...
-
-    def train(self, rows: Sequence[Row], *, step: int, global_tokens: int) -> dict[str, float]:
-        """Learn the rows' returns; numbers for metrics.jsonl."""
-        ...
-
-    def digests(self) -> dict[str, int]:
-        """Of the weights, by name."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Write weights and moments below the folder of a checkpoint. Raises OSError and ValueError."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Read them again. Raises OSError and ValueError."""
-        ...
-
-    def close(self) -> None:
-        """Let ranks of its own end."""
-        ...
 
 
 class Beside:
     """The models beside a policy; without any, a batch goes through untouched."""
 
     def __init__(
-        self, config: Config, policy: Policy, reference: ReferenceModel | None = None, critic: CriticModel | None = None
+        self, config: Config, policy: Policy, reference: Reference | None = None, critic: Critic | None = None
     ) -> None:
         self._config, self._policy, self._advantage = config, policy, build_advantage(config.algorithm)
         self.reference, self.critic = reference, critic
@@ -128,7 +70,7 @@ class Beside:
         return {} if self.critic is None else self.critic.digests()
 
     @property
-    def parts(self) -> "list[ReferenceModel | CriticModel]":
+    def parts(self) -> list[Reference | Critic]:
         """What a checkpoint holds beside the policy.
 
         A reference that never changes is read from its folder again.
@@ -136,8 +78,16 @@ class Beside:
         changes = self.reference is not None and self._config.algorithm.reference_refresh_steps > 0
         return [part for part in (self.reference if changes else None, self.critic) if part is not None]
 
-    def close(self) -> None:
-        """After the last step."""
-        for model in (self.reference, self.critic):
-            if model is not None:
-                model.close()
+
+def build_beside(config: Config, policy: Policy) -> Beside:
+    """Load what the configuration needs beside the policy, sharded over the same ranks. A collective.
+
+    Raises:
+        ConfigError: a folder does not suit the policy.
+        PolicyError: a folder holds no model that the learner can use.
+    """
+    check_folders(config)
+    place = (policy.mesh, policy.device, policy.budget)
+    reference = Reference(config, *place) if config.algorithm.kl != "none" else None
+    critic = Critic(config, *place) if config.algorithm.advantage == "gae" else None
+    return Beside(config, policy, reference, critic)

@@ -65,6 +65,3 @@ class Critic:
     def load(self, folder: Path) -> None:
         """Read them again."""
         load_part(folder / self.NAME, self.model, self.optimizer)
-
-    def close(self) -> None:
-        """Nothing waits for it."""

@@ -1,6 +1,5 @@
 """A model beside the policy, sharded as it is: of a reference or a critic."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs import Config
 from learner.policy import attention
 from learner.policy.layers import prepare
-from learner.policy.memory import Budget, Setup
+from learner.policy.memory import Budget
 from learner.policy.meshes import Meshes
-from learner.policy.model import Policy, TokenModel, choose_for, meshes_of, shard
+from learner.policy.model import Policy, TokenModel, meshes_of, shard
 from learner.policy.pretrained import PolicyError, allocate, build_empty, read_config
 from learner.policy.sharding import DTYPES
 
@@ -56,12 +55,6 @@ def build_model(
     shard(model, meshes_of(mesh).data, DTYPES[config.learner.compute_dtype], kept)
     allocate(model, inner, model_config, device)
     return Policy(model, folder, mesh, device, budget)
-
-
-def own_budget(config: Config, folder: str, mesh: DeviceMesh | Meshes, device: torch.device) -> Budget:
-    """How ranks that hold this model alone spend their memory. A collective."""
-    model = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    return choose_for(Setup.of(config, model).alone(mesh.size()), mesh, device)
 
 
 @contextmanager

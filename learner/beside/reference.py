@@ -53,6 +53,3 @@ class Reference:
     def load(self, folder: Path) -> None:
         """Read them again."""
         load_part(folder / self.NAME, self.model, None)
-
-    def close(self) -> None:
-        """Nothing waits for it."""

@@ -1,4 +1,4 @@
-"""Does it fit: the memory budget of a learner GPU and of a critic's, with its figures."""
+"""Does it fit: the memory budget of a learner GPU, with its figures."""
 
 from pathlib import Path
 
@@ -30,19 +30,7 @@ def memory_budget(config: Config) -> str:
     model = decoder_of(read_json(path))
     if available is not None and (text := refusal(config, model, available)):
         raise NoRoom(text)
-    said = f"memory of a learner GPU, at most:\n{choose(Setup.of(config, model), available).describe(available)}\n"
-    if critics := sum(role == "critic" for role, _ in config.training_ranks):
-        own = model if config.critic.path is None else read_json(Path(config.critic.path) / "config.json")
-        setup = Setup.of(config, own).alone(critics)
-        budget = choose(setup, available)
-        if available is not None and budget.total > available:
-            raise NoRoom(
-                f"placement.critic: {config.placement.critic!r}: each of its {critics} GPUs would need"
-                f" {budget.total / GIB:.1f} GiB, and {available / GIB:.1f} GiB are there to use; give the critic more"
-                " devices, or lower learner.max_tokens_per_microbatch"
-            )
-        said += f"memory of a critic GPU, at most:\n{budget.describe(available)}\n"
-    return said
+    return f"memory of a learner GPU, at most:\n{choose(Setup.of(config, model), available).describe(available)}\n"
 
 
 def check_engine(config: Config) -> None:

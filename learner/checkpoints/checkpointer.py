@@ -10,7 +10,7 @@
 
 `start` copies to host memory, and a thread of each rank writes while training goes on. The threads have a process group
 of their own; the ranks agree in `settle`, on the main thread, that all have written. Training waits for critic/ and
-reference/, which may lie on other ranks.
+reference/.
 
 A checkpoint may be loaded on another number of ranks. The learner itself draws no random numbers (dropout is off,
 sampling and data order are seeded per lease), so no generator state is kept.
@@ -158,8 +158,7 @@ class Checkpointer:
 
     def _group_of(self, others: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks, limit = dist.get_process_group_ranks(others), timedelta(seconds=self._settings.deadline_s)
-        # ranks of a critic of its own are in the world and take no part
-        apart = len(ranks) < dist.get_world_size()
+        apart = len(ranks) < dist.get_world_size()  # of the first copy of the model alone
         group: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=apart)
         return group
 

@@ -199,12 +199,11 @@ def stop_lines(log_path: Path, offset: int, verb: str = "stops") -> list[str]:
     return [line for line in lines if re.search(rf" ERROR (learner|reference|critic) rank \d+ {verb}: ", line)]
 
 
-def killed_rank(log_path: Path, offset: int, places: Sequence[tuple[str, int]] = ()) -> str:
+def killed_rank(log_path: Path, offset: int) -> str:
     """What torchrun's log says of a rank that a signal ended; empty when none was.
 
     Its root cause is the rank that it saw end first. That may be one that failed because another was killed; and the
-    rest is ended by torchrun itself, with SIGTERM, and with SIGKILL what does not leave. `places` are roles and numbers
-    of its ranks, as logs have them.
+    rest is ended by torchrun itself, with SIGTERM, and with SIGKILL what does not leave.
     """
     entries = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)", end_of(log_path, offset))
     forced = re.findall(r"Unable to shutdown process (\d+) via", end_of(log_path, offset))
@@ -212,8 +211,7 @@ def killed_rank(log_path: Path, offset: int, places: Sequence[tuple[str, int]] =
     if not killed:
         return ""
     rank, code, pid = killed[-1]  # the root cause stands at the end
-    role, number = places[int(rank)] if int(rank) < len(places) else ("learner", int(rank))
-    return f"{role} rank {number} (pid {pid}) was killed by {signal.Signals(int(code)).name} [closed]"
+    return f"learner rank {rank} (pid {pid}) was killed by {signal.Signals(int(code)).name} [closed]"
 
 
 def without_time(line: str) -> str:

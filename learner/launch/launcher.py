@@ -24,7 +24,6 @@ from learner.launch import children
 from learner.launch.announcements import Announcements
 from learner.launch.children import Child, RowTail, Tail
 from learner.launch.machine import this_machine
-from learner.launch.reward_servers import RewardServers
 from learner.launch.run_folder import RunFolder
 from learner.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
 from learner.report.live_view import LiveView
@@ -64,7 +63,6 @@ class Launcher:
     """Of replay, once it listens."""
     replay: Child = field(init=False)
     learner: Child = field(init=False)
-    rewards: RewardServers = field(init=False)
     servers: LocalServers = field(init=False)
     processes: dict[str, Child] = field(default_factory=dict)
     """The present process of each name."""
@@ -123,21 +121,16 @@ class Launcher:
         self._announcements = Announcements(self.run_dir / "logs")
         self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
         parent = ("--parent", str(os.getpid()))
-        plan, local = self.plan(), self.config.placement.local_rollouts
-        reward_servers = plan.of(self.node, "reward") if local else []
-        self.rewards = RewardServers(self.config.rollout, reward_servers, self._start, self.view.event, parent)
-        self.rewards.begin()
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
         self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
         self._start_learner()
         by_name = {server.name: server for server in self.plan().of(self.node, "rollout")}
-        words = [*self.rewards.arguments(), *parent]
         self.servers = LocalServers(
             self.config.rollout,
-            lambda name: self._start(name, [*by_name[name].command, *words], by_name[name].environment),
+            lambda name: self._start(name, [*by_name[name].command, *parent], by_name[name].environment),
             self.view.event,
         )
-        if local:
+        if self.config.placement.local_rollouts:
             for name in by_name:
                 self.servers.add(name)
 
@@ -145,8 +138,7 @@ class Launcher:
         """Watch until the learner has finished.
 
         Raises:
-            RunFailed: replay, the learner or the last reward server died, no rollout server is left, or the run folder
-                is gone.
+            RunFailed: replay or the learner died, no rollout server is left, or the run folder is gone.
         """
         keys, folder = load_keys(self.config.network.keys), RunFolder(self.run_dir)
         with Dealer(self.address, f"launcher.{secrets.token_hex(4)}", m.FROM_REPLAY, keys=keys) as dealer:
@@ -166,13 +158,12 @@ class Launcher:
             self._replay_died()
         if code is not None:
             self._learner_died(dealer)
-        self.rewards.watch(self._run_is_over())
         self.servers.watch(self._run_is_over())
 
     def leave(self) -> None:
         """Wait for the other processes to exit after the learner's Goodbye."""
         deadline = time.monotonic() + FAREWELL_S
-        leaving = [child for child in self.processes.values() if child not in self.rewards.children]
+        leaving = list(self.processes.values())
         while time.monotonic() < deadline and any(child.exit_code() is None for child in leaving):
             time.sleep(POLL_S)
         for child in leaving:
@@ -264,7 +255,7 @@ class Launcher:
         if self.resume:
             self.say_fallback()
         (process,) = self.plan().of(self.node, "learner")
-        logs = [self.run_dir / "logs" / f"{role}-{number}.log" for role, number in self.config.training_ranks]
+        logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
         self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
         self._rank_tails, self._ending = [Tail.from_end(path) for path in logs], None
         environment = {**process.environment, PARENT: str(os.getpid())}
@@ -312,7 +303,7 @@ class Launcher:
 
     def _learner_root_cause(self) -> str:
         """The rank that was killed, or else the first that stopped; others fail in consequence."""
-        killed = children.killed_rank(self.learner.log_path, self.learner.offset, self.config.training_ranks)
+        killed = children.killed_rank(self.learner.log_path, self.learner.offset)
         stops = self._stop_lines() or self._stop_lines("breaks off")
         if killed or stops:
             return f"the learner stopped: {killed or children.without_time(min(stops))}"

@@ -8,7 +8,6 @@ than the times. Plans that need more memory than placement.gpu_gib are refused. 
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -46,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "source", type=Path, nargs="+", help="run folder, or JSON of the pipeline benchmark; or several"
     )
-    parser.add_argument("--gpus", type=int, help="GPUs to split (on a CPU: processes); default: as many as measured")
+    parser.add_argument("--gpus", type=int, help="GPUs to split; default: as many as measured")
     parser.add_argument("--case", help="of a benchmark file: those whose name begins so, such as 1.7B@1:1")
     parser.add_argument("--model", type=Path, help="folder with the config.json of the model, for what fits")
     parser.add_argument("--lags", type=_numbers, help="such as 0,1,2; default: the configured one and one more")
@@ -55,8 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="counted steps of each simulated run (default: 16, of large runs 4)")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a key of the configuration")
     parser.add_argument("--cost", action="append", default=[], metavar="NAME=VALUE", help="a constant by hand")
-    parser.add_argument("--cores", type=int, default=os.cpu_count() or 1, help="of a CPU run that was measured")
-    parser.add_argument("--processes", type=int, default=1, help="that simulate at once (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="file for all predictions as JSON")
     return parser
 
@@ -67,7 +64,7 @@ def _numbers(text: str) -> list[int]:
 
 def _run(args: argparse.Namespace) -> int:
     started = time.monotonic()
-    cases = _cases(args.source, args.case or "", args.cores)
+    cases = _cases(args.source, args.case or "")
     fitted = fitting.fit(cases).with_costs(_costs(args.cost), "--cost")
     measured = cases[0].config
     config = _changed(measured, args.set)
@@ -77,7 +74,7 @@ def _run(args: argparse.Namespace) -> int:
     sys.stdout.write(f"constants\n{fitted.describe()}\n\n")
     candidates = _candidates(args, config, fitted, gpus)
     effort, model = Effort.of(config, args.steps), _model(args.model, config)
-    found = advise(config, fitted, candidates, model=model, effort=effort, processes=args.processes)
+    found = advise(config, fitted, candidates, model=model, effort=effort)
     if found[0].prediction is None:
         sys.stdout.write(table(found, None) + "\n")
         return 1
@@ -97,9 +94,9 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cases(given: Sequence[Path], wanted: str, cores: int) -> list[Measured]:
+def _cases(given: Sequence[Path], wanted: str) -> list[Measured]:
     """Of one model. Raises ConfigError."""
-    cases = [case for source in given for case in sources.read(source, (), cores)]
+    cases = [case for source in given for case in sources.read(source)]
     kept = [case for case in cases if case.is_run or case.name.startswith(f"case {wanted}")]
     if not kept:
         raise BadOption(f"--case {wanted!r}: there is no such case; there are {'; '.join(c.name for c in cases)}")
@@ -107,8 +104,6 @@ def _cases(given: Sequence[Path], wanted: str, cores: int) -> list[Measured]:
         raise BadOption(
             f"several models were measured: {'; '.join(c.name for c in kept)}; give runs or a --case of one"
         )
-    if any(case.used is not None for case in kept) and len({(c.engines, c.config.num_learner_ranks) for c in kept}) > 1:
-        raise BadOption("runs on a CPU: give several of one split, whose mean is taken, and none of another")
     return kept
 
 
@@ -124,7 +119,7 @@ def _candidates(args: argparse.Namespace, config: Config, fitted: Fitted, gpus: 
         pairs = [tuple(map(int, split.split(":"))) for split in args.splits.split(",")]
         return [Plan(rollout=r, learner=n, lag=lag, tensor_parallel=tp) for r, n in pairs for lag in lags for tp in tps]
     balance = balance_of(config, fitted.costs, fitted.workload)
-    ranks, shared = config.learner.mesh.model_ranks, config.placement.share_gpus
+    ranks, shared = config.learner.mesh.tensor, config.placement.share_gpus
     return list(plans(gpus, balance, lags=lags, tps=tps, model_ranks=ranks, shared=shared))
 
 

@@ -1,14 +1,9 @@
 """Which plans there are, which fit, what each would take, and the YAML of the best. Torch-free."""
 
-import gc
 import itertools
 import math
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from configs.errors import BadOption
@@ -16,7 +11,6 @@ from configs.schema import Config
 from learner.plan.costs import Costs, Fitted, Workload
 from learner.plan.simulation import Fleet, Outcome, Prediction, SimulatedRun, with_lag
 from learner.policy.memory import ENGINE_SHARE, GIB, Setup, Sizes, available_bytes, choose, usable
-from replay.lifeline import die_with_parent
 
 ALL_SPLITS = 16
 """GPUs up to which every split is simulated; above, those around the balance of both sides."""
@@ -117,7 +111,7 @@ def balance_of(config: Config, costs: Costs, workload: Workload) -> float:
 def refusal(config: Config, model: Mapping[str, Any] | None, plan: Plan) -> str:
     """Why a plan cannot be; empty where it can, or nothing is known of the memory."""
     trajectories = config.rollout.groups_per_step * config.rollout.group_size
-    if trajectories < plan.learner // config.learner.mesh.model_ranks:
+    if trajectories < plan.learner // config.learner.mesh.tensor:
         return f"{trajectories} trajectories a step are fewer than {plan.learner} learner ranks"
     gib = config.placement.gpu_gib
     if model is None or config.placement.device == "cpu" or gib is None:
@@ -195,12 +189,7 @@ def _outcome(
     running = most_running(config, model, plan.tensor_parallel, workload.prompt_tokens + mean)
     rollout = config.rollout.model_copy(update={"max_running": running})
     config = with_lag(config.model_copy(update={"rollout": rollout}), plan.lag)
-    gc.disable()  # nothing in a run refers to itself but the whole, and looking for what does takes a sixth of the time
-    try:
-        run = SimulatedRun(config, plan.fleet, costs, workload, trains=trains)
-        return run.run(plan.lag + effort.warmup, effort.steps)
-    finally:
-        gc.enable()
+    return SimulatedRun(config, plan.fleet, costs, workload, trains).run(plan.lag + effort.warmup, effort.steps)
 
 
 def advise(
@@ -210,21 +199,15 @@ def advise(
     *,
     model: Mapping[str, Any] | None = None,
     effort: Effort | None = None,
-    processes: int = 1,
 ) -> list[Advised]:
     """Predictions of all candidates, the fastest first. Raises ConfigError: there is none."""
     if not candidates:
         raise BadOption("--gpus: no split of so many GPUs has both sides, with this tensor parallelism")
     effort = effort or Effort.of(config)
-    given = (config, fitted, model, effort)
-    with ExitStack() as stack:
-        each: Callable[..., Iterable[Advised]] = map
-        if processes > 1:
-            pool = ProcessPoolExecutor(processes, initializer=die_with_parent, initargs=(os.getpid(),))
-            each = stack.enter_context(pool).map
-        found = sorted(each(partial(simulate, *given), candidates), key=lambda advised: advised.step_s)
-        etas = len(found) if effort.etas is None else effort.etas
-        return [*each(partial(with_eta, *given), found[:etas]), *found[etas:]]
+    found = [simulate(config, fitted, model, effort, plan) for plan in candidates]
+    found.sort(key=lambda advised: advised.step_s)
+    etas = len(found) if effort.etas is None else effort.etas
+    return [*(with_eta(config, fitted, model, effort, advised) for advised in found[:etas]), *found[etas:]]
 
 
 def table(found: Sequence[Advised], present: Advised | None, most: int = 24) -> str:

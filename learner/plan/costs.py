@@ -33,8 +33,6 @@ class Costs:
     update_s: float = 0.0
     exchange_share: float = 0.085
     """What gathering weights and summing gradients adds on more than one rank, in proportion."""
-    exchange_s: float = 0.0
-    """The same of every update, however small."""
     commit_s: float = 0.0
     """Digest and commit, in which the learner does nothing else."""
     record_s: float = 0.0
@@ -43,21 +41,9 @@ class Costs:
     """From a commit until engines stand still for the version, the gather included."""
     pause_s: float = 0.0
     """Of an engine, until the version is live."""
-    replay_group_s: float = 0.0
-    """Of replay, for a group: message, journal, its part of the batch."""
-    turn_s: float = 0.0
-    """Of an environment, between two turns."""
-    turn_tokens: float = 0.0
-    """Of an environment's answer."""
     engine_gpus: int = 1
     tensor_exponent: float = 0.8
     """An engine of k times as many GPUs decodes k to this power times as fast."""
-    cores: int = 0
-    """CPU cores that all processes share; 0 where each has a device of its own."""
-    contention: float = 1.0
-    """Seconds that a second of work takes on those, beside the wait for a core."""
-    crowding: float = 0.06
-    """What each busy process above the number of cores adds to that."""
     sharing: float = 1.0
     """Seconds that a second of work takes on a GPU that an engine and the learner share, while both are busy."""
     flat_share: float = 0.0
@@ -85,18 +71,6 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """The n answers to a prompt."""
-
-    sampled: Int64
-    """[n] tokens that the policy samples."""
-    turns: Int64
-    """[n] in which it does so; 1 without an environment."""
-    trained: Int64
-    """[n] tokens that the learner computes for it: prompts and everything after them."""
-
-
-@dataclass(frozen=True, slots=True)
 class Workload:
     """What is asked and answered."""
 
@@ -104,15 +78,6 @@ class Workload:
     prompt_tokens: int
     described: str
     """Of the lengths, for people."""
-    turns: int = 1
-    """Of every answer: with an environment, the mean."""
-    more_tokens: int = 0
-    """Of an answer that are not sampled: those of an environment, and prompts of further samples."""
-
-    def answers(self, seed: int, n: int) -> Answers:
-        """Those to the prompt with this seed."""
-        sampled = self.draw(seed, n)
-        return Answers(sampled, np.full(n, self.turns, np.int64), sampled + (self.prompt_tokens + self.more_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +97,7 @@ class Fitted:
                 raise BadOption(f"--cost {name}: there is no such constant; there are {', '.join(known)}")
             if not math.isfinite(value) or value < 0:
                 raise BadOption(f"--cost {name}={value:g}: give a number of at least 0")
-        whole = {name: int(value) if name in ("engine_gpus", "cores") else value for name, value in given.items()}
+        whole = {name: int(value) if name in ("engine_gpus",) else value for name, value in given.items()}
         return Fitted(
             replace(self.costs, **whole),  # type: ignore[arg-type]
             self.workload,

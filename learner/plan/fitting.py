@@ -6,13 +6,15 @@ what a group takes (or another case of the same model on another split). With on
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from configs.errors import InputMissing
 from learner.plan.costs import Costs, Fitted
 from learner.plan.simulation import Fleet, Outcome, SimulatedRun
-from learner.plan.sources import Measured, Used
+from learner.plan.sources import Measured
 
+MISSING = 0.04
+"""Share of a step that may be chance: lengths are drawn, and one that waits for the learner says nothing about less."""
 ALIKE = 64.0
 """Answers that double the time of a decode step, where only one number was measured; three models on an H200 had 39 to
 140 (docs/benchmarks/plan.md)."""
@@ -20,17 +22,11 @@ SHARING = 2.0
 """Of two processes that take turns on a GPU each gets half: beside an engine updates took 1.5 to 2.1 times as long."""
 RATIOS = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 ROUNDS, CLOSE, PASSES, STEPS = 8, 0.005, 3, 12
-EXCHANGE_S = 0.0175
-"""CPU seconds of each rank, over gloo, by which an update of the quick start on 2 ranks took more than half of one."""
-MISSING = 0.04
-"""Share of a step that may be chance: lengths are drawn, and one that waits for the learner says nothing about less."""
 
 
 def fit(cases: Sequence[Measured], *, quick: bool = False) -> Fitted:
     """Costs of one model from cases of it; `quick` takes a tenth of the time. Raises ConfigError."""
     first = cases[0]
-    if first.used is not None:
-        return _mean([_on_cores(case, case.used) for case in cases if case.used is not None])
     known, sources = _learner(cases)
     ratio, how = (None, "") if quick else _ratio(cases, known)
     if ratio is None:
@@ -64,10 +60,7 @@ def _learner(cases: Sequence[Measured]) -> tuple[Costs, dict[str, str]]:
         record_s=first.record_s,
         publish_s=max(0.0, first.publish_s - first.pause_s),
         pause_s=min(first.pause_s, first.publish_s),
-        turn_s=first.turn_s,
-        turn_tokens=first.turn_tokens,
         engine_gpus=first.config.placement.tensor_parallel,
-        cores=first.cores,
         flat_share=first.flat_share,
     )
     sources = {
@@ -75,17 +68,10 @@ def _learner(cases: Sequence[Measured]) -> tuple[Costs, dict[str, str]]:
         "record_s": f"{first.name}: time between rows, less timing_s/step; and the gather",
         "publish_s": f"{first.name}: weight_sync/seconds, less its apply",
         "pause_s": f"{first.name}: apply of an update",
-        "turn_s": f"{first.name}: mean time of an environment for a turn" if first.turn_s else "no environment",
-        "turn_tokens": f"{first.name}: mean tokens of its answer" if first.turn_s else "no environment",
-        "contention": "not shared: none",
-        "crowding": "not shared: none",
         "sharing": "not shared: none",
-        "replay_group_s": "beside devices it is hidden: 0",
         "engine_gpus": f"{first.name}: placement.tensor_parallel",
         "tensor_exponent": "assumed (uncertain by 0.2)",
-        "exchange_s": "beside devices it is hidden: 0",
         "exchange_share": "docs/benchmarks/pipeline.md: 2 and 3 ranks of 0.6B and 1.7B had .08 to .10",
-        "cores": "of this machine" if first.cores else "not shared: every process has a device",
         "flat_share": f"{first.name}: reward/flat_groups_ratio" if first.flat_share else "none are left out",
     }
     if first.update_fit is not None:
@@ -112,64 +98,14 @@ def _shared(case: Measured, costs: Costs) -> Costs:
     return costs
 
 
-def _on_cores(case: Measured, used: Used) -> Fitted:
-    """Costs of processes that share CPU cores: from CPU seconds, which do not depend on who else runs.
-
-    What servers use beside decoding is their work on groups: the simulation says what decoding takes of it.
-    """
-    known, sources = _learner([case])
-    groups, name = case.config.rollout.groups_per_step, case.name
-    costs = replace(
-        known,
-        decode_step_s=used.decode_step_s,
-        decode_answer_s=used.decode_answer_s,
-        prefill_token_s=used.prefill_token_s,
-        replay_group_s=used.replay_s / groups,
-        exchange_share=0.0,
-        exchange_s=EXCHANGE_S,
-        publish_s=max(0.0, used.trainer_s - used.update_s - case.commit_s - case.record_s),
-    )
-    for _ in range(PASSES):  # how many answers decode at once depends a little on the rest
-        decoded = _run(case, costs, trains=True).decoded_s
-        rest = max(0.0, used.rollout_s - decoded - case.engines * case.pause_s)
-        costs = replace(costs, group_s=rest / groups)
-    least = _run(case, costs, trains=True).step_s
-    costs = replace(costs, contention=(case.step_s or least) / least)
-    sources |= {
-        "contention": f"{name}: measured step {case.step_s:.3g} s over simulated {least:.3g} s; other work counts too",
-        "crowding": "docs/benchmarks/plan.md: the quick start with 2 and 3 servers on 2 cores had .05 to .15",
-        "decode_step_s": f"{name}: rollout/decode_step_s, in CPU seconds",
-        "decode_answer_s": f"{name}: rollout/decode_answer_s, in CPU seconds",
-        "prefill_token_s": f"{name}: rollout/prefill_token_s, in CPU seconds",
-        "group_s": f"{name}: rollout/cores, less the simulated decoding ({decoded:.3g} s) and updates",
-        "replay_group_s": f"{name}: replay/cores",
-        "exchange_share": "on a CPU: 0",
-        "exchange_s": "docs/benchmarks/plan.md: the quick start on 2 ranks over gloo",
-        "update_s": f"{name}: trainer/update_cpu_s over trained tokens, step by step",
-        "publish_s": f"{name}: trainer/cores, less update, commit and record",
-        "train_token_s": f"{name}: trainer/update_cpu_s",
-    }
-    return Fitted(costs, case.workload, sources)
-
-
-def _mean(found: Sequence[Fitted]) -> Fitted:
-    """The mean of each constant, over runs of the same plan: what one run measures by chance is less in it."""
-    first = found[0]
-    names = [name for name, value in asdict(first.costs).items() if isinstance(value, float)]
-    means = {name: math.fsum(getattr(each.costs, name) for each in found) / len(found) for name in names}
-    more = f"; mean of {len(found)} runs" if len(found) > 1 else ""
-    sources = {name: said + more * (name in means) for name, said in first.sources.items()}
-    return Fitted(replace(first.costs, **means), first.workload, sources)  # type: ignore[arg-type]
-
-
 def _token_s(case: Measured, base: Costs) -> float:
     """Seconds a token, so that the simulated update takes what the measured one took."""
-    train_s = case.train_s if case.used is None else case.used.update_s
+    train_s, more = case.train_s, case.workload.prompt_tokens
     fleet = Fleet(case.engines, case.config.num_learner_ranks)
-    run = SimulatedRun(case.config, fleet, replace(base, cores=0), case.workload)
+    run = SimulatedRun(case.config, fleet, base, case.workload)
     size, count = case.config.rollout.group_size, case.config.rollout.groups_per_step
     kept = round(count * (1 - base.flat_share * case.config.algorithm.flat_groups_are_left_out))
-    drawn = [[case.workload.answers(1000 * step + i, size).trained for i in range(kept)] for step in range(8)]
+    drawn = [[case.workload.draw(1000 * step + i, size) + more for i in range(kept)] for step in range(8)]
     unit = sum(run.update_s(groups) - base.update_s for groups in drawn) / len(drawn)
     if unit <= 0 or train_s <= base.update_s:
         raise InputMissing(f"{case.name}: an update of {train_s:g} s says nothing about tokens; train for longer")

@@ -3,7 +3,7 @@
 import itertools
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,11 @@ from replay.journal import JournalReader
 from replay.messages import Group
 
 Row = Mapping[str, Any]
-SYNC, EPISODE = "weight_sync/", "episode/"
+SYNC = "weight_sync/"
 WARM_STEPS, FEWEST_STEPS = 5, 10
 """Steps of a run that do not count, and how many must be left."""
-CPU_NAMES = (
-    "rollout/decode_step_s", "rollout/decode_answer_s", "rollout/prefill_token_s", "rollout/cores", "replay/cores",
-    "trainer/cores", "trainer/update_cpu_s",
-)  # fmt: skip
-"""What is needed of a run on a CPU, in the order of `_used`."""
 GAP = 10.0
 """Times as long as usual between two rows is no step."""
-UNDISTURBED = 0.1
-"""Quantile of what is timed by the wall, where processes share cores: the quick ones waited for no other."""
 MOST_GROUPS = 2048
 """Groups of the journal that lengths are taken from, the newest ones."""
 
@@ -62,11 +55,6 @@ class Measured:
     """The same in the steps of T_roll."""
     pause_s: float = 0.0
     flat_share: float = 0.0
-    turn_s: float = 0.0
-    turn_tokens: float = 0.0
-    cores: int = 0
-    used: "Used | None" = None
-    """On a CPU."""
 
     @property
     def is_run(self) -> bool:
@@ -78,26 +66,10 @@ class Measured:
         return self.config.num_rollout_devices // self.config.placement.tensor_parallel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Used:
-    """CPU that processes used, and that engines measured of their own work, in seconds."""
-
-    decode_step_s: float
-    decode_answer_s: float
-    prefill_token_s: float
-    rollout_s: float
-    """Of all rollout servers and their children, in a step."""
-    replay_s: float
-    trainer_s: float
-    """Of rank 0."""
-    update_s: float
-    """Of that, in the update."""
-
-
-def read(source: Path, overrides: Sequence[str] = (), cores: int = 0) -> list[Measured]:
+def read(source: Path, overrides: Sequence[str] = ()) -> list[Measured]:
     """Every case behind a path. Raises ConfigError, MetricsError, JournalError."""
     if source.is_dir():
-        return [of_run(source, cores)]
+        return [of_run(source)]
     if not source.is_file():
         raise InputMissing(f"{source}: no run folder and no JSON file of `python -m scripts.bench pipeline --out`")
     try:
@@ -113,16 +85,15 @@ def read(source: Path, overrides: Sequence[str] = (), cores: int = 0) -> list[Me
 def check(config: Config) -> None:
     """Refuse what the simulation has no part for. Raises ConfigError."""
     placement = config.placement
+    if placement.device == "cpu":
+        raise Contradiction("placement.device: 'cpu': there all processes share the cores; the advisor knows GPUs")
+    if config.environment.function is not None:
+        raise Contradiction("environment.function: the advisor knows single answers, not episodes; plan without")
     if placement.share_gpus and config.num_rollout_devices != config.num_learner_ranks:
         raise Contradiction(
             f"placement.share_gpus: true with {config.num_rollout_devices} rollout and {config.num_learner_ranks}"
             " learner devices: the advisor knows GPUs that all serve both sides, or one side each; take as many of both"
         )
-    for role in ("critic", "reference"):
-        if (where := getattr(placement, role)) != "learner":
-            raise Contradiction(
-                f"placement.{role}: {where!r}: the advisor knows no ranks beside the learner's; plan without"
-            )
 
 
 def _cases(found: Any) -> Iterator[dict[str, Any]]:
@@ -136,7 +107,7 @@ def _cases(found: Any) -> Iterator[dict[str, Any]]:
 # ---- a run ------------------------------------------------------------------------------------------------
 
 
-def of_run(folder: Path, cores: int = 0) -> Measured:
+def of_run(folder: Path) -> Measured:
     """A run folder: config.yaml, metrics.jsonl and, for lengths, the journal."""
     config = loading.load(str(folder / "config.yaml"))
     steps = [row for row in read_rows(folder / FILE) if "step" in row][WARM_STEPS:]
@@ -145,15 +116,7 @@ def of_run(folder: Path, cores: int = 0) -> Measured:
             f"{folder}: {len(steps)} steps after the first {WARM_STEPS}; at least {FEWEST_STEPS} are needed to take"
             " times from"
         )
-    groups = list(_groups(folder / "journal"))
-    if config.placement.device != "cpu":
-        return measured(str(folder), config, steps, groups)
-    if missing := [name for name in CPU_NAMES if steps[-1].get(name) is None]:
-        raise InputMissing(
-            f"{folder}: its rows have no {', '.join(missing)}, without which nothing is known of processes that share"
-            " CPU cores; they are written since 0.1 with rollout.engine: torch, so run it again"
-        )
-    return measured(str(folder), config, steps, groups, cores=cores)
+    return measured(str(folder), config, steps, list(_groups(folder / "journal")))
 
 
 def _groups(journal: Path) -> Iterator[Group]:
@@ -166,9 +129,7 @@ def _groups(journal: Path) -> Iterator[Group]:
             yield group
 
 
-def measured(
-    name: str, config: Config, steps: Sequence[Row], groups: Sequence[Group] = (), *, cores: int = 0
-) -> Measured:
+def measured(name: str, config: Config, steps: Sequence[Row], groups: Sequence[Group] = ()) -> Measured:
     """From rows of metrics.jsonl, and groups where there are any."""
 
     def values(key: str) -> list[float]:
@@ -177,11 +138,7 @@ def measured(
     def mean(key: str) -> float:
         return statistics.fmean(values(key) or [0.0])
 
-    def usual(found: list[float]) -> float:
-        return float(np.quantile(found or [0.0], UNDISTURBED) if cores else np.mean(found or [0.0]))
-
-    step_s, turns = _step_s(steps), max(1, round(mean(f"{EPISODE}turns")))
-    gather_s = usual(values(f"{SYNC}gather_s"))
+    step_s, gather_s = _step_s(steps), mean(f"{SYNC}gather_s")
     idle = [row["rollout/idle_ratio"] for row in steps if row.get("rollout/idle_ratio") is not None]
     return Measured(
         name=name,
@@ -191,16 +148,12 @@ def measured(
         train_s=mean("timing_s/update_actor"),
         busy_s=(1 - statistics.fmean(idle)) * step_s if idle else None,
         group_s=statistics.fmean(group.generate_s for group in groups) if groups else None,
-        update_fit=_update_fit(config, steps, "trainer/update_cpu_s" if cores else "timing_s/update_actor"),
-        commit_s=max(0.0, usual(values("timing_s/param_sync")) - gather_s),
-        record_s=max(0.0, usual(_between(steps))) + gather_s,
-        publish_s=usual(values("weight_sync/seconds")),
-        pause_s=usual(values(f"{SYNC}apply_s")),
+        update_fit=_update_fit(config, steps),
+        commit_s=max(0.0, mean("timing_s/param_sync") - gather_s),
+        record_s=max(0.0, statistics.fmean(_between(steps) or [0.0])) + gather_s,
+        publish_s=mean("weight_sync/seconds"),
+        pause_s=mean(f"{SYNC}apply_s"),
         flat_share=mean("reward/flat_groups_ratio") if config.algorithm.flat_groups_are_left_out else 0.0,
-        turn_s=mean(f"{EPISODE}environment_s") / turns,
-        turn_tokens=mean(f"{EPISODE}environment_tokens") / turns,
-        cores=cores,
-        used=_used(mean, step_s) if cores else None,
     )
 
 
@@ -208,19 +161,6 @@ def _between(steps: Sequence[Row]) -> list[float]:
     """Seconds of the learner between two steps; empty where rows do not say."""
     pairs = [(a, b) for a, b in itertools.pairwise(steps) if b.get("timing_s/step") is not None]
     return [b["time"] - a["time"] - b["timing_s/step"] for a, b in pairs]
-
-
-def _used(mean: Callable[[str], float], step_s: float) -> Used:
-    decode, answer, prefill, rollout, replay, trainer, update = map(mean, CPU_NAMES)
-    return Used(
-        decode_step_s=decode,
-        decode_answer_s=answer,
-        prefill_token_s=prefill,
-        rollout_s=rollout * step_s,
-        replay_s=replay * step_s,
-        trainer_s=trainer * step_s,
-        update_s=update,
-    )
 
 
 def _step_s(steps: Sequence[Row]) -> float:
@@ -232,7 +172,6 @@ def _step_s(steps: Sequence[Row]) -> float:
 
 def _workload(config: Config, steps: Sequence[Row], groups: Sequence[Group]) -> Workload:
     prompt = round(statistics.fmean(row["prompt_length/mean"] for row in steps))
-    more = _episodes(config, steps, prompt)
     if groups:
         lengths = [_sampled(group).tolist() for group in groups]
         everything = np.concatenate([np.asarray(each) for each in lengths])
@@ -240,21 +179,11 @@ def _workload(config: Config, steps: Sequence[Row], groups: Sequence[Group]) -> 
             f"{len(groups)} groups of the journal, mean {everything.mean():.0f}, 95th percentile"
             f" {np.quantile(everything, 0.95):.0f}, longest {everything.max()}"
         )
-        return Workload(Recorded(tuple(map(tuple, lengths))), prompt, said, **more)
-    mean = statistics.fmean(row["response_length/mean"] - row.get(f"{EPISODE}environment_tokens", 0.0) for row in steps)
+        return Workload(Recorded(tuple(map(tuple, lengths))), prompt, said)
+    mean = statistics.fmean(row["response_length/mean"] for row in steps)
     longest = statistics.fmean(row["response_length/max"] for row in steps)
     said = f"assumed lognormal by the mean {mean:.0f} and the longest of a step {longest:.0f}: no journal was read"
-    return Workload(_of_two(mean, longest, config), prompt, said, **more)
-
-
-def _episodes(config: Config, steps: Sequence[Row], prompt: int) -> dict[str, int]:
-    """Turns of an episode, and tokens of it that the policy has not sampled beside the first prompt: means."""
-    if config.environment.function is None or any(f"{EPISODE}turns" not in row for row in steps):
-        return {}
-    whole = statistics.fmean(row["perf/total_num_tokens"] for row in steps) / config.trajectories_per_step
-    sampled = statistics.fmean(row["response_length/mean"] - row[f"{EPISODE}environment_tokens"] for row in steps)
-    turns = statistics.fmean(row[f"{EPISODE}turns"] for row in steps)
-    return {"turns": max(1, round(turns)), "more_tokens": max(0, round(whole - prompt - sampled))}
+    return Workload(_of_two(mean, longest, config), prompt, said)
 
 
 def _sampled(group: Group) -> NDArray[np.int64]:
@@ -278,11 +207,11 @@ def _of_two(mean: float, longest: float, config: Config) -> Draw:
     return Lognormal(mean * float(np.exp(-(sigma**2) / 2)), sigma, cap)
 
 
-def _update_fit(config: Config, steps: Sequence[Row], name: str) -> tuple[float, float] | None:
+def _update_fit(config: Config, steps: Sequence[Row]) -> tuple[float, float] | None:
     """Least squares of the update's seconds over its trained tokens, where those differ enough from step to step."""
     flat = config.algorithm.flat_groups_are_left_out
     tokens = [row["perf/total_num_tokens"] * (1 - flat * row.get("reward/flat_groups_ratio", 0.0)) for row in steps]
-    seconds = [row[name] for row in steps]
+    seconds = [row["timing_s/update_actor"] for row in steps]
     if np.std(tokens) < 0.1 * np.mean(tokens):
         return None
     slope, start = np.polyfit(tokens, seconds, 1)

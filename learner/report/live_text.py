@@ -22,6 +22,8 @@ KEPT = 64
 """Rows of steps that a live view needs: a run of a week has a hundred thousand."""
 ETA_STEPS = 20
 """Steps over which the speed is taken for the ETA."""
+SPLIT_STEPS, SPLIT_IDLE = 40, 0.2
+"""Steps whose idle shares say which side has a GPU to give, and from which share on."""
 REWARD = "critic/score/mean"
 LAG_MEAN = "training/off_policy/trajectory_staleness/mean"
 LAG_MAX = "training/off_policy/trajectory_staleness/max"
@@ -42,6 +44,8 @@ class Progress:
     """Version to mode (`greedy`, `sampled`) to mean reward."""
     kept: int | None = KEPT
     """None for all of them."""
+    split: tuple[int, int] | None = None
+    """GPUs of rollouts and of the learner, where each side has its own on one machine."""
 
     def add(self, row: Row) -> None:
         """Add a row; the row of a repeated step replaces the old one and its successors."""
@@ -131,7 +135,7 @@ def step_line(progress: Progress) -> str:
         f"step {progress.step}/{progress.total_steps}"
         f"  reward {number(row.get(REWARD))}"
         f"  lag {number(row.get(LAG_MEAN), 1)}/{progress.async_lag}"
-        f"  tok/s {count(row.get('perf/throughput'))}"
+        f"  tok/s {count(row.get('perf/learner_tokens_per_s'))}"
         f"  idle learner {percent(row.get('trainer/idle_ratio'))} rollout {percent(row.get('rollout/idle_ratio'))}"
         f"  eta {duration(progress.eta_s())}"
     )
@@ -166,19 +170,27 @@ def speed_text(progress: Progress) -> str:
     """Throughput of the last step, and how idle both sides were."""
     row = progress.last
     idle = f"learner {percent(row.get('trainer/idle_ratio'))}, rollout {percent(row.get('rollout/idle_ratio'))}"
-    return f"{count(row.get('perf/throughput'))} tok/s   idle: {idle}"
+    return f"{count(row.get('perf/learner_tokens_per_s'))} tok/s   idle: {idle}"
 
 
 def split_text(progress: Progress) -> str:
-    """`rollout idle 31%: placement.split 5:3 would be 1.2 x faster`, or empty."""
-    row, rollout, learner = progress.last, "perf/split_rollout", "perf/split_learner"
-    if row.get("perf/split_gain") is None:
+    """`idle learner 3%, rollout 41%: move a GPU ... (placement.split 6:2 -> 5:3)`, or empty."""
+    recent = [row for row in progress.steps[-SPLIT_STEPS:] if row.get("rollout/idle_ratio") is not None]
+    if progress.split is None or len(recent) < SPLIT_STEPS:
         return ""
-    split = f"{row[rollout]:.0f}:{row[learner]:.0f}"
-    gives, idle = "rollout", row.get("perf/split_rollout_idle")
-    if idle is None:
-        gives, idle = "learner", row.get("perf/split_learner_idle")
-    return f"{gives} idle {percent(idle)}: placement.split {split} would be {row['perf/split_gain']:.1f} x faster"
+    rollout, learner = progress.split
+    idle = {
+        "learner": statistics.fmean(row.get("trainer/idle_ratio") or 0.0 for row in recent),
+        "rollout": statistics.fmean(row["rollout/idle_ratio"] for row in recent),
+    }
+    giver, taker = sorted(idle, key=lambda side: -idle[side])
+    moved = 1 if giver == "learner" else -1
+    if idle[giver] < SPLIT_IDLE or idle[giver] < 2 * idle[taker] or min(rollout + moved, learner - moved) < 1:
+        return ""
+    return (
+        f"idle learner {percent(idle['learner'])}, rollout {percent(idle['rollout'])}: move a GPU from {giver} to"
+        f" {taker} (placement.split {rollout}:{learner} -> {rollout + moved}:{learner - moved})"
+    )
 
 
 def groups_text(status: Status) -> str:
@@ -212,10 +224,8 @@ def waiting_text(status: Status) -> str:
 
 def _wait(wait: Mapping[str, Any]) -> str:
     who, what, since = str(wait.get("who", "?")), str(wait.get("for", "?")), wait.get("since_s") or 0.0
-    verb = "wait" if who.endswith("servers") else "waits"
     how_long = f" {duration(since)}" if since > 0 else ""
-    reason = " (the learner is slower)" if who.startswith("rollout") and "in flight" in what else ""
-    return f"{who} {verb}{how_long} for {what}{reason}"
+    return f"{who} wait{'' if wait.get('code') == 'room' else 's'}{how_long} for {what}"
 
 
 PEER_COLUMNS = ("peer", "version", "doing", "for", "heard", "leases", "groups", "tok/s", "idle")

@@ -62,12 +62,11 @@ class LiveView:
         encode_anything(self.console.file)
         interactive = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode = ("rich" if interactive else "plain") if mode == "auto" else mode
-        self.progress = Progress(config.learner.total_steps, config.replay.async_lag)
+        self.progress = Progress(config.learner.total_steps, config.replay.async_lag, split=_split(config))
         self.status: Status = {}
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self.warning = ""
         """The newest event that has a code; later ones without a code do not replace it."""
-        self._hinted = ""
         self._name = config.run.name
         self._drawn = self._last_line = time.monotonic()
         self._started = self._drawn - age_s
@@ -83,14 +82,16 @@ class LiveView:
                 self._line(live_text.step_line(self.progress))
             elif self.mode == "plain" and evaluation_scores(row):
                 self._line(live_text.evaluation_line(row))
-        if self.mode == "plain" and (hint := live_text.split_text(self.progress)) != self._hinted:
-            self._hinted = hint
-            self._line(hint or "the split is as good as its neighbours now")
         now = time.monotonic()
         if self.mode == "plain" and now - self._last_line >= QUIET_S:
             self._line(live_text.waiting_text(self.status))
         if self.mode == "rich" and (rows or self._live is None or now - self._drawn >= REDRAW_S):
             self._draw("")
+
+    def recall(self, rows: Sequence[Row]) -> None:
+        """Take rows of before, of which nothing is shown by themselves."""
+        for row in rows:
+            self.progress.add(row)
 
     def event(self, text: str) -> None:
         """Say something that happened beside the steps, such as a rollout server that died."""
@@ -209,3 +210,11 @@ class LiveView:
         for name, fact in facts.items():
             table.add_row(name, fact)
         return table
+
+
+def _split(config: Config) -> tuple[int, int] | None:
+    """GPUs of each side that placement.split divides; None on a CPU, over several nodes and where they are shared."""
+    placement = config.placement
+    if placement.device == "cpu" or placement.split is None or placement.share_gpus or config.num_rollout_devices < 1:
+        return None
+    return config.num_rollout_devices, config.num_learner_ranks

@@ -9,6 +9,7 @@ from replay.channel.admission import (
     sequence_numbers,
     shown,
 )
+from replay.channel.delivery import Inventory, Repeat
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode, registry
 from replay.channel.gate import Gate
 from replay.channel.handshake import HandshakeWatch
@@ -26,6 +27,7 @@ __all__ = [
     "Envelope",
     "Gate",
     "HandshakeWatch",
+    "Inventory",
     "Keys",
     "KeysError",
     "Limits",
@@ -33,6 +35,7 @@ __all__ = [
     "NotAdmitted",
     "Pulse",
     "Registry",
+    "Repeat",
     "WireError",
     "bind",
     "configure",

@@ -136,17 +136,19 @@ class Admission:
     def bind(self, identity: str, user: str, route: bytes) -> Peer:
         """The peer behind an identity, its first sender's. Raises NotAdmitted: it is another's."""
         sender = name_of(user)
-        for name in (identity, identity.removesuffix(BEAT_SUFFIX)):
+        names = dict.fromkeys((identity.removesuffix(BEAT_SUFFIX), identity))  # a beat also tells the route of its peer
+        for name in names:
             if (owner := self._peers.get(name)) is not None and owner.sender != sender:
                 raise NotAdmitted(f"identity {name!r} belongs to key {owner.sender!r}, this came with key {sender!r}")
-        peer = self._peers.setdefault(identity, Peer(sender, user, route))
-        peer.user, peer.route = user, route
         mine = self._of.setdefault(sender, OrderedDict())
-        mine[identity] = None
-        mine.move_to_end(identity)
-        if len(mine) > MAX_IDENTITIES:
-            del self._peers[mine.popitem(last=False)[0]]
-        return peer
+        for name in names:
+            peer = self._peers.setdefault(name, Peer(sender, user, route))
+            peer.user, peer.route = user, route
+            mine[name] = None
+            mine.move_to_end(name)
+            if len(mine) > MAX_IDENTITIES:
+                del self._peers[mine.popitem(last=False)[0]]
+        return self._peers[identity]
 
     def get(self, identity: str) -> Peer | None:
         return self._peers.get(identity)
@@ -155,6 +157,12 @@ class Admission:
 def routing_id(identity: str) -> bytes:
     """What a DEALER gives ZeroMQ as its identity: new with each socket, and known to its two ends alone."""
     return identity.encode() + b"\0" + secrets.token_bytes(TOKEN_BYTES)
+
+
+def beating(route: bytes) -> bytes:
+    """The routing id of a peer's heartbeats."""
+    identity, _, token = route.partition(b"\0")
+    return identity + BEAT_SUFFIX.encode() + b"\0" + token
 
 
 def identity_of(frame: bytes) -> str:
@@ -169,6 +177,11 @@ def identity_of(frame: bytes) -> str:
     if len(token) != TOKEN_BYTES:
         raise WireError(f"identity {identity[:40]!r} has no token of {TOKEN_BYTES} bytes behind it")
     return identity
+
+
+def _of_peer(route: bytes) -> bytes:
+    """The routing id of the peer whose heartbeats have this one, or itself."""
+    return route.replace(BEAT_SUFFIX.encode() + b"\0", b"\0", 1)
 
 
 def shown(identity: str) -> str:
@@ -212,7 +225,7 @@ class Arrivals:
         if size > self._max_message_bytes:
             raise WireError(f"message of {size} bytes is above {self._max_message_bytes} (network.max_message_bytes)")
         try:
-            peer = self._admission.bind(identity, self._user(parts[0]), parts[0].bytes)
+            peer = self._admission.bind(identity, self._user(parts[0]), _of_peer(parts[0].bytes))
         except NotAdmitted:
             _cut(parts[0])  # or it would get what is meant for others
             raise

@@ -25,7 +25,8 @@ from replay.channel.fields import Field, fields_of, shown
 
 SCHEMA_VERSION = 8
 """3: Group has `policies`. 4: evaluations have sets, and several answers to a prompt. 5: trajectories have samples.
-6: Group and Batch have pictures. 7: results of evaluations say what was asked."""
+6: Group and Batch have pictures. 7: results of evaluations say what was asked.
+8: Renew is an inventory, Refused has a code."""
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 MAX_ARRAYS = 64
 MAX_ITEMS = 1 << 20

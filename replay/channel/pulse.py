@@ -9,14 +9,14 @@ from contextlib import suppress
 
 import zmq
 
-from replay.channel.admission import BEAT_SUFFIX, routing_id, sequence_numbers
+from replay.channel.admission import beating, sequence_numbers
 from replay.channel.frames import Message, encode
 from replay.channel.keys import Keys
 from replay.channel.sockets import Limits, configure
 
 
 class Pulse:
-    """Sends what `beat` gives every `period_s` as the peer `identity`, from now on until `close`.
+    """Sends what `beat` gives every `period_s` as the peer whose Dealer has this `route`, until `close`.
 
     `beat` is called in the thread of the pulse; None sends nothing. What is sent while there is no connection is lost.
     """
@@ -24,7 +24,7 @@ class Pulse:
     def __init__(
         self,
         address: str,
-        identity: str,
+        route: bytes,
         beat: Callable[[], Message | None],
         period_s: float,
         *,
@@ -38,9 +38,9 @@ class Pulse:
         self._socket = self._context.socket(zmq.DEALER)
         configure(self._socket, Limits(), keys)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # beats that nobody heard must not reach a later server
-        self._socket.setsockopt(zmq.IDENTITY, routing_id(identity + BEAT_SUFFIX))
+        self._socket.setsockopt(zmq.IDENTITY, beating(route))
         self._socket.connect(address)
-        self._thread = threading.Thread(target=self._run, name=f"pulse-{identity}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -104,7 +104,8 @@ class _Peer:
         self._context = self._new_context()
         self._socket: Any = self._context.socket(zmq.DEALER)
         configure(self._socket, limits or Limits(), keys)
-        self._socket.setsockopt(zmq.IDENTITY, routing_id(identity))
+        self.route = routing_id(identity)
+        self._socket.setsockopt(zmq.IDENTITY, self.route)
         self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
         self._socket.connect(address)
 
@@ -239,6 +240,11 @@ class AsyncRouter:
         except zmq.Again:
             return None
         return self._arrivals.take(parts, self.run_id)
+
+    @property
+    def refused(self) -> int:
+        """Handshakes that were refused for their keys, so far."""
+        return sum(self._gate.refused.values()) if self._gate is not None else 0
 
     def close(self) -> None:
         """Send what is queued for up to a second, then close."""

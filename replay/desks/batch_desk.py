@@ -23,8 +23,10 @@ class BatchDesk:
         self.run, self.peers, self.granting, self.buffer = run, peers, granting, run.buffer
         self.takes: dict[int, set[int]] = {}  # by step: ranks that asked for its batch
         self.haves: dict[int, set[int]] = {}  # and those that hold their part of it
-        self.num_ranks, self.ranks_per_part = run.config.num_learner_ranks, run.config.learner.mesh.model_ranks
+        self.num_ranks, self.ranks_per_part = run.config.num_learner_ranks, run.config.learner.mesh.tensor
         self.batches: dict[int, list[m.Batch]] = {}
+        self.sent: dict[int, int] = {}
+        """Of each rank, the step whose part it was sent since its Hello."""
         self.take_since = 0.0
         self._fail = fail
 
@@ -47,7 +49,19 @@ class BatchDesk:
         if take.have:
             self._has(peer, take)
         elif take.step in self.batches:
-            self.peers.send(peer.identity, self.part(take.step, take.rank))
+            self._send(take.step, take.rank)
+
+    def joined(self, hello: m.Hello) -> None:
+        """A peer says Hello: what a rank was sent may be lost."""
+        if hello.role == "learner":
+            self.sent.pop(hello.rank, None)
+
+    def _send(self, step: int, rank: int) -> None:
+        """Its part to a rank, once; then only that it was sent, which comes after the part or shows that it is lost."""
+        if self.peers.rank(rank) is None:
+            return
+        was_sent, self.sent[rank] = self.sent.get(rank) == step, step
+        self.peers.to_rank(rank, m.Sent(step=step) if was_sent else self.part(step, rank))
 
     def part(self, step: int, rank: int) -> m.Batch:
         """What a learner rank holds of the batch that was formed for a step."""
@@ -96,7 +110,7 @@ class BatchDesk:
         config, made = self.run.config, self.buffer.line.steps[step]
         groups, measured = shape(groups, config.algorithm, config.rollout.max_new_tokens)
         trained = batches.trained(groups, flat=not config.algorithm.flat_groups_are_left_out)
-        limit, parts = config.max_tokens_per_row, self.num_ranks // self.ranks_per_part
+        limit, parts = config.learner.max_tokens_per_microbatch, self.num_ranks // self.ranks_per_part
         wanted = config.learner.share_prefixes
         assignment = sharing.assign(sharing.Members.of(groups, trained), wanted, parts, limit)
         is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
@@ -112,7 +126,7 @@ class BatchDesk:
             for part in batches.build(step, groups, assignment, num_ranks=parts, stats=stats | measured)
         ]
         for rank in range(self.num_ranks):
-            self.peers.to_rank(rank, self.part(step, rank))
+            self._send(step, rank)
 
     def committed(self, message: m.Committed) -> None:
         """The step is in the weights; a repeated commit changes nothing."""
@@ -136,5 +150,5 @@ class BatchDesk:
 
     def restart(self) -> None:
         """What ranks have asked for is void: a learner starts, or the line ends."""
-        for state in (self.takes, self.haves, self.batches):
+        for state in (self.takes, self.haves, self.batches, self.sent):
             state.clear()

@@ -4,7 +4,7 @@ Results stay in the journal as long as a resumed learner may ask for them. No so
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from replay import messages as m
 from replay.channel.frames import encode
@@ -79,10 +79,35 @@ class EvaluationDesk:
 
     def _ask(self, evaluation: Evaluation) -> None:
         """Have its server do what is open; where it does that already, or has done it, nothing begins anew."""
-        assert evaluation.server is not None
         for part in evaluation.open_parts:
-            if (work := self.work.get(part)) is not None:
-                self.peers.send(evaluation.server, work.lease(evaluation.version, self.run.config.run.seed))
+            self._ask_part(evaluation, part)
+
+    def _ask_part(self, evaluation: Evaluation, part: Part) -> None:
+        assert evaluation.server is not None
+        if (work := self.work.get(part)) is not None:
+            self.peers.send(evaluation.server, work.lease(evaluation.version, self.run.config.run.seed))
+
+    def _resend(self) -> None:
+        """Ask again for what the server that shall do it does not hold (replay/channel/delivery.py)."""
+        for evaluation in self.board.open.values():
+            peer = self.peers.get(evaluation.server or "")
+            for part in evaluation.open_parts if peer is not None else ():
+                if peer is not None and peer.inventory.lacks((evaluation.version, *part)):
+                    self._ask_part(evaluation, part)
+
+    def inventory(self, peer: Peer, held: Sequence[Sequence[int | str | bool]]) -> None:
+        """What a server says to hold: results that have not come, and what it has not heard to be closed."""
+        for each in held:
+            if len(each) != 5 or not isinstance(each[0], int):
+                continue
+            version, part, is_done = each[0], Part.of(each[1:4]), each[4]
+            evaluation = self.board.open.get(version)
+            if version in self.board.closed:
+                self.peers.send(peer.identity, m.EvaluationClosed(version=version))
+            elif evaluation is None or evaluation.server != peer.identity:
+                continue
+            elif is_done and part in evaluation.open_parts:  # its result was lost: it is the answer, nothing begins
+                self._ask_part(evaluation, part)
 
     def result(self, peer: Peer, result: m.EvaluationResult, frames: Frames = ()) -> None:
         version, part = result.version, Part(result.set, result.greedy, result.first)
@@ -125,7 +150,8 @@ class EvaluationDesk:
             self._close(version, reason)
 
     def expire(self, now: float) -> list[int]:
-        """Give up those that take too long; their versions."""
+        """Give up those that take too long; their versions. Resend what servers lack."""
+        self._resend()
         overdue = self.board.overdue(now)
         for version, reason in overdue:
             log.warning("replay: evaluation of version %d given up: %s [slow]", version, reason)

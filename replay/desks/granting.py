@@ -41,7 +41,8 @@ class Granting:
         self._fail = fail
 
     def expire(self, now: float) -> list[str]:
-        """Take back leases that were not renewed in time; the names of their holders."""
+        """Take back leases that were not renewed in time; the names of their holders. Resend what servers lack."""
+        self._resend()
         holders: list[str] = []
         for slot in list(Leases.expired(self.buffer.slots.values(), now)):
             peer = self.peers.get(slot.server or "")
@@ -55,6 +56,14 @@ class Granting:
                 holders.append(peer.name)
             self.release(slot, "expired", f"not renewed by {who}")
         return sorted(set(holders))
+
+    def _resend(self) -> None:
+        """Send the leases again that their servers do not hold (replay/channel/delivery.py)."""
+        for slot in self.buffer.slots.values():
+            peer = self.peers.get(slot.server or "") if slot.state is SlotState.LEASED else None
+            if peer is not None and peer.inventory.lacks((*slot.group_id, slot.attempt)):
+                self.run.counters["leases_resent"] += 1
+                self.peers.send(peer.identity, self._lease(slot))
 
     def server_lost(self, identity: str) -> int:
         """A server is lost: its evaluations and leases are free for others; how many leases there were."""
@@ -122,9 +131,11 @@ class Granting:
 
     def renew(self, peer: Peer, message: m.Renew, now: float) -> None:
         """Push the deadlines of leases that are still worked on, and keep what their answers have got."""
+        leases = [tuple[int | str | bool, ...](lease[:3]) for lease in (*message.leases, *message.finished)]
+        peer.inventory.heard([*leases, *(tuple(part[:4]) for part in message.evaluations)])
         if message.sampled != peer.sampled:
             peer.sampled, peer.moved_at = message.sampled, now
-        held: dict[int, Slot] = {}
+        renewed: dict[int, Slot] = {}
         queued = self._queued_behind(peer, message)
         for position, lease in enumerate(message.leases):
             if len(lease) != 4:
@@ -132,13 +143,13 @@ class Granting:
             pass_, index, attempt, tokens = lease
             slot, behind = self.buffer.slots.get((pass_, index)), peer.moved_at if position in queued else None
             if slot is not None and self.leases.renew(slot, peer.identity, attempt, tokens, now, queued_behind=behind):
-                held[position] = slot
+                renewed[position] = slot
                 continue
             self.run.counters["renewals_refused"] += 1
             cancel = m.Cancel(pass_=pass_, index=index, attempt=attempt, reason="this lease is no longer held")
             self.peers.send(peer.identity, cancel)
         if self.run.partials is not None:
-            for problem in self.run.partials.take(message, held, Bounds(self.run.newest_possible, self.vocab_size)):
+            for problem in self.run.partials.take(message, renewed, Bounds(self.run.newest_possible, self.vocab_size)):
                 log.warning("replay: progress of %r is not kept: %s [corrupt]", peer.name, problem)
 
     def _queued_behind(self, peer: Peer, message: m.Renew) -> set[int]:

@@ -1,7 +1,7 @@
 """Takes finished groups in, and leases that a server gives up. No socket."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -10,7 +10,7 @@ from replay import messages as m
 from replay.channel.frames import encode
 from replay.desks.answers import ERRORS, ErrorRate, counts_of, kept
 from replay.desks.granting import RELEASES, Granting
-from replay.desks.leases import Slot, SlotState
+from replay.desks.leases import GroupId, Slot, SlotState
 from replay.desks.line import Policy
 from replay.desks.validation import Bounds, problem_with
 from replay.endings import EnvironmentsFail, RewardsFail
@@ -21,7 +21,7 @@ from replay.run import Run
 
 log = logging.getLogger(__name__)
 
-AckStatus = Literal["accepted", "superseded", "rejected"]
+AckStatus = Literal["accepted", "superseded", "rejected", "missing"]
 
 
 class Intake:
@@ -30,25 +30,34 @@ class Intake:
     def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
         self.run, self.peers, self.granting = run, peers, granting
         self.error_rates = {code: ErrorRate(run.config.reward.max_error_rate) for code in ERRORS}
+        self.early: set[tuple[str, GroupId, int]] = set()
+        """(sender, group, attempt) that came before the commit of its policy did; asked for again after the next."""
         self._fail = fail
 
     def group(self, peer: Peer, group: m.Group, frames: Frames = ()) -> None:
         """Take a finished group in; `frames` are the message as it came, for the journal."""
-        run, slot = self.run, self.run.buffer.slots.get((group.pass_, group.index))
-        if slot is None:
-            self._ack(peer, group, "superseded", "this group is finished")
-        elif group.attempt <= slot.voided:
-            self._ack(peer, group, "superseded", "this attempt was called back: too old, or not of the learner's line")
-        elif slot.group is not None:
-            repeated = slot.group.attempt == group.attempt
-            run.counters["duplicate_groups" if repeated else "superseded"] += 1
-            self._ack(peer, group, "accepted" if repeated else "superseded")
-        elif problem := problem_with(group, slot, run.config, Bounds(run.newest_possible, self.granting.vocab_size)):
+        slot = self.run.buffer.slots.get((group.pass_, group.index))
+        if (settled := _settled(slot, group.attempt)) is not None:
+            self.run.counters["duplicate_groups" if settled[0] == "accepted" else "superseded"] += 1
+            self._ack(peer, group, *settled)
+            return
+        assert slot is not None
+        if problem := self._problem_with(group, slot):
             self._reject(peer, slot, group, problem)
-        elif kept(group).rewards.size < run.config.min_group:
+        elif kept(group).rewards.size < self.run.config.min_group:
             self._too_few(peer, slot, group)
         else:
             self._judge(peer, slot, group, frames)
+
+    def finished(self, peer: Peer, keys: Sequence[Sequence[int]]) -> None:
+        """A server has sent these groups, and waits for a word: the one of before, or that a group was lost."""
+        for pass_, index, attempt in (key for key in keys if len(key) == 3):
+            slot = self.run.buffer.slots.get((pass_, index))
+            this = m.OfLease(pass_=pass_, index=index, attempt=attempt)
+            if (settled := _settled(slot, attempt)) is not None:
+                self._ack(peer, this, *settled)
+            elif (peer.identity, (pass_, index), attempt) not in self.early:
+                self._ack(peer, this, "missing")
 
     def failed(self, peer: Peer, cancel: m.Cancel) -> None:
         """A server gives a lease up."""
@@ -118,13 +127,15 @@ class Intake:
         if not policies:
             policies = [Policy(peer.incarnation, int(group.versions.max()))]
         if any(known.is_lost(policy) for policy in policies):
+            self.run.counters["superseded"] += 1
             self._ack(peer, group, "superseded", "its policy is not on the learner's line any more")
             if slot.server == peer.identity:
                 self.granting.recall(slot)
             return
         committed = {"version": buffer.version, "last_committed": buffer.line.last_committed}
         if any(known.is_unproven(policy, **committed) for policy in policies):
-            return  # it comes again until it is acked
+            self.early.add((peer.identity, slot.group_id, group.attempt))
+            return
         if slot.state is SlotState.LEASED and slot.server not in (None, peer.identity):
             self.granting.cancel(slot, str(slot.server), "another server was first")
         self._accept(peer, slot, group, frames or encode(group, "", group.attempt))
@@ -150,8 +161,20 @@ class Intake:
         else:
             self.run.counters["flat_groups_kept"] += 1
 
-    def _ack(self, peer: Peer, group: m.Group, status: AckStatus, reason: str = "") -> None:
-        if status == "superseded" and reason:
-            self.run.counters["superseded"] += 1
-        ack = m.Ack(pass_=group.pass_, index=group.index, attempt=group.attempt, status=status, reason=reason)
+    def _problem_with(self, group: m.Group, slot: Slot) -> str | None:
+        return problem_with(group, slot, self.run.config, Bounds(self.run.newest_possible, self.granting.vocab_size))
+
+    def _ack(self, peer: Peer, of: m.OfLease, status: AckStatus, reason: str = "") -> None:
+        ack = m.Ack(pass_=of.pass_, index=of.index, attempt=of.attempt, status=status, reason=reason)
         self.peers.send(peer.identity, ack)
+
+
+def _settled(slot: Slot | None, attempt: int) -> tuple[AckStatus, str] | None:
+    """What is said of an attempt whose group is not wanted (any more); None while it is."""
+    if slot is None:
+        return "superseded", "this group is finished"
+    if attempt <= slot.voided:
+        return "superseded", "this attempt was called back: too old, or not of the learner's line"
+    if slot.group is not None:
+        return ("accepted" if slot.group.attempt == attempt else "superseded"), ""
+    return None

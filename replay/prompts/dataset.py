@@ -13,6 +13,7 @@ from replay.prompts.formats.base import Report, Table
 from replay.prompts.formats.generated import Generated
 from replay.prompts.pictures import row_of
 from replay.prompts.rows import Convention, DataError, Row, RowError, detect, shorten
+from replay.prompts.spec import parse
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +31,11 @@ def read_rows(text: str, report: Report | None = None) -> Iterator[Row]:
     DataError: it names file, row (JSONL: line), column and value.
     """
     convention: Convention | None = None
+    suffix = parse(str(text)).suffix
     for place, raw in first_rows(str(text)):
         is_first = convention is None
         convention = convention or detect(raw, place.source)
-        row = row_of(raw, convention, place)
+        row = with_suffix(row_of(raw, convention, place), suffix)
         if is_first and report is not None:
             report(f"{text}: read as {convention.name}; the first row: {_shown(row, 120)}")
         yield row
@@ -57,6 +59,7 @@ class Rows(Sequence[Row]):
         """
         table: Table = open_table(str(text), cache=cache, report=report)
         self.source, self.table = table.source, table
+        self._suffix = parse(str(text)).suffix
         place, raw = next(table.rows()) if table.is_whole else table.raw(0)
         self._convention = detect(raw, place.source)
         first = self._row(place, raw)
@@ -99,7 +102,7 @@ class Rows(Sequence[Row]):
         return self._row(*self.table.at_level(number, level))
 
     def _row(self, place: Any, raw: Any) -> Row:
-        return row_of(raw, self._convention, place)
+        return with_suffix(row_of(raw, self._convention, place), self._suffix)
 
     def _check_all(self) -> str:
         digest = blake2b(digest_size=16)
@@ -116,10 +119,25 @@ class Rows(Sequence[Row]):
         for number in numbers:
             self[number]
         self.fingerprint = self.table.fingerprint()
+        if self._suffix:
+            self.fingerprint = blake2b(f"{self.fingerprint} {self._suffix}".encode(), digest_size=16).hexdigest()
         return f"{len(numbers):,}"
 
 
 load_rows = Rows
+
+
+def with_suffix(row: Row, suffix: str) -> Row:
+    """The row with text behind its prompt, in the last message of a chat; a blank parts them."""
+    if not suffix:
+        return row
+    suffix = suffix if suffix[0].isspace() else f" {suffix}"
+    if isinstance(row["prompt"], str):
+        return {**row, "prompt": row["prompt"] + suffix}
+    *before, last = row["prompt"]
+    content = last["content"]
+    longer = content + suffix if isinstance(content, str) else [*content, {"type": "text", "text": suffix}]
+    return {**row, "prompt": [*before, {**last, "content": longer}]}
 
 
 def _shown(row: Row, limit: int) -> str:

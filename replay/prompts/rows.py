@@ -8,6 +8,9 @@
 | question   | `question`, a user message | `answer`                    | `extra_info` |
 | own        | `prompt`                   | `answer`                    | `extra_info` |
 | trl        | `prompt`                   | `solution`, if there is one | `extra_info` |
+| problem    | `problem`, a user message  | `answer`                    | `extra_info` |
+| math       | `problem`, a user message  | last box of `solution`      | `extra_info` |
+| mbpp       | `text`, a user message     | `test_list`                 | `extra_info` |
 
 A `question` is what somebody says, so it becomes one message of the user; a `prompt` of plain text is taken
 as it is, without a chat template. Every other column is kept in `columns`, where TRL reward functions and
@@ -23,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configs.errors import SlipstreamError, kind_of
+from replay.prompts import published
 
 ROLES = ("system", "user", "assistant", "tool")
 MAX_DEPTH = 16
@@ -74,6 +78,11 @@ SLIME = Convention("slime", "prompt", "label", "metadata")
 GSM8K = Convention("gsm8k", "question", "answer")
 QUESTION = Convention("question", "question", "answer")
 OWN = Convention("own", "prompt", "answer")
+PROBLEM = Convention("problem", "problem", "answer")
+MATH = Convention("math", "problem", "solution")
+MBPP = Convention("mbpp", "text", "test_list")
+SAID = ("question", "problem", "text")
+"""Columns whose text is one message of the user."""
 TRL = Convention("trl", "prompt", "solution")
 TRL_UNJUDGED = Convention("trl", "prompt", None)
 """TRL's prompt-only form: the reward function looks at the answer alone."""
@@ -107,9 +116,12 @@ def detect(raw: Mapping[str, Any], source: str) -> Convention:
         return TRL_UNJUDGED
     if "question" in raw and "answer" in raw:
         return GSM8K if isinstance(raw["answer"], str) and "####" in raw["answer"] else QUESTION
+    for convention in (PROBLEM, MATH, MBPP):
+        if convention.prompt in raw and convention.truth in raw:
+            return convention
     raise DataError(
         f"{source}: row 1 has the columns {sorted(raw)}, but no prompt; give each row `prompt` and `answer` (or the"
-        " columns of verl, slime, TRL or GSM8K: docs/howto/data.md)"
+        " columns of verl, slime, TRL, GSM8K, MATH or MBPP: docs/howto/data.md)"
     )
 
 
@@ -139,8 +151,12 @@ def _prompt(raw: Mapping[str, Any], convention: Convention, place: Place) -> str
         )
     value = raw[column]
     if isinstance(value, str):
+        if convention is MBPP:
+            if not published.asserts_of(raw):
+                raise place.error("test_list", raw.get("test_list"), "expected a list of asserts, as MBPP has it")
+            value = published.with_first_test(value, raw)
         text = _text(value, column, place)
-        return [{"role": "user", "content": text}] if column == "question" else text
+        return [{"role": "user", "content": text}] if column in SAID else text
     if not isinstance(value, (list, tuple, np.ndarray)):
         raise place.error(column, value, f"expected text or a list of messages, found {kind_of(value)}")
     if not len(value):
@@ -188,6 +204,13 @@ def _ground_truth(raw: Mapping[str, Any], convention: Convention, place: Place) 
             raise place.error(column, value, "expected a solution that ends in `#### <answer>`, like row 1's")
         # GSM8K writes thousands as 1,000; verl's preparation drops the comma as well.
         return plain(value.rpartition("####")[2].strip().replace(",", ""), column, place)
+    if convention is MATH:
+        boxed = published.last_boxed(value) if isinstance(value, str) else None
+        if boxed is None:
+            raise place.error(column, value, "expected a solution with its answer in \\boxed{...}")
+        return plain(boxed, column, place)
+    if convention is MBPP:
+        return plain(published.tests_of(raw), column, place)
     return plain(value, column, place)
 
 

@@ -8,7 +8,10 @@ import yaml
 
 from replay.prompts.rows import DataError
 
-GENERATED, HUB, CUSTOM, FILES = "reasoning_gym", "datasets", "class", "files"
+GENERATED, TASKSET, HUB = "reasoning_gym", "verifiers", "datasets"
+CUSTOM, FILES = "class", "files"
+SUFFIX = "suffix"
+"""Option of files and of a hub's datasets: text that follows every prompt."""
 FORMS = "a JSONL, JSONL.zst or parquet file, a folder or pattern of them, a saved dataset, or a generator"
 
 
@@ -16,12 +19,14 @@ class Spec(NamedTuple):
     """Example: `reasoning_gym:chain_sum?min_terms=2&seed=1` is Spec("reasoning_gym", "chain_sum", {...}, text)."""
 
     kind: str
-    """`files`, `class`, `datasets` (a name of a hub) or `reasoning_gym`."""
+    """`files`, `class`, `datasets` (a name of a hub), `reasoning_gym` or `verifiers`."""
     name: str
     options: dict[str, Any]
     """What stands after `?`, values read as YAML."""
     text: str
     """As it was given; names it in errors."""
+    suffix: str = ""
+    """What is put behind every prompt, such as how to write the answer."""
 
 
 def parse(text: str) -> Spec:
@@ -39,11 +44,16 @@ def parse(text: str) -> Spec:
             raise DataError(f"{text}: an option stands there twice; remove one")
         head = before
     scheme, colon, rest = head.partition(":")
-    if colon and scheme in (GENERATED, HUB):
+    if colon and scheme in (GENERATED, TASKSET):
         return Spec(scheme, rest, options, text)
     if ".py:" in head:
         return Spec(CUSTOM, head, options, text)
-    return Spec(FILES, head, options, text)
+    suffix = options.pop(SUFFIX, "")
+    if not isinstance(suffix, str):
+        raise DataError(f"{text}: {SUFFIX} is {suffix!r}; give text")
+    return (
+        Spec(HUB, rest, options, text, suffix) if colon and scheme == HUB else Spec(FILES, head, options, text, suffix)
+    )
 
 
 def files_of(spec: Spec, endings: tuple[str, ...]) -> list[Path]:

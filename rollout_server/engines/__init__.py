@@ -9,7 +9,6 @@ from replay.channel.interfaces import InterfaceError, bind_collectives
 from rollout_server.engines.base import Completion, Engine, EngineError, EngineStartFailed, Health, Partial, Sampling
 
 if TYPE_CHECKING:
-    from rollout_server.engines.sglang.direct import DirectGroup
     from rollout_server.engines.sglang.receiver_link import SGLangStaging
 
 __all__ = [
@@ -21,7 +20,6 @@ __all__ = [
     "Partial",
     "Sampling",
     "build_engine",
-    "direct_updates",
     "staging_in",
 ]
 
@@ -50,27 +48,16 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
     from rollout_server.engines.sglang.engine import SGLangEngine
 
     # What the schedulers inherit, where they are members of the bus's group.
-    if config.weight_bus.apply == "direct" or config.weight_bus.stage_in == "engine":
+    if config.weight_bus.stage_in == "engine":
         try:
             bind_collectives(os.environ, config.network.host)
         except InterfaceError as error:
             raise EngineError(str(error)) from error
-    if config.weight_bus.stage_in == "engine" and config.weight_bus.backend == "nccl":
-        from weight_bus.transports import set_nccl_defaults
+        if config.weight_bus.backend == "nccl":
+            from weight_bus.transports import set_nccl_defaults
 
-        set_nccl_defaults(config.weight_bus)
+            set_nccl_defaults(config.weight_bus)
     return (sglang or SGLangEngine)(config)
-
-
-def direct_updates(config: Config, engine: Engine) -> "DirectGroup | None":
-    """The engine's end of the bus with weight_bus.apply `direct`; None otherwise."""
-    if config.weight_bus.apply != "direct":
-        return None
-    from rollout_server.engines.sglang.direct import DirectGroup
-    from rollout_server.engines.sglang.engine import SGLangEngine
-
-    assert isinstance(engine, SGLangEngine), "the configuration refuses others"
-    return DirectGroup(engine, config.weight_bus.backend)
 
 
 def staging_in(config: Config, engine: Engine) -> "SGLangStaging | None":

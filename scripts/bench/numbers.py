@@ -16,7 +16,7 @@ SYNC = "weight_sync/"
 SETTINGS = """
     prompt=data.max_prompt_tokens length_cap=rollout.max_new_tokens lag=replay.async_lag seed=run.seed lr=learner.lr
     groups=rollout.groups_per_step group_size=rollout.group_size engine=rollout.engine max_running=rollout.max_running
-    dtype=rollout.dtype backend=weight_bus.backend apply=weight_bus.apply bucket_bytes=weight_bus.bucket_bytes
+    dtype=rollout.dtype backend=weight_bus.backend bucket_bytes=weight_bus.bucket_bytes
     microbatch_tokens=learner.max_tokens_per_microbatch share_gpus=placement.share_gpus
 """
 WARM_UPDATES = 2  # a server's first weight updates allocate and connect; their pauses are not counted

@@ -237,76 +237,76 @@ def test_a_result_that_cannot_be_is_refused_and_nothing_is_overwritten(tmp_path,
 OFF = "actor_rollout_ref.actor.optim.lr_warmup_steps"
 
 
-@pytest.mark.parametrize(
-    ("name", "words", "expected"),
-    [
-        ("a.sh", "data.train_batch_size=64", {"rollout.groups_per_step": 64}),
-        ("a.sh", "actor_rollout_ref.actor.clip_ratio=0.1", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
-        (
-            "a.sh",
-            "actor.clip_ratio_high=0.3 actor.clip_ratio=0.1",
-            {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3},
-        ),
-        (
-            "a.sh",
-            "algorithm.norm_adv_by_std_in_grpo=False algorithm.adv_estimator=grpo",
-            {"algorithm.advantage": "dr_grpo"},
-        ),
-        (
-            "a.sh",
-            "algorithm.adv_estimator=rloo algorithm.norm_adv_by_std_in_grpo=False",
-            {"algorithm.advantage": "rloo"},
-        ),
-        ("a.sh", "actor.use_kl_loss=True actor.kl_loss_type=mse", {"algorithm.kl": "k2", "algorithm.kl_coef": 0.001}),
-        ("a.sh", "actor.use_kl_loss=True", {"algorithm.kl": "k3", "algorithm.kl_in": "loss"}),
-        ("a.sh", "actor.kl_loss_coef=0.1", {"algorithm.kl_coef": None, "algorithm.kl_in": None}),
-        (
-            "a.sh",
-            "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01",
-            {"algorithm.kl_in": "reward", "algorithm.kl": "k1"},
-        ),
-        ("a.sh", "actor.loss_agg_mode=seq-mean-token-sum-norm", {"algorithm.aggregation": "constant"}),
-        ("a.sh", "custom_reward_function.path=r.py custom_reward_function.name=f", {"reward.function": "r.py:f"}),
-        ("a.sh", "trainer.logger=['console','wandb']", {"tracking.trackers": ["wandb"]}),
-        ("a.sh", "trainer.save_freq=-1", {"checkpoint.every_steps": 0}),
-        (
-            "a.sh",
-            "data.train_files=['a/gsm8k/t.parquet','b/math/t.parquet']",
-            {"data.train": {"gsm8k": "a/gsm8k/t.parquet", "math": "b/math/t.parquet"}},
-        ),
-        ("a.sh", f"{OFF}=-1", {"learner.warmup_steps": 0}),
-        ("a.sh", f"{OFF}=7 {OFF}_ratio=0.0", {"learner.warmup_steps": 7}),
-        (
-            "a.sh",
-            "trainer.nothing=1",
-            {"algorithm.advantage": "gae", "algorithm.clip_dual": 3.0, "rollout.group_size": 1},
-        ),
-        ("a.sh", "actor.policy_loss.loss_mode=cispo", {"algorithm.loss": "cispo", "algorithm.clip_dual": None}),
-        ("a.sh", "reward_model.overlong_buffer.len=512", {"algorithm.overlong_buffer": None}),
-        (
-            "a.sh",
-            "{0}.enable=True {0}.len=512".format("reward_model.overlong_buffer"),
-            {"algorithm.overlong_buffer": 512},
-        ),
-        ("b.sh", "--advantage-estimator gspo", {"algorithm.loss": "gspo", "algorithm.advantage": "grpo"}),
-        ("b.sh", "--calculate-per-token-loss", {"algorithm.aggregation": "token"}),
-        (
-            "b.sh",
-            "--eps-clip 0.3",
-            {"algorithm.clip_low": 0.3, "algorithm.clip_high": 0.3, "algorithm.aggregation": "sequence"},
-        ),
-        ("b.sh", "--use-tis", {"algorithm.proximal": "current", "algorithm.correction": "token_tis"}),
-        ("b.sh", "--eval-prompt-data a x.jsonl b y.jsonl", {"data.eval": {"a": "x.jsonl", "b": "y.jsonl"}}),
-        ("b.sh", "--tensor-model-parallel-size=2", {"learner.mesh.tensor": 2}),
-        ("b.sh", "--adam-beta1 0.8 --adam-beta2 0.9", {"learner.betas": [0.8, 0.9]}),
-        ("c.py", "loss_type='dr_grpo'", {"algorithm.aggregation": "constant"}),
-        ("c.py", "scale_rewards=False", {"algorithm.advantage": "dr_grpo"}),
-        ("c.py", "beta=0.04", {"algorithm.kl": "k3", "algorithm.kl_coef": 0.04}),
-        ("c.py", "beta=0.0", {"algorithm.kl": None}),
-        ("c.py", "epsilon=0.1", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
-        ("c.py", "learning_rate=LR, optim='adamw_torch'", {"learner.lr": 3e-5}),
-    ],
-)
+VALUES = [
+    ("a.sh", "data.train_batch_size=64", {"rollout.groups_per_step": 64}),
+    ("a.sh", "actor_rollout_ref.actor.clip_ratio=0.1", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
+    (
+        "a.sh",
+        "actor.clip_ratio_high=0.3 actor.clip_ratio=0.1",
+        {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3},
+    ),
+    (
+        "a.sh",
+        "algorithm.norm_adv_by_std_in_grpo=False algorithm.adv_estimator=grpo",
+        {"algorithm.advantage": "dr_grpo"},
+    ),
+    (
+        "a.sh",
+        "algorithm.adv_estimator=rloo algorithm.norm_adv_by_std_in_grpo=False",
+        {"algorithm.advantage": "rloo"},
+    ),
+    ("a.sh", "actor.use_kl_loss=True actor.kl_loss_type=mse", {"algorithm.kl": "k2", "algorithm.kl_coef": 0.001}),
+    ("a.sh", "actor.use_kl_loss=True", {"algorithm.kl": "k3", "algorithm.kl_in": "loss"}),
+    ("a.sh", "actor.kl_loss_coef=0.1", {"algorithm.kl_coef": None, "algorithm.kl_in": None}),
+    (
+        "a.sh",
+        "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01",
+        {"algorithm.kl_in": "reward", "algorithm.kl": "k1"},
+    ),
+    ("a.sh", "actor.loss_agg_mode=seq-mean-token-sum-norm", {"algorithm.aggregation": "constant"}),
+    ("a.sh", "custom_reward_function.path=r.py custom_reward_function.name=f", {"reward.function": "r.py:f"}),
+    ("a.sh", "trainer.logger=['console','wandb']", {"tracking.trackers": ["wandb"]}),
+    ("a.sh", "trainer.save_freq=-1", {"checkpoint.every_steps": 0}),
+    (
+        "a.sh",
+        "data.train_files=['a/gsm8k/t.parquet','b/math/t.parquet']",
+        {"data.train": {"gsm8k": "a/gsm8k/t.parquet", "math": "b/math/t.parquet"}},
+    ),
+    ("a.sh", f"{OFF}=-1", {"learner.warmup_steps": 0}),
+    ("a.sh", f"{OFF}=7 {OFF}_ratio=0.0", {"learner.warmup_steps": 7}),
+    (
+        "a.sh",
+        "trainer.nothing=1",
+        {"algorithm.advantage": "gae", "algorithm.clip_dual": 3.0, "rollout.group_size": 1},
+    ),
+    ("a.sh", "actor.policy_loss.loss_mode=cispo", {"algorithm.loss": "cispo", "algorithm.clip_dual": None}),
+    ("a.sh", "reward_model.overlong_buffer.len=512", {"algorithm.overlong_buffer": None}),
+    (
+        "a.sh",
+        "{0}.enable=True {0}.len=512".format("reward_model.overlong_buffer"),
+        {"algorithm.overlong_buffer": 512},
+    ),
+    ("b.sh", "--advantage-estimator gspo", {"algorithm.loss": "gspo", "algorithm.advantage": "grpo"}),
+    ("b.sh", "--calculate-per-token-loss", {"algorithm.aggregation": "token"}),
+    (
+        "b.sh",
+        "--eps-clip 0.3",
+        {"algorithm.clip_low": 0.3, "algorithm.clip_high": 0.3, "algorithm.aggregation": "sequence"},
+    ),
+    ("b.sh", "--use-tis", {"algorithm.proximal": "current", "algorithm.correction": "token_tis"}),
+    ("b.sh", "--eval-prompt-data a x.jsonl b y.jsonl", {"data.eval": {"a": "x.jsonl", "b": "y.jsonl"}}),
+    ("b.sh", "--tensor-model-parallel-size=2", {"learner.mesh.tensor": 2}),
+    ("b.sh", "--adam-beta1 0.8 --adam-beta2 0.9", {"learner.betas": [0.8, 0.9]}),
+    ("c.py", "loss_type='dr_grpo'", {"algorithm.aggregation": "constant"}),
+    ("c.py", "scale_rewards=False", {"algorithm.advantage": "dr_grpo"}),
+    ("c.py", "beta=0.04", {"algorithm.kl": "k3", "algorithm.kl_coef": 0.04}),
+    ("c.py", "beta=0.0", {"algorithm.kl": None}),
+    ("c.py", "epsilon=0.1", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
+    ("c.py", "learning_rate=LR, optim='adamw_torch'", {"learner.lr": 3e-5}),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "expected"), VALUES)
 def test_values(name, words, expected, tmp_path):
     forms = {"a.sh": VERL, "b.sh": SLIME, "c.py": "LR = 3e-5\nargs = GRPOConfig({})\n"}
     found = keys(made(tmp_path, name, forms[name].format(words)))
@@ -382,7 +382,6 @@ OF_POLICY = {
     "learner.warmup_steps": 7,
     "learner.offload_optimizer": True,
     "learner.max_grad_norm": 0.5,
-    "learner.mesh.context": 2,
     "learner.lora.rank": 32,
     "placement.tensor_parallel": 1,
     "rollout.group_size": 8,

@@ -130,7 +130,7 @@ def spoilt(tmp_path_factory, untrained, zygote):
     run = runs(*deadlines, split="1:2", steps=10_000)
     program = "tests.e2e.faulty_rollout_server"
     servers = {fault: runs.server(run, fault, program, (fault, when)) for fault, (when, _) in FAULTS.items()}
-    run.planted = {}
+    run.planted, run.servers = {}, servers
 
     def planted():
         found = {fault: re.search(rf"planting {fault} in v(\d+)", server.text()) for fault, server in servers.items()}
@@ -166,6 +166,8 @@ def test_planted_faults_on_the_bus_are_named_and_the_next_version_is_served(spoi
     for fault, (_, words) in FAULTS.items():
         lines = [line for line in run.log("learner-0").splitlines() if re.search(words, line)]
         assert lines and f"v{run.planted[fault]}" in lines[0], (fault, run.log("learner-0")[-3000:])
+    while_corrupt = re.findall(r"asked for \d+ leases and sampled \d+ tokens while corrupt", run.servers["live"].text())
+    assert while_corrupt == ["asked for 0 leases and sampled 0 tokens while corrupt"]
     waited = max(row["timing_s/publish_wait"] for row in steps)
     assert waited <= DEADLINE_S + 5, "no step waits longer than the deadline, and what a busy machine adds"
     assert all(max(map(int, row["training/lag_histogram"])) <= 1 for row in steps)

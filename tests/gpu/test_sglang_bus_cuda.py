@@ -1,4 +1,4 @@
-"""Updates over NCCL into SGLang: received in its scheduler beside decoding (`stage_in: engine`), and `apply: direct`.
+"""Updates over NCCL into SGLang, received in its scheduler beside decoding (`stage_in: engine`).
 
 The publisher is on a GPU of its own.
 """
@@ -19,9 +19,8 @@ from configs.infrastructure import WeightBus
 from configs.schema import Config
 from rollout_server.engines.base import Sampling
 from tests.support.waiting import eventually
-from weight_bus import EngineSpoiled, TransportError
+from weight_bus import TransportError
 from weight_bus.digest import slice_digest
-from weight_bus.transports.direct import DirectNccl
 from weight_bus.transports.nccl import NcclCollective
 
 pytestmark = [
@@ -126,59 +125,3 @@ def test_updates_are_received_in_the_scheduler_and_shared_with_the_other_rank(
     """With two ranks the publisher is on the GPU of the second one, which is no member of the group."""
     tensors = make_folder(tmp_path)
     run(lambda: staged_updates(tmp_path, tensors, tensor_parallel, delta=delta))
-
-
-as_designed = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-"""The follower's thread ends with the error that ends its server."""
-DIRECT = {"apply": "direct", "collective_timeout_s": 20.0, "deadline_s": 60.0}
-DIRECT_UPDATES = 5
-
-
-class Cut(DirectNccl):
-    """Lost in the second bucket once `cut` is set."""
-
-    cut = False
-
-    def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        """See `NcclCollective.broadcast`."""
-        if self.cut and index == 1:
-            raise TransportError("the publisher was cut off", "closed")
-        super().broadcast(bucket, index)
-
-
-async def direct_updates(folder: Path, tensors: dict[str, torch.Tensor], tensor_parallel: int) -> None:
-    async with following(over_nccl(folder, tensor_parallel, DIRECT, engine_deadline_s=40.0), Cut) as run:
-        for version in range(1, DIRECT_UPDATES + 2):
-            request = run.engine.generate([2, 3, 4], Sampling(max_new_tokens=200), 8, request_id=f"r{version}")
-            running = asyncio.create_task(request)
-            await asyncio.sleep(0.3)
-            changed = altered(tensors)
-            want = {name: slice_digest(tensor) for name, tensor in changed.items()}
-            run.end.cut = version > DIRECT_UPDATES
-            report = await asyncio.to_thread(run.bus.publish, version, changed.items(), want)
-            print(f"tp {tensor_parallel} v{version}: {report.seconds}, paused {run.follower.gauges['pause_s']:.3f} s")
-            if run.end.cut:
-                running.cancel()
-                break
-            assert (report.served, report.failed, report.epoch) == (["one"], {}, 1), report
-            assert await run.engine.digest() == want
-            for completion in await running:
-                assert set(completion.versions.tolist()) <= {version - 1, version}
-        assert run.live == list(range(1, DIRECT_UPDATES + 1))
-        assert all("spoiled" in reason for reason in run.dark), "of one that waits in the broken group, if at all"
-        assert report.served == [] and "one" in report.failed, report
-        await eventually(lambda: run.follower.failure, "an engine that received a part ends its server", 90.0)
-        assert isinstance(run.follower.failure, EngineSpoiled), run.follower.failure
-
-
-@as_designed
-def test_updates_over_nccl_into_one_rank_and_a_lost_publisher(tmp_path: Path) -> None:
-    tensors = make_folder(tmp_path)
-    run(lambda: direct_updates(tmp_path, tensors, 1))
-
-
-@as_designed
-@pytest.mark.skipif(GPUS < 3, reason=f"needs three CUDA devices, and torch finds {GPUS}")
-def test_updates_over_nccl_into_two_tensor_parallel_ranks(tmp_path: Path) -> None:
-    tensors = make_folder(tmp_path)
-    run(lambda: direct_updates(tmp_path, tensors, 2))

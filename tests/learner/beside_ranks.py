@@ -1,9 +1,5 @@
-"""What two ranks see of models beside the policy (two_ranks.py), and three: `RANK=R python beside_ranks.py FOLDER`."""
+"""What two ranks see of a critic and a reference model beside the policy (two_ranks.py)."""
 
-import json
-import os
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,17 +7,14 @@ from typing import Any
 import torch
 from recorded import batch_of, random_step
 from safetensors.torch import save_file
-from tiny_models import CPU, built, make_config, process_group, saved
+from tiny_models import built, make_config, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner.beside.beside import Beside
-from learner.beside.build import build_beside
-from learner.beside.serve import server_of
+from learner.beside.beside import Beside, build_beside
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.optimizer import Optimizer
 from learner.policy.model import Policy
-from learner.ranks import Ranks, place_of, split_roles
 from learner.trainer import Trainer
 from weight_bus.digest import combined
 
@@ -37,25 +30,13 @@ PPO = {
     "critic": {"lr": 1e-3, "updates": 2, "lam": 0.95},
 }
 BOTH = {"algorithm": {"kl": "k3", "kl_coef": 0.2, "reference_refresh_steps": 2}}
-CASES: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "ppo": (PPO, {"split": "1:2"}),
-    "critic": (PPO, {"split": "1:1", "critic": "node0:2"}),
-    "reference": (BOTH, {"split": "1:1", "reference": "node0:2"}),
-}
-"""Sections and placement; `learner` placement of PPO and BOTH is made by one rank alone."""
-OF_THREE = {
-    "two learner ranks, one of the critic": (PPO, {"split": "1:2", "critic": "node0:3"}),
-    "one learner rank, two of the critic": (PPO, {"split": "1:1", "critic": "node0:2-3"}),
-    "one learner rank, two of the reference": (BOTH, {"split": "1:1", "reference": "node0:2-3"}),
-    "a rank for each": (PPO, {"split": "1:1", "critic": "node0:2", "reference": "node0:3"}),
-}
+CASES = {"ppo": PPO, "reference": BOTH}
 
 
-def configured(folder: Path, name: str) -> Config:
-    """One of CASES or OF_THREE."""
-    sections, placement = {**CASES, **OF_THREE}[name]
-    run = {"dir": str(folder / "beside"), "name": name.replace(" ", "_").replace(",", "")}
-    return make_config(folder / MODEL, **{**SECTIONS, **sections, "placement": placement, "run": run})
+def configured(folder: Path, name: str, split: str = "1:2", parent: str = "beside") -> Config:
+    """One of CASES, on two learner ranks."""
+    run = {"dir": str(folder / parent), "name": name}
+    return make_config(folder / MODEL, **{**SECTIONS, **CASES[name], "placement": {"split": split}, "run": run})
 
 
 @dataclass
@@ -103,44 +84,21 @@ class Made:
         return ""
 
 
-def train(config: Config, mesh: DeviceMesh, lines: Any = None) -> tuple[Made, list[dict[str, float]]]:
+def train(config: Config, mesh: DeviceMesh) -> tuple[Made, list[dict[str, float]]]:
     """STEPS steps, with a checkpoint of step 2, and the metrics of each."""
     policy, optimizer = built(config, mesh)
-    made = Made(config, policy, optimizer, build_beside(config, policy, lines or {}))
+    made = Made(config, policy, optimizer, build_beside(config, policy))
     return made, [made.step(number) for number in range(1, STEPS + 1)]
 
 
-def observe(folder: Path, mesh: DeviceMesh, cases: Iterable[str] = CASES) -> dict[str, Any]:
-    """Every case; a model on a rank of its own says only that it ended."""
+def observe(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
+    """Every case."""
     seen: dict[str, Any] = {}
-    for name in cases:
-        config = configured(folder, name)
-        is_split = config.training_ranks[-1][0] != "learner"
-        own, lines = split_roles(config, CPU) if is_split else (mesh, {})
-        role, number = place_of(config)
-        if role != "learner":
-            server_of(config, Ranks(number, own.size(), CPU, own, role, lines)).run()
-            seen[name] = {"served": role}
-            continue
-        made, metrics = train(config, own, lines)
+    for name in CASES:
+        made, metrics = train(configured(folder, name), mesh)
         seen[name] = {"metrics": metrics, "digest": made.digest()}
         full = dict(made.policy.named_full_tensors("float32"))
         if made.policy.rank == 0:
             save_file(full, folder / f"beside_{name}.safetensors")
         seen[name] |= {"resumed": made.resumed(), "damaged": made.damaged()}
-        made.beside.close()
-    torch.distributed.barrier()
     return seen
-
-
-def main() -> None:
-    rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
-    torch.set_num_threads(1)
-    with process_group(folder / "store", rank, 3) as mesh:
-        seen = observe(folder, mesh, OF_THREE)
-    (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
-    os._exit(0)  # as two_ranks.py
-
-
-if __name__ == "__main__":
-    main()

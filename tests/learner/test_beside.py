@@ -2,37 +2,31 @@
 
 import dataclasses
 import functools
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import algorithm_reference as oracle
-import beside_ranks
 import numpy as np
 import pytest
 import torch
 from recorded import batch_of, random_step, rows_of
 from reference import Recorded
 from safetensors.torch import load_file, save_file
-from tiny_models import CPU, built, make_config, save_model
+from tiny_models import CPU, built, make_config, row_of, save_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from configs import Config, ConfigError
-from learner.beside import serve
 from learner.beside.advantages import judge
-from learner.beside.build import build_beside
+from learner.beside.beside import build_beside
 from learner.beside.critic import Critic
 from learner.beside.folders import check_folders
-from learner.beside.packets import empty_row, pack, unpack
 from learner.beside.value_loss import ValueLoss
 from learner.beside.value_model import HEAD
 from learner.guards import Guards
-from learner.policy.memory import GIB, OutOfMemory, Setup, Sizes, choose
-from learner.rows import Row
+from learner.policy.memory import GIB, Setup, Sizes, choose
+from learner.rows import Row, lay_out
 from learner.trainer import CRITIC_WARMUP, Trainer
-from tests.support import ranks
 
 STEP = random_step(3)
 GAE: dict[str, Any] = {"advantage": "gae", "kl": "k1", "kl_in": "reward", "kl_coef": 0.1}
@@ -80,7 +74,7 @@ def by_trajectory(rows: list[Row], name: str) -> dict[int, list[float]]:
 def test_a_kl_penalty_in_the_reward_of_groups(qwen3: Path, mesh: DeviceMesh, kind: str) -> None:
     config = configured(qwen3, algorithm={"advantage": "dr_grpo", "kl": kind, "kl_in": "reward", "kl_coef": 0.1})
     policy, optimizer = built(config, mesh)
-    update = Trainer(config, policy, optimizer, beside=build_beside(config, policy, {})).train_step(batch_of(STEP, 3))
+    update = Trainer(config, policy, optimizer, beside=build_beside(config, policy)).train_step(batch_of(STEP, 3))
     kl = []
     for t in STEP:
         reference, _ = in_float64(qwen3, t, None)
@@ -99,7 +93,7 @@ def test_a_kl_penalty_in_the_reward_of_groups(qwen3: Path, mesh: DeviceMesh, kin
 def test_gae_over_the_tokens_of_a_batch(qwen3: Path, mesh: DeviceMesh, whiten: bool) -> None:
     config = configured(qwen3, algorithm=GAE, critic=CRITIC | {"whiten": whiten})
     policy, _ = built(config, mesh)
-    beside = build_beside(config, policy, {})
+    beside = build_beside(config, policy)
     assert isinstance(beside.critic, Critic)
     (head,) = (shard.local for shard in beside.critic.model.shards() if shard.name == HEAD)
     torch.manual_seed(0)
@@ -129,9 +123,7 @@ def test_gae_over_the_tokens_of_a_batch(qwen3: Path, mesh: DeviceMesh, whiten: b
 
 def test_a_value_loss_and_its_gradient() -> None:
     now, old, returns = [0.2, 1.4, -0.9, 0.1], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, -2.0]
-    row = unpack(pack([empty_row()]), 1)[0]
-    for name, values in (("values", old), ("returns", returns)):
-        object.__setattr__(row, name, torch.tensor(values))
+    row = dataclasses.replace(row_of([[1] * 5]), values=torch.tensor(old), returns=torch.tensor(returns))
     moving = torch.tensor(now, requires_grad=True)
     loss, measured = ValueLoss(0.5, 8)(row, moving)
     loss.backward()
@@ -145,7 +137,7 @@ def test_the_critic_learns_and_in_its_warm_up_alone(qwen3: Path, mesh: DeviceMes
     critic = CRITIC | {"warmup_steps": 4, "updates": 3, "clip": 5.0}
     config = configured(qwen3, algorithm={"advantage": "gae"}, critic=critic)
     policy, optimizer = built(config, mesh)
-    beside = build_beside(config, policy, {})
+    beside = build_beside(config, policy)
     guards, before = Guards(config), policy.parameter_digest()
     trainer = Trainer(config, policy, optimizer, beside=beside, guards=guards)
     seen = [trainer.train_step(batch_of(STEP, step, num_microbatches=2)) for step in range(3, 6)]
@@ -164,7 +156,7 @@ def test_the_policys_warm_up_begins_after_that_of_its_critic(qwen3: Path, mesh: 
     learner = {"warmup_steps": 2, "lr": 1e-4, "total_steps": 6, "schedule": "linear"}
     config = configured(qwen3, algorithm={"advantage": "gae"}, critic=CRITIC | {"warmup_steps": 2}, learner=learner)
     policy, optimizer = built(config, mesh)
-    trainer = Trainer(config, policy, optimizer, beside=build_beside(config, policy, {}))
+    trainer = Trainer(config, policy, optimizer, beside=build_beside(config, policy))
     seen = [trainer.train_step(batch_of(STEP, step)).values for step in range(1, 7)]
     assert [row["actor/lr"] for row in seen] == pytest.approx([0, 0, 5e-5, 1e-4, 5.5e-5, 1e-5])
     assert [row["critic/lr"] for row in seen[:2]] == pytest.approx([1e-3, 2e-3])
@@ -174,7 +166,7 @@ def test_what_a_guard_skips_teaches_the_critic_nothing_either(qwen3: Path, mesh:
     limits = {"same_length": "skip above 0"}
     config = configured(qwen3, algorithm={"advantage": "gae"}, critic=CRITIC, limits=limits)
     policy, optimizer = built(config, mesh)
-    beside = build_beside(config, policy, {})
+    beside = build_beside(config, policy)
     before = beside.digests()
     trainer = Trainer(config, policy, optimizer, beside=beside, guards=Guards(config))
     update = trainer.train_step(batch_of(STEP, 3))
@@ -185,7 +177,7 @@ def test_what_a_guard_skips_teaches_the_critic_nothing_either(qwen3: Path, mesh:
 def test_a_reference_starts_as_the_policy_and_is_refreshed(qwen3: Path, mesh: DeviceMesh) -> None:
     config = configured(qwen3, algorithm={"kl": "k3", "reference_refresh_steps": 3})
     policy, optimizer = built(config, mesh)
-    trainer = Trainer(config, policy, optimizer, beside=build_beside(config, policy, {}))
+    trainer = Trainer(config, policy, optimizer, beside=build_beside(config, policy))
     kl = [trainer.train_step(batch_of(STEP, step)).values["actor/kl_loss"] for step in range(1, 5)]
     assert kl[0] == kl[3] == 0.0 and min(kl[1:3]) > 0.0, "the same weights give the same bits"
 
@@ -224,59 +216,15 @@ def test_what_lies_on_the_policys_ranks_is_in_its_budget() -> None:
     parameters = Sizes.of(model).parameters
     both: dict[str, Any] = {"algorithm": {"advantage": "gae", "kl": "k3"}}
     totals = [
-        choose(Setup.of(make_config(Path("unused"), **sections), model), 80 * GIB).total
-        for sections in ({}, both, both | {"placement": {"critic": "node0:2", "reference": "node0:3"}})
+        choose(Setup.of(make_config(Path("unused"), **sections), model), 80 * GIB).total for sections in ({}, both)
     ]
     assert totals[1] - totals[0] == pytest.approx((4 + 12) * parameters, rel=1e-6)
-    assert totals[2] == totals[0]
-    apart = Setup.of(make_config(Path("unused"), **both), model).alone(2)
-    assert choose(apart, 80 * GIB).items["AdamW state"] == 4 * parameters, "8 bytes each, on two ranks"
-
-
-def test_a_row_travels_whole(qwen3: Path) -> None:
-    rows, _ = rows_of(
-        batch_of(STEP, 3, num_microbatches=2), configured(qwen3, algorithm={"drop_zero_advantage": False})
-    )
-    for row, back in zip(rows, unpack(pack(rows), 2), strict=True):
-        assert back.longest == row.longest and back.values is None
-        assert torch.equal(back.input_ids, row.input_ids) and torch.equal(back.advantages, row.advantages)
-    with pytest.raises(TypeError, match=r"Row\.longest is a str, which cannot travel"):
-        object.__setattr__(rows[0], "longest", "x")
-        pack(rows)
-
-
-def test_memory_that_runs_out_on_ranks_beside_the_policy_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restart would meet the same batch."""
-    config = configured(Path("unused"))
-    server = Mock(**{"run.side_effect": torch.OutOfMemoryError("CUDA out of memory."), "line.policy": [0]})
-    server.model.model.when_exhausted.side_effect = lambda error, _: f"{error} Take fewer tokens"
-    monkeypatch.setattr(serve, "join_ranks", lambda _: nullcontext(Mock(rank=0, world_size=1)))
-    monkeypatch.setattr(serve, "server_of", lambda *_: server)
-    with pytest.raises(OutOfMemory, match=r"CUDA out of memory\. Take fewer tokens"):
-        serve.serve(config)
 
 
 def test_judging_needs_no_token_of_this_rank(qwen3: Path, mesh: DeviceMesh) -> None:
     config = configured(qwen3, algorithm={"advantage": "gae"})
     policy, _ = built(config, mesh)
-    judged = judge(batch_of(STEP, 3), [empty_row()], lambda inputs: inputs.values, config, policy)
+    batch, nothing = batch_of(STEP, 3), np.zeros(len(STEP), np.float32)
+    rows = [dataclasses.replace(row, values=torch.zeros(0)) for row in lay_out(batch, nothing, nothing)]
+    judged = judge(batch, rows, lambda inputs: inputs.values, config, policy)
     assert len(judged.rows[0].advantages) == 0 and not judged.advantages.any()
-
-
-@pytest.mark.slow
-def test_three_ranks_share_out_policy_critic_and_reference(tmp_path: Path, mesh: DeviceMesh) -> None:
-    """With fewer, as many and more ranks than the policy has; the numbers are those of one rank."""
-    save_model(tmp_path / beside_ranks.MODEL, num_hidden_layers=1, vocab_size=65, intermediate_size=191)
-    program = Path(__file__).parent / "beside_ranks.py"
-    seen = ranks.two_ranks(program, tmp_path, lambda rank: {}, deadline_s=100, ranks=3)
-    for name, (sections, _) in beside_ranks.OF_THREE.items():
-        run = {"dir": str(tmp_path / "alone"), "name": name.replace(" ", "_").replace(",", "")}
-        config = make_config(tmp_path / beside_ranks.MODEL, **{**beside_ranks.SECTIONS, **sections, "run": run})
-        made, metrics = beside_ranks.train(config, mesh)
-        found, expected = load_file(tmp_path / f"beside_{name}.safetensors"), made.policy.named_full_tensors("float32")
-        assert max(float((found[other] - tensor).abs().max()) for other, tensor in expected) <= 1e-5, name
-        for one, three in zip(metrics, seen[0][name]["metrics"], strict=True):
-            assert one.keys() == three.keys() and three == pytest.approx(one, rel=1e-3, abs=1e-5), name
-        roles = [role for role, _ in beside_ranks.configured(tmp_path, name).training_ranks]
-        assert all(seen[rank][name] == {"served": role} for rank, role in enumerate(roles) if role != "learner")
-        assert seen[0][name]["resumed"] == seen[0][name]["digest"], name

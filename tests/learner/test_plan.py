@@ -1,37 +1,35 @@
-"""The split advisor against arithmetic, replay's rules, and recorded runs on GPUs."""
+"""The split advisor against arithmetic, recorded runs on GPUs, and what a user sees of it."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from configs import loading
+from configs.base import ConfigError
+from learner.plan import __main__ as command
 from learner.plan import fitting, sources
-from learner.plan.advice import advise, plans
-from learner.plan.clock import Clock, Process
-from learner.plan.costs import Answers, Costs, Lognormal, Recorded, Workload
-from learner.plan.engine import Sampled, SimulatedEngine
-from learner.plan.simulation import Fleet, Prediction, SimulatedRun, with_lag
-from tests.replay.simulation.samples import make_group
+from learner.plan.advice import NODE, Effort, Plan, advise, plans, table, yaml_of
+from learner.plan.clock import Clock
+from learner.plan.costs import Costs, Lognormal, Recorded, Workload
+from learner.plan.simulation import Engine, Fleet, Prediction, Sampled, SimulatedRun, with_lag
 
 DATA = Path(__file__).parents[2] / "docs" / "benchmarks" / "data" / "2026-11-21-h200.json"
 LONG = Workload(Recorded(((100,) * 4,)), 10, "all of 100 tokens")
 SPREAD = Workload(Lognormal(40, 0.7, 200), 10, "")
+ANSWERS = Workload(Lognormal(50, 0.5, 200), 10, "")
+TRUTH = Costs(decode_step_s=0.002, decode_answer_s=0.0001, train_token_s=4e-4, commit_s=0.01, publish_s=0.05)
+SKEWED = ["placement.split=3:1"]
+"""A rank that trains for longer than three engines sample."""
+ONE_GPU = ["placement.split=1:1", "placement.share_gpus=true"]
 
 
 def config(*overrides):
-    sizes = [
-        "rollout.group_size=4",
-        "rollout.groups_per_step=8",
-        "rollout.max_new_tokens=2048",
-        "rollout.engine=sglang",
-    ]
+    sizes = ["rollout.group_size=4", "rollout.groups_per_step=8", "rollout.max_new_tokens=2048"]
     sizes += ["learner.max_tokens_per_microbatch=4096", "evaluation.every_steps=0", "placement.split=1:1"]
-    return loading.load("quickstart", [*sizes, *overrides])
+    return loading.load("quickstart", [*sizes, "placement.device=cuda", *overrides])
 
 
 def predict(config, fleet, costs, workload, *, steps=16, alone=True):
@@ -48,18 +46,21 @@ def recorded(name):
     return {sources.of_case(case).name: (sources.of_case(case), case["t_step"]) for case in cases}[name]
 
 
-# ---- parts --------------------------------------------------------------------------------------------------
+# ---- against arithmetic -----------------------------------------------------------------------------------------
 
 
-def test_time_passes_slower_where_processes_share_cores():
-    clock, seen = Clock(cores=2), []
-    clock.busy = 3
-    clock.after(2.0, lambda: seen.append(clock.now))
-    clock.step()
-    assert seen == [pytest.approx(3.0)]
-    clock = Clock(cores=2, contention=1.1, crowding=0.1)
-    clock.busy = 4
-    assert clock.stretch == pytest.approx(1.1 * 2 * 1.2)
+def test_an_engine_decodes_every_token_once_and_stands_still_for_an_update():
+    clock, done, live = Clock(), [], []
+    costs = Costs(decode_step_s=0.0, decode_answer_s=1.0, train_token_s=0.0, pause_s=3.0)
+    engine = Engine(clock, costs, 2, 0.0, done.append)
+    for number, lengths in enumerate(([5, 3, 9], [4, 1])):
+        engine.submit(Sampled(number, lengths))
+    engine.update(1, lambda: live.append(clock.now))
+    while len(done) < 2:
+        clock.step()
+    tokens = 5 + 3 + 9 + 4 + 1 - 5  # the first token of each answer comes with its prefill
+    assert (clock.now, engine.busy_s, clock.decoding, live) == (tokens + 3, tokens + 3, 0, [3.0])
+    assert [group.number for group in done] == [1, 0] and [group.oldest for group in done] == [1, 0]
 
 
 def test_time_passes_slower_where_both_sides_of_a_gpu_are_busy():
@@ -72,106 +73,6 @@ def test_time_passes_slower_where_both_sides_of_a_gpu_are_busy():
     assert seen == [pytest.approx(1.0 + 2 * 2.0)]
 
 
-def test_what_engine_and_learner_do_at_once_takes_twice_as_long():
-    """At lag 0 they take turns; at a higher one every second of overlap is paid."""
-    costs = Costs(decode_step_s=0.01, decode_answer_s=0.0, train_token_s=0.6 / (8 * 4 * 110))
-    shared = replace(costs, sharing=2.0)
-    steps = {}
-    for lag in (0, 3):
-        for name, each in (("own", costs), ("shared", shared)):
-            steps[lag, name] = predict(with_lag(config(), lag), Fleet(1, 1), each, LONG, alone=False).outcome
-    assert steps[0, "shared"].step_s == pytest.approx(steps[0, "own"].step_s)
-    assert steps[3, "shared"].train_wall_s == pytest.approx(1.2, rel=0.05)  # the update alone takes 0.6 s
-    assert steps[3, "shared"].step_s == pytest.approx(steps[3, "own"].step_s + 0.6, rel=0.1)
-
-
-def test_a_process_works_in_order_and_counts_once():
-    clock, seen = Clock(cores=1), []
-    first, second = Process(clock), Process(clock)
-    for number in range(2):
-        first.work(1.0, lambda number=number: seen.append((number, clock.now)))
-    second.work(2.0, lambda: seen.append(("other", clock.now)))
-    assert clock.busy == 2
-    while clock.busy:
-        clock.step()
-    assert seen == [(0, 2.0), (1, 4.0), ("other", 4.0)]  # two processes on a core: each takes twice as long
-
-
-def answers(lengths, turns=1):
-    sampled = np.array(lengths)
-    return Answers(sampled, np.full(len(sampled), turns), sampled)
-
-
-def engine_of(clock, costs, done, **given):
-    return SimulatedEngine(clock, costs, **{"max_running": 8, "prompt_tokens": 0} | given, done=done.append)
-
-
-@settings(max_examples=40)
-@given(
-    groups=st.lists(st.lists(st.integers(1, 50), min_size=1, max_size=5), min_size=1, max_size=6),
-    running=st.integers(1, 8),
-    turns=st.integers(1, 3),
-    in_process=st.booleans(),
-)
-def test_an_engine_decodes_every_token_once(groups, running, turns, in_process):
-    clock, done = Clock(), []
-    costs = Costs(decode_step_s=0.0, decode_answer_s=1.0, train_token_s=0.0)
-    engine = engine_of(clock, costs, done, max_running=running, in_process=in_process)
-    for number, lengths in enumerate(groups):
-        engine.submit(Sampled((0, number), 1, answers(lengths, turns)))
-    while len(done) < len(groups):
-        clock.step()
-    engine.settle()
-    tokens = sum(turns * max(0, n / turns - 1) for lengths in groups for n in lengths)  # a turn's first: its prefill
-    assert clock.now == pytest.approx(tokens) and engine.busy_s == pytest.approx(tokens)
-    assert engine.decoded_s == pytest.approx(tokens) and clock.busy == 0
-
-
-@pytest.mark.parametrize("in_process, ends", [(True, 12.0), (False, 9.0)])
-def test_other_work_stops_an_engine_of_the_same_process(in_process, ends):
-    clock, done, other = Clock(), [], []
-    engine = engine_of(clock, Costs(decode_step_s=1.0, decode_answer_s=0.0, train_token_s=0.0), done)
-    engine = engine_of(clock, engine.costs, done, in_process=in_process)
-    engine.submit(Sampled((0, 0), 1, answers([10])))
-    engine.work(3.0, lambda: other.append(clock.now))
-    while not done:
-        clock.step()
-    assert (clock.now, other) == (ends, [3.0])
-
-
-def test_a_cancelled_lease_leaves_its_room():
-    clock, done = Clock(), []
-    engine = engine_of(clock, Costs(decode_step_s=1.0, decode_answer_s=0.0, train_token_s=0.0), done, max_running=2)
-    engine.submit(Sampled((0, 0), 1, answers([1001, 1001, 1001])))
-    engine.submit(Sampled((0, 1), 1, answers([11, 11])))
-    engine.cancel((0, 0), 2)  # another attempt
-    engine.cancel((0, 0), 1)
-    while not done:
-        clock.step()
-    assert (done[0].group, clock.now, clock.busy) == ((0, 1), 10.0, 0)
-
-
-def test_episodes_wait_for_their_environment_and_for_room():
-    clock, done = Clock(), []
-    costs = Costs(decode_step_s=1.0, decode_answer_s=0.0, train_token_s=0.0, turn_s=5.0)
-    engine = engine_of(clock, costs, done, max_episodes=1)
-    engine.submit(Sampled((0, 0), 1, answers([22, 22], turns=2)))
-    while not done:
-        clock.step()
-    assert clock.now == 2 * (10 + 5 + 10) and engine.busy_s == 40.0  # one after the other
-
-
-def test_sampled_tokens_of_an_episode_are_those_of_the_policy():
-    mask = np.array([1, 1, 0, 0, 1, 1, 0, 1, 1, 1], dtype=np.uint8)
-    group = make_group(
-        [4, 3, 3], loss_mask=mask, samples=np.array([2, 1], dtype=np.int32), rewards=np.zeros(2, np.float32)
-    )
-    assert sources._sampled(group).tolist() == [4, 3]
-
-
-# ---- the rules of replay --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_the_lag_is_bounded_and_used(lag):
     costs = Costs(decode_step_s=0.01, decode_answer_s=1e-4, train_token_s=2e-4, publish_s=0.2)
@@ -179,38 +80,31 @@ def test_the_lag_is_bounded_and_used(lag):
     assert outcome.max_lag == lag
 
 
-COUNTED = {"mask": "tokens_masked", "drop": "stale_leased_again", "substitute": "dropped/substituted"}
-
-
-@pytest.mark.parametrize("on_stale", ["wait", *COUNTED])
-def test_what_is_too_old_is_treated_as_replay_does(on_stale):
-    """A slow answer is waited for under `wait` alone; the others go on, each in its way."""
-    costs = Costs(decode_step_s=0.01, decode_answer_s=0.0, train_token_s=1e-4)
-    slow = Workload(Recorded(((10,) * 4,) * 40 + ((150,) * 4,)), 10, "one of 41 groups takes 1.5 s")
-    given = ["replay.substitute_after_s=0.4", f"replay.on_stale={on_stale}"]
-    run = SimulatedRun(config(*given), Fleet(1, 1), costs, slow)
-    found = run.run(2, 16)
-    counted = {kind for kind, name in COUNTED.items() if run.service.counters[name]}
-    assert counted == {on_stale} - {"wait"}
-    assert (found.step_s > 0.3) == (on_stale == "wait") and found.max_lag <= 1
-    assert (max(run.group_s) < 1.0) == (on_stale == "substitute")  # what is substituted is not sampled to its end
+UPDATE = Costs(decode_step_s=0.01, decode_answer_s=0.0, train_token_s=0.6 / (8 * 4 * 110))
+"""An update of 0.6 s, rollouts of 1 s."""
 
 
 def test_a_step_is_half_of_the_slowest_answer_and_the_update():
     """docs/benchmarks/pipeline.md: at lag 1 two steps take L + T_train, where L is longer."""
-    costs = Costs(decode_step_s=0.01, decode_answer_s=0.0, train_token_s=0.6 / (8 * 4 * 110))
-    predicted = predict(config(), Fleet(1, 1), costs, LONG)
+    predicted = predict(config(), Fleet(1, 1), UPDATE, LONG)
     assert predicted.outcome.train_s == pytest.approx(0.6, rel=0.01)
     assert predicted.roll_s == pytest.approx(0.5, rel=0.03)
     assert predicted.outcome.step_s == pytest.approx((1.0 + 0.6) / 2, rel=0.03)
     assert predicted.eta == pytest.approx(0.6 / 0.8, rel=0.03)
-
-
-def test_without_lag_nothing_overlaps():
-    costs = Costs(decode_step_s=0.01, decode_answer_s=0.0, train_token_s=0.6 / (8 * 4 * 110))
-    outcome = predict(with_lag(config(), 0), Fleet(1, 1), costs, LONG).outcome
-    assert outcome.step_s == pytest.approx(1.6, rel=0.03)
+    outcome = predict(with_lag(config(), 0), Fleet(1, 1), UPDATE, LONG).outcome
+    assert outcome.step_s == pytest.approx(1.6, rel=0.03), "without lag nothing overlaps"
     assert outcome.rollout_idle + outcome.learner_idle == pytest.approx(1.0, abs=0.05)
+
+
+def test_what_engine_and_learner_do_at_once_takes_twice_as_long():
+    """At lag 0 they take turns; at a higher one every second of overlap is paid."""
+    shared, steps = replace(UPDATE, sharing=2.0), {}
+    for lag in (0, 3):
+        for name, each in (("own", UPDATE), ("shared", shared)):
+            steps[lag, name] = predict(with_lag(config(), lag), Fleet(1, 1), each, LONG, alone=False).outcome
+    assert steps[0, "shared"].step_s == pytest.approx(steps[0, "own"].step_s)
+    assert steps[3, "shared"].train_wall_s == pytest.approx(1.2, rel=0.05)  # the update alone takes 0.6 s
+    assert steps[3, "shared"].step_s == pytest.approx(steps[3, "own"].step_s + 0.6, rel=0.1)
 
 
 # ---- against what was measured ----------------------------------------------------------------------------------
@@ -221,7 +115,6 @@ RECORDED = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("known, others", RECORDED)
 def test_one_recorded_split_predicts_the_others(known, others):
     measured, took = recorded(known)
@@ -234,12 +127,127 @@ def test_one_recorded_split_predicts_the_others(known, others):
         assert (outcome.step_s < took) == (truth < took), name
 
 
-@pytest.mark.slow
-def test_ten_thousand_gpus_take_minutes():
-    measured, _ = recorded("case 1.7B@1:1, 64 groups, 192 running")
-    fitted = fitting.fit([measured])
-    sizes = ["rollout.groups_per_step=4096", "rollout.group_size=16", "rollout.max_running=256"]
-    taken = config(*sizes, "rollout.max_new_tokens=2048", "learner.max_tokens_per_microbatch=16384")
-    candidates = [p for p in plans(10_000, 0.7, lags=[1], tps=[1]) if p.rollout in range(5000, 8000)]
-    found = advise(taken, fitted, candidates[:2], processes=2)
-    assert all(a.prediction is not None and a.prediction.outcome.max_lag == 1 for a in found)
+# ---- from a run folder ------------------------------------------------------------------------------------------
+
+
+def rows(taken, costs=TRUTH, count=20):
+    """Rows of metrics.jsonl as a run with these costs would write them, all steps alike, and what it came to."""
+    fleet = Fleet(taken.num_rollout_devices, taken.num_learner_ranks)
+    outcome = predict(taken, fleet, costs, ANSWERS, steps=8, alone=False).outcome
+    row = {
+        "rollout/idle_ratio": outcome.rollout_idle,
+        "timing_s/update_actor": outcome.train_wall_s,
+        "timing_s/param_sync": costs.commit_s,
+        "weight_sync/seconds": costs.publish_s,
+        "response_length/mean": 56.0,
+        "response_length/max": 120.0,
+        "prompt_length/mean": 10.0,
+        "perf/total_num_tokens": taken.trajectories_per_step * 66.0,
+        "reward/flat_groups_ratio": 0.0,
+    }
+    return [{"step": step, "time": 1000 + step * outcome.step_s} | row for step in range(1, count + 1)], outcome
+
+
+def run_folder(folder, taken, made):
+    folder.mkdir()
+    (folder / "config.yaml").write_text(loading.dump(taken), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "sharing", "elsewhere"),
+    [
+        (SKEWED, 1.0, [((3, 1), 1, 0.05), ((2, 2), 1, 0.12)]),
+        (ONE_GPU, fitting.SHARING, [((1, 1), lag, 0.12) for lag in (0, 1, 2)]),
+    ],
+)
+def test_a_run_folder_is_reproduced_and_says_what_another_plan_takes(tmp_path, settings, sharing, elsewhere):
+    taken, costs = config(*settings), replace(TRUTH, sharing=sharing)
+    (measured,) = sources.read(run_folder(tmp_path / "run", taken, rows(taken, costs)[0]))
+    fitted = fitting.fit([measured], quick=True)
+    assert fitted.costs.sharing == sharing
+    for fleet, lag, error in elsewhere:
+        there = with_lag(taken, lag)
+        truth = predict(there, Fleet(*fleet), costs, ANSWERS, steps=8, alone=False).outcome
+        found = predict(there, Fleet(*fleet), fitted.costs, measured.workload, steps=8, alone=False).outcome
+        assert found.step_s == pytest.approx(truth.step_s, rel=error), (fleet, lag)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "key"),
+    [
+        (SKEWED, 9, "at least 10"),
+        (["placement.device=cpu", "placement.split=3:1"], 20, "placement.device"),
+        (["placement.share_gpus=true", "placement.split=2:1"], 20, "share_gpus"),
+        ([*SKEWED, "environment.function=env.py:play", "replay.lease_s=120"], 20, "environment.function"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(tmp_path, settings, count, key):
+    taken = config(*settings)
+    folder = run_folder(tmp_path / "run", taken, rows(config(*SKEWED), count=count)[0])
+    with pytest.raises(ConfigError, match=key):
+        sources.check(sources.read(folder)[0].config)
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [Plan(rollout=6, learner=2, lag=2, tensor_parallel=2),
+                                  Plan(rollout=20, learner=12, lag=1, tensor_parallel=4)])  # fmt: skip
+def test_the_yaml_makes_this_plan(plan, tmp_path):
+    file = tmp_path / "plan.yaml"
+    tree = loading.read_yaml(loading.dump(config("weight_bus.backend=nccl", "network.insecure=true")))
+    for section, keys in loading.read_yaml(yaml_of(config(), plan)).items():
+        tree[section] |= keys
+    if plan.gpus > NODE:
+        tree["placement"]["split"] = None
+    file.write_text(json.dumps(tree), encoding="utf-8")
+    made = loading.load(str(file))
+    assert (made.num_rollout_devices, made.num_learner_ranks) == (plan.rollout, plan.learner)
+    assert (made.placement.tensor_parallel, made.replay.async_lag) == (plan.tensor_parallel, plan.lag)
+
+
+def test_every_split_of_a_node_and_whole_nodes_above():
+    assert [p.rollout for p in plans(8, 0.5, lags=[1], tps=[1])] == list(range(1, 8))
+    assert [p.rollout for p in plans(8, 0.5, lags=[1], tps=[2])] == [2, 4, 6]
+    many = list(plans(10_000, 0.75, lags=[1], tps=[1, 2]))
+    assert len(many) > 8 and all(p.rollout % NODE == 0 and p.gpus == 10_000 for p in many)
+    shared = list(plans(4, 0.5, lags=[0, 1], tps=[1, 2, 3], shared=True))
+    assert [(p.rollout, p.learner, p.tensor_parallel, p.lag) for p in shared] == [
+        (4, 4, 1, 0), (4, 4, 1, 1), (4, 4, 2, 0), (4, 4, 2, 1)
+    ]  # fmt: skip
+    assert "share_gpus: true" in yaml_of(config(*ONE_GPU), shared[0])
+
+
+MODEL = {
+    "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused():
+    fitted = fitting.Fitted(TRUTH, ANSWERS)
+    candidates = [Plan(rollout=8 - n, learner=n, lag=1, tensor_parallel=1) for n in (1, 4, 6)]
+    taken = config("placement.gpu_gib=80")
+    found = {a.plan.learner: a for a in advise(taken, fitted, candidates, model=MODEL, effort=Effort(steps=2, etas=1))}
+    assert "GiB" in found[1].refused and found[1].prediction is None
+    etas = [found[4].prediction.eta, found[6].prediction.eta]
+    assert sorted(eta is None for eta in etas) == [False, True]  # of the fastest one alone, as in large runs
+    assert "–" in table(list(found.values()), None)
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    folder = run_folder(tmp_path / "run", config(*SKEWED), rows(config(*SKEWED))[0])
+    out = tmp_path / "plans.json"
+    argv = [str(folder), "--splits", "3:1,2:2", "--lags", "1", "--steps", "4", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["plan", *argv, "--cost", "publish_s=0.2"])
+    assert command.main() == 0
+    shown = capsys.readouterr().out
+    assert "publish_s" in shown and "--cost" in shown and 'split: "2:2"' in shown
+    assert json.loads(shown.splitlines()[-1])["plans"] == 2
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert written["constants"]["publish_s"] == 0.2 and len(written["plans"]) == 2
+    monkeypatch.setattr(sys, "argv", ["plan", *argv, "--cost", "speed=2"])
+    assert command.main() == 2
+    assert "--cost speed: there is no such constant" in capsys.readouterr().err

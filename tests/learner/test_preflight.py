@@ -15,9 +15,9 @@ from tiny_models import make_config
 
 from configs import Config, ConfigError, load
 from configs.loading import add_arguments
+from examples import sort6
 from learner import main as launcher
 from learner.check import checks
-from learner.examples import sort6
 from learner.launch import earlier_run, quickstart
 from learner.launch.launcher import Launcher
 from learner.launch.quickstart import make_input
@@ -62,7 +62,7 @@ def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path, monkeypatc
     paths = [f"model.path={folder}/model", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
     config = load("quickstart", paths)
     assert make_input(config, "quickstart") and not make_input(config, "quickstart")
-    assert commands == [[sys.executable, "-m", "learner.examples.sort6"]]
+    assert commands == [[sys.executable, "-m", "examples.sort6"]]
     assert (folder / "model" / "config.json").is_file() and (folder / "eval.jsonl").is_file()
     other = "gsm8k-qwen2.5-1.5b-4gpu"
     assert not make_input(load(other, [f"model.path={tmp_path}/m", f"data.train={tmp_path}/t.jsonl"]), other)
@@ -208,7 +208,7 @@ def test_what_a_resume_changes_is_shown_and_logged(resume, tmp_path, capsys):
     earlier_run.log_changes(tmp_path / "same", found)
     log = (tmp_path / "same" / "config.changes.log").read_text().splitlines()
     assert [line.partition(" --resume: ")[2] for line in log] == said
-    assert earlier_run.changes(tmp_path / "same", [], config) == {}
+    assert earlier_run.described(earlier_run.changes(tmp_path / "same", [], config)) == said
 
 
 @pytest.mark.parametrize("ends", [False, True])

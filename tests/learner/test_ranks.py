@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiny_models import make_config
-from torch.distributed.device_mesh import DeviceMesh
 
 from configs.errors import ConfigError, Unexpected
+from configs.learner import LearnerSettings
 from configs.plan import DETERMINISTIC
+from learner import ranks
 from learner.policy import meshes
-from learner.ranks import CollectiveFailed, RanksError, device_of, join_ranks, named, split_roles
+from learner.ranks import CollectiveFailed, RanksError, device_of, join_ranks, named
 from replay.channel.interfaces import InterfaceError
 
 SET_BY_JOINING = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"]
@@ -103,24 +104,7 @@ def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch):
         assert place.mesh == ("cuda", (2,))
     assert told["backend"] == "nccl" and told["device_id"] == told["current"] == torch.device("cuda", 0)
     assert told["nccl"] == ("0", "1"), "defaults give way to what is set"
-
-
-def test_ranks_of_a_critic_outwait_all_that_the_policy_may_wait_for(monkeypatch):
-    """After its last step: two checkpoints, and an evaluation; before a step: its batch."""
-    told: list[float] = []
-    monkeypatch.setattr(dist, "new_group", lambda *_, timeout, **__: told.append(timeout.total_seconds()))
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(DeviceMesh, "from_group", lambda *_: None)
-    critic = make_config(
-        Path("unused"),
-        placement={"device": "cpu", "split": "1:1", "critic": "node0:2"},
-        algorithm={"advantage": "gae"},
-        learner={"batch_deadline_s": 7, "collective_deadline_s": 3},
-        evaluation={"deadline_s": 100},
-        checkpoint={"deadline_s": 1000},
-    )
-    split_roles(critic, torch.device("cpu"))
-    assert told[:2] == [3, 3] and told[2] >= 2 * 1000 + 100 + 2 * 7
+    assert told["timeout"].total_seconds() == LearnerSettings().collective_deadline_s, "not the patience for a batch"
 
 
 @pytest.mark.parametrize(
@@ -136,6 +120,9 @@ def test_ranks_of_a_critic_outwait_all_that_the_policy_may_wait_for(monkeypatch)
         (ConfigError("learner.lr: 0"), ConfigError, "learner.lr: 0"),
     ],
 )
-def test_an_error_that_ends_a_rank_has_a_code(error, kind, said):
+def test_an_error_that_ends_a_rank_has_a_code(error, kind, said, monkeypatch):
+    keys = []
+    monkeypatch.setattr(ranks, "expired", lambda *_, key, **__: keys.append(key) or "")
     found = named(error)
+    assert keys == ["learner.collective_deadline_s"] * ("Timed out" in str(error))
     assert type(found) is kind and str(found).endswith(f"{said} [{kind.code}]")

@@ -14,7 +14,7 @@ from tiny_models import built, logprobs, make_config, row_of, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner.beside.build import build_beside
+from learner.beside.beside import build_beside
 from learner.losses import LossInputs, LossOutput
 from learner.objective import Objective
 from learner.policy.model import Policy
@@ -38,7 +38,7 @@ def largest_difference(policy: Policy, expected: dict[str, torch.Tensor]) -> flo
 
 def five_steps(mesh: DeviceMesh, config: Config, num_microbatches: int) -> Policy:
     policy, optimizer = built(config, mesh)
-    beside = build_beside(config, policy, {})
+    beside = build_beside(config, policy)
     for step, trajectories in enumerate(STEPS, start=1):
         batch = batch_of(trajectories, step, num_microbatches=num_microbatches)
         _, reason = train_on(batch, policy, optimizer, config, beside)
@@ -68,15 +68,6 @@ def test_five_steps_agree_with_the_reference(
     policy = five_steps(mesh, config, 2)
     assert largest_difference(policy, train(folder, STEPS, config)) <= 1e-6
     assert largest_difference(policy, load_file(folder / "model.safetensors")) > 1e-3
-
-
-def test_with_the_default_epsilon_all_but_vanishing_gradients_agree(qwen3: Path, mesh: DeviceMesh) -> None:
-    config = configured(qwen3)
-    policy, expected = five_steps(mesh, config, 1), train(qwen3, STEPS, config)
-    found = dict(policy.named_full_tensors("float32"))
-    differences = torch.cat([(found[name] - expected[name]).abs().flatten() for name in expected])
-    assert float(differences.max()) <= 1e-5
-    assert float((differences > 1e-6).float().mean()) <= 1e-4
 
 
 def test_the_number_of_microbatches_does_not_matter(qwen3: Path, mesh: DeviceMesh) -> None:

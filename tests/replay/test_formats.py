@@ -4,9 +4,11 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -247,10 +249,46 @@ def test_each_convention_is_read_from_a_saved_dataset(tmp_path: Path, name: str)
     assert row["data_source"] == raw.get("data_source", "rows")
 
 
+SUFFIXED = {
+    "rows.jsonl?suffix=Answer.": ("1+1= Answer.", "1+1? Answer."),
+    'rows.jsonl?suffix="\\nAnswer."': ("1+1=\nAnswer.", "1+1?\nAnswer."),
+}
+
+
+@pytest.mark.parametrize("given", SUFFIXED)
+@pytest.mark.usefixtures("_size")
+def test_a_suffix_follows_every_prompt_and_is_part_of_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen = {}
+    for row, expected in zip(({"prompt": "1+1="}, {"question": "1+1?"}), SUFFIXED[given], strict=True):
+        write_jsonl(tmp_path, *[row | {"answer": 2}] * 3, name="rows.jsonl")
+        assert load_rows(given)[1]["prompt"] in (expected, [{"role": "user", "content": expected}])
+        assert next(read_rows(given)) == load_rows(given)[0]
+        seen[expected] = load_rows(given).fingerprint
+    assert load_rows("rows.jsonl").fingerprint not in seen.values()
+
+
+def test_tasks_of_a_taskset_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = SimpleNamespace(model_dump=lambda **_: {"system_prompt": "Add.", "prompt": "1+1", "key": 7})
+    package = SimpleNamespace(
+        taskset_config_type=lambda name: SimpleNamespace(model_validate=lambda options: options),
+        load_taskset=lambda options: [SimpleNamespace(data=data)] * options["many"],
+    )
+    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(v1=package))
+    monkeypatch.setitem(sys.modules, "verifiers.v1", package)
+    found = load_rows("verifiers:sums?many=5&skip=1&rows=3")
+    assert len(found) == 3 and [message["content"] for message in found[0]["prompt"]] == ["Add.", "1+1"]
+    assert found[0]["columns"]["task"]["key"] == 7
+    with pytest.raises(DataError, match="no task left"):
+        load_rows("verifiers:sums?many=1&skip=1")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("rows.jsonl?seed=1", "files take no options; leave out seed"),
+        ("rows.jsonl?seed=1", "files take no option but suffix; leave out seed"),
         ("none.jsonl", "no such file"),
         ("part-*.jsonl", "no file is named like that"),
         ("empty", "is a folder without a file that ends in .jsonl, .jsonl.zst, .parquet"),

@@ -1,10 +1,23 @@
 """How leases end: given back, expired, dropped, and what the run and its peers are told of that."""
 
 import pytest
-from simulated_run import finishes, gives_back, group_message, joins, learner, lease, make_step, sent, service, trains
+from simulated_run import (
+    answering,
+    finishes,
+    gives_back,
+    group_message,
+    joins,
+    learner,
+    lease,
+    make_step,
+    sent,
+    service,
+    trains,
+)
 
 from replay import messages as m
 from replay.desks.leases import WAIT_FOR_OTHERS_S, Shares, SlotState
+from tests.replay.simulation.samples import make_result
 
 
 def test_an_expired_lease_goes_to_another_server_and_the_first_result_wins():
@@ -201,3 +214,56 @@ def test_the_first_that_has_a_version_gets_its_part_until_the_others_have_had_th
 @pytest.mark.parametrize("versions", [[], [7]])
 def test_one_server_or_none_waits_for_nobody(versions):
     assert Shares().most(versions, needed=7, work=64, now=0.0) == 64
+
+
+def says(made, server, now, *, leases=(), finished=(), evaluations=()):
+    """One beat's inventory of a server, and what replay thinks of it at its next tick."""
+    held = {"leases": [[*key, 0] for key in leases], "finished": list(finished), "evaluations": list(evaluations)}
+    made.handle(server, m.Renew(**held), now)
+    made.tick(now)
+
+
+def test_a_lease_that_two_inventories_lack_is_sent_again():
+    made = service(replay__lease_s=120)
+    first, second = lease(made, capacity=2)
+    keys = [[each.pass_, each.index, each.attempt] for each in (first, second)]
+    says(made, "a", 1.0, leases=keys[1:])  # may have crossed it
+    says(made, "a", 3.0, leases=keys[1:])
+    assert not sent(made, "a", m.Lease)
+    says(made, "a", 5.0, leases=keys[1:])
+    assert [again.index for again in sent(made, "a", m.Lease)] == [first.index] and made.counters["leases_resent"] == 1
+    says(made, "a", 7.0, leases=keys)
+    says(made, "a", 9.0, finished=keys)
+    says(made, "a", 11.0, finished=keys)
+    assert not sent(made, "a", m.Lease), "what is finished is not missing"
+
+
+def test_a_finished_group_that_did_not_come_is_asked_for_and_one_that_did_is_acknowledged_again():
+    made = service()
+    here, lost = lease(made, capacity=2)
+    made.handle("a", group_message(here, [0, 0]), 1.0)
+    assert [ack.status for ack in sent(made, "a", m.Ack)] == ["accepted"]
+    says(made, "a", 2.0, finished=[[g.pass_, g.index, g.attempt] for g in (here, lost)])
+    said = {(ack.index, ack.status) for ack in sent(made, "a", m.Ack)}
+    assert said == {(here.index, "accepted"), (lost.index, "missing")}
+    assert made.counters["duplicate_groups"] == 0, "its payload did not travel"
+
+
+def test_parts_of_evaluations_are_asked_for_again_where_they_or_their_results_were_lost():
+    made = service(evaluated=2)
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    lease(made)
+    (asked,) = sent(made, "a", m.EvaluationLease)
+    part = [asked.version, asked.set, asked.greedy, asked.first]
+    for now in (1.0, 3.0, 5.0):
+        assert not sent(made, "a", m.EvaluationLease)
+        says(made, "a", now)
+    assert sent(made, "a", m.EvaluationLease) == [asked]
+    says(made, "a", 6.0, evaluations=[[*part, False]])
+    assert not sent(made, "a", m.EvaluationLease)
+    says(made, "a", 7.0, evaluations=[[*part, True]])
+    assert sent(made, "a", m.EvaluationLease) == [asked], "the result was lost"
+    made.handle("a", answering(made, make_result(0, n=2)), 8.0)
+    sent(made, "a", m.EvaluationClosed)
+    says(made, "a", 9.0, evaluations=[[*part, True]])
+    assert [closed.version for closed in sent(made, "a", m.EvaluationClosed)] == [0]

@@ -40,6 +40,10 @@ def source_of(num_rows: int, *, shuffle: bool = True, seed: int = 0) -> PromptSo
 EXTRA, JUDGE = {"split": "train", "index": 0}, {"style": "rule", "ground_truth": "2"}
 VERL = {"data_source": "sums", "prompt": MESSAGES, "ability": "math", "reward_model": JUDGE, "extra_info": EXTRA}
 STEPS, ASKED = "Add them.\n#### 1,002", [{"role": "user", "content": "1+1?"}]
+PROBLEM, BOXED = {"answer": "2", "solution": "it is 2"}, r"\boxed{1}, no, $\boxed{\frac{4}{2}}$."
+MBPP_KEPT = {"test_setup_code": "import math", "test_list": ["assert half(3) == 1.5", "assert half(2) == 1"]}
+MBPP = {"text": "Halve.", **MBPP_KEPT}
+MBPP_ASKED = [{"role": "user", "content": "Halve.\nYour code has to pass this test:\nassert half(3) == 1.5"}]
 CONVENTIONS: dict[str, tuple[dict[str, Any], Any, Any, Any, Any]] = {
     "verl": (VERL, MESSAGES, "2", EXTRA, {"ability": "math"}),
     "slime": ({"prompt": "1+1=", "label": "2", "metadata": {"a": 1}}, "1+1=", "2", {"a": 1}, {"label": "2"}),
@@ -49,6 +53,9 @@ CONVENTIONS: dict[str, tuple[dict[str, Any], Any, Any, Any, Any]] = {
     "own-nested": ({"prompt": "1+1=", "answer": ["2", None]}, "1+1=", ["2", None], {}, {"answer": ["2", None]}),
     "gsm8k": ({"question": "1+1?", "answer": STEPS}, ASKED, "1002", {}, {"answer": STEPS}),
     "question": ({"question": "1+1?", "answer": "2"}, ASKED, "2", {}, {"answer": "2"}),
+    "problem": ({"problem": "1+1?", "answer": "2", "solution": "it is 2"}, ASKED, "2", {}, PROBLEM),
+    "math": ({"problem": "1+1?", "solution": BOXED}, ASKED, r"\frac{4}{2}", {}, {"solution": BOXED}),
+    "mbpp": (MBPP, MBPP_ASKED, '["import math", "assert half(3) == 1.5", "assert half(2) == 1"]', {}, MBPP_KEPT),
 }
 """A row, and what its prompt, ground truth, extra_info and columns are."""
 
@@ -95,6 +102,8 @@ def test_each_convention_is_read_from_both_formats(tmp_path: Path, form: str, na
         (['{"prompt": "a", "answer": "b", "extra_info": 3}'], ["'extra_info'", "mapping", "3"]),
         (['{"prompt": "a", "answer": "b", "data_source": 3}'], ["'data_source'", "text", "3"]),
         (['{"question": "a", "answer": "#### 1"}', '{"question": "a", "answer": "1"}'], ["row 2", "####", "'1'"]),
+        (['{"problem": "a", "solution": "no box"}'], ["row 1", "'solution'", "boxed", "'no box'"]),
+        (['{"text": "a", "test_list": "assert f()"}'], ["row 1", "'test_list'", "list of asserts"]),
         (["", " "], ["has no rows"]),
         ([], ["has no rows"]),
     ],

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from simulated_run import bare_service, finishes, group_message, joins, learner, lease, make_step, sent, service, trains
 
-from learner import batches
+from learner import dialog
 from learner.batches import BatchReader
 from learner.rows import check, lags_of
 from replay import messages as m
@@ -140,7 +140,7 @@ def test_leases_go_on_at_servers_that_come_back_and_to_others_when_they_do_not()
     again = restarted(made)
     assert set(again.missing) == {"a", "b"}
     again.handle("a", m.Heartbeat(), 101.0)
-    assert "say Hello first" in sent(again, "a", m.Refused)[-1].reason
+    assert sent(again, "a", m.Refused)[-1].code == "hello"
     joins(again, "a", 101.0)
     again.handle("a", group_message(first, [0]), 102.0)
     assert sent(again, "a", m.Ack)[-1].status == "accepted"
@@ -237,7 +237,7 @@ def test_ranks_of_the_last_learner_do_not_speak_for_the_next_one():
     made = two_ranks()
     learner(made, "l2", version=0)
     made.handle("l1", m.Take(step=1, rank=1, have=True), 2.0)
-    assert "say Hello first" in sent(made, "l1", m.Refused)[-1].reason
+    assert sent(made, "l1", m.Refused)[-1].code == "hello"
     assert not made.batch_desk.haves
 
 
@@ -401,7 +401,7 @@ def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
 
 def test_a_learner_waits_for_a_replay_that_reads_its_journal_for_longer_than_silence_may_last(monkeypatch):
     """The journal is read in a thread; whoever speaks meanwhile hears that replay lives."""
-    monkeypatch.setattr(batches, "ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(dialog, "ASK_AGAIN_S", 0.1)
     cfg = bare_service(network__silent_after_s=1.0, network__heartbeat_s=0.2).config
 
     async def serve_late():

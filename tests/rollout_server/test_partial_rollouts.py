@@ -16,7 +16,7 @@ from torch_oracle import check_versions, load_model
 from torch_served import Gate, Gates, update
 
 from configs import Config
-from learner.examples.random_qwen3 import SHAPES, make
+from examples.random_qwen3 import SHAPES, make
 from replay import messages as m
 from replay.channel.frames import decode, encode
 from replay.desks.leases import Slot, SlotState
@@ -196,7 +196,7 @@ async def test_a_server_that_joins_again_tells_everything_again(folders: tuple[P
         await pause_at(gate, server, wire)
         assert sum(entry[3] for entry in wire.told()) == GROUP * (STEP + 1)
         wire.sent.clear()
-        await server.handle(m.Refused(reason="say Hello first"), tasks)
+        await server.handle(m.Refused(code="hello", reason=""), tasks)
         await eventually(wire.told, "progress")
         assert type(wire.sent[0]) is m.Hello
         assert wire.told() == [[0, answer, 0, STEP + 1, 0] for answer in range(GROUP)]

@@ -1,4 +1,4 @@
-"""Updates of a real SGLang by a real publisher over gloo: staged in its scheduler, or straight into its weights."""
+"""Updates of a real SGLang by a real publisher over gloo, staged in its scheduler."""
 
 import asyncio
 import itertools
@@ -23,10 +23,9 @@ from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import REQUEST
 from rollout_server.follower import WeightFollower
 from tests.support.waiting import eventually
-from weight_bus import EngineSpoiled, Publisher, PublishReport, RemovedFromBus, Subscriber, TransportError
+from weight_bus import Publisher, PublishReport, TransportError
 from weight_bus.errors import NotAvailable
 from weight_bus.transports import Formation
-from weight_bus.transports.direct import DirectGloo
 from weight_bus.transports.gloo import Collective
 
 RUNS = itertools.count()
@@ -47,12 +46,6 @@ class Faulty:
             bucket = bucket.clone()
             fault(bucket)
         super().broadcast(bucket, index)  # type: ignore[misc]
-
-
-class Direct(Faulty, DirectGloo):
-    """Sends into schedulers."""
-
-    keys = ("weight_bus.apply=direct", "weight_bus.collective_timeout_s=8", "weight_bus.max_heals=1")
 
 
 class Staging(Faulty, Collective):
@@ -162,10 +155,9 @@ def flip(bucket: torch.Tensor) -> None:
     bucket[5] ^= 1
 
 
-@pytest.mark.parametrize("end", [Direct, Staging])
-async def test_updates_arrive_beside_decoding_and_digests_and_logprobs_follow(served: Served, end: type[Any]) -> None:
+async def test_updates_arrive_beside_decoding_and_digests_and_logprobs_follow(served: Served) -> None:
     first = served.version + 1
-    async with following(served, end) as (learner, follower):
+    async with following(served, Staging) as (learner, follower):
         for version in range(first, first + 3):
             kept = served.start_sample([3, 1, 2], max_new_tokens=90)
             await served.under_way(kept)
@@ -175,61 +167,21 @@ async def test_updates_arrive_beside_decoding_and_digests_and_logprobs_follow(se
         assert follower.live == [first, first + 1, first + 2] and follower.dark == []
 
 
-@pytest.mark.parametrize("end", [Direct, Staging])
-async def test_bytes_that_changed_on_the_way_are_found_and_sent_again(served: Served, end: type[Any]) -> None:
-    """Live ones go dark; staged ones never touch the engine."""
+async def test_bytes_that_changed_on_the_way_are_found_and_sent_again(served: Served) -> None:
+    """They never touch the engine."""
     version, model = served.version + 1, random_model(3)
-    async with following(served, end) as (learner, follower):
+    async with following(served, Staging) as (learner, follower):
         learner.end.fault = flip
         await learner.send(version, model)
         await eventually(lambda: follower.live, "it is healed")
         assert follower.live == [version] and learner.stats()["heals"] == 1
-        assert len(follower.dark) == learner.stats()["quarantines"] == (end is Direct)
-        assert all("1 tensors of the engine differ" in reason for reason in follower.dark)
+        assert follower.dark == [] and learner.stats()["quarantines"] == 0
         await check_live(served, version, model)
-
-
-# ---- straight into the weights ----------------------------------------------------------------------------
-
-
-class Reluctant:
-    """An engine that cannot be paused."""
-
-    ranks = 1
-
-    def pause(self, version: int) -> None:
-        raise TransportError(f"no pause for v{version}", "slow")
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: pytest.fail(f"{name} was called")
-
-
-async def test_a_round_that_another_member_calls_off_sends_nothing_and_is_done_again(served: Served) -> None:
-    async with following(served, Direct) as (learner, follower):
-        await learner.serve(served, random_model(2))
-        kept = served.start_sample([3, 1, 2], max_new_tokens=90)
-        await served.under_way(kept)
-        run: dict[str, Any] = {"config": learner.config, "host": "127.0.0.1", "run_id": learner.run_id}
-        other = Subscriber(learner.address, name="other", direct=Reluctant(), **run)
-        receiving = asyncio.create_task(asyncio.to_thread(_receive, other))
-        await eventually(lambda: len(learner.members()) == 2, "it joins")
-        version, model = served.version + 1, random_model(7)
-        report = await learner.send(version, model)
-        assert report.served == ["one"] and "no pause" in report.failed["other"], report
-        assert report.epoch > 2 and set((await kept)[0].versions) <= {version - 1, version}
-        await check_live(served, version, model)
-        await asyncio.wait_for(receiving, 20)
-        assert follower.live[-1] == version and follower.dark == []
-
-
-def _receive(subscriber: Subscriber) -> None:
-    with subscriber, pytest.raises(RemovedFromBus, match="no pause"):
-        subscriber.receive(lambda *_: {}, activate=lambda *_: None, quarantine=lambda *_: None)
 
 
 async def test_an_engine_that_drains_first_is_held_and_then_updated_before_new_requests(served: Served) -> None:
     version, model = served.version + 1, random_model(9)
-    async with following(served, Direct, "rollout.on_new_weights=drain") as (learner, follower):
+    async with following(served, Staging, "rollout.on_new_weights=drain") as (learner, follower):
         running = served.start_sample([3, 1, 2], max_new_tokens=90)
         await served.under_way(running)
         report = await learner.send(version, model)
@@ -244,29 +196,6 @@ async def test_an_engine_that_drains_first_is_held_and_then_updated_before_new_r
             assert set(answer.versions) == {version}
             check_logprobs(model, [5, 6, 7], answer)
     served.model, served.version = model, version
-
-
-async def test_a_publisher_lost_in_a_transfer_ends_the_engine_by_name(served: Served) -> None:
-    def cut(_: torch.Tensor) -> None:
-        raise TransportError("the publisher was cut off", "closed")
-
-    version = served.version + 1
-    async with following(served, Direct) as (learner, follower):
-        learner.end.fault = cut
-        report = await learner.send(version, random_model(4))
-        assert report.served == [] and "bucket 2 did not arrive in the engine" in report.failed["one"], report
-        assert "its engine is spoiled and restarts" in report.failed["one"] and learner.members() == {}
-        await eventually(lambda: follower.failure, "the follower fails")
-        assert isinstance(follower.failure, EngineSpoiled)
-        assert "it must be restarted: SGLang refuses 'update_weights_from_distributed'" in str(follower.failure)
-        assert (follower.live, follower.dark) == ([], [])
-    with pytest.raises(EngineError, match=r"half updated .bucket 2 of an update was received and not the last"):
-        await served.engine.resume()
-    await served.update(5, "keep_kv", version=version)  # a whole update, which a restart would begin with
-    await check_live(served, version, served.model)
-
-
-# ---- staged in the scheduler ------------------------------------------------------------------------------
 
 
 @asynccontextmanager

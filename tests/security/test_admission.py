@@ -65,6 +65,8 @@ def test_an_identity_belongs_to_the_first_key_that_used_it() -> None:
         with pytest.raises(WireError, match=r"'learner-0\.ab' belongs to key 'learner', this came with key 'node1'"):
             admission.bind(identity, "node1/89ab", b"c")
     assert peer.route == b"b"
+    admission.bind("r0.cd/beat", "node1/89ab", b"r")
+    assert getattr(admission.get("r0.cd"), "route", b"") == b"r", "a server that was started again hears beats first"
 
 
 def test_a_sender_of_many_identities_pushes_out_only_its_own() -> None:

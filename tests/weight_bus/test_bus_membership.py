@@ -5,12 +5,12 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from weight_bus.membership import IDLE, MAX_RANKS, Member, Membership, State, first_ranks
-from weight_bus.messages import Applied, Holding, Join, Paused, Staged
+from weight_bus.membership import IDLE, Member, Membership, State
+from weight_bus.messages import Applied, Holding, Join, Staged
 
 SILENT_AFTER_S = 3.0
 MAX_FAULTS = 2
@@ -32,12 +32,12 @@ def admitted(membership: Membership, join: Join, now: float = 0.0, version: int 
     return member
 
 
-def receiving(membership: Membership, *members: Member, pause: bool = False) -> int:
+def receiving(membership: Membership, *members: Member) -> int:
     """Version 1, in an epoch of these; its number."""
     epoch = membership.invite(members, 0.0, 10.0)
     for member in members:
         assert membership.ready(member.session, epoch, 0.0)
-    membership.begin(members, (1, "d1"), 0.0, 10.0, pause=pause)
+    membership.begin(members, (1, "d1"), 0.0, 10.0)
     return epoch
 
 
@@ -92,39 +92,6 @@ def test_silence_and_slowness_are_told_apart():
     assert membership.overdue(SILENT_AFTER_S) == []
     membership.heard(slow.session, slow.identity, 4.0)
     assert membership.overdue(5.5) == [(quiet, "silent", 5.5), (slow, "slow", 5.5)]
-
-
-@given(st.lists(st.integers(1, MAX_RANKS), max_size=12))
-def test_the_ranks_of_all_members_and_the_publisher_are_0_to_size(ranks):
-    firsts, size = first_ranks(admitted(made(), asks(f"s{i}", ranks=count)) for i, count in enumerate(ranks))
-    taken = [0] + [first + i for first, count in zip(firsts, ranks, strict=True) for i in range(count)]
-    assert taken == list(range(size))
-
-
-@pytest.mark.parametrize("ranks", [0, -1, MAX_RANKS + 1])
-def test_an_absurd_number_of_ranks_is_refused(ranks):
-    admission = made().join(asks("s", ranks=ranks), "x", 0.0, version=-1, digest="")
-    assert admission.member is None and f"asks for {ranks} ranks" in admission.refused
-
-
-def test_an_engine_is_touched_only_after_it_has_been_paused_and_told_to_go():
-    membership = made()
-    member = admitted(membership, asks("s"))
-    session, epoch = member.session, receiving(membership, member, pause=True)
-    late, paused = (Paused(session=session, epoch=number, version=1) for number in (epoch - 1, epoch))
-    assert membership.paused(late, 1.0, 11.0) is None
-    assert membership.receiving(session, epoch, 1) is None and membership.preparing(session, epoch, 1) is member
-    holding = Holding(session=session, epoch=epoch, version=1, limit_s=60.0, reason="r")
-    assert membership.holding(holding, 1.0) is member and membership.unsettled(1) == []
-    assert membership.paused(paused, 2.0, 12.0) is member
-    assert (member.state, membership.needing(1, 2.0)) == (State.WAITING, [member]), "its round went on without it"
-    assert membership.paused(paused, 2.0, 12.0) is None
-    epoch = receiving(membership, member, pause=True)
-    membership.paused(Paused(session=session, epoch=epoch, version=1), 4.0, 12.0)
-    member.version = 0
-    assert member.state is State.PAUSED
-    membership.go([member], 5.0, 13.0)
-    assert membership.receiving(session, epoch, 1) is member and member.version == -1
 
 
 class Machine(RuleBasedStateMachine):

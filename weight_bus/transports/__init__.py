@@ -1,9 +1,7 @@
 """Transports of the weight bus, by name; chosen once, here."""
 
 from configs.infrastructure import WeightBus
-from weight_bus.errors import NotAvailable
-from weight_bus.transports.base import DirectReceiver, Formation, Transport, TransportFactory, differing
-from weight_bus.transports.direct import DIRECT_BACKENDS, direct_facts
+from weight_bus.transports.base import Formation, Transport, TransportFactory, differing
 from weight_bus.transports.disk import Disk
 from weight_bus.transports.gloo import Collective
 from weight_bus.transports.nccl import NcclCollective, set_nccl_defaults
@@ -15,29 +13,19 @@ BACKENDS: dict[str, TransportFactory] = {"gloo": Collective, "nccl": NcclCollect
 
 
 def make_transport(config: WeightBus, host: str) -> Transport:
-    """The transport that the configuration names, bound to the interface `host`. Publisher only with apply `direct`.
+    """The transport that the configuration names, bound to the interface `host`.
 
     Raises WeightBusError: it is not available here.
     """
-    if config.transport == "disk":
-        return Disk(config, host)
-    backends = DIRECT_BACKENDS if config.apply == "direct" else BACKENDS
-    if config.backend not in backends:
-        raise NotAvailable(
-            f"weight_bus.backend {config.backend!r} is not available in this version with weight_bus.apply"
-            f" {config.apply!r}; take weight_bus.apply: staged, or weight_bus.backend: gloo or nccl"
-        )
-    return backends[config.backend](config, host)
+    return Disk(config, host) if config.transport == "disk" else BACKENDS[config.backend](config, host)
 
 
 __all__ = [
     "BACKENDS",
-    "DirectReceiver",
     "Formation",
     "Transport",
     "TransportFactory",
     "differing",
-    "direct_facts",
     "make_transport",
     "resolve_ucc",
     "set_nccl_defaults",

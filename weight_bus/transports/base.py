@@ -79,44 +79,11 @@ class Labelled(Protocol):
         """Before the first bucket: the tensors of each, or None for a change of the version before."""
 
 
-class DirectReceiver(Protocol):
-    """An engine whose own processes are the members of a group and receive buckets straight into the live weights.
-
-    Called by the subscriber's thread; every call ends in time by itself. All but `pause` and `resume` raise
-    EngineSpoiled. Only `prove` says what is live.
-    """
-
-    @property
-    def ranks(self) -> int:
-        """Its processes, each of them a rank."""
-
-    def pause(self, version: int) -> None:
-        """Stop decoding, to receive `version`; nothing is touched. May wait long, and announces that by `hold`.
-
-        Raises TransportError when it does not come about; the engine goes on.
-        """
-
-    def resume(self) -> None:
-        """The update was called off before anything was touched: go on, if what is held was proven."""
-
-    def form(self, formation: Formation) -> None:
-        """Enter a group, process i with rank `formation.rank` + i."""
-
-    def receive(self, bucket: Sequence[Entry], index: int) -> None:
-        """Load the next bucket of the group, the bytes of these tensors end to end."""
-
-    def prove(self, version: int, entries: Sequence[Entry]) -> Mapping[str, int]:
-        """All buckets are there: the digests of what is live under these names, as `version` from now on."""
-
-    def leave(self) -> None:
-        """Leave the group, if there is one."""
-
-
 TransportFactory = Callable[[WeightBus, str], Transport]  # (config, host of the interface to bind) -> a transport
 
 
 REMEDIES = {
-    **{key: f"give both ends the same weight_bus.{key}" for key in ("backend", "apply", "transport")},
+    **{key: f"give both ends the same weight_bus.{key}" for key in ("backend", "transport")},
     "nccl": "install the same PyTorch and NCCL on both",
     "ucc": "install the same UCC on both, in PyTorch or as the plugin torch_ucc (docs/ucc.md)",
     "protocol": "run the same release of slipstream on both",

@@ -12,8 +12,9 @@ from replay.prompts.formats.base import WHOLE_BYTES, Raw, Report, Table
 from replay.prompts.formats.custom import Custom
 from replay.prompts.formats.generated import Generated
 from replay.prompts.formats.saved import Saved, is_saved
+from replay.prompts.formats.taskset import Tasks
 from replay.prompts.rows import DataError
-from replay.prompts.spec import CUSTOM, GENERATED, HUB, Spec, files_of, parse
+from replay.prompts.spec import CUSTOM, GENERATED, HUB, TASKSET, Spec, files_of, parse
 
 PARQUET_MAGIC = b"PAR1"
 ENDINGS = (".jsonl", ".jsonl.zst", ".parquet")
@@ -60,6 +61,8 @@ def first_rows(text: str) -> Iterator[Raw]:
 def _of_another_kind(spec: Spec, cache: Path | None) -> Table | None:
     if spec.kind == GENERATED:
         return Generated(spec)
+    if spec.kind == TASKSET:
+        return Tasks(spec)
     if spec.kind == CUSTOM:
         return Custom(spec)
     if spec.kind == HUB or is_saved(Path(spec.name).expanduser()):
@@ -69,7 +72,7 @@ def _of_another_kind(spec: Spec, cache: Path | None) -> Table | None:
 
 def _files(spec: Spec) -> list[Path]:
     if spec.options:
-        raise DataError(f"{spec.text}: files take no options; leave out {', '.join(spec.options)}")
+        raise DataError(f"{spec.text}: files take no option but suffix; leave out {', '.join(spec.options)}")
     return files_of(spec, ENDINGS)
 
 

@@ -129,7 +129,7 @@ def _on_cuda(config: Config) -> dict[str, Any]:
     if "mem_fraction_static" in config.rollout.sglang:
         return defaults
     bus, of_adapters = config.weight_bus, config.learner.lora.rank > 0
-    staged = bus.backend != "gloo" and bus.apply == "staged" and not of_adapters
+    staged = bus.backend != "gloo" and not of_adapters
     total = torch.cuda.get_device_properties(0).total_memory
     count = sum(math.prod(shape) for _, shape in folder_tensors(Path(config.model.path), whole=True))
     model_bytes = count * ITEM_SIZES[config.rollout.dtype]
@@ -159,5 +159,5 @@ def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged: 
     raise EngineError(
         f"{parts} and a staged update of {model_bytes / 1e9:.1f} GB {gpu}. Staging is not divided over tensor"
         " parallelism: each GPU reserves room for the whole model, so more placement.tensor_parallel does not shrink"
-        " it; take weight_bus.apply: direct"
+        " it; take weight_bus.backend: gloo, which stages in host memory"
     )

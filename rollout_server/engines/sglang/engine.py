@@ -225,7 +225,7 @@ class SGLangEngine:
             left = "running requests"
             await self.sglang.until(lambda: not self._parts(), self._drain_limit_s, left, "replay.lease_s")
             return
-        chosen = [part for part in self._parts() if mode == "recompute_kv" or part.seen == 0]
+        chosen = {part for part in self._parts() if mode == "recompute_kv" or part.seen == 0}
         for part in chosen:
             part.interrupted = True
 
@@ -243,18 +243,6 @@ class SGLangEngine:
             raise EngineError(f"load of version {version} while the engine decodes; pause it first")
         self._half_updated = f"version {version} was not loaded whole"
         await asyncio.to_thread(self._staging.write_update, update)
-        await self._take_over(version)
-
-    def touch(self, reason: str) -> None:
-        """Mark the engine as half updated until a proof. Raises EngineError unless it is paused."""
-        if not self._paused:
-            raise EngineError("an update comes while the engine decodes; pause it first")
-        self._half_updated, self._digests = reason, None
-
-    async def prove(self, tensors: Iterable[tuple[str, tuple[int, ...]]], version: int) -> None:
-        """Digest tensors (name, shape) that SGLang has received by itself, as `version`."""
-        self._staging.name_tensors(tensors)
-        await asyncio.to_thread(self._staging.write_digest)
         await self._take_over(version)
 
     async def _take_over(self, version: int) -> None:

@@ -232,7 +232,6 @@ class TorchEngine:
                     "pins": float(len(self._pins)),
                     "half_updated": float(self._half_updated is not None),
                     "live_prefilled_prompts": float(self.live.prefilled_prompts),
-                    **self.live.costs.measured(),
                 },
             )
 

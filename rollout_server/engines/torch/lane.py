@@ -5,13 +5,11 @@ live requests.
 """
 
 import threading
-import time
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rollout_server.engines.torch.costs import DecodeCosts
 from rollout_server.engines.torch.model import KVCache, TorchModel
 from rollout_server.engines.torch.rows import Request, RowTable
 from rollout_server.engines.torch.sampling import choose, uniforms
@@ -41,19 +39,14 @@ class Lane:
         self.cache = KVCache(model.spec, weights.dtype, max_rows=max_running, max_length=max_context)
         self.generated_tokens = 0
         self.prefilled_prompts = 0
-        self.costs = DecodeCosts()
         self._lock = lock
 
     def step(self, *, may_admit: bool) -> None:
         """Start what waits if that is worth it, then decode a token of every answer."""
         if may_admit and self.rows.ready_to_admit():
-            began = time.thread_time()
-            tokens = self._admit()
-            self.costs.prefilled(tokens, time.thread_time() - began)
-        if answers := self.rows.running:
-            began = time.thread_time()
+            self._admit()
+        if self.rows.running:
             self._decode()
-            self.costs.decoded(answers, time.thread_time() - began)
 
     def _admit(self) -> int:
         """Prefill what waits, as far as there is room; how many prompt tokens, each prompt once."""

@@ -1,175 +1,190 @@
-"""Simulated rollout servers: they lease, generate token by token, resend what is not acked, and outlive replay."""
+"""Rollout servers with the real Leases over a simulated engine, which generates token by token."""
 
 import random
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from configs import Config
 from replay import messages as m
+from rollout_server.engines.base import EngineError, Partial
+from rollout_server.leases import EvaluationKey, Leases, evaluation_key, request_id
+from rollout_server.progress import LeaseKey, lease_key, prefixes_of
 from tests.replay.simulation.books import Books
+from tests.replay.simulation.bus import NOBODY, SimulatedIntake
 from tests.replay.simulation.network import Network
 from tests.replay.simulation.samples import make_group, make_result
+from weight_bus.messages import Heartbeat, Join
+from weight_bus.subscription import Engine, Subscription
 
-Key = tuple[int, int, int]
 FLAT = 0.2
 """Share of groups without a difference in reward."""
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Weights on the bus."""
-
-    incarnation: int
-    version: int
-    digest: str
-    address: str
-    """Of the bus that brings them."""
+MAX_TOKENS = 6
 
 
 @dataclass(slots=True)
 class Running:
-    """A lease that is worked on."""
+    """The answers of a lease, which are all alike."""
 
-    tokens: list[tuple[int, int]] = field(default_factory=list)
-    """(version, policy) of each token so far, the same for all its answers."""
-    sampled: set[tuple[int, int]] = field(default_factory=set)
-    """(incarnation, version) of its policies."""
-    told: int = 0
-    """Tokens of each answer that replay has been told (replay.partial_rollouts)."""
+    versions: list[int] = field(default_factory=list)
+    policies: list[int] = field(default_factory=list)
+    """Of each token: the version that it claims, and the number of its policy, which is the token itself."""
 
 
 class SimulatedServer:
-    def __init__(self, identity: str, network: Network, books: Books, rng: random.Random, config: Config) -> None:
-        self.identity, self.network, self.books, self.rng = identity, network, books, rng
-        self.n, self.partial_rollouts = config.rollout.group_size, config.replay.partial_rollouts
-        self.address: str | None = None
-        """Of the bus that it follows."""
-        self.incarnation = 0
-        self.policy: Policy | None = None
-        self.held: dict[int, Policy] = {}
-        """Policies by version, for evaluations."""
-        self.running: dict[Key, Running] = {}
-        self.unacked: dict[Key, m.Group] = {}
+    """An engine under real Leases and a real Subscription; it is `Jobs` and `Working` of rollout_server/leases.py."""
+
+    def __init__(
+        self,
+        identity: str,
+        network: Network,
+        bus: Network,
+        books: Books,
+        rng: random.Random,
+        config: Config,
+        now: float,
+        *,
+        faults: float,
+    ) -> None:
+        """`faults`: of each update, on the wire and in the engine."""
+        self.identity, self.network, self.bus, self.books, self.rng = identity, network, bus, books, rng
+        self.n, self.config, self.faults = config.rollout.group_size, config, faults
+        self.subscription: Subscription | None = None
+        self.weights = NOBODY
+        """In the engine, whatever it is taken for."""
+        self.policy: tuple[int, int] | None = None
+        """(incarnation, version) that the engine serves; None while it stands still."""
+        self.held: dict[int, int] = {}
+        """Weights by version, for evaluations."""
+        self.running: dict[LeaseKey, Running] = {}
         self.evaluations: list[m.EvaluationLease] = []
-        self.evaluated: dict[tuple[int, bool], m.EvaluationResult] = {}
+        hello = m.Hello(role="rollout_server", name=identity, pid=1, host="h")
+        self.leases = Leases(config, hello, self)
         network.connect(identity)
-        self.join()
+        bus.connect(identity)
+        self.leases.join(now)
+        self._flush()
 
-    def join(self) -> None:
-        self._say(m.Hello(role="rollout_server", name=self.identity, pid=1, host="h"))
-        self._ask()
-        for running in self.running.values():
-            running.told = 0
-        for message in [*self.unacked.values(), *self.evaluated.values()]:
-            self._say(message)
+    def hear(self, message: m.Message, now: float) -> None:
+        if isinstance(message, m.Lease):
+            self.books.lease(message)
+        if isinstance(message, m.Ack):
+            self.books.ack(message)
+        self.leases.hear(message, now)
+        self._flush()
 
-    def hear(self, message: m.Message) -> None:
-        match message:
-            case m.Welcome():
-                if message.bus_address is not None:
-                    self.address, self.incarnation = message.bus_address, message.incarnation
-            case m.Lease():
-                self.books.lease(message)
-                self.running[message.pass_, message.index, message.attempt] = self._begun(message)
-            case m.Cancel():
-                key = (message.pass_, message.index, message.attempt)
-                if self.running.pop(key, None) is not None:
-                    self._give_up(key, "aborted")
-            case m.Ack():
-                self.books.ack(message)
-                self.unacked.pop((message.pass_, message.index, message.attempt), None)
-            case m.EvaluationLease():
-                self.evaluations.append(message)
-            case m.EvaluationClosed():
-                self.evaluated = {k: result for k, result in self.evaluated.items() if k[0] != message.version}
-            case m.Refused():
-                if message.reason.startswith("say Hello"):
-                    self.join()
+    def hear_bus(self, message: m.Message, now: float) -> None:
+        """Receive, load and prove as the publisher says."""
+        if self.subscription is not None:
+            quarantine = partial(self._quarantine, now)
+            self.subscription.watch(now, heard=True, entered=now)
+            self.subscription.hear(message, Engine(self._load, self._activate, quarantine))
+            self._flush()
 
-    def act(self, published: Policy | None, *, brisk: bool = False) -> None:
+    def act(self, now: float, *, brisk: bool = False) -> None:
         """Do one thing, chosen at random; `brisk` works through whatever there is."""
         move = self.rng.random()
-        if published is not None and self._may_take(published) and (brisk or move < 0.3):
-            self._go_live(published)
+        if self.subscription is not None:
+            self.subscription.advance(now)
+            if self.subscription.admitted:
+                self.bus.send(self.identity, Heartbeat(session=self.subscription.session))
         self._generate()
         if self.running and (brisk or move > 0.4):
             self._finish(self.rng.choice(list(self.running)))
         if brisk or move < 0.5:
-            self.beat()
+            self.leases.beat(now, {}, self, sampled=0)
         if self.evaluations and (brisk or move > 0.7):
             self._evaluate(self.evaluations.pop(0))
-
-    def beat(self) -> None:
-        """Heartbeat, renewals and resends; the standing wish for leases may have been lost as well."""
-        self._say(m.Heartbeat())
-        self._ask()
-        if self.running:
-            self._say(self._renewal())
-        for group in self.unacked.values():
-            self._say(group)
-
-    def _begun(self, lease: m.Lease) -> Running:
-        """Go on from what another server has told of this prompt, where that is whole."""
-        if len(set(lease.prefix_lengths.tolist())) != 1:
-            return Running()
-        length = int(lease.prefix_lengths[0])
-        self.books.counts["prefixes"] += 1
-        versions, policies = lease.prefix_versions[:length].tolist(), lease.prefix_token_ids[:length].tolist()
-        incarnation = self.policy.incarnation if self.policy is not None else 0
-        sampled = {(incarnation, version) for version in versions}
-        return Running(list(zip(versions, policies, strict=True)), sampled, length)
-
-    def _renewal(self) -> m.Renew:
-        leases = [[*key, len(running.tokens)] for key, running in self.running.items()]
-        if not self.partial_rollouts:
-            return m.Renew(leases=leases)
-        progress: list[list[int]] = []
-        tokens: list[tuple[int, int]] = []
-        for position, running in enumerate(self.running.values()):
-            new = running.tokens[running.told :]
-            progress += [[position, answer, running.told, len(new), 0] for answer in range(self.n if new else 0)]
-            tokens += new * self.n
-            running.told += len(new)
-        versions, policies = np.array(tokens, dtype=np.int32).reshape(-1, 2).T.copy()
-        logprobs = np.full(len(tokens), -1.0, dtype=np.float32)
-        return m.Renew(leases=leases, progress=progress, token_ids=policies, logprobs=logprobs, versions=versions)
+        self._flush()
 
     def fail_a_lease(self, reason: str) -> None:
         if self.running:
-            key = self.rng.choice(list(self.running))
-            del self.running[key]
-            self._give_up(key, reason)
+            self._give_up(self.rng.choice(list(self.running)), reason)
+            self._flush()
 
-    def _may_take(self, published: Policy) -> bool:
-        return published.address == self.address and published != self.policy
+    def follow(self, address: str) -> None:
+        if self.subscription is None:
+            join = Join(session="", name=self.identity, instance=self.identity, pid=1, host="h")
+            intake = SimulatedIntake(self.rng, self.faults)
+            bus = self.config.weight_bus
+            self.subscription = Subscription(address, join, bus, intake, lambda what, waited_s: "", 0.0)
 
-    def _go_live(self, policy: Policy) -> None:
-        """Another incarnation's policy takes the place of all from its version on, and of what was evaluated."""
-        if self.policy is not None and self.policy.incarnation != policy.incarnation:
-            self.held = {v: p for v, p in self.held.items() if v < policy.version}
-            self.evaluated = {k: result for k, result in self.evaluated.items() if k[0] < policy.version}
-        self.policy, self.held[policy.version] = policy, policy
-        self._ask()
+    def begin(self, lease: m.Lease) -> None:
+        """Go on from what another server has told of this prompt, where that is whole."""
+        running = self.running[lease_key(lease)] = Running()
+        prefixes = prefixes_of(lease, self.n)
+        if prefixes is not None and len({prefix.token_ids.size for prefix in prefixes}) == 1:
+            self.books.counts["prefixes"] += 1
+            running.versions, running.policies = prefixes[0].versions.tolist(), prefixes[0].token_ids.tolist()
+
+    def abort(self, key: LeaseKey) -> None:
+        self._give_up(key, "aborted")
+
+    def evaluate(self, lease: m.EvaluationLease) -> None:
+        self.stop(evaluation_key(lease))
+        self.evaluations.append(lease)
+
+    def stop(self, part: EvaluationKey) -> None:
+        self.evaluations = [lease for lease in self.evaluations if evaluation_key(lease) != part]
+
+    def let_go(self, version: int) -> None:
+        pass  # as the weights of earlier versions are kept, what is of a lost one would be noticed
+
+    def running_tokens(self) -> Mapping[str, int]:
+        return {request_id(key): len(running.versions) for key, running in self.running.items()}
+
+    def queued(self) -> Container[str]:
+        return ()
+
+    def progress(self, name: str, since: Sequence[int]) -> Sequence[Partial]:
+        running = next(running for key, running in self.running.items() if request_id(key) == name)
+        whole = Partial(
+            token_ids=np.array(running.policies, np.int32),
+            logprobs=np.full(len(running.versions), -1.0, np.float32),
+            versions=np.array(running.versions, np.int32),
+        )
+        return [whole.since(first) for first in since]
+
+    def _load(self, version: int, _: Any) -> Mapping[str, int]:
+        """The engine stands still from here until the version is proven."""
+        assert self.subscription is not None
+        (loading,) = self.subscription._intake.begun.digests  # type: ignore[attr-defined]
+        self.policy, self.weights = None, NOBODY if self.rng.random() < self.faults else loading
+        return {"w": self.weights}
+
+    def _activate(self, version: int, evaluate: bool) -> None:
+        """Another incarnation's policy takes the place of all from its version on."""
+        assert self.subscription is not None
+        incarnation = self.subscription.incarnation
+        if self.leases.incarnation != incarnation:
+            self.held = {v: weights for v, weights in self.held.items() if v < version}
+        self.policy, self.held[version] = (incarnation, version), self.weights
+        self.leases.went_live(version, incarnation)
+
+    def _quarantine(self, now: float, version: int, reason: str) -> None:
+        self.leases.went_dark(reason, now)
 
     def _generate(self) -> None:
         """Every running answer gets another token of the present policy."""
         if self.policy is None:
             return
         for running in self.running.values():
-            if len(running.tokens) < 6:
-                running.tokens.append((self.policy.version, self.books.policy(self.policy.digest)))
-                running.sampled.add((self.policy.incarnation, self.policy.version))
+            if len(running.versions) < MAX_TOKENS:
+                running.versions.append(self.policy[1])
+                running.policies.append(self.weights)
 
-    def _finish(self, key: Key) -> None:
-        if not self.running[key].tokens:
+    def _finish(self, key: LeaseKey) -> None:
+        if not self.running[key].versions:
             return
         running = self.running.pop(key)
-        flat, length = self.rng.random() < FLAT, len(running.tokens)
+        flat, length = self.rng.random() < FLAT, len(running.versions)
         # after a divergence a version may be lower than the one before; such a group is refused, and not sent
-        ordered = sorted(running.tokens, key=lambda token: token[0])
+        ordered = sorted(zip(running.versions, running.policies, strict=True), key=lambda token: token[0])
         versions, policies = np.array(ordered * self.n, dtype=np.int32).T.copy()
-        self.unacked[key] = make_group(
+        group = make_group(
             [length] * self.n,
             pass_=key[0],
             index=key[1],
@@ -179,28 +194,26 @@ class SimulatedServer:
             logprobs=np.full(self.n * length, -self.rng.random(), dtype=np.float32),
             versions=versions,
             rewards=np.array([0.0 if flat else 1.0] + [0.0] * (self.n - 1), dtype=np.float32),
-            policies=[list(policy) for policy in sorted(running.sampled)],
         )
-        self._say(self.unacked[key])
+        self.leases.finish(group)
 
     def _evaluate(self, lease: m.EvaluationLease) -> None:
-        policy = self.held.get(lease.version)
-        if policy is None:
-            self._say(m.EvaluationFailed(version=lease.version, greedy=lease.greedy, reason="not held"))
+        weights = self.held.get(lease.version)
+        if weights is None:
+            self.leases.failed_part(lease, EngineError("not held"))
             return
-        reward = self.books.policy(policy.digest)
-        result = make_result(lease.version, greedy=lease.greedy, n=len(lease.prompts), reward=reward)
-        result = replace(result, asked=lease.asked)
-        self.evaluated[lease.version, lease.greedy] = result
-        self._say(result)
+        result = make_result(lease.version, greedy=lease.greedy, n=len(lease.prompts), reward=weights)
+        self.leases.evaluated_part(replace(result, asked=lease.asked))
 
-    def _ask(self) -> None:
-        if self.policy is not None:
-            policy = self.policy
-            self._say(m.LeaseRequest(capacity=3, version=policy.version, incarnation=policy.incarnation))
+    def _give_up(self, key: LeaseKey, reason: str) -> None:
+        del self.running[key]
+        self.leases.give_up(key, reason, "")
 
-    def _give_up(self, key: Key, reason: str) -> None:
-        self._say(m.Cancel(pass_=key[0], index=key[1], attempt=key[2], reason=reason))
-
-    def _say(self, message: m.Message) -> None:
-        self.network.send(self.identity, message)
+    def _flush(self) -> None:
+        for message in self.leases.outbox:
+            self.network.send(self.identity, message)
+        self.leases.outbox.clear()
+        for message in self.subscription.outbox if self.subscription is not None else ():
+            self.bus.send(self.identity, message)
+        if self.subscription is not None:
+            self.subscription.outbox.clear()

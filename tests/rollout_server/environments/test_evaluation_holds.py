@@ -14,7 +14,7 @@ from replay import messages as m
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.environments.pool import Slots
-from rollout_server.leases import Leases
+from rollout_server.server import RolloutServer
 from tests.support.waiting import eventually
 
 EVALUATION = evaluation_lease(CAP, prompts=[{**PROMPT, "ground_truth": "0"}])
@@ -63,12 +63,12 @@ async def test_an_accepted_evaluation_keeps_its_version_while_its_episodes_wait(
     async with playing(folder, "lingers", max_episodes=1) as generator, asyncio.TaskGroup() as tasks:
         engine = SGLangEngine(generator.config, StandIn)  # type: ignore[arg-type]
         generator, sent = replace(generator, engine=engine), Sent()
-        leases = Leases(generator.config, generator, sent)  # type: ignore[arg-type]
+        server = RolloutServer(generator.config, generator, sent, name="server", fingerprint={})  # type: ignore[arg-type]
         await engine.pin(0)
         for index in (1, 2):  # one of six episodes runs
-            leases.take(lease(index, ground_truth="600"), tasks)
+            await server.handle(lease(index, ground_truth="600"), tasks)
         await eventually(lambda: sum(generator.running_tokens().values()) > 0, "a turn")
-        leases.evaluate(EVALUATION, tasks)
+        await server.handle(EVALUATION, tasks)
         pausing = tasks.create_task(engine.pause("keep_kv"))
         await asyncio.sleep(0.1)
         assert not pausing.done() and engine.holds() == 0
@@ -77,7 +77,7 @@ async def test_an_accepted_evaluation_keeps_its_version_while_its_episodes_wait(
         (result,) = [one for one in sent if not isinstance(one, m.Cancel)]
         assert isinstance(result, m.EvaluationResult) and result.lengths.tolist() == [1, 1], result
         assert not pausing.done()
-        await leases.close_evaluation(0)
+        await server.handle(m.EvaluationClosed(version=0), tasks)
         await pausing
         assert engine.holds() is None
         generator.abort("0/2/1")
@@ -116,12 +116,12 @@ async def test_a_slot_goes_first_to_evaluations_and_comes_back_from_those_called
 async def test_a_renewal_says_which_leases_wait_for_a_place(folder: Path) -> None:
     async with playing(folder, "lingers", max_episodes=1) as generator, asyncio.TaskGroup() as tasks:
         sent = Sent()
-        leases = Leases(generator.config, generator, sent)  # type: ignore[arg-type]
+        server = RolloutServer(generator.config, generator, sent, name="server", fingerprint={})  # type: ignore[arg-type]
         for index in (1, 2):
-            leases.take(lease(index, ground_truth="600"), tasks)
+            await server.handle(lease(index, ground_truth="600"), tasks)
         await eventually(lambda: sum(generator.running_tokens().values()) > 0, "a turn")
-        await leases.renew(time.monotonic(), sampled=5)
-        (renew,) = sent
+        server.leases.beat(time.monotonic(), {}, generator, sampled=5)
+        _, renew = server.leases.outbox
         assert isinstance(renew, m.Renew) and (renew.leases[1], renew.queued, renew.sampled) == ([0, 2, 1, 0], [1], 5)
         generator.abort("0/1/1")
         await eventually(lambda: generator.queued() == set(), "the place is free")
@@ -156,17 +156,17 @@ async def test_an_evaluation_of_other_prompts_takes_the_place_of_the_one_that_ru
     async with playing(folder, "lingers", max_episodes=2) as generator, asyncio.TaskGroup() as tasks:
         await generator.engine.pin(0)
         sent = Sent()
-        leases = Leases(generator.config, generator, sent)  # type: ignore[arg-type]
+        server = RolloutServer(generator.config, generator, sent, name="server", fingerprint={})  # type: ignore[arg-type]
         before = replace(EVALUATION, asked="before", prompts=[{**PROMPT, "ground_truth": "600"}])
         now = replace(EVALUATION, asked="now")
-        leases.evaluate(before, tasks)
+        await server.handle(before, tasks)
         await asyncio.sleep(0.1)
-        leases.evaluate(now, tasks)
-        leases.evaluate(now, tasks)
+        await server.handle(now, tasks)
+        await server.handle(now, tasks)
         await eventually(lambda: bool(sent), "a result")
         tokens = (await generator.engine.health()).generated_tokens
-        leases.evaluate(now, tasks)
+        await server.handle(now, tasks)
         await eventually(lambda: len(sent) == 2, "the result again")
-        assert [one.asked for one in sent] == ["now", "now"] and sent[0] is sent[1] and not leases.evaluating
+        assert [one.asked for one in sent] == ["now", "now"] and sent[0] is sent[1] and not server.leases.evaluating
         assert (await generator.engine.health()).generated_tokens == tokens
-        await leases.close_evaluation(0)
+        await server.handle(m.EvaluationClosed(version=0), tasks)

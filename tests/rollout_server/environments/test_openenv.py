@@ -14,10 +14,9 @@ import pytest
 from scripted import Scripted
 
 pytest.importorskip("aiohttp", reason="the extra `openenv` is not installed")
-import aiohttp
+import openenv_servers as openenv
 
 from rollout_server.environments import EnvironmentFailed, Trajectory
-from rollout_server.environments.adapters import openenv
 
 HERE = Path(__file__).parent
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "Play."}], "columns": {"seed": 4}}
@@ -132,78 +131,6 @@ async def test_a_server_that_is_gone_is_passed_over(stand_in: str, capsys: pytes
     assert line.startswith(f"openenv: {gone}: no session (") and line.endswith(f"are played at {stand_in}")
     with pytest.raises(openenv.ServerFailed, match=rf"{gone}: no session .*; {gone}/b: no session"):
         await play(["5"], url=[f"{gone}/b", gone], action="message", wait_s=5)
-
-
-async def test_a_server_that_is_lost_between_two_tries_for_a_place_is_named(
-    stand_in: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def full(socket: Any, url: str, *_: Any) -> None:
-        monkeypatch.setattr(aiohttp.ClientSession, "ws_connect", lost)
-        raise openenv._Full(f"{url}: reset: CAPACITY_REACHED")
-
-    async def lost(*_: Any, **__: Any) -> None:
-        raise aiohttp.ClientConnectionError("it is gone")
-
-    monkeypatch.setattr(openenv, "_asked", full)
-    with pytest.raises(openenv.ServerFailed, match=f"{stand_in}: no session .*it is gone"):
-        await play(["5"], url=stand_in, wait_s=5)
-
-
-async def test_a_message_that_cannot_be_sent_is_named(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sends = aiohttp.ClientWebSocketResponse.send_json
-
-    async def breaks(self: Any, data: Any, **rest: Any) -> None:
-        if data["type"] == kind:
-            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
-        await sends(self, data, **rest)
-
-    monkeypatch.setattr(aiohttp.ClientWebSocketResponse, "send_json", breaks)
-    kind = "step"
-    with pytest.raises(openenv.ServerFailed, match=f"{stand_in}: step could not be sent: Cannot write"):
-        await play(["5"], url=stand_in)
-    kind = "close"
-    _, played = await play(["5"], url=stand_in)
-    assert played.reward == 1.0, "a server that hangs up once it is done takes nothing back"
-
-
-async def test_a_server_that_does_not_answer_a_close_is_left(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*_: Any, **__: Any) -> None:
-        await asyncio.sleep(60)
-
-    monkeypatch.setattr(openenv, "CLOSE_S", 0.1)
-    monkeypatch.setattr(aiohttp.ClientWebSocketResponse, "close", never)
-    _, played = await asyncio.wait_for(play(["5"], url=stand_in), 20)
-    assert played.reward == 1.0
-
-
-async def test_proxies_of_the_environment_are_not_asked(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    _, played = await play(["5"], url=stand_in, wait_s=5)
-    assert played.reward == 1.0
-
-
-async def test_large_seeds_are_cut_to_what_games_take(stand_in: str) -> None:
-    """A game's seed is 31 bits wide: 4 + 2**40 hides what 4 hides."""
-    _, played = await play(["5"], row={**ROW, "columns": {"seed": 4 + (1 << 40)}}, url=stand_in)
-    assert played.reward == 1.0
-
-
-def test_an_answer_that_is_no_object_is_no_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openenv, "_action", ["json"])
-    for text in ("no JSON", "[1]", "7", "[" * 100_000):
-        assert openenv.action_of(text, {}) is None
-    assert openenv.action_of('{"a": 1}', {"fields": {"b": 2}}) == {"a": 1, "b": 2}
-
-
-def test_the_named_field_of_an_observation_is_shown() -> None:
-    said = {"observation": {"board": [1, 2], "text": "go", "more": "on", "reward": 1}}
-    assert openenv.observed(said, {"observation": "board"}) == "[1, 2]"
-    assert openenv.observed(said, {}) == '{"board": [1, 2], "text": "go", "more": "on"}'
-    with pytest.raises(openenv.ServerFailed, match=r"options.observation: 'reward'; there are board, text, more"):
-        openenv.observed(said, {"observation": "reward"})
 
 
 def test_a_schema_that_cannot_be_read_and_a_missing_package(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,10 @@
 """Environments of verifiers, through its own servers and ours, spoken to by a scripted policy."""
 
 import asyncio
-import json
 import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +12,11 @@ from scripted import Scripted
 
 pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
 pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
-from aiohttp import web
+import verifiers_chat
+import verifiers_tasks
 
+from replay.prompts import load_rows
 from rollout_server.environments import EnvironmentFailed, NoMoreTurns, Turn
-from rollout_server.environments.adapters import verifiers_chat, verifiers_tasks
-from scripts import prepare_verifiers
 
 TASKS = {"id": "sum_tasks"}
 TRIES = {"taskset": TASKS, "env": {"id": "two_tries"}}
@@ -45,14 +42,12 @@ async def prepared(options: dict[str, Any]) -> AsyncIterator[None]:
         yield
 
 
-def rows(folder: Path, *words: str) -> list[dict[str, Any]]:
-    assert prepare_verifiers.main(["sum_tasks", *words, "--out", str(folder), "--rows", "3", "--eval-rows", "2"]) == 0
-    lines = (folder / "train.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{"prompt": row.pop("prompt"), "columns": row} for row in map(json.loads, lines)]
+def rows(options: str = "") -> list[dict[str, Any]]:
+    return list(load_rows(f"verifiers:sum_tasks?skip=2&rows=3{options}"))
 
 
 async def test_tasks_are_played_and_their_rewards_count(tmp_path: Path) -> None:
-    row = rows(tmp_path)[0]
+    row = rows()[0]
     assert row["prompt"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+1"}]
     client = Scripted(["3", "4"])
     async with prepared({"taskset": TASKS}):
@@ -64,7 +59,7 @@ async def test_tasks_are_played_and_their_rewards_count(tmp_path: Path) -> None:
 
 
 async def test_seats_that_are_not_trained_stay_context(tmp_path: Path) -> None:
-    row = rows(tmp_path, "--options", "{first: 5}")[0]
+    row = rows("&first=5")[0]
     client = Scripted(["7", "no", "8"])
     async with prepared(SOLVER):
         played = await verifiers_tasks.rollout(row, client)  # type: ignore[arg-type]
@@ -73,7 +68,7 @@ async def test_seats_that_are_not_trained_stay_context(tmp_path: Path) -> None:
 
 
 async def test_no_room_ends_the_episode_and_a_fault_fails_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = rows(tmp_path)[0]
+    row = rows()[0]
 
     async def breaks(*_: Any, **__: Any) -> Turn:
         raise ValueError("the template refuses this")
@@ -85,26 +80,8 @@ async def test_no_room_ends_the_episode_and_a_fault_fails_it(tmp_path: Path, mon
             await verifiers_tasks.rollout(row, Scripted(["1"]))  # type: ignore[arg-type]
         with pytest.raises(verifiers_tasks.TaskFailed, match="the template refuses this"):
             await verifiers_tasks.rollout(row, client)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"no column `task` .* scripts\.prepare_verifiers"):
+    with pytest.raises(ValueError, match=r"no column `task` .* verifiers:ID"):
         await verifiers_tasks.rollout({"prompt": "1+1", "columns": {}}, client)  # type: ignore[arg-type]
-
-
-def traces(**seats: bool) -> list[Any]:
-    """A trace of each seat; whether it may be trained."""
-    given: dict[str, Any] = {"rewards": {"none": None}, "metrics": {"none": None}, "reward": 1.0}
-    return [
-        SimpleNamespace(id=name, agent=SimpleNamespace(name=name, trainable=trains), **given)
-        for name, trains in seats.items()
-    ]
-
-
-def test_without_a_trace_to_train_the_episode_has_failed() -> None:
-    with pytest.raises(verifiers_tasks.TaskFailed, match="'solver' has played no trace that may be trained; critic"):
-        verifiers_tasks.judged("solver", traces(critic=True), {})
-    with pytest.raises(verifiers_tasks.TaskFailed, match="'solver' has played no trace that may be trained"):
-        verifiers_tasks.judged("solver", traces(critic=True, solver=False), {})
-    found = verifiers_tasks.judged("solver", traces(solver=True), {"solver": [0], "critic": [2, 1]})
-    assert (found.reward, found.metrics, found.leave_out) == (1.0, {}, [1, 2])
 
 
 async def test_a_refused_request_and_proxies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,7 +90,7 @@ async def test_a_refused_request_and_proxies(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    row = rows(tmp_path)[0]
+    row = rows()[0]
     async with prepared({"taskset": TASKS}):
         played = await verifiers_tasks.rollout(row, Scripted(["3"]))  # type: ignore[arg-type]
         assert played.reward == 2.0
@@ -123,47 +100,6 @@ async def test_a_refused_request_and_proxies(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(verifiers_tasks.TaskFailed, match=r"invalid_api_key|401"):
             await verifiers_tasks.rollout(row, Scripted(["3"]))  # type: ignore[arg-type]
         assert not mine.endpoint._episodes and not mine.endpoint._sessions, "every key ends with its episode"
-
-
-async def test_the_chat_asks_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    asked: list[Any] = []
-
-    async def answer(request: web.Request) -> web.Response:
-        asked.append(await request.json())
-        return web.json_response({})
-
-    app = web.Application()
-    app.add_routes([web.post("/v1/chat/completions", answer)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    it: Any = SimpleNamespace(resolve_prompt=lambda _: ("Add.", "2+1"))
-    rest: dict[str, Any] = {"trace": None, "runtime": None, "secret": "x", "mcp_urls": {}, "data": None}
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
-        done = await verifiers_chat.SlipstreamChat.launch(it, SimpleNamespace(model="m"), endpoint=url, **rest)
-    finally:
-        await runner.cleanup()
-    assert done.exit_code == 0 and [one["role"] for one in asked[0]["messages"]] == ["system", "user"]
-
-
-async def test_two_first_episodes_start_one_endpoint(tmp_path: Path) -> None:
-    row = rows(tmp_path)[0]
-    async with prepared({"taskset": TASKS}):
-        played = await asyncio.gather(
-            *(verifiers_tasks.rollout(row, Scripted(["3"])) for _ in range(4))  # type: ignore[arg-type]
-        )
-    assert [one.reward for one in played] == [2.0] * 4
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(EnvironmentFailed, match=r"needs a package .*slipstream-rl\[verifiers\]"):
-        verifiers_tasks.prepare({"taskset": TASKS})
 
 
 def test_programs_of_the_policy_are_accepted_by_name_or_in_a_container() -> None:

@@ -1,0 +1,119 @@
+"""Mutants of each package: small changes of the product, every one of which some test must notice.
+
+A file for each package: a mutant is `= name`, `@ path`, any number of `! tests`, then whole lines that are replaced (-)
+by others (+). `! tests` are arguments of pytest, or `simulation N` for N simulated runs of replay, and are tried in
+order; those before the first mutant count for mutants that name none. `python -m tests.mutants` runs them.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COPIED = ("configs", "learner", "replay", "rollout_server", "scripts", "slipstream", "tests", "weight_bus")
+LIMIT_S = 300.0
+FAILED = 1
+"""Exit code of pytest, and of the simulation, when a test fails; others say that nothing was tested."""
+FINDING = r"^(?:(?:FAILED|ERROR) \S*::|(?:\S+\.)?(?=\w*(?:Violation|Error)\b))(\S.*)$"
+"""The name of a failed test, or the last line of a traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """Whole lines of one file, what stands in their place, and the tests that shall notice it."""
+
+    name: str
+    path: str
+    tests: tuple[str, ...]
+    old: str
+    new: str
+
+
+def read_mutants(text: str) -> list[Mutant]:
+    """Of a file of mutants."""
+    head, *blocks = re.split(r"^= ", text, flags=re.MULTILINE)
+    defaults = _marked(head.splitlines(), "! ")
+    mutants = []
+    for block in blocks:
+        name, *lines = block.splitlines()
+        (path,) = _marked(lines, "@ ")
+        old, new = ("".join(line + "\n" for line in _marked(lines, sign)) for sign in "-+")
+        mutants.append(Mutant(name, path, tuple(_marked(lines, "! ") or defaults), old, new))
+    return mutants
+
+
+def _marked(lines: Sequence[str], mark: str) -> list[str]:
+    return [line.removeprefix(mark) for line in lines if line.startswith(mark)]
+
+
+def all_mutants() -> dict[str, list[Mutant]]:
+    """By package."""
+    files = sorted(Path(__file__).parent.glob("*.txt"))
+    return {file.stem: read_mutants(file.read_text(encoding="utf-8")) for file in files}
+
+
+def count(mutant: Mutant) -> int:
+    """How often what it replaces is there; once, where it is up to date."""
+    path = ROOT / mutant.path
+    return path.read_text(encoding="utf-8").count(mutant.old) if path.exists() else 0
+
+
+def copy(target: Path) -> None:
+    """The packages and their tests."""
+    ignored = shutil.ignore_patterns("__pycache__", "*.gz", "*.png", "*.txt.orig")
+    for name in COPIED:
+        if (ROOT / name).exists():
+            shutil.copytree(ROOT / name, target / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", target)
+
+
+@contextmanager
+def changed(root: Path, mutant: Mutant) -> Iterator[None]:
+    """With the mutant in the copy under `root`."""
+    path = root / mutant.path
+    source = path.read_text(encoding="utf-8")
+    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        yield
+    finally:
+        path.write_text(source, encoding="utf-8")
+
+
+def noticed(root: Path, tests: Sequence[str]) -> str | None:
+    """What notices the change that was made under `root`; None when nothing does.
+
+    Raises RuntimeError: the tests cannot be run.
+    """
+    for arguments in tests:
+        words = shlex.split(arguments)
+        if words[0] == "simulation":
+            command = ["tests.replay.simulation", "--processes", "1", "--stop-at", "1", "--seeds", words[1]]
+        else:
+            command = ["pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
+        code, output = run(root, ["-m", *command])
+        found = re.findall(FINDING, output, re.MULTILINE)
+        if code == FAILED:
+            return f"{arguments}: {found[-1][:120] if found else output[-120:]}"
+        if code != 0:
+            raise RuntimeError(f"{arguments} ended with {code}: {output[-2000:]}")
+    return None
+
+
+def run(root: Path, arguments: list[str]) -> tuple[int, str]:
+    """Exit code and output of a Python process whose packages are those under `root`; a hang is a failure."""
+    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return FAILED, f"TimeoutError: not done within {LIMIT_S:g} s"
+    return done.returncode, done.stdout + done.stderr
