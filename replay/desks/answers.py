@@ -48,9 +48,10 @@ def counts_of(group: Group) -> dict[str, Any]:
 def count(counters: Counter[str], counted: Mapping[str, Any]) -> None:
     """Add `counts_of` a group to a run's counters."""
     for name in ("kept", "left_out"):
-        answers, tokens = counted.get(name, (0, 0))
-        counters[f"answers_{name}"] += answers
-        counters[f"tokens_{name}"] += tokens
+        if name in counted:
+            answers, tokens = counted[name]
+            counters[f"answers_{name}"] += answers
+            counters[f"tokens_{name}"] += tokens
     for code, number in counted.get("errors", {}).items():
         counters[f"answers_failed/{code}"] += number
 
