@@ -67,7 +67,7 @@ def test_a_killed_rollout_server_is_restarted_and_nothing_is_trained_twice(story
     assert re.search(r"rollout-0 \(pid \d+\) died: killed by SIGKILL.*; restart 1 of 1", story.text())
     assert re.search(r"(it goes|which go) to other servers", story.log("replay"))
     groups = story.groups()
-    assert len(groups) == len(set(groups)) == 16 * len(story.steps())
+    assert len(groups) == len(set(groups)) == 16 * len(story.ledger())
 
 
 def test_without_restarts_the_run_goes_on_with_another_server(story):
