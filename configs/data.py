@@ -99,9 +99,10 @@ class Data(Section):
 class Reward(Section):
     """How an answer is judged. Reward code runs in processes that are killed when they take too long."""
 
-    function: str | dict[str, Any] = "exact"
-    """`exact`, `numeric`, `math` or another built-in reward, `package.module:function` or `path/to/file.py:function`;
-    or several with weights and options, as {numeric: 1, format: {weight: 0.2}}."""
+    function: str | dict[str, Any] | None = None
+    """Has to be given: `exact`, `numeric`, `math` or another built-in reward, `package.module:function`,
+    `path/to/file.py:function`, or `environment`: what environment.function says; or several with weights and options,
+    as {numeric: 1, format: {weight: 0.2}}."""
     workers: Own[int] = Field(default=1, ge=1, le=256)
     """Reward processes per rollout server."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -118,7 +119,7 @@ class Reward(Section):
     @field_validator("function", mode="before")
     @classmethod
     def _names_functions(cls, value: object) -> object:
-        return checked_function(value)
+        return None if value is None else checked_function(value)
 
     @model_validator(mode="after")
     def _parts_have_time(self) -> "Reward":
@@ -151,8 +152,8 @@ class Reward(Section):
     @property
     def shown(self) -> str:
         """For messages: `numeric + 0.2 format`."""
-        if isinstance(self.function, str):
-            return self.function
+        if not isinstance(self.function, dict):
+            return self.function or "none"
         return " + ".join(p.label if p.weight == 1 else f"{p.weight:g} {p.label}" for p in self.parts)
 
 

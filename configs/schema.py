@@ -65,6 +65,10 @@ class Config(Tree):
     def _episodes_are_possible(self) -> "Config":
         environment, replay = self.environment, self.replay
         if environment.function is None:
+            if any(part.spec == "environment" for part in self.reward.parts):
+                raise ValueError(
+                    "reward.function: 'environment' without environment.function, which would give the reward; name one"
+                )
             if environment.options:
                 raise ValueError(
                     f"environment.options: {environment.options} without environment.function, which they are for; name"

@@ -26,6 +26,7 @@ from learner.launch.quickstart import input_is_missing, make_input
 from learner.launch.run_folder import claim_run_dir, with_free_name
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import EVENTS, Interrupted, catch_signals, ignore_signals, keep_events, say
+from learner.report import ending as endings
 from learner.report.live_view import LiveView
 from replay import hang
 from replay.channel import ChannelError
@@ -87,7 +88,7 @@ def prepare(args: argparse.Namespace) -> Config:
     has_input = True
     if args.resume is not None:
         folder, overrides = Path(args.resume), overrides_of(args)
-        config = earlier_run.resumed(folder, overrides)
+        config = earlier_run.resumed(folder, overrides, args.config if args.is_config_given else None)
         for line in earlier_run.described(earlier_run.changes(folder, overrides, config)):
             say(f"changed: {line}")
     elif args.replay is not None:
@@ -112,6 +113,7 @@ def run(launcher: Launcher) -> int:
     config, view = launcher.config, launcher.view
     catch_signals()
     keep_events(config.run_dir)
+    endings.clear(config.run_dir)
     hang.begin("launcher", config.run_dir, keys=config.network.keys)
     started = time.monotonic()
     code, ending = 1, ""
@@ -135,6 +137,7 @@ def run(launcher: Launcher) -> int:
         ignore_signals()
         launcher.stop()
         EVENTS.log(logging.ERROR if code == 1 else logging.INFO, "%s", ending)
+        endings.write(config.run_dir, code, ending)
         vitals.close()
         view.close(ending)
     say(f"{ending} (run folder: {config.run_dir})")

@@ -36,6 +36,7 @@ COMMANDS = {
     "plan": Command("learner.plan", "predict step times of every split; say which to take"),
     "fit": Command("learner.fit", "largest microbatch that fits a learner GPU"),
     "try-reward": Command("rollout_server.try_reward", "judge a few answers with the reward"),
+    "status": Command("learner.report.status", "one line: what RUN_DIR waits for, or how it has ended"),
     "top": Command("learner.report.top", "live view of RUN_DIR in a terminal, also over ssh"),
     "dashboard": Command("learner.report.dashboard", "browser view of RUN_DIR: curves, pipeline, answers"),
     "translate": Command("configs.translate", "a run of verl, slime, prime-rl or TRL as a YAML file here"),

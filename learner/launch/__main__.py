@@ -147,7 +147,6 @@ def _spec_of(args: argparse.Namespace, config: Config, plan: Plan, node: str, ho
         hosts="".join(f"{host.name} {host.address}\n" for host in hosts.values()),
         replay=args.replay,
         resume=args.resume,
-        overrides=overrides_of(args),
         # a rollout server beside replay finds the learner's keys there, and takes them
         keys=keys_for(config.network.keys, node, serves=node == plan.first_node),
     )

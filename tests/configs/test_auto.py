@@ -24,7 +24,7 @@ def gpus(monkeypatch):
     return found
 
 
-MINIMAL = "model: {path: m}\ndata: {train: t.jsonl}\n"
+MINIMAL = "model: {path: m}\ndata: {train: t.jsonl}\nreward: {function: exact}\n"
 
 
 def resolved(placement: str, *settings: str) -> dict[str, str]:

@@ -30,7 +30,7 @@ from replay.lifeline import LogForm
 from replay.prompts.rows import DataError, RowError
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner", "examples")
+PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner", "examples/trl")
 ENTRIES = catalogue.entries()
 
 NOT_OURS = {

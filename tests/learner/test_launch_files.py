@@ -1,19 +1,22 @@
 """The start commands' dry runs and what they write: four hosts over ssh, under Slurm and in Kubernetes."""
 
+import argparse
 import itertools
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 import configs
 from configs import ConfigError
+from configs.errors import BadHosts
 from configs.loading import PRESETS
 from learner.launch.__main__ import main
-from learner.launch.hosts import kubernetes
+from learner.launch.hosts import kubernetes, node_spec
 from learner.launch.hosts.host_file import parse_hosts
 from replay import keys as make_keys
 
@@ -89,7 +92,8 @@ def test_slurm(tmp_path, launch, four):
     text = file.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
     assert (options["nodes"], options["gpus-per-node"], options["ntasks-per-node"]) == ("4", "8", "1")
-    assert configs.load(file.with_name("slurm.yaml")).placement == configs.load(FOUR).placement
+    (given,) = file.parent.glob("config-*.yaml")
+    assert configs.load(given).placement == configs.load(FOUR).placement and f"--config {given} --digest" in text
 
     shown = launch("rollout", "--slurm", "--dry-run", *four)
     alone = shown[shown.index("#!/usr/bin/env bash") :]
@@ -101,7 +105,7 @@ def test_slurm(tmp_path, launch, four):
 SRUN = """#!/bin/bash
 for word in "$@"; do case "$word" in --nodelist=*) machine="${word#*=}" ;; esac; done
 if [[ "$*" == *learner.launch.hosts.node* ]]; then
-  echo "$machine: ${*: -14}" >>"$STEPS"; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0
+  echo "$machine: ${*: -16}" >>"$STEPS"; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0
 fi
 echo "10.1.0.${machine#m}"
 """
@@ -149,6 +153,30 @@ def test_a_machine_without_an_address_ends_the_slurm_job_with_its_name(tmp_path,
     path = {"PATH": f"{commands}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", file], env=os.environ | job | path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr.splitlines()) == (code, [said])
+
+
+def test_jobs_of_one_name_have_their_own_configurations(tmp_path, launch, four, monkeypatch):
+    """Two jobs that are written before the first one starts, and a start after its file was edited."""
+    given = {}
+    for lr in ("1e-6", "2e-6"):
+        launch("learner", "--slurm", *four, "--set", f"learner.lr={lr}")
+        text = (tmp_path / "runs" / FOUR / "launch" / "run.sbatch").read_text()
+        given[lr] = re.search(r"--config (\S+) --digest (\w+)", text).groups()
+        launch("learner", "--kubernetes", "--out", str(tmp_path / lr), *four, "--set", f"learner.lr={lr}")
+    assert {lr: configs.load(file).learner.lr for lr, (file, _) in given.items()} == {"1e-6": 1e-6, "2e-6": 2e-6}
+
+    maps = [next(yaml.safe_load_all((tmp_path / lr / "jobset.yaml").read_text())) for lr in given]
+    assert len({each["metadata"]["name"] for each in maps}) == 2 and all(each["immutable"] for each in maps)
+
+    file, digest = given["1e-6"]
+    Path(file).write_text(Path(file).read_text().replace("lr: 1.0e-06", "lr: 2.0e-06"))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"node{i} 10.0.0.{i}\n" for i in range(4)))
+    words = ["--role", "rollout", "--node", "node2", "--hosts", str(hosts), "--config", file, "--digest", digest]
+    parser = argparse.ArgumentParser()
+    node_spec.add_spec_arguments(parser)
+    with pytest.raises(BadHosts, match=digest):
+        node_spec.spec_of_arguments(parser.parse_args(words))
 
 
 def test_kubernetes(tmp_path, launch, four):

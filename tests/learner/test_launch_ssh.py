@@ -140,13 +140,13 @@ def test_kill_9_of_the_start_script_ends_what_it_started(start, tmp_path):
 def spec(tmp_path):
     settings = [*NODES, "placement.device=cpu", f"run.dir={tmp_path}", "network.replay_port=5757"]
     config = dump(configs.load("quickstart", settings))
-    return NodeSpec(role="rollout", node="node1", config=config, hosts=HOSTS, overrides=["run.seed=0"])
+    return NodeSpec(role="rollout", node="node1", config=config, hosts=HOSTS)
 
 
 def test_an_order_survives_its_line_and_what_is_none_is_refused(spec):
     with_keys = spec.model_copy(update={"keys": {"server.key": "x\ny"}})
     assert read_spec(with_keys.line()) == with_keys
-    wrong = [{"role": "king"}, {"node": 7}, {"keys": {"a": 1}}, {"overrides": [1]}]
+    wrong = [{"role": "king"}, {"node": 7}, {"keys": {"a": 1}}]
     for line in ["", "[1]\n", '{"role": "learner"}\n', *(json.dumps(spec.model_dump() | each) for each in wrong)]:
         with pytest.raises(ConfigError, match="not valid"):
             read_spec(line)

@@ -157,10 +157,10 @@ class Node:
         write_start(run_dir, resumes=resume is not None)
         network = self.config.network
         settings = [f"network.host={network.host}", f"network.replay_port={network.replay_port}"]
-        overrides = [*(spec.overrides if resume else []), *settings, "placement.local_rollouts=false"]
-        source = ["--resume", resume] if resume else ["--config", str(self.assignment.config_file)]
+        # a resumed run as well: all ranks of one start have the configuration of the job, whatever the folder has
+        source = ["--config", str(self.assignment.config_file), *(["--resume", resume] if resume else [])]
         command = [sys.executable, "-m", "learner.main", *source, *self._parent]
-        command += [word for override in overrides for word in ("--set", override)]
+        command += [word for setting in (*settings, "placement.local_rollouts=false") for word in ("--set", setting)]
         return self._child("launcher", command, run_dir / "launch" / f"{spec.node}-launcher.log", {})
 
     def _ranks(self) -> Child:

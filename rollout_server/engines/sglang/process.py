@@ -154,6 +154,8 @@ class SGLangProcess:
         self._requests = io_struct
         self._failure, self._loads = "", 0
         self._watching: asyncio.Task[None] | None = None
+        self._pictures: tuple[Pictures, list[int], int, dict[str, Any]] | None = None
+        """The last ones that were sent: pictures, tokens and new tokens, and what SGLang got for them."""
         self._vision = vision_of(read_json(Path(config.model.path) / "config.json"))
         before = {child.pid for child in multiprocessing.active_children()}
         root, children_log = logging.getLogger(), ChildrenLog()
@@ -253,12 +255,17 @@ class SGLangProcess:
             raise EngineError(f"SGLang refuses a request of {len(token_ids)} tokens: {error}") from error
 
     def _image_data(self, pictures: Pictures, token_ids: list[int], new_tokens: int) -> dict[str, Any]:
+        """As `image_data`; made once for the answers of a group, which are asked for one after the other."""
         if self._vision is None:
             raise EngineError("a prompt with pictures, and the model takes none")
-        try:
-            return image_data(pictures, self._vision, token_ids, new_tokens)
-        except PictureError as error:
-            raise EngineError(str(error)) from error
+        last = self._pictures
+        if last is None or last[0] is not pictures or last[1:3] != (token_ids, new_tokens):
+            try:
+                made = image_data(pictures, self._vision, token_ids, new_tokens)
+            except PictureError as error:
+                raise EngineError(str(error)) from error
+            last = self._pictures = (pictures, token_ids, new_tokens, made)
+        return dict(last[3])
 
     def sampling_parameters(self, _part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
         """SGLang's sampling parameters of one request."""

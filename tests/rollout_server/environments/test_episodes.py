@@ -254,13 +254,6 @@ async def test_a_deadline_of_an_episode_leaves_a_hang_report(
     assert re.fullmatch(rf"me waited 0.3 s for {owed_by} \(environment.{key}\)", said), said
 
 
-async def test_an_environment_that_takes_too_long_is_ended(folder: Path) -> None:
-    async with playing(folder, "sleeps", turn_timeout_s=1.5) as generator:
-        with pytest.raises(LeaseFailed, match=r"environment.turn_timeout_s = 1.5 after 1 turns"):
-            await generator.group(lease(), "0/1/1")
-    async with playing(folder, "sleeps", episode_timeout_s=0.3) as generator:
-        with pytest.raises(LeaseFailed, match=r"environment.episode_timeout_s = 0.3"):
-            await generator.group(lease(), "0/1/1")
 
 
 async def test_a_cancelled_lease_ends_in_the_middle_of_a_turn_and_between_two(folder: Path) -> None:
