@@ -237,7 +237,8 @@ class Learner:
     def _act(self, step: int, verdict: Verdict) -> None:
         """What follows from a verdict once the step is committed; every rank does the same."""
         for alarm in verdict.alarms:
-            log.warning("guard: %s", alarm.text)
+            if said := self.guards.said(alarm):
+                log.warning("guard: %s", said)
         if verdict.async_lag is not None and self.ranks.is_first:
             log.warning("guard: step %d: the lag is %d at most from here on", step, verdict.async_lag)
             self.batches.announce(m.LowerLag(step=step, async_lag=verdict.async_lag))

@@ -26,6 +26,7 @@ from learner.launch.quickstart import input_is_missing, make_input
 from learner.launch.run_folder import claim_run_dir, with_free_name
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import EVENTS, Interrupted, catch_signals, ignore_signals, keep_events, say
+from learner.report import ending as endings
 from learner.report.live_view import LiveView
 from replay import hang
 from replay.channel import ChannelError
@@ -114,6 +115,7 @@ def run(launcher: Launcher) -> int:
     config, view = launcher.config, launcher.view
     catch_signals()
     keep_events(config.run_dir)
+    endings.clear(config.run_dir)
     hang.begin("launcher", config.run_dir, keys=config.network.keys)
     started = time.monotonic()
     code, ending = 1, ""
@@ -142,6 +144,7 @@ def run(launcher: Launcher) -> int:
         if code == 130:
             ending += f"; {earlier_run.goes_on(Path(config.run_dir))}"
         EVENTS.log(logging.ERROR if code == 1 else logging.INFO, "%s", ending)
+        endings.write(config.run_dir, code, ending)
         vitals.close()
         view.close(ending)
     say(f"{ending} (run folder: {config.run_dir})")

@@ -224,10 +224,8 @@ def waiting_text(status: Status) -> str:
 
 def _wait(wait: Mapping[str, Any]) -> str:
     who, what, since = str(wait.get("who", "?")), str(wait.get("for", "?")), wait.get("since_s") or 0.0
-    verb = "wait" if who.endswith("servers") else "waits"
     how_long = f" {duration(since)}" if since > 0 else ""
-    reason = " (the learner is slower)" if who.startswith("rollout") and "in flight" in what else ""
-    return f"{who} {verb}{how_long} for {what}{reason}"
+    return f"{who} wait{'' if wait.get('code') == 'room' else 's'}{how_long} for {what}"
 
 
 PEER_COLUMNS = ("peer", "version", "doing", "for", "heard", "leases", "groups", "tok/s", "idle")

@@ -427,3 +427,14 @@ def test_a_run_that_stops_completes_the_checkpoint_on_its_way_to_the_disk(fails:
         Learner._act(learner, 11, Verdict((Alarm("ess", "stop", 9, "it broke"),)))
     learner.checkpoints.settle.assert_called_once_with(wait=True)
     assert learner.batches.announce.called != fails and ("no room" in caplog.text) == fails
+
+
+def test_a_guard_speaks_once_and_then_rarely_with_a_count(tmp_path):
+    guards, said = Guards(make_config(tmp_path)), []
+    for step in range(1, 341):
+        guards.fired["ess"] += 1
+        said.append(guards.said(Alarm("ess", "warn", 1, f"step {step}: low")))
+    assert [text for text in said if text] == [
+        "step 1: low", "step 10: low (10 times so far)", "step 100: low (100 times so far)"
+    ]  # fmt: skip
+    assert guards.said(Alarm("ess", "stop", 1, "no more")) == "no more"
