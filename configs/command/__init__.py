@@ -43,7 +43,6 @@ COMMANDS = {
     "keys": Command("replay.keys", "make, rotate and remove CURVE keys"),
     "explain": Command("configs.errors", "cause and remedy of an error code"),
     "hang": Command("replay.hang", "stacks and waits of a run that stands still"),
-    "completion": Command("configs.command.completion", "print completions for bash, zsh or fish"),
     "check-export": Command("learner.report.check_export", ""),
     "lag": Command("learner.report.lag", ""),
     "plot": Command("learner.report.plot", ""),

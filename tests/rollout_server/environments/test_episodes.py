@@ -254,8 +254,6 @@ async def test_a_deadline_of_an_episode_leaves_a_hang_report(
     assert re.fullmatch(rf"me waited 0.3 s for {owed_by} \(environment.{key}\)", said), said
 
 
-
-
 async def test_a_cancelled_lease_ends_in_the_middle_of_a_turn_and_between_two(folder: Path) -> None:
     for function in ("sleeps", "long_answer"):
         async with playing(folder, function) as generator:
