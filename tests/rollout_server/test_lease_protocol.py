@@ -165,10 +165,11 @@ def test_a_group_names_the_policies_that_were_live_while_it_was_sampled(leases: 
     leases.went_live(4, 1)
     leases.hear(lease(2), 0.0)
     leases.went_live(4, 2)
-    for index, versions in ((1, [3, 4]), (2, [4, 4])):
+    leases.hear(lease(3), 0.0)
+    for index, versions in ((1, [3, 4]), (2, [4, 4]), (3, [4, 4])):
         leases.finish(group(index, versions))
-    first, second = said(leases, m.Group)
-    assert first.policies == [[1, 3], [1, 4], [2, 4]] and second.policies == [[1, 4], [2, 4]]
+    policies = [sent.policies for sent in said(leases, m.Group)]
+    assert policies == [[[1, 3], [1, 4], [2, 4]], [[1, 4], [2, 4]], [[2, 4]]]
 
 
 def test_a_cancelled_lease_is_aborted_and_given_up_with_its_reason(leases: Leases, work: Work) -> None:
