@@ -10,7 +10,7 @@ import logging
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from configs.command import program
@@ -89,8 +89,10 @@ def prepare(args: argparse.Namespace) -> Config:
     if args.resume is not None:
         folder, overrides = Path(args.resume), overrides_of(args)
         config = earlier_run.resumed(folder, overrides, args.config if args.is_config_given else None)
-        for line in earlier_run.described(earlier_run.changes(folder, overrides, config)):
+        changed = earlier_run.described(earlier_run.changes(folder, overrides, config))
+        for line in changed:
             say(f"changed: {line}")
+        say(earlier_run.goes_on(folder) + (", with what is changed" if changed else ""))
     elif args.replay is not None:
         config = earlier_run.played_back(Path(args.replay), overrides_of(args))
     else:
@@ -129,13 +131,18 @@ def run(launcher: Launcher) -> int:
     except RunFailed as failure:
         ending = f"run stopped: {failure}"
     except Interrupted as interruption:
-        code, ending = 130, f"run stopped: {interruption}; --resume {config.run_dir} goes on from its last checkpoint"
+        code, ending = 130, f"run stopped: {interruption}"
     except Exception as error:
         ending = f"run stopped: {type(error).__name__}: {error}"
         raise
     finally:
+        if code == 130:
+            with suppress(Interrupted):
+                launcher.write_checkpoint(ending.removeprefix("run stopped: "))
         ignore_signals()
         launcher.stop()
+        if code == 130:
+            ending += f"; {earlier_run.goes_on(Path(config.run_dir))}"
         EVENTS.log(logging.ERROR if code == 1 else logging.INFO, "%s", ending)
         endings.write(config.run_dir, code, ending)
         vitals.close()

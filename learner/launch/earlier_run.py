@@ -15,6 +15,7 @@ from configs.loading import leaf_keys, leaves, load, read_yaml
 from configs.schema import Config
 from configs.shared import shared_values
 from learner import ledger
+from learner.checkpoints.folders import latest_complete
 from learner.launch.run_folder import with_free_name
 from learner.launch.servers import RunFailed
 from replay.fingerprint import FingerprintError, model_fingerprint
@@ -49,6 +50,18 @@ def resumed(run_dir: Path, overrides: list[str], source: str | None = None) -> C
             " --steps, or leave it out"
         )
     return config
+
+
+def goes_on(run_dir: Path) -> str:
+    """What `--resume` of the folder does: where it begins, and which steps it makes again."""
+    found, lines = latest_complete(run_dir)[0], ledger.read(run_dir)
+    made = int(lines[-1]["step"]) if lines else 0
+    if found is None:
+        again = f" and trains the {made} steps that the journal has again" if made else ""
+        return f"no checkpoint: --resume {run_dir} starts at step 0{again}"
+    kept = int(found.name.removeprefix("step_"))
+    again = f" and trains the {made - kept} steps after it again" if made > kept else ""
+    return f"--resume {run_dir} goes on at step {kept}{again}"
 
 
 def check_ended(run_dir: Path) -> None:

@@ -11,14 +11,15 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from configs.loading import dump
 from configs.plan import Machine, Plan, assign
 from configs.schema import Config
+from learner import ledger
 from learner.checkpoints.folders import latest_complete
 from learner.launch import children
 from learner.launch.announcements import Announcements
@@ -26,10 +27,9 @@ from learner.launch.children import Child, RowTail, Tail
 from learner.launch.machine import this_machine
 from learner.launch.run_folder import RunFolder
 from learner.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
-from learner.report.live_view import LiveView
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, WireError, load_keys
-from replay.lifeline import PARENT, RUN_FAILED
+from replay.lifeline import CHECKPOINT, PARENT, RUN_FAILED
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +42,23 @@ LEAVES_S = 3.0
 """The ranks have this long to leave after one of them; torchrun itself waits for 30 s."""
 CANNOT_GO_ON = 2
 """Exit code of a replay that refuses its configuration, data or journal: another start would as well."""
+CHECKPOINT_S = 15.0
+"""How long a run that is told to end may take for a last checkpoint: the end of a step, the next one, and the copy."""
 FAREWELL_S = 20.0
 """How long the others have to leave after the learner has finished."""
+
+
+class View(Protocol):
+    """What shows the run to a person (learner/report/live_view.py)."""
+
+    def event(self, text: str) -> None:
+        """Say something that happened beside the steps."""
+
+    def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show replay's status, None before it has answered, and the newest rows of metrics.jsonl."""
+
+    def close(self, summary: str) -> None:
+        """Show the last state, and how the run ended."""
 
 
 @dataclass(slots=True)
@@ -52,7 +67,7 @@ class Launcher:
 
     config: Config
     resume: bool
-    view: LiveView
+    view: View
     learner_module: str = "learner.train"
     """What the learner ranks run; benchmarks take the loop of this one with phases of their own."""
     server_command: tuple[str, ...] = ("rollout_server.main",)
@@ -169,6 +184,21 @@ class Launcher:
         for child in leaving:
             if said := children.late(child, FAREWELL_S):
                 self.view.event(f"{child.name} (pid {child.pid}) has not left after the last step{said} [slow]")
+
+    def write_checkpoint(self, why: str) -> None:
+        """Have the learner write a checkpoint of its next step, for at most CHECKPOINT_S. Raises Interrupted."""
+        if "learner" not in self.processes or self.learner.exit_code() is not None or self.play is not None:
+            return
+        before, lines = latest_complete(self.run_dir)[0], ledger.read(self.run_dir)
+        if not lines or (before is not None and before.name == f"step_{lines[-1]['step']}"):
+            return
+        self.view.event(f"{why}: a checkpoint is written, for at most {CHECKPOINT_S:g} s; another signal ends at once")
+        self.replay.process.send_signal(CHECKPOINT)
+        deadline = time.monotonic() + CHECKPOINT_S
+        while time.monotonic() < deadline and self.learner.exit_code() is None:
+            if latest_complete(self.run_dir)[0] != before:
+                return
+            time.sleep(POLL_S)
 
     def stop(self) -> None:
         """End everything that is left, by pid."""

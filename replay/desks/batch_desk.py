@@ -114,7 +114,7 @@ class BatchDesk:
         wanted = config.learner.share_prefixes
         assignment = sharing.assign(sharing.Members.of(groups, trained), wanted, parts, limit)
         is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
-        wants_checkpoint = is_full and config.replay.journal_keep == "checkpoint"
+        wants_checkpoint = (is_full and config.replay.journal_keep == "checkpoint") or self.run.checkpoint_asked
         self.batches[step] = [
             replace(
                 part,

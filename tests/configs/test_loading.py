@@ -304,3 +304,17 @@ def test_the_page_of_keys_is_up_to_date(tmp_path, monkeypatch):
     assert [key for key in leaf_keys() if f"\n| `{key}` |" not in text] == []
     monkeypatch.setattr(docs, "PAGE", tmp_path / "configuration.md")
     assert [docs.main(words) for words in (["--check"], [], ["--check"])] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("6:2", "6:2"), ("off", "off"), ("5e-4", 5e-4), ("2026-01-02", "2026-01-02"), ("010", 10), ("0x10", 16),
+     ("true", True), (".5", 0.5)],
+)  # fmt: skip
+def test_scalars_are_those_of_yaml_1_2(text, value):
+    assert loading.read_yaml(text) == value and type(loading.read_yaml(text)) is type(value)
+
+
+def test_no_key_may_stand_twice():
+    with pytest.raises(yaml.YAMLError, match="'a' stands there twice"):
+        loading.read_yaml("{a: 1, a: 1}")

@@ -282,3 +282,21 @@ def test_the_terminal_says_which_checkpoint_is_passed_over(resume, tmp_path, old
 def test_a_dry_run_refuses_nccl_on_cpus():
     with pytest.raises(ConfigError, match=r"weight_bus\.backend: 'nccl' needs GPUs, placement\.device is 'cpu'"):
         run(checks.bus, load("quickstart", ["weight_bus.backend=nccl"]))
+
+
+@pytest.mark.parametrize(
+    ("made", "kept", "said"),
+    [
+        (0, None, ["no checkpoint", "starts at step 0"]),
+        (12, None, ["no checkpoint", "starts at step 0", "trains the 12 steps"]),
+        (12, 8, ["goes on at step 8", "trains the 4 steps after it again"]),
+        (12, 12, ["goes on at step 12"]),
+    ],
+)
+def test_what_a_resume_repeats_is_said_exactly(made, kept, said, tmp_path, monkeypatch):
+    lines = [json.dumps({"step": step, "groups": []}) + "\n" for step in range(1, made + 1)]
+    (tmp_path / "ledger.jsonl").write_text("".join(lines))
+    found = None if kept is None else tmp_path / "checkpoints" / f"step_{kept}"
+    monkeypatch.setattr(earlier_run, "latest_complete", lambda folder: (found, []))
+    text = earlier_run.goes_on(tmp_path)
+    assert [part for part in said if part not in text] == [] and ("again" in text) == (made != (kept or 0))

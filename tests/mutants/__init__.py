@@ -5,20 +5,21 @@ by others (+). `! tests` are arguments of pytest, or `simulation N` for N simula
 order; those before the first mutant count for mutants that name none. `python -m tests.mutants` runs them.
 """
 
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 COPIED = ("configs", "learner", "replay", "rollout_server", "scripts", "slipstream", "tests", "weight_bus")
-LIMIT_S = 300.0
 FAILED = 1
 """Exit code of pytest, and of the simulation, when a test fails; others say that nothing was tested."""
 FINDING = r"^(?:(?:FAILED|ERROR) \S*::|(?:\S+\.)?(?=\w*(?:Violation|Error)\b))(\S.*)$"
@@ -65,55 +66,59 @@ def count(mutant: Mutant) -> int:
     return path.read_text(encoding="utf-8").count(mutant.old) if path.exists() else 0
 
 
-def copy(target: Path) -> None:
-    """The packages and their tests."""
-    ignored = shutil.ignore_patterns("__pycache__", "*.gz", "*.png", "*.txt.orig")
-    for name in COPIED:
-        if (ROOT / name).exists():
-            shutil.copytree(ROOT / name, target / name, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", target)
+class Bench:
+    """A copy of the packages and their tests, and a process that runs these (tests/mutants/worker.py)."""
 
-
-@contextmanager
-def changed(root: Path, mutant: Mutant) -> Iterator[None]:
-    """With the mutant in the copy under `root`."""
-    path = root / mutant.path
-    source = path.read_text(encoding="utf-8")
-    path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
-    try:
-        yield
-    finally:
-        path.write_text(source, encoding="utf-8")
-
-
-def noticed(root: Path, tests: Sequence[str]) -> str | None:
-    """What notices the change that was made under `root`; None when nothing does.
-
-    Raises RuntimeError: the tests cannot be run.
-    """
-    for arguments in tests:
-        words = shlex.split(arguments)
-        if words[0] == "simulation":
-            command = ["tests.replay.simulation", "--processes", "1", "--stop-at", "1", "--seeds", words[1]]
-        else:
-            command = ["pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
-        code, output = run(root, ["-m", *command])
-        found = re.findall(FINDING, output, re.MULTILINE)
-        if code == FAILED:
-            return f"{arguments}: {found[-1][:120] if found else output[-120:]}"
-        if code != 0:
-            raise RuntimeError(f"{arguments} ended with {code}: {output[-2000:]}")
-    return None
-
-
-def run(root: Path, arguments: list[str]) -> tuple[int, str]:
-    """Exit code and output of a Python process whose packages are those under `root`; a hang is a failure."""
-    environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    try:
-        done = subprocess.run(
-            command, cwd=root, env=environment, capture_output=True, text=True, check=False, timeout=LIMIT_S
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        ignored = shutil.ignore_patterns("__pycache__", "*.gz", "*.png")
+        for name in COPIED:
+            if (ROOT / name).exists():
+                shutil.copytree(ROOT / name, root / name, ignore=ignored)
+        shutil.copy(ROOT / "pyproject.toml", root)
+        environment = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-P", str(root / "tests" / "mutants" / "worker.py")]
+        self._worker = subprocess.Popen(
+            command, cwd=root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-    except subprocess.TimeoutExpired:
-        return FAILED, f"TimeoutError: not done within {LIMIT_S:g} s"
-    return done.returncode, done.stdout + done.stderr
+
+    def notices(self, mutant: Mutant) -> str | None:
+        """What notices a mutant; None when nothing does. Raises RuntimeError: its tests cannot be run."""
+        path = self.root / mutant.path
+        source = path.read_text(encoding="utf-8")
+        path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
+        try:
+            return self.fails(mutant.tests)
+        finally:
+            path.write_text(source, encoding="utf-8")
+
+    def fails(self, tests: Sequence[str]) -> str | None:
+        """What fails first of these tests; None when nothing does."""
+        for arguments in tests:
+            words = shlex.split(arguments)
+            if words[0] == "simulation":
+                command = ["tests.replay.simulation", "--processes", "1", "--stop-at", "1", "--seeds", words[1]]
+            else:
+                command = ["pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
+            code, output = self._run(command)
+            found = re.findall(FINDING, output, re.MULTILINE)
+            if code == FAILED:
+                return f"{arguments}: {found[-1][:120] if found else output[-120:]}"
+            if code != 0:
+                raise RuntimeError(f"{arguments} ended with {code}: {output[-2000:]}")
+        return None
+
+    def _run(self, command: list[str]) -> tuple[int, str]:
+        assert self._worker.stdin is not None and self._worker.stdout is not None
+        self._worker.stdin.write(json.dumps(command) + "\n")
+        self._worker.stdin.flush()
+        code, output = json.loads(self._worker.stdout.readline())
+        return code, output
+
+    def cpu_s(self) -> float:
+        """Seconds that all tests have taken so far."""
+        used = psutil.Process(self._worker.pid).cpu_times()
+        return float(used.user + used.system + used.children_user + used.children_system)
+
+    def close(self) -> None:
+        self._worker.communicate()

@@ -13,23 +13,21 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
-from tests.mutants import Mutant, all_mutants, changed, copy, count, noticed
+from tests.mutants import Bench, Mutant, all_mutants, count
 
 
-def tried(mutants: Sequence[Mutant], baseline: bool) -> list[str]:
-    """Mutants that nothing notices, one copy for all of them. Raises SystemExit: a test fails without any."""
+def tried(mutants: Sequence[Mutant]) -> list[str]:
+    """Mutants that nothing notices. Raises SystemExit: a test fails without any."""
     survived = []
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        root = Path(folder)
-        copy(root)
-        for tests in sorted({tests for mutant in mutants for tests in mutant.tests}) if baseline else ():
-            if (problem := noticed(root, [tests])) is not None:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, closing(Bench(Path(folder))) as bench:
+        for tests in sorted({tests for mutant in mutants for tests in mutant.tests}):
+            if (problem := bench.fails([tests])) is not None:
                 raise SystemExit(f"without any mutant: {problem}")
         for mutant in mutants:
-            with changed(root, mutant):
-                found = noticed(root, mutant.tests)
+            found = bench.notices(mutant)
             survived += [mutant.name] if found is None else []
             sys.stdout.write(f"{mutant.name}: {found or 'SURVIVED'}\n")
             sys.stdout.flush()
@@ -48,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"what these replace is not there once: {stale}")
     shares = [chosen[i :: args.processes] for i in range(args.processes)]
     with ThreadPoolExecutor(args.processes) as pool:
-        survived = [name for names in pool.map(tried, shares, [True] * len(shares)) for name in names]
+        survived = [name for names in pool.map(tried, shares) for name in names]
     result = {"mutants": len(chosen), "caught": len(chosen) - len(survived), "survived": survived}
     sys.stdout.write(json.dumps(result) + "\n")
     return 1 if survived else 0

@@ -122,7 +122,7 @@ def test_it_joins_again_until_it_is_welcome_and_beats_from_then_on() -> None:
 def test_a_version_is_staged_and_loaded_and_proven_and_only_then_held(bench: Bench) -> None:
     assert not bench.hear(bench.begin(3))
     (staged,) = bench.said()
-    assert isinstance(staged, m.Staged) and (staged.version, staged.corrupt) == (3, [])
+    assert isinstance(staged, m.Staged) and (staged.epoch, staged.version, staged.corrupt) == (1, 3, [])
     assert (staged.wire_s, staged.verify_s) == (1.0, 2.0) and not bench.done
     assert bench.hear(bench.commit(3))
     assert bench.done == [("load", 3, -1), ("activate", 3, True)] and bench.subject.version == 3

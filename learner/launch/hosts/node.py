@@ -42,8 +42,8 @@ POLL_S = 0.1
 LOOK_S = 5.0
 SPEC_S = 60.0
 """How long the order may take to come."""
-PATIENCE_S = 15.0
-"""The launcher ends its own children within 5 s; a rollout server leaves the run in order."""
+PATIENCE_S = 30.0
+"""The launcher writes a checkpoint within 15 s and its children end within 5 s; a rollout server leaves in order."""
 STARTED = "launch/start.json"
 """Written before replay starts, so a node that replay answers reads what this start of the job decided."""
 
