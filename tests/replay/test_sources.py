@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_run import config, group_message, joins, learner, lease, make_step
 
 from configs.loading import ConfigError, load
 from replay import messages as m
@@ -15,6 +14,7 @@ from replay.prompts import Part, PromptSource, load_rows
 from replay.prompts.formats import jsonl as jsonl_format
 from replay.service import Service
 from rollout_server.rewards.loading import load_function
+from tests.replay.simulated_run import config, group_message, joins, learner, lease, make_step
 from tests.replay.simulation.journal import SimulatedJournal
 from tests.replay.simulation.world import comparable, rows
 from tests.replay.test_prompts import jsonl
