@@ -11,10 +11,10 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from configs.loading import dump
 from configs.plan import Machine, Plan, assign
@@ -27,7 +27,6 @@ from learner.launch.children import Child, RowTail, Tail
 from learner.launch.machine import this_machine
 from learner.launch.run_folder import RunFolder
 from learner.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
-from learner.report.live_view import LiveView
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, WireError, load_keys
 from replay.lifeline import CHECKPOINT, PARENT, RUN_FAILED
@@ -49,13 +48,26 @@ FAREWELL_S = 20.0
 """How long the others have to leave after the learner has finished."""
 
 
+class View(Protocol):
+    """What shows the run to a person (learner/report/live_view.py)."""
+
+    def event(self, text: str) -> None:
+        """Say something that happened beside the steps."""
+
+    def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show replay's status, None before it has answered, and the newest rows of metrics.jsonl."""
+
+    def close(self, summary: str) -> None:
+        """Show the last state, and how the run ended."""
+
+
 @dataclass(slots=True)
 class Launcher:
     """One run on this machine."""
 
     config: Config
     resume: bool
-    view: LiveView
+    view: View
     learner_module: str = "learner.train"
     """What the learner ranks run; benchmarks take the loop of this one with phases of their own."""
     server_command: tuple[str, ...] = ("rollout_server.main",)

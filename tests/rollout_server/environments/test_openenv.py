@@ -1,8 +1,6 @@
 """Servers of OpenEnv's protocol, as processes on the loopback interface, spoken to by a scripted policy."""
 
 import asyncio
-import importlib.util
-import os
 import subprocess
 import sys
 import time
@@ -20,14 +18,11 @@ from rollout_server.environments import EnvironmentFailed, Trajectory
 
 HERE = Path(__file__).parent
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "Play."}], "columns": {"seed": 4}}
-PYTHON = os.environ.get("SLIPSTREAM_OPENENV_PYTHON") or sys.executable
-"""An interpreter with the package openenv, whose pins engines do not go with."""
-HAS_PACKAGE = sys.executable != PYTHON or all(map(importlib.util.find_spec, ("openenv", "fastmcp", "uvicorn")))
 
 
-def served(script: str, python: str) -> Iterator[str]:
+def served(script: str) -> Iterator[str]:
     with subprocess.Popen(
-        [python, str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -36,20 +31,7 @@ def served(script: str, python: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def stand_in() -> Iterator[str]:
-    yield from served("openenv_stand_in.py", sys.executable)
-
-
-@pytest.fixture(scope="module")
-def package() -> Iterator[str]:
-    if not HAS_PACKAGE:
-        pytest.skip("the package openenv is not installed; SLIPSTREAM_OPENENV_PYTHON may name a Python that has it")
-    yield from served("openenv_package.py", PYTHON)
-
-
-@pytest.fixture(params=["stand_in", "package"])
-def url(request: pytest.FixtureRequest) -> str:
-    found: str = request.getfixturevalue(request.param)
-    return found
+    yield from served("openenv_stand_in.py")
 
 
 async def play(answers: Sequence[str], row: dict[str, Any] = ROW, **options: Any) -> tuple[Scripted, Trajectory]:
@@ -58,25 +40,25 @@ async def play(answers: Sequence[str], row: dict[str, Any] = ROW, **options: Any
     return client, await openenv.rollout(row, client)  # type: ignore[arg-type]
 
 
-async def test_an_episode_goes_on_until_the_server_is_done(url: str) -> None:
-    client, played = await play(["3", "9", "5"], url=url)
+async def test_an_episode_goes_on_until_the_server_is_done(stand_in: str) -> None:
+    client, played = await play(["3", "9", "5"], url=stand_in)
     said = [message["content"] for message in client.contexts[2]]
     assert said == ["Play.\nGuess a number from 1 to 9.", "3", "higher", "9", "lower"], "the row's seed, 4, hides a 5"
     assert played.reward == pytest.approx(0.8) and played.metrics["episode/finished"] == 1.0
     assert played.metrics["episode/moves"] == 3.0
-    _, last = await play(["3", "5"], url=url, reward="last", reset={"most": 6})
+    _, last = await play(["3", "5"], url=stand_in, reward="last", reset={"most": 6})
     assert last.reward == 1.0
 
 
-async def test_text_and_json_actions_and_a_full_context(url: str) -> None:
-    client, played = await play(["no JSON", '{"message": "5"}'], url=url, action="json", style="text")
+async def test_text_and_json_actions_and_a_full_context(stand_in: str) -> None:
+    client, played = await play(["no JSON", '{"message": "5"}'], url=stand_in, action="json", style="text")
     assert client.contexts[1] == "Play.\nGuess a number from 1 to 9.\nno JSON\nerror: the answer is no JSON object\n"
     assert (played.reward, played.metrics["episode/invalid_move"]) == (1.0, 1.0)
-    _, cut = await play(["3"], url=url)
+    _, cut = await play(["3"], url=stand_in)
     assert (cut.reward, cut.metrics["episode/finished"]) == (-0.1, 0.0), "what was reached counts"
 
 
-async def test_episodes_wait_for_a_place(url: str) -> None:
+async def test_episodes_wait_for_a_place(stand_in: str) -> None:
     """The servers have two; a place that is free again is taken."""
 
     async def one(number: int) -> float:
@@ -84,7 +66,7 @@ async def test_episodes_wait_for_a_place(url: str) -> None:
         client = Scripted(["1", "2", "3"], options)
         return (await openenv.rollout(row, client)).reward or 0.0  # type: ignore[arg-type]
 
-    options = {"url": [url], "wait_s": 20}
+    options = {"url": [stand_in], "wait_s": 20}
     await asyncio.to_thread(openenv.prepare, options)
     rewards = await asyncio.gather(*(one(number) for number in range(6)))
     assert [round(reward, 1) for reward in rewards] == [1.0, 0.9, 0.8, -0.3, -0.3, -0.3]
