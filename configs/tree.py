@@ -62,6 +62,12 @@ class Tree(Section):
         return self.rollout.groups_per_step * self.rollout.group_size
 
     @property
+    def min_group(self) -> int:
+        """Valid answers that a group trains from."""
+        size = self.rollout.group_size
+        return self.rollout.min_group or max(min(2, size), -(-size // 2))
+
+    @property
     def lease_capacity(self) -> int:
         """Leases that a rollout server holds: its engine's batch, or its episodes, and a quarter, to never run dry."""
         environment, rollout = self.environment, self.rollout
