@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 COPIED = ("configs", "learner", "replay", "rollout_server", "scripts", "slipstream", "tests", "weight_bus")
 FAILED = 1
@@ -112,6 +114,11 @@ class Bench:
         self._worker.stdin.flush()
         code, output = json.loads(self._worker.stdout.readline())
         return code, output
+
+    def cpu_s(self) -> float:
+        """Seconds that all tests have taken so far."""
+        used = psutil.Process(self._worker.pid).cpu_times()
+        return float(used.user + used.system + used.children_user + used.children_system)
 
     def close(self) -> None:
         self._worker.communicate()

@@ -116,8 +116,6 @@ def test_a_pass_of_broken_rows_ends_the_run(tmp_path: Path, monkeypatch: pytest.
         ("data.train={a: {path: x, weight: 0}}", "data.train.a.weight"),
         ("data.train={a: {path: x, wait: 1}}", "wait"),
         ("model.chat_template_options={tokenize: false}", "'tokenize' is set for every prompt; leave it out"),
-        ("data.custom_cls=x", "data.train"),
-        ("data.apply_chat_template_kwargs={}", "model.chat_template_options"),
     ],
 )
 def test_keys_that_cannot_be_used_are_named(override: str, said: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 from configs import Config
 from replay import messages as m
 from replay.channel import ChannelError
+from rollout_server.engines.base import Partial
 from rollout_server.generate import LeaseFailed
 from rollout_server.leases import Leases, RunEnded
 from tests.replay.simulation.samples import make_group, make_result
@@ -53,7 +54,8 @@ class Work(list[Any]):
         return {"0/2/1"}
 
     def progress(self, name: str, since: Any) -> Any:
-        raise AssertionError("without partial rollouts nobody asks")
+        self.append(("progress", name, list(since)))
+        return [Partial() for _ in since]
 
 
 @pytest.fixture
@@ -251,3 +253,14 @@ def test_an_activity_lasts_from_its_beginning(leases: Leases, work: Work) -> Non
         leases.now_at("generating", now)
     heartbeat = beat(leases, work, 7.0)[0]
     assert isinstance(heartbeat, m.Heartbeat) and (heartbeat.activity, heartbeat.since_s) == ("generating", 3.0)
+
+
+def test_prefixes_that_a_lease_brings_are_known_to_replay_already(work: Work) -> None:
+    replay = CONFIG.replay.model_copy(update={"partial_rollouts": True})
+    leases = Leases(CONFIG.model_copy(update={"replay": replay}), HELLO, work)
+    tokens, logprobs = np.array([5, 6], np.int32), np.full(2, -1.0, np.float32)
+    prefix: Any = {"prefix_finished": ["", ""], "prefix_lengths": np.array([2, 0], np.int32)}
+    prefix |= {"prefix_token_ids": tokens, "prefix_logprobs": logprobs, "prefix_versions": np.zeros(2, np.int32)}
+    leases.hear(replace(lease(1), **prefix), 0.0)
+    beat(leases, work, 1.0)
+    assert work == [("begin", 1), ("progress", "0/1/1", [2, 0])]
