@@ -4,7 +4,7 @@ Schema 3 differs from 2 in Group, which has `policies`; 4 from 3 in EvaluationLe
 sets and several answers to a prompt; 5 from 4 in Group and Batch, whose trajectories may have several samples; 6 from 5
 in the same two, whose prompts may have pictures; 7 from 6 in EvaluationLease and EvaluationResult, which say what is
 asked for, Renew, which says what waits, and Batch, which has the bound of its lag. Journals may hold messages of
-schemas 2 to 7; 8 made Renew an inventory and gave Refused a code.
+schemas 2 to 7; 8 made Renew an inventory, gave Refused a code, and Group and EvaluationResult what failed.
 """
 
 import base64
