@@ -160,6 +160,7 @@ class Tree(Section):
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
+            f" Reward: {self.reward.shown}."
             f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}{kernels};"
             f" weights over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
             f"{FLOAT32_ON_GPUS if in_float32 else ''}"

@@ -1,7 +1,10 @@
 """How leases end: given back, expired, dropped, and what the run and its peers are told of that."""
 
 import pytest
-from simulated_run import (
+
+from replay import messages as m
+from replay.desks.leases import WAIT_FOR_OTHERS_S, Shares, SlotState
+from tests.replay.simulated_run import (
     answering,
     finishes,
     gives_back,
@@ -14,9 +17,6 @@ from simulated_run import (
     service,
     trains,
 )
-
-from replay import messages as m
-from replay.desks.leases import WAIT_FOR_OTHERS_S, Shares, SlotState
 from tests.replay.simulation.samples import make_result
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_generator import PROMPT, config_of, evaluation_lease, generating
-from torch_served import Gates
 
 from configs import Config
 from examples.random_qwen3 import SHAPES, make
@@ -25,6 +23,8 @@ from rollout_server.leases import policies_of
 from rollout_server.rewards import RewardOutcome, Sample
 from rollout_server.tasks.pictures import Prompt
 from scripts.bench.server import forced_length
+from tests.rollout_server.small_generator import PROMPT, config_of, evaluation_lease, generating
+from tests.rollout_server.torch_served import Gates
 from tests.support.waiting import eventually
 from weight_bus.errors import NotAvailable, RemovedFromBus
 

@@ -11,8 +11,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from small_generator import evaluation_lease
-from torch_oracle import hf_tensors, make_model
 
 from configs import Config
 from configs.environment import Environment
@@ -25,6 +23,8 @@ from rollout_server.environments.pool import environments_of
 from rollout_server.episodes import EpisodeGenerator
 from rollout_server.rewards import RewardOutcome, Sample
 from rollout_server.tasks import Task
+from tests.rollout_server.small_generator import evaluation_lease
+from tests.rollout_server.torch_oracle import hf_tensors, make_model
 from tests.support.waiting import eventually
 
 pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from small_generator import PROMPT, PROMPT_TOKENS, config_of, evaluation_lease
 
 from configs import Config, ConfigError
 from configs.environment import BUILT_IN
@@ -32,6 +31,7 @@ from rollout_server.episodes import EpisodeGenerator
 from rollout_server.generate import LeaseFailed
 from rollout_server.rewards import RewardOutcome, Sample
 from rollout_server.tasks import Task
+from tests.rollout_server.small_generator import PROMPT, PROMPT_TOKENS, config_of, evaluation_lease
 from tests.support.waiting import eventually
 
 FUNCTIONS = Path(__file__).with_name("functions.py")

@@ -8,9 +8,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from small_generator import config_of, evaluation_lease
-from test_episodes import playing
-from test_picture_prompts import IMAGE, reference
 
 from examples.pictures import IDS, save_model, save_pictures
 from replay import messages as m
@@ -22,6 +19,9 @@ from rollout_server.environments.conversation import Conversation
 from rollout_server.environments.session import Limits, Session
 from rollout_server.tasks import Task, TaskError
 from rollout_server.tasks.pictures import Prompt
+from tests.rollout_server.environments.test_episodes import playing
+from tests.rollout_server.small_generator import config_of, evaluation_lease
+from tests.rollout_server.test_picture_prompts import IMAGE, reference
 
 GROUP = 3
 SHOWN, TEXT = {"type": "image"}, {"type": "text", "text": "which colour ?"}
