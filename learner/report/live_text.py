@@ -28,6 +28,9 @@ REWARD = "critic/score/mean"
 LAG_MEAN = "training/off_policy/trajectory_staleness/mean"
 LAG_MAX = "training/off_policy/trajectory_staleness/max"
 GOOD_COUNTERS = {"groups_accepted", "groups_trained", "checkpoints", "partials_used", "partial_tokens_used"}
+GOOD_COUNTERS |= {"answers_kept", "tokens_kept", "tokens_left_out"}
+LOST = {"poison", "interrupted", "too_slow", "broken_row", "prompt_too_long", "prompt_not_rendered"}
+"""Reasons for which a prompt is dropped against the user's wish."""
 
 
 @dataclass(slots=True)
@@ -138,6 +141,28 @@ def step_line(progress: Progress) -> str:
         f"  tok/s {count(row.get('perf/learner_tokens_per_s'))}"
         f"  idle learner {percent(row.get('trainer/idle_ratio'))} rollout {percent(row.get('rollout/idle_ratio'))}"
         f"  eta {duration(progress.eta_s())}"
+    ) + (f"  {lost}" if (lost := lost_text(row)) else "")
+
+
+def lost_text(row: Row) -> str:
+    """`left out 12 answers (12 reward_error, 31 tokens each, kept ones 25), 3 prompts (3 poison)`, or empty."""
+    failed = [f"{value:.0f} {code}" for code, value in _by_reason(row, "answers/failed/")]
+    dropped = [(reason, value) for reason, value in _by_reason(row, "buffer/dropped/") if reason in LOST]
+    parts = []
+    if failed:
+        if (length := row.get("answers/left_out_length")) is not None:
+            failed += [f"{count(length)} tokens each", f"kept ones {count(row.get('answers/kept_length'))}"]
+        parts.append(f"{row.get('answers/left_out', 0):.0f} answers ({', '.join(failed)})")
+    if dropped:
+        total, reasons = sum(value for _, value in dropped), ", ".join(f"{value:.0f} {name}" for name, value in dropped)
+        parts.append(f"{total:.0f} prompts ({reasons})")
+    return f"left out {', '.join(parts)}" if parts else ""
+
+
+def _by_reason(row: Row, prefix: str) -> list[tuple[str, float]]:
+    """What is above 0 of the counts below a prefix, by its last part."""
+    return sorted(
+        (name.removeprefix(prefix), value) for name, value in row.items() if name.startswith(prefix) and value
     )
 
 
@@ -274,4 +299,4 @@ def closing_line(progress: Progress) -> str:
         shared = sorted(before.keys() & after.keys())
         parts = [f"{mode} {number(before[mode])} → {number(after[mode])}" for mode in shared]
         text += f"; from version {first} to {newest}: {', '.join(parts)}"
-    return text
+    return text + (f"; {lost}" if (lost := lost_text(progress.last)) else "")

@@ -36,7 +36,16 @@ def summarize(run_dir: Path, train_seconds: float | None) -> dict[str, Any]:
         "groups_trained_twice": len(groups) - len(set(groups)),
         "digests_equal": bool(syncs) and all(syncs),
         **({"sets": sets} if sets else {}),
+        **({"left_out": left_out} if (left_out := _left_out(rows)) else {}),
     }
+
+
+def _left_out(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the last step: failed answers and dropped groups by reason, and mean lengths, where anything was left out."""
+    steps = [row for row in rows if "step" in row]
+    last = steps[-1] if steps else {}
+    found = {k: v for k, v in last.items() if k.startswith(("answers/", "buffer/dropped/")) and v}
+    return found if found.keys() - {"answers/kept_length"} else {}
 
 
 def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[int], list[float]]]:

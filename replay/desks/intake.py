@@ -102,8 +102,8 @@ class Intake:
             "environment_error": (f"environment {config.environment.function!r}", EnvironmentsFail),
         }[code]
         text = (
-            f"{what} failed for {rate.failed} of the last {rate.answers} answers; reward.max_error_rate is"
-            f" {rate.limit:g}; the last: {detail}"
+            f"{what} failed for {rate.failed} of the last {rate.answers} answers; reward.max_error_rate {rate.limit:g}"
+            f" is passed; the last: {detail}"
         )
         self._fail(str(ending(text)))
 

@@ -283,3 +283,14 @@ def test_idle_shares_say_which_side_has_a_gpu_to_give(split, learner, rollout, s
     progress.split = split
     assert live_text.split_text(progress).endswith(said) and bool(live_text.split_text(progress)) == bool(said)
     assert live_text.split_text(progress_of(*rows[:39])) == ""
+
+
+def test_what_was_left_out_is_told_by_count_and_reason():
+    row = {"step": 1, "time": 1.0, "critic/score/mean": 0.5, "answers/left_out": 12.0, "answers/kept_length": 25.0}
+    row |= {"answers/failed/reward_error": 12.0, "answers/left_out_length": 31.0, "buffer/dropped/poison": 3.0}
+    row |= {"answers/failed/environment_error": 0.0, "buffer/dropped/flat_rewards": 9.0}
+    said = "left out 12 answers (12 reward_error, 31 tokens each, kept ones 25), 3 prompts (3 poison)"
+    assert live_text.step_line(progress_of(row)).endswith(said) and live_text.closing_line(progress_of(row)).endswith(
+        said
+    )
+    assert live_text.lost_text(ROWS[-1]) == ""
