@@ -179,7 +179,6 @@ class Group(OfLease):
     """
 
     finish_reasons: list[str]
-    texts: list[str]
     reward_metrics: dict[str, float]
     """Mean of what a reward function returned besides its score, and reward/seconds."""
     generate_s: float

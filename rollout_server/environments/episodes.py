@@ -69,7 +69,6 @@ class EpisodeGenerator(Generator):
             index=lease.index,
             attempt=lease.attempt,
             finish_reasons=[episode.finish_reason for episode in episodes],
-            texts=[episode.text for episode in episodes],
             reward_metrics=means([episode.metrics for episode in episodes]),
             generate_s=time.monotonic() - started,
             data_source=str(lease.prompt.get("data_source", "")),
