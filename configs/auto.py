@@ -51,7 +51,7 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
 def _keeps_from_compiling(learner: Mapping[str, Any]) -> bool:
     """Whether something else is asked for that does not go with compiled layers."""
     mesh = learner.get("mesh", {})
-    divided = isinstance(mesh, Mapping) and any(mesh.get(name, 1) != 1 for name in ("tensor", "context"))
+    divided = isinstance(mesh, Mapping) and mesh.get("tensor", 1) != 1
     return bool(divided or learner.get("offload_activations", False))
 
 

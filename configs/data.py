@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from configs.base import Own, OwnPath, Section
+from configs.base import Own, Section
 from configs.evaluation import EvaluationSet, checked_sets, named_sets
 from configs.rewards import Code, Mathematics, RewardPart, checked_function, parts_of
 
@@ -96,56 +96,13 @@ class Data(Section):
         return checked_sets(value)
 
 
-class RewardModel(Section):
-    """A scalar reward model: a Hugging Face folder of a sequence classification model with one label."""
-
-    path: OwnPath[str | None] = None
-    """Folder with config.json, safetensors and a tokenizer; unset: no reward model."""
-    weight: float | None = Field(default=None, allow_inf_nan=False)
-    """The reward is that of `reward.function` plus this times the model's score; 0 makes the score a metric alone."""
-    chat_template: str | None = None
-    """Jinja chat template of the reward model, or the path of a file with one; none takes its tokenizer's own."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Dtype of its weights; `auto` is float32 where the reward server runs on a CPU, bfloat16 on GPUs."""
-    devices: Own[int] = Field(default=1, ge=1)
-    """Devices of `placement.reward` per reward server; accelerate spreads the model over them."""
-    max_memory: Own[dict[str, str] | None] = None
-    """Most memory for weights by device, as in accelerate, for example `{0: 20GiB, cpu: 60GiB}`; devices count from 0
-    within a reward server. What fits into none of them is refused."""
-    max_tokens_per_batch: int = Field(default=16384, ge=1)
-    """Tokens of one forward, padding included; a longer conversation runs alone."""
-    timeout_s: float = Field(default=120.0, gt=0)
-    """How long a request may take, waiting and a restart of the reward server included; then it is a reward error."""
-    num_threads: Own[int] = Field(default=1, ge=1)
-    """CPU threads of a reward server."""
-
-    @field_validator("dtype")
-    @classmethod
-    def _stands_alone(cls, value: str | bool, info: ValidationInfo) -> str | bool:
-        """In place of the base's: `auto` is resolved by the reward server, whose device is not that of the run."""
-        return value
-
-    @field_validator("max_memory", mode="before")
-    @classmethod
-    def _is_of_accelerate(cls, value: Any) -> Any:
-        """YAML reads the number of a device as a number."""
-        if not isinstance(value, dict):
-            return value
-        limits = {str(device): limit for device, limit in value.items()}
-        for device, limit in limits.items():
-            if not re.fullmatch(r"\d+|cpu", device) or not re.fullmatch(r"\d+(\.\d+)?[KMG]i?B", str(limit)):
-                raise ValueError(f"{device}: {limit} is not of the form {{0: 20GiB, cpu: 60GiB}}")
-        return limits
-
-
 class Reward(Section):
     """How an answer is judged. Reward code runs in processes that are killed when they take too long."""
 
-    function: str | dict[str, Any] = "exact"
-    """`exact`, `numeric`, `math` or another built-in reward, `package.module:function`, `path/to/file.py:function`, or
-    `model`: the reward model alone; or several with weights and options, as {numeric: 1, format: {weight: 0.2}}."""
-    model: RewardModel = RewardModel()
-    """The reward model, in place of a function or beside one."""
+    function: str | dict[str, Any] | None = None
+    """Has to be given: `exact`, `numeric`, `math` or another built-in reward, `package.module:function`,
+    `path/to/file.py:function`, or `environment`: what environment.function says; or several with weights and options,
+    as {numeric: 1, format: {weight: 0.2}}."""
     workers: Own[int] = Field(default=1, ge=1, le=256)
     """Reward processes per rollout server."""
     timeout_s: float = Field(default=30.0, gt=0)
@@ -162,7 +119,7 @@ class Reward(Section):
     @field_validator("function", mode="before")
     @classmethod
     def _names_functions(cls, value: object) -> object:
-        return checked_function(value)
+        return None if value is None else checked_function(value)
 
     @model_validator(mode="after")
     def _parts_have_time(self) -> "Reward":
@@ -189,14 +146,14 @@ class Reward(Section):
 
     @property
     def parts(self) -> tuple[RewardPart, ...]:
-        """The functions whose weighted scores are the reward; none where the reward model is all of it."""
+        """The functions whose weighted scores are the reward."""
         return parts_of(self.function)
 
     @property
     def shown(self) -> str:
         """For messages: `numeric + 0.2 format`."""
-        if isinstance(self.function, str):
-            return self.function
+        if not isinstance(self.function, dict):
+            return self.function or "none"
         return " + ".join(p.label if p.weight == 1 else f"{p.weight:g} {p.label}" for p in self.parts)
 
 

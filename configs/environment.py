@@ -8,13 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from configs.base import Own, Secret, Section
 
-BUILT_IN = ("agent", "tools", "textarena", "verifiers", "openenv")
-NEEDED = {
-    "textarena": ("game", "{game: GuessTheNumber-v0}"),
-    "verifiers": ("taskset", "{taskset: {id: my-tasks}}"),
-    "openenv": ("url", "{url: 'http://10.0.0.7:8000'}"),
-}
-"""By function, the option that it cannot do without, and an example."""
+BUILT_IN = ("agent", "tools")
 EPISODES_PER_WORKER = 32
 """What one blocks, or its death ends, so many others wait for or begin again."""
 AGENT_OPTIONS = ("command", "function", "models", "sampling")
@@ -24,9 +18,9 @@ class Environment(Section):
     """What happens between the turns of an episode. The code runs in processes of its own."""
 
     function: str | None = None
-    """`async def rollout(row, client)` as `path/to/file.py:name` or `package.module:name`; or `tools` (a tool loop),
-    `textarena` (its games), `verifiers` (prime-rl's environments), `openenv` (servers of that protocol) or `agent` (a
-    program that asks an OpenAI endpoint). Unset: an answer is one turn."""
+    """`async def rollout(row, client)` as `path/to/file.py:name` or `package.module:name`; or `tools` (a tool loop)
+    or `agent` (a program that asks an OpenAI endpoint). Games, tasksets of verifiers and servers of OpenEnv:
+    examples/environments/. Unset: an answer is one turn."""
     options: Secret[dict[str, Any]] = Field(default={})
     """For the function, as `client.options`, for example `{tools: [calculator]}`, `{taskset: {id: my-tasks}}` or
     `{command: [python, my_agent.py]}`."""
@@ -54,13 +48,6 @@ class Environment(Section):
         if value is None or value in BUILT_IN or (":" in value and value.rpartition(":")[2].isidentifier()):
             return value
         raise ValueError(f"{value!r} is no environment; take path/to/file.py:name, or one of {', '.join(BUILT_IN)}")
-
-    @model_validator(mode="after")
-    def _what_is_played_is_named(self) -> "Environment":
-        name, example = NEEDED.get(self.function or "", ("", ""))
-        if name and not self.options.get(name):
-            raise ValueError(f"options: function {self.function!r} needs {name}, such as {example}")
-        return self
 
     @model_validator(mode="after")
     def _agent_is_named(self) -> "Environment":

@@ -45,9 +45,6 @@ class Network(Section):
     """Address of this machine that replay, the weight bus and collectives bind; each node has its own."""
     replay_port: Own[int] = Field(default=0, ge=0, le=65535)
     """Port of replay; 0 takes a free one (only for runs that the launcher starts whole)."""
-    reward_port: Own[int] = Field(default=0, ge=0, le=65535)
-    """Port of a node's first reward server, the others take the next ones; 0 takes free ones, where rollout servers
-    have reward servers on their own node."""
     heartbeat_s: float = Field(default=1.0, gt=0)
     """Interval of every process's heartbeats to replay."""
     silent_after_s: float = Field(default=30.0, gt=0)
@@ -74,14 +71,10 @@ class Placement(Section):
     """Rollout GPUs by node, for example `node0:0-5`."""
     learner: str | None = None
     """Learner GPUs by node, for example `node0:6-7; node1:0-7`."""
-    reward: str | None = None
-    """GPUs of reward servers by node, for example `node0:7`: asked by the rollout servers of their node, or by all that
-    have none on theirs; unset: a reward server beside the rollout servers of each node, on its CPU."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Devices per engine."""
     share_gpus: bool = False
-    """A GPU may be given twice: to both sides (one GPU for everything), which needs weight_bus.backend gloo, or to a
-    reward server as well."""
+    """A GPU may be given twice: to both sides (one GPU for everything), which needs weight_bus.backend gloo."""
     gpu_gib: Own[float | None] = Field(default=None, gt=0)
     """Memory of a learner GPU in GiB, which the dry run holds the learner's budget against; unset: what this machine's
     GPUs have."""

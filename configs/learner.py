@@ -46,16 +46,9 @@ class Mesh(Section):
     """Copies of the sharded model, whose gradients are added up (HSDP): less traffic between nodes, more memory."""
     tensor: int = Field(default=1, ge=1)
     """Ranks of one node that divide heads, the MLP and the vocabulary among them, and compute the same rows."""
-    context: int = Field(default=1, ge=1)
-    """Ranks that divide the tokens of a row among them, for trajectories that are too long for one."""
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that compute the same rows together."""
-        return self.tensor * self.context
 
     def __str__(self) -> str:
-        return f"replicate {self.replicate} × tensor {self.tensor} × context {self.context}"
+        return f"replicate {self.replicate} × tensor {self.tensor}"
 
 
 class LearnerSettings(Section):
@@ -96,7 +89,7 @@ class LearnerSettings(Section):
     input only, for about a quarter more time; `auto` is the fastest that fits into the GPU's memory."""
     compile: Literal["auto"] | bool = "auto"
     """Compile each decoder layer, once for rows of any length: faster steps with less memory, a first step of a minute.
-    `auto` does so on GPUs, except with tensor or context ranks and offload_activations."""
+    `auto` does so on GPUs, except with tensor ranks and offload_activations."""
     offload_optimizer: bool = False
     """Keep AdamW's moments in pinned host memory, 8 bytes a parameter of a rank: the same numbers, and a copy each way
     in every step."""

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,9 +110,24 @@ def read_yaml(text: str | bytes) -> Any:
         raise yaml.YAMLError(f"{type(error).__name__}: {error}") from error
 
 
+class _OneFile(argparse.Action):
+    """Refuses a second `--config`, which would drop the first one."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        if namespace.is_config_given:
+            parser.error(
+                f"--config: {namespace.config} and {values}; one file holds one run: give one, and --set keys of it"
+            )
+        namespace.config, namespace.is_config_given = values, True
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--config`, `--set` and the flags that are aliases of single keys."""
-    parser.add_argument("--config", default=QUICKSTART, help="YAML file or preset name (default: %(default)s)")
+    parser.set_defaults(is_config_given=False)
+    help_text = "YAML file or preset name (default: %(default)s)"
+    parser.add_argument("--config", action=_OneFile, default=QUICKSTART, help=help_text)
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable")
     for flag, key in FLAGS.items():
         parser.add_argument(flag, dest=f"flag:{key}", metavar="VALUE", help=f"same as --set {key}=VALUE")
@@ -139,7 +155,7 @@ def load(source: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Confi
 
 
 def parse(text: str | bytes, source: str, overrides: Sequence[str] = ()) -> Config:
-    """The same of a YAML text that comes from `source`. Raises ConfigError."""
+    """The same of a YAML text that comes from `source`. Raises ConfigError, also where no reward is named."""
     try:
         tree = read_yaml(text)
     except yaml.YAMLError as error:
@@ -148,7 +164,14 @@ def parse(text: str | bytes, source: str, overrides: Sequence[str] = ()) -> Conf
         raise BadFile(f"{source}: expected a mapping of sections, found {type(tree).__name__}")
     for override in overrides:
         apply_override(tree, override)
-    return validate(tree, source, overrides)
+    config = validate(tree, source, overrides)
+    if config.reward.function is None:
+        raise BadValue(
+            f"{source}: reward.function: names nothing, and no reward is chosen for you; name what judges the answers:"
+            " numeric, math, exact, code, path/to/file.py:function, or environment where environment.function gives the"
+            " reward (docs/howto/rewards.md)"
+        )
+    return config
 
 
 def find(source: str | os.PathLike[str]) -> Path:
@@ -162,6 +185,11 @@ def find(source: str | os.PathLike[str]) -> Path:
     names = sorted(p.stem for p in PRESETS.glob("*.yaml"))
     hint = did_you_mean(path.stem, names) or "give one that there is."
     raise BadFile(f"--config: no file or preset {str(source)!r}; {hint} Presets: {', '.join(names)}")
+
+
+def digest_of(text: str) -> str:
+    """Digest of a configuration's text, by which a job names the one that it was written with: 16 hex digits."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

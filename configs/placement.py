@@ -24,20 +24,14 @@ class Share:
     node: str
     rollout: tuple[int, ...]
     learner: tuple[int, ...]
-    reward: tuple[int, ...] = ()
-    """Of reward servers, which belong to the rollout side."""
 
     def devices(self, role: str) -> tuple[int, ...]:
-        """Those of the `learner`, or of the `rollout` side: engines, then reward servers."""
-        return self.learner if role == "learner" else tuple(dict.fromkeys(self.rollout + self.reward))
+        """Those of the `learner`, or of the `rollout` side."""
+        return self.learner if role == "learner" else self.rollout
 
     def engines(self, tensor_parallel: int) -> list[tuple[int, ...]]:
         """Devices of each rollout server, in blocks of `tensor_parallel`."""
         return _blocks(self.rollout, tensor_parallel)
-
-    def reward_servers(self, devices: int) -> list[tuple[int, ...]]:
-        """Devices of each reward server that `placement.reward` names, in blocks of so many."""
-        return _blocks(self.reward, devices)
 
 
 def node_devices(spec: str, key: str = "placement") -> Iterator[tuple[str, int]]:
@@ -68,9 +62,8 @@ def shares(placement: Placement) -> tuple[Share, ...]:
     if (placement.rollout is None) != (placement.learner is None):
         missing = "rollout" if placement.rollout is None else "learner"
         raise BadPlacement(f"placement.{missing}: missing; placement.rollout and placement.learner come together")
-    reward = _by_node("placement.reward", placement.reward) if placement.reward is not None else {}
     if placement.rollout is None or placement.learner is None:
-        parts = [_split(placement, reward)]
+        parts = [_split(placement)]
     else:
         rollout = _by_node("placement.rollout", placement.rollout)
         learner = _by_node("placement.learner", placement.learner)
@@ -79,9 +72,8 @@ def shares(placement: Placement) -> tuple[Share, ...]:
                 node,
                 tuple(rollout.get(node, ())),
                 tuple(learner.get(node, ())),
-                reward=tuple(reward.get(node, ())),
             )
-            for node in (learner | rollout | reward)
+            for node in (learner | rollout)
         ]
     return tuple(parts)
 
@@ -106,12 +98,6 @@ def check(placement: Placement) -> None:
                 f"placement: {part.node}:{min(both)} is given to both sides; rollout and learner devices must be"
                 " disjoint, or set placement.share_gpus=true"
             )
-        shared = set(part.reward) & {*part.rollout, *part.learner}
-        if shared and not placement.share_gpus:
-            raise BadPlacement(
-                f"placement.reward: {part.node}:{min(shared)} has a rollout server or a learner rank; give reward"
-                " servers devices of their own, or set placement.share_gpus=true"
-            )
         rest = len(part.rollout) % placement.tensor_parallel
         if rest and placement.rollout is None:
             raise BadPlacement(
@@ -134,14 +120,14 @@ def ranks_of(parts: tuple[Share, ...], node: str) -> range:
 
 def most_devices(share: Share) -> int:
     """Devices that the node needs: the highest index and one."""
-    return max((*share.rollout, *share.learner, *share.reward), default=-1) + 1
+    return max((*share.rollout, *share.learner), default=-1) + 1
 
 
 def _blocks(devices: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
     return [devices[start : start + size] for start in range(0, len(devices), size)]
 
 
-def _split(placement: Placement, reward: dict[str, list[int]]) -> Share:
+def _split(placement: Placement) -> Share:
     if placement.split is None or not re.fullmatch(r"\d+:\d+", placement.split):
         raise BadPlacement(
             f"placement.split: {placement.split!r} is not of the form 'R:L', such as '6:2' for 6 rollout and 2"
@@ -149,13 +135,7 @@ def _split(placement: Placement, reward: dict[str, list[int]]) -> Share:
         )
     rollout, learner = map(int, placement.split.split(":"))
     first = max(0, rollout - learner) if placement.share_gpus else rollout
-    if reward.keys() - {ONLY_NODE}:
-        raise BadPlacement(
-            f"placement.reward: {placement.reward!r} with placement.split, whose one host is {ONLY_NODE}; give devices"
-            f" of {ONLY_NODE}, or placement.rollout and placement.learner"
-        )
-    servers = tuple(reward.get(ONLY_NODE, ()))
-    return Share(ONLY_NODE, tuple(range(rollout)), tuple(range(first, first + learner)), reward=servers)
+    return Share(ONLY_NODE, tuple(range(rollout)), tuple(range(first, first + learner)))
 
 
 def _by_node(key: str, spec: str) -> dict[str, list[int]]:

@@ -13,7 +13,7 @@ from configs.errors import BadHosts, BadPlacement, Contradiction, NoRoom
 from configs.placement import Share, most_devices, ranks_of
 from configs.schema import Config, is_loopback
 
-Role = Literal["replay", "learner", "reward", "rollout"]
+Role = Literal["replay", "learner", "rollout"]
 
 NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 """SGLang sets both to 0 in its processes; another value at the other end fails the first broadcast."""
@@ -62,9 +62,8 @@ class Plan:
     """Address of replay."""
 
     def nodes(self, role: Role) -> list[str]:
-        """Nodes with such a process, in order of their first one; reward servers are of the rollout side."""
-        roles = ("reward", "rollout") if role == "rollout" else (role,)
-        return list(dict.fromkeys(process.node for process in self.processes if process.role in roles))
+        """Nodes with such a process, in order of their first one."""
+        return list(dict.fromkeys(process.node for process in self.processes if process.role == role))
 
     def of(self, node: str, role: Role) -> list[Process]:
         """This node's processes of one role, in order."""
@@ -118,7 +117,7 @@ def assign(
     processes = [words.replay(share.node) for share in wanted if share.node == first]
     processes += [words.learner(share, learner_module) for share in wanted if share.learner]
     for share in wanted:
-        processes += [*words.reward_servers(share), *words.servers(share, tuple(server_command))]
+        processes += words.servers(share, tuple(server_command))
     return Plan(tuple(processes), first, dict(machines), address)
 
 
@@ -170,45 +169,11 @@ class _Words:
         threads = self.config.learner.num_threads
         return self._process(name, "learner", share.node, command, threads, share.learner, ports)
 
-    def reward_servers(self, share: Share) -> Iterator[Process]:
-        """Those of a node; they leave the loopback interface only where another node asks them."""
-        model, elsewhere = self.config.reward.model, self.config.rewards_elsewhere
-        if model.path is None or not (share.reward if elsewhere else share.rollout):
-            return
-        for number, devices in enumerate(share.reward_servers(model.devices) or [()]):
-            name = f"reward-{number}" if len(self.config.shares) == 1 else f"reward-{share.node}-{number}"
-            port = self._reward_port(number)
-            listens = ("--port", str(port), *(["--to-other-nodes"] if elsewhere else []))
-            command = self._command("rollout_server.reward_model.main", share.node, "--server-name", name, *listens)
-            process = self._process(name, "reward", share.node, command, model.num_threads, devices, {"reward": port})
-            process.environment.setdefault("CUDA_VISIBLE_DEVICES", "")
-            yield process
-
-    def _reward_port(self, number: int) -> int:
-        port = self.config.network.reward_port
-        return port and port + number
-
-    def _rewards_elsewhere(self, share: Share) -> Iterator[str]:
-        """Arguments of rollout servers whose node has no reward server; others get theirs when those listen."""
-        if share.reward or not share.rollout or not self.config.rewards_elsewhere:
-            return
-        for other in self.config.shares:
-            for number, _ in enumerate(other.reward_servers(self.config.reward.model.devices)):
-                if other.node not in self.machines:
-                    raise BadHosts(
-                        f"placement.reward: the address of {other.node} is not known on {share.node}; start its rollout"
-                        " servers with scripts/start_rollout_nodes.sh --hosts FILE"
-                    )
-                address = _address(self.machines[other.node], self._reward_port(number))
-                yield from ("--reward", f"{other.node}={address}")
-
     def servers(self, share: Share, words: tuple[str, ...]) -> Iterator[Process]:
         node, threads = share.node, self.config.rollout.num_threads
-        rewards = tuple(self._rewards_elsewhere(share))
         for number, devices in enumerate(share.engines(self.config.placement.tensor_parallel)):
             name = f"rollout-{number}" if len(self.config.shares) == 1 else f"rollout-{node}-{number}"
             command = self._command(words[0], node, *words[1:], "--replay", self.address, "--server-name", name)
-            command += rewards
             yield self._process(name, "rollout", node, command, threads, devices)
 
     def _process(
@@ -267,7 +232,7 @@ def _fits(config: Config, share: Share, machine: Machine) -> None:
         there, source = len(machine.visible), f"CUDA_VISIBLE_DEVICES={','.join(machine.visible)} shows"
     wanted, split = most_devices(share), config.placement.split
     if there is not None and wanted > there:
-        named = config.placement.rollout is not None or wanted - 1 in share.reward
+        named = config.placement.rollout is not None
         key = f"placement: {share.node}:{wanted - 1}" if named else f"placement.split: {split!r}"
         raise NoRoom(
             f"{key} needs {wanted} GPU{'s' if wanted > 1 else ''}, {source} {there}; take fewer, or set"
@@ -289,14 +254,13 @@ def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, M
         "network.replay_port": config.network.replay_port,
         "weight_bus.port": config.weight_bus.port,
         "placement.rendezvous_port": config.placement.rendezvous_port,
-        "network.reward_port": config.network.reward_port,
     }
     for (key, port), (other, taken) in itertools.combinations(ports.items(), 2):
         if port and port == taken:
             raise Contradiction(f"{key}: {port} is {other} as well, on the same node; give each its own")
 
 
-def table(plan: Plan, roles: tuple[Role, ...] = ("replay", "learner", "reward", "rollout")) -> str:
+def table(plan: Plan, roles: tuple[Role, ...] = ("replay", "learner", "rollout")) -> str:
     """What would run where: a line for each process, then the environment and command of each."""
     order = list(dict.fromkeys(process.node for process in plan.processes))
     chosen = sorted((p for p in plan.processes if p.role in roles), key=lambda process: order.index(process.node))

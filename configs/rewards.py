@@ -27,6 +27,10 @@ class Exact(Part):
     """1 for the ground truth to the letter, ended by the policy itself."""
 
 
+class Environments(Part):
+    """What environment.function says of its episode; one that says nothing is a reward error."""
+
+
 class Numeric(Part):
     """1 where the final number of the answer is the ground truth, as in GSM8K."""
 
@@ -191,6 +195,7 @@ class BuiltIn(Section):
     """The built-in rewards by name, with their options."""
 
     exact: Exact | None = None
+    environment: Environments | None = None
     numeric: Numeric | None = None
     reasoning_gym: ReasoningGym | None = None
     math: Mathematics | None = None
@@ -204,6 +209,7 @@ class BuiltIn(Section):
 
 SECTIONS: dict[str, type[Part]] = {
     "exact": Exact,
+    "environment": Environments,
     "numeric": Numeric,
     "reasoning_gym": ReasoningGym,
     "math": Mathematics,
@@ -214,8 +220,6 @@ SECTIONS: dict[str, type[Part]] = {
     "judge": Judge,
     "remote_model": RemoteModel,
 }
-MODEL = "model"
-"""The reward model of reward.model.path alone; no function, so it is no part of a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,9 +272,9 @@ def checked_function(value: object) -> object:
     return given
 
 
-def parts_of(function: str | Mapping[str, Any]) -> tuple[RewardPart, ...]:
-    """The parts of a checked reward.function, in their order; one of `model` alone has none."""
-    if function == MODEL:
+def parts_of(function: str | Mapping[str, Any] | None) -> tuple[RewardPart, ...]:
+    """The parts of a checked reward.function, in their order; none where it is not given."""
+    if function is None:
         return ()
     given = {function: {}} if isinstance(function, str) else function
     return tuple(_part(spec, dict(one)) for spec, one in given.items())
@@ -294,8 +298,6 @@ def _label(spec: str) -> str:
 
 def _with_weight(name: str, given: object) -> dict[str, Any]:
     """The options of an entry; a number alone is its weight."""
-    if name == MODEL:
-        raise ValueError("'model' is no part of a sum: give the weight of the reward model as reward.model.weight")
     if name not in SECTIONS and ":" not in name:
         hint = did_you_mean(name, SECTIONS) or f"there is {', '.join(SECTIONS)}"
         raise ValueError(f"{name!r} is no built-in reward; {hint}, or give {FORMS}")

@@ -13,7 +13,6 @@ from configs.evaluation import check as check_sets
 from configs.evaluation import check_metric
 from configs.learner import Mesh
 from configs.placement import check
-from configs.rewards import MODEL
 from configs.tree import Tree
 
 MAX_ASYNC_LAG = 8
@@ -43,17 +42,16 @@ class Config(Tree):
     @model_validator(mode="after")
     def _mesh_fits_the_ranks(self) -> "Config":
         mesh, ranks = self.learner.mesh, self.num_learner_ranks
-        if ranks % (mesh.replicate * mesh.model_ranks):
+        if ranks % (mesh.replicate * mesh.tensor):
             raise ValueError(
-                f"learner.mesh: {mesh} = {mesh.replicate * mesh.model_ranks} does not divide the {ranks} learner"
+                f"learner.mesh: {mesh} = {mesh.replicate * mesh.tensor} does not divide the {ranks} learner"
                 f" rank{'s' if ranks > 1 else ''} of the placement; take other sizes, or give the learner a multiple of"
-                f" {mesh.replicate * mesh.model_ranks} devices"
+                f" {mesh.replicate * mesh.tensor} devices"
             )
-        if self.learner.compile and mesh.model_ranks > 1:
+        if self.learner.compile and mesh.tensor > 1:
             raise ValueError(
-                f"learner.compile: true with learner.mesh.tensor {mesh.tensor} and learner.mesh.context {mesh.context}:"
-                " torch's compiler does not take rows of any length through DTensor (RecursionError in torch 2.13), and"
-                " not yet measured is the exchange around attention; take learner.compile=false"
+                f"learner.compile: true with learner.mesh.tensor {mesh.tensor}: torch's compiler does not take rows of"
+                " any length through DTensor (RecursionError in torch 2.13); take learner.compile=false"
             )
         for share in self.shares:
             if len(share.learner) % mesh.tensor:
@@ -64,55 +62,13 @@ class Config(Tree):
         return self
 
     @model_validator(mode="after")
-    def _reward_is_one(self) -> "Config":
-        """A reward model counts, or nothing is said of one."""
-        function, model = self.reward.function, self.reward.model
-        if model.path is None:
-            given = {"reward.function": function == "model", "reward.model.weight": model.weight is not None}
-            given["placement.reward"] = self.placement.reward is not None
-            if key := next((key for key, is_given in given.items() if is_given), None):
-                raise ValueError(f"{key}: there is no reward model; give its folder as reward.model.path, or leave it")
-        elif function == "model" and model.weight is not None:
-            raise ValueError(
-                f"reward.model.weight: {model.weight} with reward.function 'model', which is the model's score alone;"
-                " leave the weight out, or name the function that the score is added to"
-            )
-        elif function != MODEL and model.weight is None and all(part.settings for part in self.reward.parts):
-            raise ValueError(
-                f"reward.model.path: {model.path!r} with reward.function {function!r}, which does not look at it;"
-                " take reward.function=model for its score alone, or give reward.model.weight (0: as a metric alone)"
-            )
-        on_gpus = {"devices": model.devices > 1, "max_memory": any(name != "cpu" for name in model.max_memory or {})}
-        key = next((key for key, is_given in on_gpus.items() if is_given), None)
-        if key is not None and self.placement.reward is None and self.placement.local_rollouts:
-            raise ValueError(
-                f"reward.model.{key}: {getattr(model, key)} without placement.reward, so reward servers run on CPUs;"
-                f" give them GPUs, such as placement.reward=node0:7, or leave it out"
-            )
-        idle = next((share.node for share in self.shares if share.reward and not share.rollout), None)
-        if idle is not None and not self.rewards_elsewhere:
-            raise ValueError(
-                f"placement.reward: no rollout server asks the reward servers of {idle}: each node of rollout servers"
-                " has its own; leave it out"
-            )
-        if self.rewards_elsewhere and not self.network.reward_port:
-            node = next(share.node for share in self.shares if share.rollout and not share.reward)
-            raise ValueError(
-                f"network.reward_port: 0 is unknown to {node}, which has rollout servers and asks the reward servers of"
-                " other nodes; give a port, such as 5767, or placement.reward devices of every node of rollout servers"
-            )
-        for share in self.shares:
-            if len(share.reward) % model.devices:
-                raise ValueError(
-                    f"reward.model.devices: {model.devices} do not divide the {len(share.reward)} devices that"
-                    f" placement.reward gives of {share.node}"
-                )
-        return self
-
-    @model_validator(mode="after")
     def _episodes_are_possible(self) -> "Config":
         environment, replay = self.environment, self.replay
         if environment.function is None:
+            if any(part.spec == "environment" for part in self.reward.parts):
+                raise ValueError(
+                    "reward.function: 'environment' without environment.function, which would give the reward; name one"
+                )
             if environment.options:
                 raise ValueError(
                     f"environment.options: {environment.options} without environment.function, which they are for; name"
@@ -179,14 +135,11 @@ class Config(Tree):
                 "rollout.group_size: 1 with algorithm.dynamic_sampling, which drops groups whose rewards are all equal:"
                 " those of one answer always are; take algorithm.dynamic_sampling=false, or 2 answers or more"
             )
-        longest = self.data.max_prompt_tokens + self.rollout.max_new_tokens
-        if longest > self.max_tokens_per_row:
-            context = self.learner.mesh.context
-            of = f" × learner.mesh.context {context}" if context > 1 else ""
+        given, longest = self.learner.max_tokens_per_microbatch, self.longest_trajectory
+        if longest > given:
             raise ValueError(
-                f"learner.max_tokens_per_microbatch: {self.learner.max_tokens_per_microbatch}{of} is less than one"
-                f" trajectory of data.max_prompt_tokens + rollout.max_new_tokens = {longest} tokens;"
-                f" raise it to {self.longest_part} or more"
+                f"learner.max_tokens_per_microbatch: {given} is less than one trajectory of data.max_prompt_tokens +"
+                f" rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
             )
         return self
 

@@ -81,21 +81,16 @@ class Tree(Section):
     @property
     def num_data_ranks(self) -> int:
         """Parts of a batch: ranks that compute the same rows (learner.mesh) count once."""
-        return self.num_learner_ranks // self.learner.mesh.model_ranks
+        return self.num_learner_ranks // self.learner.mesh.tensor
 
     @property
-    def max_tokens_per_row(self) -> int:
-        """Tokens of a microbatch, of which each context rank holds its share."""
-        return self.learner.max_tokens_per_microbatch * self.learner.mesh.context
-
-    @property
-    def longest_part(self) -> int:
-        """Tokens that a rank holds of the longest trajectory: the least that a microbatch may have."""
-        return -(-(self.data.max_prompt_tokens + self.rollout.max_new_tokens) // self.learner.mesh.context)
+    def longest_trajectory(self) -> int:
+        """Tokens of the longest trajectory: the least that a microbatch may have."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
     @property
     def engines_share_gpus(self) -> bool:
-        """Whether a GPU has an engine and a learner rank; a reward server may be on either's."""
+        """Whether a GPU has an engine and a learner rank."""
         return any(set(share.rollout) & set(share.learner) for share in self.shares)
 
     @property
@@ -107,11 +102,6 @@ class Tree(Section):
     def num_rollout_servers(self) -> int:
         """Engines, each over `tensor_parallel` devices."""
         return self.num_rollout_devices // self.placement.tensor_parallel
-
-    @property
-    def rewards_elsewhere(self) -> bool:
-        """Whether rollout servers ask reward servers of other nodes: those without a device of placement.reward do."""
-        return any(share.reward for share in self.shares) and any(s.rollout and not s.reward for s in self.shares)
 
     @property
     def max_groups_in_flight(self) -> int:
@@ -149,7 +139,7 @@ class Tree(Section):
 
     def arithmetic(self) -> str:
         """The run's arithmetic and what `auto` has become, printed at start."""
-        rollout, ranks, together = self.rollout, self.num_data_ranks, self.learner.mesh.model_ranks
+        rollout, ranks, together = self.rollout, self.num_data_ranks, self.learner.mesh.tensor
         rank = self.learner.lora.rank
         adapters = f" (adapters of rank {rank})" if rank else ""
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
@@ -160,7 +150,7 @@ class Tree(Section):
         return (
             f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
             f" a step → {per_rank} on each of {ranks} {parts}, microbatches of at most"
-            f" {self.max_tokens_per_row} tokens; lag ≤ {self.replay.async_lag} → at most"
+            f" {self.learner.max_tokens_per_microbatch} tokens; lag ≤ {self.replay.async_lag} → at most"
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."

@@ -4,19 +4,18 @@ Every wait has a deadline and says what it waits for; replay's heartbeats tell a
 """
 
 import logging
-import math
 import os
 import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from configs.errors import SlipstreamError
 from configs.schema import Config
+from learner.dialog import ASK_AGAIN_S, Announcement, Dialog, Inbox
 from replay import messages as m
-from replay.channel import ChannelError, Dealer, Limits, Message, Pulse, WireError, load_keys
+from replay.channel import ChannelError, Dealer, Limits, Message, Pulse, Repeat, WireError, load_keys
 from replay.hang import expired
 from replay.trace import ClockProbe
 from replay.vitals.watch import Vitals
@@ -25,27 +24,7 @@ log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Message)
 
 POLL_S = 0.2
-ASK_AGAIN_S = 2.0
-"""Messages are lost when replay is killed: a question, and the last commit, are sent again this often."""
 CLOCK_QUESTIONS = 8
-
-
-class RunEnded(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-RUN-02",
-    cause="Replay ended the run; the message has its reason.",
-    mend="Look up the reason; --resume goes on from the newest checkpoint once it is mended.",
-):
-    """Replay ended the run before the last step; the message is its reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inbox:
-    """Evaluation results, and versions whose evaluation was closed, with the reason if that was too early."""
-
-    results: list[m.EvaluationResult]
-    closed: dict[int, str]
 
 
 class BatchReader:
@@ -64,13 +43,8 @@ class BatchReader:
         self.vitals = vitals
         """The watch of this process; its gauges go to replay with every batch that is asked for."""
         self.rank = rank
-        self.incarnation = 0
-        self.inbox = Inbox([], {})
+        self.dialog = Dialog(config, rank, time.monotonic())
         self._fingerprint = dict(fingerprint)
-        self._hello: m.Hello | None = None
-        self._said: dict[tuple[type[Message], int], Message] = {}
-        """Messages to repeat to a restarted replay; each of them may arrive twice."""
-        self._waiting_since = time.monotonic()
         limits = Limits(config.network.max_message_bytes)
         identity = f"learner-{rank}.{secrets.token_hex(4)}"
         keys = load_keys(config.network.keys)
@@ -79,7 +53,15 @@ class BatchReader:
         """What this rank does, and since when; an update may take longer than any deadline of its peers."""
         beat = lambda: self._alive() if self.incarnation else None  # noqa: E731 - a peer after Welcome, not before
         self._pulse = Pulse(address, self._dealer.route, beat, config.network.heartbeat_s, keys=keys)
-        self._came_back_at = -math.inf
+
+    @property
+    def incarnation(self) -> int:
+        """Of this learner; 0 before Welcome."""
+        return self.dialog.incarnation
+
+    @property
+    def inbox(self) -> Inbox:
+        return self.dialog.inbox
 
     def connect(self) -> tuple[str, int]:
         """Ask replay for (run id, incarnation of the last learner).
@@ -119,7 +101,7 @@ class BatchReader:
         Raises:
             ChannelError: replay is silent for network.silent_after_s, or refuses this rank.
         """
-        self._hello = m.Hello(
+        hello = m.Hello(
             role="learner",
             name=f"learner-{self.rank}",
             pid=os.getpid(),
@@ -133,9 +115,7 @@ class BatchReader:
             cursor=cursor,
             rolls_back=rolls_back,
         )
-        welcome = self._ask(self._hello, m.Welcome, "Welcome")
-        self.incarnation = welcome.incarnation
-        return welcome
+        return self._ask(hello, m.Welcome, "Welcome")
 
     def take(self, step: int, check: Callable[[m.Batch], None]) -> m.Batch:
         """This rank's part of batch `step`, once all ranks hold theirs (invariant 9).
@@ -152,17 +132,18 @@ class BatchReader:
         since = time.monotonic()
         self._doing = f"waiting for batch {step}", since
         self._say_alive()
-        take = m.Take(step=step, rank=self.rank, have=False)
-        batch = self._ask(take, m.Batch, f"batch {step} (replay could not form it)", since=since)
+        self.dialog.take(step, since)
+        batch = self._answer(m.Batch)
         check(batch)
-        self._ask(replace(take, have=True), m.Proceed, f"batch {step} (other ranks have no part yet)", since=since)
+        self.dialog.take(step, time.monotonic(), have=True, since=since)
+        self._answer(m.Proceed)
         self._doing = f"training step {step}", time.monotonic()
         return batch
 
-    def announce(self, message: m.Committed | m.Published | m.Evaluate | m.Checkpointed | m.LowerLag) -> None:
+    def announce(self, message: Announcement) -> None:
         """Send, and repeat to a restarted replay: the last of each kind, evaluations until they are closed (rank 0)."""
-        self._said[type(message), message.version if isinstance(message, m.Evaluate) else -1] = message
-        self._dealer.send(message)
+        self.dialog.announce(message)
+        self._flush()
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Replay's state for a checkpoint (rank 0). Raises ChannelError when replay is silent."""
@@ -178,40 +159,27 @@ class BatchReader:
 
     def drain(self) -> None:
         """Read what has arrived, without waiting."""
-        while True:
-            try:
-                envelope = self._dealer.poll(0)
-            except WireError as error:
-                log.warning("learner rank %d refuses a message of replay: %s [corrupt]", self.rank, error)
-                continue
-            if envelope is None:
-                return
-            self._aside(envelope.message)
+        while self._poll(0):
+            pass
 
     def wait_for_evaluations(self, deadline_s: float) -> None:
         """Wait until every evaluation that was asked for is closed, with all that came of it; expiry closes the rest.
 
         The last version's need not be the last to end: several servers evaluate, each a version of its own.
         """
-        self._waiting_since = time.monotonic()
-        while (version := min((v for kind, v in self._said if kind is m.Evaluate), default=None)) is not None:
-            self._wait_for_evaluation(version, deadline_s)
-            self._said.pop((m.Evaluate, version), None)
-
-    def _wait_for_evaluation(self, version: int, deadline_s: float) -> None:
-        """Until `deadline_s` after the wait for all of them began."""
-        deadline, beat_at = self._waiting_since + deadline_s, 0.0
-        while (now := time.monotonic()) < deadline:
-            if version in self.inbox.closed:
-                return
-            if now > beat_at:
-                self._say_alive()
-                beat_at = now + ASK_AGAIN_S
-            self._next(f"the evaluation of version {version}")
-        what, key = f"the evaluation of version {version}", "evaluation.deadline_s"
-        said = expired(what, owed_by=("replay",), waited_s=deadline_s, key=key, ends=False)
-        log.error("%s did not come within %g s (%s)%s [slow]", what, deadline_s, key, said)
-        self.inbox.closed[version] = f"not done within {deadline_s:g} s"
+        deadline, beat = time.monotonic() + deadline_s, Repeat(ASK_AGAIN_S)
+        self.dialog.wait(time.monotonic())
+        while (version := self.dialog.oldest_evaluation()) is not None:
+            what = f"the evaluation of version {version}"
+            if (now := time.monotonic()) < deadline:
+                if beat.due(now):
+                    self._say_alive()
+                self._poll(POLL_S)
+                self._check(what)
+                continue
+            said = expired(what, owed_by=("replay",), waited_s=deadline_s, key="evaluation.deadline_s", ends=False)
+            log.error("%s did not come within %g s (evaluation.deadline_s)%s [slow]", what, deadline_s, said)
+            self.dialog.close_evaluation(version, f"not done within {deadline_s:g} s")
 
     def abandon(self) -> None:
         """Close without Goodbye, so that a restarted rank can continue the run."""
@@ -232,83 +200,54 @@ class BatchReader:
         activity, since = self._doing
         return m.Heartbeat(activity=activity, since_s=time.monotonic() - since)
 
-    def _next(self, what: str) -> Message | None:
-        """The caller's next message, or None after POLL_S; evaluations go to the inbox."""
-        try:
-            envelope = self._dealer.poll(POLL_S)
-        except WireError as error:
-            log.warning("learner rank %d refuses a message of replay: %s [corrupt]", self.rank, error)
-            envelope = None  # it is no sign of this run's replay
-        silent = time.monotonic() - max(self._dealer.last_heard, self._waiting_since)
-        if envelope is None:
-            if silent > self.config.network.silent_after_s:
-                key = "network.silent_after_s"
-                raise ChannelError(
-                    f"learner rank {self.rank} waits for {what}, but replay at {self._dealer.address} was last heard"
-                    f" {silent:.1f} s ago ({key}){expired(what, owed_by=('replay',), waited_s=silent, key=key)}",
-                    "silent",
-                )
-            return None
-        return self._aside(envelope.message)
-
-    def _aside(self, message: Message) -> Message | None:
-        match message:
-            case m.Refused(code="hello") if self._hello is not None:
-                self._come_back(self._hello)
-            case m.Refused():
-                raise ChannelError(f"replay refused learner rank {self.rank}: {message.reason}", "closed")
-            case m.Goodbye():
-                raise RunEnded(message.reason)
-            case m.EvaluationResult():
-                self.inbox.results.append(message)
-            case m.EvaluationClosed():
-                self.inbox.closed[message.version] = message.reason
-                self._said.pop((m.Evaluate, message.version), None)
-            case m.Heartbeat():
-                pass
-            case _:
-                return message
-        return None
-
-    def _come_back(self, hello: m.Hello) -> None:
-        """Replay was restarted, or took this rank for dead: the same learner goes on.
-
-        Replay refuses each beat of an update that goes on meanwhile: all of them together are answered once.
-        """
-        if (now := time.monotonic()) - self._came_back_at < ASK_AGAIN_S / 2:
-            return
-        self._came_back_at = now
-        log.warning("learner rank %d says Hello to replay again", self.rank)
-        self._dealer.send(replace(hello, incarnation=self.incarnation, cursor=None))
-        for message in self._said.values():
-            self._dealer.send(message)
-
-    def _ask(self, question: Message, kind: type[Answer], what: str, *, since: float | None = None) -> Answer:
-        """The answer to a question that may be asked twice; to Take, that of its step.
+    def _ask(self, question: Message, kind: type[Answer], what: str) -> Answer:
+        """The answer to a question that may be asked twice.
 
         A replay that has been started again reads its journal first, or waits for the journal's disk: it says that it
-        lives and answers later.
+        lives and answers later. Raises as `_answer`.
+        """
+        self.dialog.ask(question, kind, what, time.monotonic())
+        return self._answer(kind)
+
+    def _answer(self, kind: type[Answer]) -> Answer:
+        """The answer to what was asked.
 
         Raises:
-            ChannelError: replay is silent for network.silent_after_s, or gives no answer for learner.batch_deadline_s
-                after `since`, which is now if it is not given.
+            ChannelError: replay is silent for network.silent_after_s, or gives none for learner.batch_deadline_s.
         """
-        self._waiting_since = time.monotonic()  # silence counts from here: the socket was not read before
-        deadline_s = self.config.learner.batch_deadline_s
-        step = question.step if isinstance(question, m.Take) else None
-        ask_at = 0.0
-        while (now := time.monotonic()) < (since or self._waiting_since) + deadline_s:
-            if now > ask_at:
-                if ask_at and (m.Committed, -1) in self._said:
-                    self._dealer.send(self._said[m.Committed, -1])
-                self._dealer.send(question)
-                ask_at = now + ASK_AGAIN_S
-            message = self._next(what)
-            if isinstance(message, kind) and step in (None, getattr(message, "step", None)):
-                return message
-        key = "learner.batch_deadline_s"
-        raise ChannelError(
-            f"replay at {self._dealer.address}: learner rank {self.rank} waited {deadline_s:g} s for {what} ({key})"
-            f"{expired(what, owed_by=('replay',), waited_s=deadline_s, key=key)}",
-            "slow",
-        )
+        while True:
+            self.dialog.advance(time.monotonic())
+            self._flush()
+            self._poll(POLL_S)
+            if isinstance(answer := self.dialog.answer, kind):
+                return answer
+            self._check()
+
+    def _poll(self, timeout_s: float) -> bool:
+        """Hear the next message; whether one came within the time."""
+        try:
+            envelope = self._dealer.poll(timeout_s)
+        except WireError as error:  # it is no sign of this run's replay
+            log.warning("learner rank %d refuses a message of replay: %s [corrupt]", self.rank, error)
+            return True
+        if envelope is not None:
+            self.dialog.hear(envelope.message, time.monotonic())
+            self._flush()
+        return envelope is not None
+
+    def _check(self, what: str = "") -> None:
+        """Raises ChannelError: this wait is too long."""
+        if (late := self.dialog.overdue(time.monotonic(), what)) is None:
+            return
+        said = expired(late.what, owed_by=("replay",), waited_s=late.waited_s, key=late.key)
+        if late.symptom == "silent":
+            waits = (
+                f"waits for {late.what}, but replay at {self._dealer.address} was last heard {late.waited_s:.1f} s ago"
+            )
+        else:
+            waits = f"waited {late.waited_s:g} s for {late.what} of replay at {self._dealer.address}"
+        raise ChannelError(f"learner rank {self.rank} {waits} ({late.key}){said}", late.symptom)
+
+    def _flush(self) -> None:
+        while self.dialog.outbox:
+            self._dealer.send(self.dialog.outbox.pop(0))

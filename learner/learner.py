@@ -10,6 +10,7 @@ from configs.schema import Config
 from learner.batches import BatchReader
 from learner.beside.beside import build_beside
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
+from learner.checkpoints.memory_plan import KEY, described, plan_memory
 from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
 from learner.guards.roll_back import RollBack, RollBacks
 from learner.ledger import Ledger
@@ -41,7 +42,10 @@ class Learner:
         self.config = config
         self.ranks = ranks
         self.batches = batches
-        self.policy = build_policy(config, ranks.mesh, ranks.device)
+        budget = plan_memory(config, ranks.mesh, ranks.device)
+        self._plan = {KEY: described(config, budget)}
+        """For checkpoints, which a resumed run goes on from in the same way."""
+        self.policy = build_policy(config, ranks.mesh, ranks.device, budget)
         self.optimizer = Optimizer(config.learner, self.policy)
         self.beside = build_beside(config, self.policy)
         parts = self.beside.parts
@@ -108,7 +112,7 @@ class Learner:
             self.roll_backs.done()
         for earlier in waiting:
             self.batches.announce(m.Evaluate(version=earlier))
-        self.batches.incarnation, repeats = self.ranks.agree(welcome.incarnation, welcome.resumes_until)
+        self.batches.dialog.incarnation, repeats = self.ranks.agree(welcome.incarnation, welcome.resumes_until)
         self._withheld = repeats > version
         log.info(
             "rank %d starts at version %d, policy digest %s%s", self.ranks.rank, version, digest,
@@ -216,7 +220,7 @@ class Learner:
                 "trainer/idle_ratio": min(1.0, spans.get("timing_s/wait_batch", 0.0) / step_s),
                 "trainer/cores": self._cores.take(),
                 "guards/roll_backs": float(self.roll_backs.count),
-                "perf/throughput": batch.stats["perf/total_num_tokens"] / step_s,
+                "perf/learner_tokens_per_s": batch.stats["perf/total_num_tokens"] / step_s,
             }
             self.metrics.log(step, values)
             if self.batches.vitals is not None:
@@ -233,7 +237,8 @@ class Learner:
     def _act(self, step: int, verdict: Verdict) -> None:
         """What follows from a verdict once the step is committed; every rank does the same."""
         for alarm in verdict.alarms:
-            log.warning("guard: %s", alarm.text)
+            if said := self.guards.said(alarm):
+                log.warning("guard: %s", said)
         if verdict.async_lag is not None and self.ranks.is_first:
             log.warning("guard: step %d: the lag is %d at most from here on", step, verdict.async_lag)
             self.batches.announce(m.LowerLag(step=step, async_lag=verdict.async_lag))
@@ -285,7 +290,9 @@ class Learner:
                 self._settle(wait=is_due)
             if is_due:
                 cursor = self.batches.cursor(step) if self.ranks.is_first else {}
-                self.checkpoints.start(step, replay=cursor, digest=self._masters, guards=self.guards.state())
+                self.checkpoints.start(
+                    step, replay=cursor, digest=self._masters, guards=self.guards.state(), **self._plan
+                )
                 self._settle(wait=is_last or not self.config.checkpoint.asynchronous)
 
     def _settle(self, *, wait: bool) -> None:

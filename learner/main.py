@@ -10,7 +10,7 @@ import logging
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from configs.command import program
@@ -20,13 +20,13 @@ from configs.schema import Config
 from configs.translate.refusals import AnsweringParser, refused
 from learner.check import checks
 from learner.check.memory import memory_budget
-from learner.check.model_folders import reward_memory
 from learner.launch import earlier_run
 from learner.launch.launcher import Launcher
 from learner.launch.quickstart import input_is_missing, make_input
 from learner.launch.run_folder import claim_run_dir, with_free_name
 from learner.launch.servers import RunFailed
 from learner.launch.terminal import EVENTS, Interrupted, catch_signals, ignore_signals, keep_events, say
+from learner.report import ending as endings
 from learner.report.live_view import LiveView
 from replay import hang
 from replay.channel import ChannelError
@@ -60,9 +60,9 @@ def main() -> int:
         launcher = Launcher(config, args.resume is not None, LiveView(config, "off"), play=args.replay)
         plan = launcher.plan()
         if args.dry_run:
-            roles: tuple[Role, ...] = ("replay", "learner", "reward", "rollout")
+            roles: tuple[Role, ...] = ("replay", "learner", "rollout")
             sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:2]) + "\n")
-            sys.stdout.write(memory_budget(config) + reward_memory(config, plan))
+            sys.stdout.write(memory_budget(config))
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
         if args.resume is not None:
@@ -88,9 +88,11 @@ def prepare(args: argparse.Namespace) -> Config:
     has_input = True
     if args.resume is not None:
         folder, overrides = Path(args.resume), overrides_of(args)
-        config = earlier_run.resumed(folder, overrides)
-        for line in earlier_run.described(earlier_run.changes(folder, overrides, config)):
+        config = earlier_run.resumed(folder, overrides, args.config if args.is_config_given else None)
+        changed = earlier_run.described(earlier_run.changes(folder, overrides, config))
+        for line in changed:
             say(f"changed: {line}")
+        say(earlier_run.goes_on(folder) + (", with what is changed" if changed else ""))
     elif args.replay is not None:
         config = earlier_run.played_back(Path(args.replay), overrides_of(args))
     else:
@@ -113,6 +115,7 @@ def run(launcher: Launcher) -> int:
     config, view = launcher.config, launcher.view
     catch_signals()
     keep_events(config.run_dir)
+    endings.clear(config.run_dir)
     hang.begin("launcher", config.run_dir, keys=config.network.keys)
     started = time.monotonic()
     code, ending = 1, ""
@@ -128,14 +131,20 @@ def run(launcher: Launcher) -> int:
     except RunFailed as failure:
         ending = f"run stopped: {failure}"
     except Interrupted as interruption:
-        code, ending = 130, f"run stopped: {interruption}; --resume {config.run_dir} goes on from its last checkpoint"
+        code, ending = 130, f"run stopped: {interruption}"
     except Exception as error:
         ending = f"run stopped: {type(error).__name__}: {error}"
         raise
     finally:
+        if code == 130:
+            with suppress(Interrupted):
+                launcher.write_checkpoint(ending.removeprefix("run stopped: "))
         ignore_signals()
         launcher.stop()
+        if code == 130:
+            ending += f"; {earlier_run.goes_on(Path(config.run_dir))}"
         EVENTS.log(logging.ERROR if code == 1 else logging.INFO, "%s", ending)
+        endings.write(config.run_dir, code, ending)
         vitals.close()
         view.close(ending)
     say(f"{ending} (run folder: {config.run_dir})")

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.policy.prefixes import Layout, offsets
+from learner.prefixes import Layout, offsets
 from replay.fingerprint import read_json
 from replay.messages import Batch
 from replay.pictures import Grid, PictureError, Vision, decode, unpacked, vision_of

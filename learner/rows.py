@@ -2,7 +2,7 @@
 
 Pure. The number of microbatches and who is in which was fixed by replay for all ranks at once. Trajectories lie one
 after the other, with positions 0, 1, 2, ... in each, as in the engine that sampled; attention is given where each
-starts (learner/policy/attention.py). Where it pays, answers share their prompt (learner/policy/prefixes.py): then
+starts (learner/policy/attention.py). Where it pays, answers share their prompt (learner/prefixes.py): then
 tokens lie elsewhere, but what is measured and trained has one element for each token in the loss and no other, in the
 order of the trajectories, either way.
 """
@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from configs.errors import SlipstreamError
 from learner.pictures import RowPictures, Shown
-from learner.policy.prefixes import Layout, Prefixes, lay_side_by_side
-from learner.policy.prefixes import offsets as offsets
+from learner.prefixes import Layout, Prefixes, lay_side_by_side
+from learner.prefixes import offsets as offsets
 from replay.desks.sharing import Wanted
 from replay.messages import Batch
 

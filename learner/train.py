@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
-from learner.batches import BatchReader, RunEnded
+from learner.batches import BatchReader
 from learner.checkpoints.checkpointer import CheckpointError
+from learner.dialog import RunEnded
 from learner.guards import SilentlyWrong
 from learner.guards.roll_back import RollBack
 from learner.learner import Learner

@@ -21,6 +21,9 @@ RUN_FAILED = 3
 """Exit code of replay after a run that has failed, and of a rollout server that was told so: starting it again is no
 use either."""
 
+CHECKPOINT = signal.SIGUSR2
+"""What the launcher sends to replay before it ends a run: the next batch asks the learner for a checkpoint."""
+
 LOUD = 100
 """So many lines of one kind are all logged, then every so many-th."""
 

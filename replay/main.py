@@ -27,7 +27,7 @@ from replay.fingerprint import FingerprintError, run_fingerprint
 from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter
 from replay.journal.apply import boot_fields
 from replay.journal.format import Record, segments
-from replay.lifeline import RUN_FAILED, die_with_parent, set_up_logging
+from replay.lifeline import CHECKPOINT, RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
 from replay.player import PlayedJournal
 from replay.prompts import DataError, prompt_source, read_rows
@@ -53,6 +53,8 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
         doing = ["reading the data and the journal"]
         work = partial(prepare, config, run_id, recover=recover, play=play, report=doing.append)
         service = await keep_company(router, work, lambda: doing[-1])
+        asking = partial(setattr, service.run, "checkpoint_asked", True)
+        asyncio.get_running_loop().add_signal_handler(CHECKPOINT, asking)
         sys.stdout.write(f"replay ready at {router.address}\n")
         sys.stdout.flush()
         with Vitals(config, "replay", "replay") as service.report.vitals:

@@ -253,7 +253,7 @@ class Batch(OfStep):
     expected_digest: str = ""
     """Parameter digest that the journal has for this step; empty for a step that was never committed."""
     checkpoint: bool = False
-    """Replay wants a checkpoint after this step: its journal is full."""
+    """Replay wants a checkpoint after this step: its journal is full, or the run is about to be ended."""
     async_lag: int = -1
     """Bound of the lag that its groups were admitted under; -1: the configured one."""
     trajectory: Int32

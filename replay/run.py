@@ -39,6 +39,8 @@ class Run:
         self.again: deque[GroupId] = deque()
         """Prompts whose groups a restart has lost; leased before the source goes on."""
         self.flat_drops = 0  # groups that dynamic sampling has dropped since the last batch was taken
+        self.checkpoint_asked = False
+        """The launcher is about to end the run, and waits for a checkpoint."""
         self.proceeding = 0  # step that some rank may have begun, because Proceed went out
 
     @property

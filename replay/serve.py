@@ -90,6 +90,7 @@ async def flush(router: AsyncRouter, service: Service) -> None:
 
 async def beat(router: AsyncRouter, service: Service, now: float) -> None:
     """Tell every peer that replay lives; a send is also how a closed connection shows at once."""
+    service.report.waits.refused = router.refused
     for identity in list(service.peers.by_identity):
         if await router.send(identity, m.Heartbeat()):
             service.reached(identity)

@@ -73,7 +73,7 @@ class Service:
             run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, fail=fail,
             expired=self._expired, now=now,
         )  # fmt: skip
-        self.report = StatusReport(run, peers, self.granting, self.intake, self.batch_desk)
+        self.report = StatusReport(config, run, peers, self.granting, self.intake, self.batch_desk)
         self.timeline: Timeline | None = None
         """Set where the run has a folder (replay/main.py)."""
         self.no_server_since = now
@@ -256,6 +256,7 @@ class Service:
         except JournalError as error:
             if self.unwritten_since is None:
                 self.unwritten_since = now
+                self.report.waits.disk = now, str(error).partition("\n")[0]
                 self.counters["journal_full"] += 1
                 log.error("replay: the journal waits for its disk, and nothing is acknowledged: %s [full]", error)
             # half of what a learner waits for its batch, which does not know why it waits
@@ -266,7 +267,7 @@ class Service:
             return False
         if self.unwritten_since is not None:
             log.info("replay: the journal is written again after %.1f s", now - self.unwritten_since)
-            self.unwritten_since = None
+            self.unwritten_since, self.report.waits.disk = None, None
         return True
 
     def _heartbeat(self, peer: Peer, message: m.Heartbeat, now: float, _: Frames) -> None:

@@ -3,6 +3,7 @@
 import time
 from typing import Any
 
+from configs.schema import Config
 from replay.desks.batch_desk import BatchDesk
 from replay.desks.buffer import drops
 from replay.desks.granting import Granting
@@ -14,6 +15,7 @@ from replay.run import Run
 from replay.vitals.latency import UpdateLatency
 from replay.vitals.merging import merged
 from replay.vitals.watch import Vitals
+from replay.waits import Waits
 
 LEFT_OUT = ("prompt_too_long", "prompt_not_rendered", "broken_row")
 """Reasons of drops that lie in the data."""
@@ -22,8 +24,11 @@ LEFT_OUT = ("prompt_too_long", "prompt_not_rendered", "broken_row")
 class StatusReport:
     """Reads the state of a run; changes nothing."""
 
-    def __init__(self, run: Run, peers: Peers, granting: Granting, intake: Intake, batch_desk: BatchDesk) -> None:
+    def __init__(
+        self, config: Config, run: Run, peers: Peers, granting: Granting, intake: Intake, batch_desk: BatchDesk
+    ) -> None:
         self.run, self.peers, self.granting, self.intake, self.batch_desk = run, peers, granting, intake, batch_desk
+        self.waits = Waits(config, run, peers, batch_desk)
         self._cores = Cores()
         self.latency = UpdateLatency()
         self.vitals: Vitals | None = None
@@ -51,7 +56,7 @@ class StatusReport:
             }
             if missing is not None
             else None,
-            "waits": self.waits(now, no_server_since),
+            "waits": self.waits.of(now, no_server_since),
             "waiting": self.waiting(),
             "peers": [
                 {
@@ -108,37 +113,6 @@ class StatusReport:
                 continue
             found.append({"name": peer.name, "version": peer.version, "incarnation": peer.incarnation, "why": why})
         return found
-
-    def waits(self, now: float, no_server_since: float) -> list[dict[str, Any]]:
-        """Who waits for whom, in words."""
-        found: list[dict[str, Any]] = []
-        desk, buffer = self.batch_desk, self.run.buffer
-        step = buffer.version + 1
-        servers = self.peers.role("rollout_server")
-        if not servers:
-            found.append({"who": "replay", "for": "a rollout server", "since_s": now - no_server_since})
-        if desk.takes.get(step) and step not in desk.batches:
-            missing = buffer.oldest_missing()
-            what = f"batch {step}"
-            if missing is not None:
-                where = self._name(missing.server) or "no server yet"
-                what += f" (group {missing.group_id[0]}/{missing.group_id[1]} at {where})"
-            found.append({"who": "learner", "for": what, "since_s": now - desk.take_since})
-        found += self._ranks(step, now)
-        if servers and buffer.room == 0 and buffer.count(SlotState.BUFFERED) == len(buffer.slots):
-            room = f"room: {buffer.max_groups} groups are in flight"
-            found.append({"who": "rollout servers", "for": room, "since_s": 0.0})
-        return found
-
-    def _ranks(self, step: int, now: float) -> list[dict[str, Any]]:
-        """Learner ranks that others wait for: before a batch is formed, and before any starts on it."""
-        desk = self.batch_desk
-        for done, what in ((desk.takes.get(step), "to ask for"), (desk.haves.get(step), "to hold")):
-            missing = sorted(set(range(desk.num_ranks)) - done) if done else []
-            if missing and (what == "to hold" or step not in desk.batches):
-                who, whom = (", ".join(f"learner-{rank}" for rank in ranks) for ranks in (sorted(done or ()), missing))
-                return [{"who": who, "for": f"{whom} {what} batch {step}", "since_s": now - desk.take_since}]
-        return []
 
     def look_for_updates(self, now: float) -> None:
         """Note which version every rollout server serves by now."""

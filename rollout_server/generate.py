@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from configs.errors import SlipstreamError
 from configs.schema import Config
 from replay import messages as m
 from replay.pictures import packed
@@ -18,25 +17,10 @@ from rollout_server.engines.base import Completion, Engine, Partial, Sampling, f
 from rollout_server.progress import prefixes_of
 from rollout_server.rewards import RewardOutcome, Rewards, Sample
 from rollout_server.tasks import PromptTooLong, Task, TaskError
+from rollout_server.tasks.failed import LeaseFailed as LeaseFailed
 from rollout_server.tasks.pictures import Prompt
 
 T = TypeVar("T")
-
-
-class LeaseFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-TASK-03",
-    cause="One prompt could not be answered or scored at this server; the message has the counter and the reason.",
-    mend="Another server tries; after replay.max_attempts the prompt is dropped as poison. Look at the reason where"
-    " there are many.",
-):
-    """This lease cannot be finished here. `reason` is the counter that replay books it under."""
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +92,10 @@ class Generator:
     def running_tokens(self) -> Mapping[str, int]:
         """Tokens generated so far by the lease's request id."""
         return self.engine.running_tokens()
+
+    def gauges(self) -> dict[str, float]:
+        """What rewards have to do."""
+        return self.rewards.gauges()
 
     def queued(self) -> set[str]:
         """Leases, by request id, of which something waits for its turn here, and nothing runs."""

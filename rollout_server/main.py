@@ -28,12 +28,12 @@ from replay.vitals.watch import Vitals
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
 from rollout_server.environments import EnvironmentFailed
-from rollout_server.environments.episodes import EpisodeGenerator
 from rollout_server.environments.pool import environments_of
+from rollout_server.episodes import EpisodeGenerator
 from rollout_server.generate import Generator
-from rollout_server.reward_model.combined import rewards_of
 from rollout_server.rewards import RewardError, Rewards
 from rollout_server.rewards.process import key_variables
+from rollout_server.rewards.remote.beside import rewards_of
 from rollout_server.serve import serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks import Task, TaskError
@@ -61,7 +61,6 @@ async def run(
     address: str,
     name: str,
     parts: Parts,
-    reward_servers: Sequence[str] = (),
     vitals: Vitals | None = None,
 ) -> int:
     """Serve one run, of replay at this address; 0 when it ended well."""
@@ -73,7 +72,7 @@ async def run(
     dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
     try:
         async with (
-            rewards_of(config, reward_servers, name) as rewards,
+            rewards_of(config.reward) as rewards,
             environments_of(
                 config.environment, key_variables(config.reward), temperature=config.rollout.temperature
             ) as environments,
@@ -129,13 +128,6 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     parser.add_argument(
         "--server-name", default=f"rollout-{socket.gethostname()}-{os.getpid()}", help="name in logs and metrics"
     )
-    parser.add_argument(
-        "--reward",
-        action="append",
-        default=[],
-        metavar="ADDRESS",
-        help="a reward server, [NODE=]tcp://host:port; repeatable",
-    )
     parser.add_argument("--parent", type=int, default=None, help="pid of the launcher: end when it ends")
     args = parser.parse_args(argv)
     if args.parent is not None:
@@ -148,7 +140,7 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
             Vitals(config, args.server_name, "rollout", modules=CHILDREN, others="engine") as vitals,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            return runner.run(run(config, args.replay, args.server_name, parts or Parts(), args.reward, vitals))
+            return runner.run(run(config, args.replay, args.server_name, parts or Parts(), vitals))
     except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError, EnvironmentFailed) as error:
         _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
         return CANNOT_START

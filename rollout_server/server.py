@@ -155,6 +155,7 @@ class RolloutServer:
             "waiting": float(health.waiting),
             "memory_gb": health.memory_bytes / 1e9,
             "cores": self._cores.take(),
+            **self.generator.gauges(),
             **health.detail,
             **self.follower.gauges,
         }

@@ -27,8 +27,8 @@ from configs.loading import ConfigError, Parser, add_arguments, find, load, over
 from configs.schema import Config
 from replay.desks.shaping import penalty
 from replay.prompts import DataError, prompt_source, read_rows
-from rollout_server.reward_model.combined import rewards_of
 from rollout_server.rewards import RewardError, RewardOutcome, Sample
+from rollout_server.rewards.remote.beside import rewards_of
 from rollout_server.tasks import Task, TaskError, load_tokenizer
 
 SHOWN_CHARS = 60
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not cases:
             raise DataError(f"{args.file}: there is nothing to judge")
         started = time.monotonic()
-        outcomes = asyncio.run(_judge(config, args.reward, cases))
+        outcomes = asyncio.run(_judge(config, cases))
     except (ConfigError, DataError, RewardError, TaskError) as error:
         sys.stderr.write(f"try_reward: {error}\n")
         return 2
@@ -72,7 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", "-n", type=int, default=16, help="answers to judge, from the first on (%(default)s)")
     parser.add_argument("--answers", metavar="COLUMN", help="column with the answers; without it the ground truth is")
     parser.add_argument("--as", dest="form", default="{}", help="the answer around a ground truth, {} in its place")
-    parser.add_argument("--reward", action="append", default=[], metavar="ADDRESS", help="of a reward server")
     return parser
 
 
@@ -149,8 +148,8 @@ def _token_counter(config: Config) -> Any:
     return lambda text: len(tokenizer(text, add_special_tokens=False).input_ids) + 1
 
 
-async def _judge(config: Config, addresses: Sequence[str], cases: Sequence[Case]) -> list[RewardOutcome]:
-    async with rewards_of(config, addresses, "try_reward") as rewards:
+async def _judge(config: Config, cases: Sequence[Case]) -> list[RewardOutcome]:
+    async with rewards_of(config.reward) as rewards:
         return await rewards.score([case.sample for case in cases])
 
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from learner.examples.folder import MakeError, make_folder, report_of
+from examples.folder import MakeError, make_folder, report_of
 
 if TYPE_CHECKING:
     import torch

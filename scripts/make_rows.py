@@ -24,7 +24,7 @@ from urllib.parse import parse_qsl
 
 import yaml
 
-from learner.examples.folder import MakeError, make_folder, report_of
+from examples.folder import MakeError, make_folder, report_of
 
 FORMAT = 1
 DRAWN_AT_ONCE = 500

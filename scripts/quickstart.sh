@@ -65,7 +65,7 @@ if [[ -n "$real" ]]; then
 else
   config=quickstart
   data="data/sort6-seed$seed"
-  "$python" -m learner.examples.sort6 --out "$data" --seed "$seed"
+  "$python" -m examples.sort6 --out "$data" --seed "$seed"
   settings=(--async-lag 1 --set "model.path=$data/model")
   settings+=(--set "data.train=$data/train.jsonl" --set "data.eval=$data/eval.jsonl")
   if [[ "$engine" == sglang ]]; then settings+=(--set evaluation.every_steps=20); fi

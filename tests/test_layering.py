@@ -96,7 +96,7 @@ def test_torch_and_sglang_stay_where_they_belong() -> None:
     [
         "configs, configs.loading, configs.schema",
         "replay.messages, replay.channel, replay.serve, replay.main",
-        "learner.launch.__main__, learner.launch.hosts.node, learner.examples",
+        "learner.launch.__main__, learner.launch.hosts.node",
         "learner.main, learner.report.live_view, learner.report.plot, learner.report.metrics",
     ],
 )

@@ -21,8 +21,8 @@ from pyarrow import parquet
 from safetensors.torch import save_file
 
 from configs.loading import load
+from examples.random_qwen3 import write_tokenizer
 from learner.check import checks
-from learner.examples.random_qwen3 import write_tokenizer
 from rollout_server.sandbox.probe import isolation
 from tests.test_docs import FENCE, ROOT, name_of
 
@@ -46,7 +46,7 @@ GSM8K = {"question": "How many?", "answer": "48+24 = 72\n#### 72"}
 MATH = {"problem": "What is $1+1$?", "level": "Level 3", "type": "Algebra", "solution": r"It is $\boxed{2}$."}
 MBPP = {"text": "Write a function f.", "code": "", "test_setup_code": "", "test_list": ["assert f(1) == 1"]}
 HOSTS = "".join(f"node{number} 10.0.0.{number + 1}\n" for number in range(4))
-MADE_ELSEWHERE = {"scripts/install.sh", "scripts.get_smollm2", "scripts.make_rows", "learner.examples.calculator"}
+MADE_ELSEWHERE = {"scripts/install.sh", "scripts.get_smollm2", "scripts.make_rows", "examples.calculator"}
 """Run by tests/scripts and tests/e2e; here, what they make is there."""
 LAUNCHERS = {"scripts/start_learner.sh": "learner", "scripts/start_rollout_nodes.sh": "rollout"}
 

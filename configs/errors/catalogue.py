@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("configs", "replay", "weight_bus", "rollout_server", "learner", "scripts")
+FOLDERS = ("configs", "replay", "weight_bus", "rollout_server", "learner", "scripts", "examples")
 AREAS = {
     "CONFIG": "Configuration",
     "DATA": "Prompts",

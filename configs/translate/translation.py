@@ -264,8 +264,12 @@ def _rewards_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {"reward.function": function}, "functions with TRL's arguments, as they are")
 
 
+VERIFIERS = "examples/environments/verifiers_tasks.py:rollout"
+"""Of a clone of this repository."""
+
+
 def _environment(shown: str, value: Any, foreign: Foreign) -> Line:
-    pairs = {"environment.function": "verifiers", "environment.options": {"taskset": {"id": value}}}
+    pairs = {"environment.function": VERIFIERS, "environment.options": {"taskset": {"id": value}}}
     return Line(shown, "key", pairs, f"its tasks are the rows: data.train verifiers:{value} (extra `verifiers`)")
 
 

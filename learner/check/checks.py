@@ -75,12 +75,11 @@ def data(subject: Subject) -> Iterator[Finding]:
 
 
 def reward(subject: Subject) -> Iterator[Finding]:
-    """Functions, environments and tools of the user's own, and the reward model."""
+    """Functions, environments and tools of the user's own."""
     if not subject.serves:
         return
     for key, problem in functions.problems(subject.config):
         raise InputMissing(f"{key}: {problem}")
-    model_folders.check_reward_model(subject.config, has_data=subject.has_input)
     yield ok("reward", " + ".join(part.label for part in subject.config.reward.parts))
 
 

@@ -18,11 +18,11 @@ from configs.algorithm import UNDECLARED, LossTraits
 from configs.data import Reward
 from configs.environment import Environment
 from configs.errors import did_you_mean
-from configs.rewards import MODEL, SECTIONS, Code, Endpoint, Judge, Mathematics, RewardPart
+from configs.rewards import SECTIONS, Code, Endpoint, Judge, Mathematics, RewardPart
 from configs.schema import Config
 from configs.signatures import SIGNATURES, VERL_NAMES
 
-BUILT_IN = (*SECTIONS, MODEL)
+BUILT_IN = (*SECTIONS,)
 FORMS = f"take {', '.join(map(repr, BUILT_IN))}, 'module:function' or 'path/to/file.py:function'"
 SANDBOX_S = 60.0
 

@@ -1,24 +1,19 @@
 """Model folders before a run: files, headers, and whether the run's lengths and mesh fit. Imports no torch."""
 
-import itertools
 import json
-import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from configs.errors import Contradiction, InputMissing
-from configs.plan import Plan, ranges
 from configs.schema import Config
 from learner.beside.folders import check_folders
 from learner.check.pictures import problem_with_pictures
 from learner.checkpoints.folders import MARK, incomplete
 from learner.policy.divisibility import problem_with
-from learner.policy.memory import GIB
-from replay.fingerprint import FingerprintError, model_fingerprint, read_json, resolve_chat_template
+from replay.fingerprint import model_fingerprint, read_json
 from replay.pictures import decoder_of
-from replay.prompts import read_rows
 
 REWARD = "reward.model.path"
 HEAD = "ForSequenceClassification"
@@ -99,83 +94,3 @@ def header_of(file: Path) -> dict[str, Any]:
 
 def _entries(header: dict[str, Any]) -> Iterator[dict[str, Any]]:
     return (entry for name, entry in header.items() if name != "__metadata__")
-
-
-# ---- a reward model ---------------------------------------------------------------------------------------
-
-
-def check_reward_model(config: Config, *, has_data: bool = True) -> None:
-    """Check the folder by its files' headers, and against the prompts where they are.
-
-    Raises:
-        ConfigError: no folder, no model with one label, weights or tokenizer missing, or no chat template for a prompt
-            of chat messages.
-    """
-    path = config.reward.model.path
-    if path is None:
-        return
-    folder = Path(path)
-    if not folder.is_dir():
-        raise InputMissing(
-            f"{REWARD}: no folder {path!r}; give the Hugging Face folder of a sequence classification model with one"
-            " label (a model of a hub is downloaded first)"
-        )
-    _check_head(folder)
-    _check_weights(folder, REWARD)
-    if not any((folder / name).is_file() for name in TOKENIZERS):
-        raise InputMissing(f"{REWARD}: {path!r} has no tokenizer; save the reward model's tokenizer into it")
-    try:
-        template = resolve_chat_template(path, config.reward.model.chat_template, "reward.model.chat_template")
-    except FingerprintError as error:
-        raise InputMissing(str(error)) from error
-    files = [*(one.path for one in config.data.train_sets.values()), *(one.path for one in config.evaluation_sets)]
-    for file in files if template is None and has_data else []:
-        rows = enumerate(itertools.islice(read_rows(file), SAMPLED_ROWS), start=1)
-        if number := next((number for number, row in rows if not isinstance(row["prompt"], str)), None):
-            raise InputMissing(
-                f"reward.model.chat_template: unset, and {path!r} has none; prompt {number} of {file} is a list of chat"
-                " messages: give a template (Jinja text or a file), or prompts as plain text"
-            )
-
-
-def _check_head(folder: Path) -> None:
-    file = folder / "config.json"
-    try:
-        settings = json.loads(file.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputMissing(f"{REWARD}: {file} is not readable as JSON ({error}); copy the folder again") from error
-    names = settings.get("architectures") or []
-    if not any(str(name).endswith(HEAD) for name in names):
-        raise InputMissing(
-            f"{REWARD}: {file} names the architecture {', '.join(map(str, names)) or 'of nothing'}, which has no head"
-            f" for a score; give a folder of ...{HEAD}, saved with num_labels=1"
-        )
-    labels = len(settings["id2label"]) if "id2label" in settings else settings.get("num_labels", 2)
-    if labels != 1:
-        raise InputMissing(
-            f"{REWARD}: {file} has {labels} labels (id2label), and a scalar reward model has 1; train or convert it"
-            " with num_labels=1"
-        )
-
-
-def reward_memory(config: Config, plan: Plan) -> str:
-    """A line for each reward server on GPUs: its weights and devices; else empty."""
-    model = config.reward.model
-    if model.path is None or not Path(model.path).is_dir():
-        return ""
-    files = Path(model.path).glob("*.safetensors")
-    elements = sum(math.prod(entry["shape"]) for file in files for entry in _entries(header_of(file)))
-    weights = elements * (4 if model.dtype == "float32" else 2)
-    lines = []
-    for server in [process for process in plan.processes if process.role == "reward" and process.devices]:
-        others = [
-            process.name
-            for process in plan.processes
-            if process.node == server.node and process is not server and set(process.devices) & set(server.devices)
-        ]
-        shared = f", shared with {', '.join(others)}" if others else ""
-        lines.append(
-            f"memory of {server.name}: {weights / GIB:.2f} GiB of weights on {server.node}:{ranges(server.devices)}"
-            f"{shared}; activations of up to {model.max_tokens_per_batch} tokens come on top\n"
-        )
-    return "".join(lines)

@@ -23,7 +23,6 @@ def problem_with_pictures(config: Config, model: Mapping[str, Any]) -> str:
     kind, mesh = model["model_type"], config.learner.mesh
     for key, value, instead, why in (
         ("learner.mesh.tensor", mesh.tensor, 1, "pictures are not divided over tensor ranks"),
-        ("learner.mesh.context", mesh.context, 1, "pictures are not divided over context ranks"),
         ("algorithm.kl", config.algorithm.kl, "none", "a reference model sees no pictures"),
     ):
         if value != instead:

@@ -73,7 +73,7 @@ def problem_with_base(saved: Mapping[str, Any], policy: Policy) -> str:
         return f"was trained {there} learner.lora and this run is {here}; set learner.lora.rank as it was"
     if own["lora"] != base["lora"]:
         return f"has adapters of learner.lora {base['lora']}, this run has {own['lora']}; set it as it was"
-    if base.get("dtype", own["dtype"]) != own["dtype"]:  # checkpoints of earlier versions do not say
+    if base["dtype"] != own["dtype"]:
         return (
             f"has adapters of weights in {base['dtype']}, this run has them in {own['dtype']}; set"
             " learner.compute_dtype and rollout.dtype as they were"

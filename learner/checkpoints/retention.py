@@ -165,7 +165,7 @@ def _strip(folder: Path) -> None:
     """Leave the weights. First the mark, so that the folder is complete at every instant."""
     listed = json.loads((folder / MARK).read_text(encoding="utf-8"))["files"]
     files = {name: size for name, size in listed.items() if name.partition("/")[0] not in TO_GO_ON}
-    if files != listed or not weights_only(folder):  # earlier versions have left more than the weights
+    if not weights_only(folder):
         write_json(folder / f"{MARK}.new", {"files": files, "weights_only": True})
         (folder / f"{MARK}.new").replace(folder / MARK)
         sync_file(folder)

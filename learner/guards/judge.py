@@ -120,6 +120,16 @@ class Guards:
         values |= {NAMES[guard]: found for guard in MADE_HERE if (found := signals[guard]) is not None}
         return Verdict(tuple(alarms), values, lowered)
 
+    def said(self, alarm: Alarm) -> str:
+        """What the log says of an alarm: its text the first time and every tenth power of times, else nothing.
+
+        What changes the course of the run is always said.
+        """
+        count = self.fired[alarm.guard]
+        if count <= 1 or alarm.action in ("stop", "roll_back"):
+            return alarm.text
+        return f"{alarm.text} ({count} times so far)" if count == 10 ** (len(str(count)) - 1) else ""
+
     def weigh(self, step: int, *, was_applied: bool, has_changed: bool, lr: float) -> Alarm | None:
         """Look at the weights of a step whose update had a gradient; an alarm stops the run."""
         if was_applied:
@@ -193,7 +203,7 @@ class Guards:
         self.broken = {place: (count, first) for place, (count, first) in state["broken"].items()}
         self.fired = Counter(state["fired"])
         self.skipped, self.lowered_at = state["skipped"], state["lowered_at"]
-        self.unchanged = state.get("unchanged", 0)  # checkpoints of earlier versions have none
+        self.unchanged = state["unchanged"]
         lowered, configured = state["async_lag"]
         if configured == self.config.replay.async_lag:
             self.async_lag = lowered

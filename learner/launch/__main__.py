@@ -31,8 +31,8 @@ from learner.launch.terminal import say
 from replay.channel import KeysError
 
 DEFAULT_PORT = "5757"
-SHOWN: dict[NodeRole, tuple[Role, ...]] = {"learner": ("replay", "learner"), "rollout": ("reward", "rollout")}
-EVERYTHING: tuple[Role, ...] = ("replay", "learner", "reward", "rollout")
+SHOWN: dict[NodeRole, tuple[Role, ...]] = {"learner": ("replay", "learner"), "rollout": ("rollout",)}
+EVERYTHING: tuple[Role, ...] = ("replay", "learner", "rollout")
 
 
 def main() -> int:
@@ -147,9 +147,8 @@ def _spec_of(args: argparse.Namespace, config: Config, plan: Plan, node: str, ho
         hosts="".join(f"{host.name} {host.address}\n" for host in hosts.values()),
         replay=args.replay,
         resume=args.resume,
-        overrides=overrides_of(args),
         # a rollout server beside replay finds the learner's keys there, and takes them
-        keys=keys_for(config.network.keys, node, serves=node == plan.first_node, meets_others=config.rewards_elsewhere),
+        keys=keys_for(config.network.keys, node, serves=node == plan.first_node),
     )
 
 
@@ -162,7 +161,7 @@ def _for_kubernetes(args: argparse.Namespace, config: Config) -> tuple[Config, P
     keys: dict[NodeRole, dict[str, str]] = {}
     if config.network.keys is not None:
         keys["learner"] = keys_for(config.network.keys, "learner", serves=True)
-        keys["rollout"] = keys_for(config.network.keys, "rollout", serves=False, meets_others=config.rewards_elsewhere)
+        keys["rollout"] = keys_for(config.network.keys, "rollout", serves=False)
         config = config_of(dump(config), [f"network.keys={kubernetes.KEYS}"])
     run_name = config.run.name + (time.strftime("-%Y%m%d-%H%M%S") if args.role == "learner" else "")
     pods = kubernetes.Pods(config, args.role, args.image, args.claim, keys, args.replay, run_name)

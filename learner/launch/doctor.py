@@ -187,7 +187,7 @@ def places_of(
 
 
 def _processes(plan: Plan, node: str, role: str) -> list[Any]:
-    roles = ("learner", "replay") if role == "learner" else ("rollout", "reward")
+    roles = ("learner", "replay") if role == "learner" else ("rollout",)
     return [process for process in plan.processes if process.node == node and process.role in roles]
 
 
@@ -197,7 +197,7 @@ def _place(
     processes = _processes(plan, node, role)
     first = next(process for process in processes if process.role == role) if plan.of(node, role) else processes[0]  # type: ignore[arg-type]
     keys = {"replay": "network.replay_port", "weight bus": "weight_bus.port"}
-    keys |= {"rendezvous": "placement.rendezvous_port", "reward": "network.reward_port"}
+    keys |= {"rendezvous": "placement.rendezvous_port"}
     ports = {keys[what]: port for process in processes for what, port in process.ports.items()}
     python = rollout_python if role == "rollout" else sys.executable
     words = [python, "-m", "learner.check.probe"]

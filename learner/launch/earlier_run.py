@@ -13,7 +13,9 @@ from typing import Any
 from configs.errors import BadRunFolder
 from configs.loading import leaf_keys, leaves, load, read_yaml
 from configs.schema import Config
+from configs.shared import shared_values
 from learner import ledger
+from learner.checkpoints.folders import latest_complete
 from learner.launch.run_folder import with_free_name
 from learner.launch.servers import RunFailed
 from replay.fingerprint import FingerprintError, model_fingerprint
@@ -26,14 +28,19 @@ FIXED = tuple(key for _, _, key in KEPT if key in leaf_keys())
 """Keys that a journal depends on. Of the data, replay compares the contents: its path may change."""
 
 
-def resumed(run_dir: Path, overrides: list[str]) -> Config:
+def resumed(run_dir: Path, overrides: list[str], source: str | None = None) -> Config:
     """The run's own configuration, replay's port included: rollout servers elsewhere look for it there.
+
+    Args:
+        run_dir: folder of the run.
+        overrides: `a.b=c` that change it.
+        source: file with the configuration that counts instead of the folder's: a job has its own.
 
     Raises:
         ConfigError: the folder is no run, the run is past the steps that it shall have, or a key cannot change.
     """
     path, folder = _config_file("--resume", run_dir), run_dir.resolve()
-    config = load(path, [f"run.name={folder.name}", f"run.dir={folder.parent}", *overrides])
+    config = load(source or path, [f"run.name={folder.name}", f"run.dir={folder.parent}", *overrides])
     _check_changes(run_dir, changes(run_dir, overrides, config), config)
     lines, wanted = ledger.read(run_dir), config.learner.total_steps
     done = int(lines[-1]["step"]) if lines else 0
@@ -43,6 +50,18 @@ def resumed(run_dir: Path, overrides: list[str]) -> Config:
             " --steps, or leave it out"
         )
     return config
+
+
+def goes_on(run_dir: Path) -> str:
+    """What `--resume` of the folder does: where it begins, and which steps it makes again."""
+    found, lines = latest_complete(run_dir)[0], ledger.read(run_dir)
+    made = int(lines[-1]["step"]) if lines else 0
+    if found is None:
+        again = f" and trains the {made} steps that the journal has again" if made else ""
+        return f"no checkpoint: --resume {run_dir} starts at step 0{again}"
+    kept = int(found.name.removeprefix("step_"))
+    again = f" and trains the {made - kept} steps after it again" if made > kept else ""
+    return f"--resume {run_dir} goes on at step {kept}{again}"
 
 
 def check_ended(run_dir: Path) -> None:
@@ -64,12 +83,15 @@ def check_ended(run_dir: Path) -> None:
 
 
 def changes(run_dir: Path, overrides: list[str], config: Config) -> dict[str, tuple[Any, Any]]:
-    """Keys to which overrides give a resumed run another value than its config.yaml has: (old, new)."""
+    """Keys that have another value in a resumed run than in its config.yaml: (old, new).
+
+    Of what each process has for itself, such as addresses, only those that overrides name.
+    """
     before = leaves(read_yaml((run_dir / "config.yaml").read_bytes()))
-    after = leaves(config.model_dump(mode="json"))
+    after, shared = leaves(config.model_dump(mode="json")), shared_values(config)
     given = tuple(f"{override.partition('=')[0].strip()}." for override in overrides)
-    changed = [key for key in after if f"{key}.".startswith(given) and before.get(key) != after[key]]
-    return {key: (before.get(key), after[key]) for key in changed}
+    named = [key for key in after if f"{key}.".startswith(given) or key in shared]
+    return {key: (before.get(key), after[key]) for key in named if before.get(key) != after[key]}
 
 
 def described(changed: Mapping[str, tuple[Any, Any]]) -> list[str]:

@@ -11,26 +11,25 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from configs.loading import dump
 from configs.plan import Machine, Plan, assign
 from configs.schema import Config
+from learner import ledger
 from learner.checkpoints.folders import latest_complete
 from learner.launch import children
 from learner.launch.announcements import Announcements
 from learner.launch.children import Child, RowTail, Tail
 from learner.launch.machine import this_machine
-from learner.launch.reward_servers import RewardServers
 from learner.launch.run_folder import RunFolder
 from learner.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
-from learner.report.live_view import LiveView
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, WireError, load_keys
-from replay.lifeline import PARENT, RUN_FAILED
+from replay.lifeline import CHECKPOINT, PARENT, RUN_FAILED
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +42,23 @@ LEAVES_S = 3.0
 """The ranks have this long to leave after one of them; torchrun itself waits for 30 s."""
 CANNOT_GO_ON = 2
 """Exit code of a replay that refuses its configuration, data or journal: another start would as well."""
+CHECKPOINT_S = 15.0
+"""How long a run that is told to end may take for a last checkpoint: the end of a step, the next one, and the copy."""
 FAREWELL_S = 20.0
 """How long the others have to leave after the learner has finished."""
+
+
+class View(Protocol):
+    """What shows the run to a person (learner/report/live_view.py)."""
+
+    def event(self, text: str) -> None:
+        """Say something that happened beside the steps."""
+
+    def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show replay's status, None before it has answered, and the newest rows of metrics.jsonl."""
+
+    def close(self, summary: str) -> None:
+        """Show the last state, and how the run ended."""
 
 
 @dataclass(slots=True)
@@ -53,7 +67,7 @@ class Launcher:
 
     config: Config
     resume: bool
-    view: LiveView
+    view: View
     learner_module: str = "learner.train"
     """What the learner ranks run; benchmarks take the loop of this one with phases of their own."""
     server_command: tuple[str, ...] = ("rollout_server.main",)
@@ -64,7 +78,6 @@ class Launcher:
     """Of replay, once it listens."""
     replay: Child = field(init=False)
     learner: Child = field(init=False)
-    rewards: RewardServers = field(init=False)
     servers: LocalServers = field(init=False)
     processes: dict[str, Child] = field(default_factory=dict)
     """The present process of each name."""
@@ -123,21 +136,16 @@ class Launcher:
         self._announcements = Announcements(self.run_dir / "logs")
         self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
         parent = ("--parent", str(os.getpid()))
-        plan, local = self.plan(), self.config.placement.local_rollouts
-        reward_servers = plan.of(self.node, "reward") if local else []
-        self.rewards = RewardServers(self.config.rollout, reward_servers, self._start, self.view.event, parent)
-        self.rewards.begin()
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
         self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
         self._start_learner()
         by_name = {server.name: server for server in self.plan().of(self.node, "rollout")}
-        words = [*self.rewards.arguments(), *parent]
         self.servers = LocalServers(
             self.config.rollout,
-            lambda name: self._start(name, [*by_name[name].command, *words], by_name[name].environment),
+            lambda name: self._start(name, [*by_name[name].command, *parent], by_name[name].environment),
             self.view.event,
         )
-        if local:
+        if self.config.placement.local_rollouts:
             for name in by_name:
                 self.servers.add(name)
 
@@ -145,8 +153,7 @@ class Launcher:
         """Watch until the learner has finished.
 
         Raises:
-            RunFailed: replay, the learner or the last reward server died, no rollout server is left, or the run folder
-                is gone.
+            RunFailed: replay or the learner died, no rollout server is left, or the run folder is gone.
         """
         keys, folder = load_keys(self.config.network.keys), RunFolder(self.run_dir)
         with Dealer(self.address, f"launcher.{secrets.token_hex(4)}", m.FROM_REPLAY, keys=keys) as dealer:
@@ -166,18 +173,32 @@ class Launcher:
             self._replay_died()
         if code is not None:
             self._learner_died(dealer)
-        self.rewards.watch(self._run_is_over())
         self.servers.watch(self._run_is_over())
 
     def leave(self) -> None:
         """Wait for the other processes to exit after the learner's Goodbye."""
         deadline = time.monotonic() + FAREWELL_S
-        leaving = [child for child in self.processes.values() if child not in self.rewards.children]
+        leaving = list(self.processes.values())
         while time.monotonic() < deadline and any(child.exit_code() is None for child in leaving):
             time.sleep(POLL_S)
         for child in leaving:
             if said := children.late(child, FAREWELL_S):
                 self.view.event(f"{child.name} (pid {child.pid}) has not left after the last step{said} [slow]")
+
+    def write_checkpoint(self, why: str) -> None:
+        """Have the learner write a checkpoint of its next step, for at most CHECKPOINT_S. Raises Interrupted."""
+        if "learner" not in self.processes or self.learner.exit_code() is not None or self.play is not None:
+            return
+        before, lines = latest_complete(self.run_dir)[0], ledger.read(self.run_dir)
+        if not lines or (before is not None and before.name == f"step_{lines[-1]['step']}"):
+            return
+        self.view.event(f"{why}: a checkpoint is written, for at most {CHECKPOINT_S:g} s; another signal ends at once")
+        self.replay.process.send_signal(CHECKPOINT)
+        deadline = time.monotonic() + CHECKPOINT_S
+        while time.monotonic() < deadline and self.learner.exit_code() is None:
+            if latest_complete(self.run_dir)[0] != before:
+                return
+            time.sleep(POLL_S)
 
     def stop(self) -> None:
         """End everything that is left, by pid."""

@@ -33,7 +33,7 @@ class RunFailed(
 class DidNotStart(
     RunFailed,
     code="SLIP-RUN-07",
-    cause="Replay or a reward server ended, or read its data and journal for longer than learner.batch_deadline_s.",
+    cause="Replay ended, or read its data and journal for longer than learner.batch_deadline_s.",
     mend="The message has its last error; where there is none, look at its log, or at the hang report that is named.",
 ):
     """A process of the run did not start in time."""
@@ -107,8 +107,6 @@ class LocalServers:
     config: Rollout
     start: Callable[[str], Child]
     say: Callable[[str], None]
-    are_needed: bool = False
-    """Without any of them the run ends (reward servers); else it waits for a new one (rollout servers)."""
     by_name: dict[str, LocalServer] = field(default_factory=dict)
 
     def add(self, name: str) -> None:
@@ -168,11 +166,6 @@ class LocalServers:
             if self.all_over:
                 raise RunFailed(cause)
             self.say(f"{cause}; it is not started again, the run goes on with other servers")
-        elif self.are_needed:
-            lacks = f"{cause}; no restart left (rollout.restarts {limit})"
-            if self.all_over:
-                raise RunFailed(lacks)
-            self.say(f"{lacks}: the run goes on with other servers")
         else:
             self.say(
                 f"{cause}; no restart left (rollout.restarts {limit}): the run goes on with other servers, or waits"

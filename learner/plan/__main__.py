@@ -119,7 +119,7 @@ def _candidates(args: argparse.Namespace, config: Config, fitted: Fitted, gpus: 
         pairs = [tuple(map(int, split.split(":"))) for split in args.splits.split(",")]
         return [Plan(rollout=r, learner=n, lag=lag, tensor_parallel=tp) for r, n in pairs for lag in lags for tp in tps]
     balance = balance_of(config, fitted.costs, fitted.workload)
-    ranks, shared = config.learner.mesh.model_ranks, config.placement.share_gpus
+    ranks, shared = config.learner.mesh.tensor, config.placement.share_gpus
     return list(plans(gpus, balance, lags=lags, tps=tps, model_ranks=ranks, shared=shared))
 
 

@@ -111,7 +111,7 @@ def balance_of(config: Config, costs: Costs, workload: Workload) -> float:
 def refusal(config: Config, model: Mapping[str, Any] | None, plan: Plan) -> str:
     """Why a plan cannot be; empty where it can, or nothing is known of the memory."""
     trajectories = config.rollout.groups_per_step * config.rollout.group_size
-    if trajectories < plan.learner // config.learner.mesh.model_ranks:
+    if trajectories < plan.learner // config.learner.mesh.tensor:
         return f"{trajectories} trajectories a step are fewer than {plan.learner} learner ranks"
     gib = config.placement.gpu_gib
     if model is None or config.placement.device == "cpu" or gib is None:

@@ -274,12 +274,13 @@ class SimulatedRun:
     def update_s(self, groups: list[Int64]) -> float:
         """Of an update on groups with these tokens, microbatches and ranks as replay assigns them."""
         mesh, costs = self.config.learner.mesh, self.costs
-        parts = max(1, self.fleet.ranks // mesh.model_ranks)
+        parts = max(1, self.fleet.ranks // mesh.tensor)
         whole = np.concatenate([*groups, np.empty(0, np.int64)])
-        where = batches.assign(whole, np.ones(len(whole), np.bool_), parts, self.config.max_tokens_per_row)
+        limit = self.config.learner.max_tokens_per_microbatch
+        where = batches.assign(whole, np.ones(len(whole), np.bool_), parts, limit)
         loads = np.zeros((where.num_microbatches, parts))
         np.add.at(loads, (where.microbatch, where.rank), whole)
-        seconds = float(loads.max(1).sum()) * costs.train_token_s / min(self.fleet.ranks, mesh.model_ranks)
+        seconds = float(loads.max(1).sum()) * costs.train_token_s / min(self.fleet.ranks, mesh.tensor)
         return costs.update_s + seconds * (1 + costs.exchange_share * (self.fleet.ranks > 1))
 
     def _updated(self, began: float) -> None:

@@ -2,7 +2,7 @@
 
 Two implementations under names of ours, registered with transformers, which passes them what the forward was given:
 `cu_seq_lens_q` ([w+1] int32, where each trajectory starts, then the total), `max_length_q` (the longest one), and
-`prefixes` of a row in which answers share their prompts (learner/policy/prefixes.py).
+`prefixes` of a row in which answers share their prompts (learner/prefixes.py).
 
     VARLEN   torch's flash attention over rows of unequal length: CUDA, 16 bit
     PADDED   scaled_dot_product_attention over trajectories that are padded here and nowhere else: any device and dtype
@@ -23,8 +23,10 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from configs.errors import PackageMissing
 from configs.learner import LearnerSettings
-from learner.policy.prefixes import Prefixes, attend, lay_side_by_side
+from learner.policy.divisibility import head_dim_of, problem_with_kernel
+from learner.policy.memory import PLACES_PER_TOKEN
 from learner.policy.pretrained import PolicyError
+from learner.prefixes import Prefixes, attend, lay_side_by_side
 from learner.rows import Row
 
 log = logging.getLogger(__name__)
@@ -36,25 +38,26 @@ WITHOUT_MEANING = frozenset(
     {"cu_seq_lens_k", "max_length_k", "position_ids", "use_cache", "is_causal", "output_attentions", "cache_position"}
 )
 """Arguments of transformers that change nothing here: a row has no cache, and every token sees what is left of it."""
-MAX_HEAD_DIM = 256
-HEAD_DIM_STEP = 8
-"""Head sizes that flash attention takes: multiples of 8 up to 256."""
+WARNED_ROWS = set[str]()
 
 
 def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.device) -> str:
     """The attention implementation of a run, VARLEN or PADDED: `auto` is VARLEN where that runs.
 
-    Where `varlen` is asked for and the kernel does not run, PADDED takes its place, and the log says why.
+    Where a GPU is there or `varlen` is asked for and the kernel does not run, PADDED takes its place, and the log says
+    why.
 
     Raises:
         ConfigError: prompts are to be shared, and the kernel lets their answers see other tokens than theirs.
     """
     if config.attention == "sdpa":
         return PADDED
-    head_dim = int(getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads)
-    reason = reason_against_varlen(device, config.compute_dtype, head_dim)
-    if reason and config.attention == "varlen":
-        log.warning("learner.attention: 'varlen' cannot be had here, trajectories are padded instead: %s", reason)
+    reason = reason_against_varlen(device, config, head_dim_of(model.to_dict()))
+    if reason and (config.attention == "varlen" or device.type == "cuda"):
+        log.warning(
+            "learner.attention: each trajectory is padded to the longest of its row, which takes memory and time: %s",
+            reason,
+        )
     if reason:
         return PADDED
     kernel = make_varlen()
@@ -85,14 +88,12 @@ def _seen(kernel: Callable[..., tuple[Tensor, None]], dtype: str, device: torch.
     return [torch.nonzero(row > 0.1)[:, 0].tolist() for row in out[0, :, 0]]
 
 
-def reason_against_varlen(device: torch.device, compute_dtype: str, head_dim: int) -> str:
+def reason_against_varlen(device: torch.device, config: LearnerSettings, head_dim: int) -> str:
     """Why torch's kernel cannot be used, or an empty string."""
     if device.type != "cuda":
         return f"the kernel needs CUDA, the learner runs on {device.type}"
-    if compute_dtype not in ("bfloat16", "float16"):
-        return f"the kernel needs learner.compute_dtype 'bfloat16' or 'float16', it is {compute_dtype!r}"
-    if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
-        return f"the kernel takes head sizes in steps of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, the model has {head_dim}"
+    if problem := problem_with_kernel(config, head_dim):
+        return problem
     if torch.cuda.get_device_capability(device) < (8, 0):
         return f"the kernel needs compute capability 8.0, {torch.cuda.get_device_name(device)} is older"
     if not torch.backends.cuda.is_flash_attention_available():
@@ -105,6 +106,17 @@ def arguments(row: Row) -> dict[str, Any]:
     starts, longest = row.starts, row.longest
     given = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": longest, "max_length_k": longest}
     return given | {"prefixes": row.prefixes}
+
+
+def warn_of_padding(row: Row, attention: str) -> None:
+    """Say once where a row on a GPU has more padded places than the memory budget counts."""
+    places, tokens = (len(row.starts) - 1) * row.longest, row.input_ids.shape[1]
+    if attention == PADDED and row.input_ids.is_cuda and places > PLACES_PER_TOKEN * tokens and not WARNED_ROWS:
+        WARNED_ROWS.add(attention)
+        log.warning(
+            "attention pads a row of %d tokens to %d places, and the memory budget counts %d a token; lower"
+            " learner.max_tokens_per_microbatch where memory runs out", tokens, places, PLACES_PER_TOKEN,
+        )  # fmt: skip
 
 
 def check_understood(given: Mapping[str, Any]) -> None:
@@ -208,7 +220,7 @@ def _pad_and_attend(
     longest_key: int,
     scaling: float,
 ) -> Tensor:
-    """[heads, tokens, D] to [tokens, heads, D], see learner.policy.prefixes.Kernel."""
+    """[heads, tokens, D] to [tokens, heads, D], see learner.prefixes.Kernel."""
     heads, total, dim = query.shape
     place = torch.arange(total, device=query.device)
     segment = torch.searchsorted(starts[1:], place, right=True)

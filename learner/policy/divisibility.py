@@ -1,9 +1,13 @@
-"""Divisibility of a model by learner.mesh. Pure, no torch, for the dry run."""
+"""What the sizes of a model allow: learner.mesh, and attention without padding. Pure, no torch, for the dry run."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from configs.learner import Mesh
+from configs.learner import LearnerSettings, Mesh
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
+"""Head sizes that flash attention takes: multiples of 8 up to 256."""
 
 
 def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
@@ -13,7 +17,7 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
         mesh: learner.mesh.
         model: the keys of config.json.
     """
-    if mesh.model_ranks == 1:
+    if mesh.tensor == 1:
         return ""
     heads = int(model["num_attention_heads"])
     key_value = int(model.get("num_key_value_heads") or heads)
@@ -28,17 +32,20 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
         works = next(n for n in range(mesh.tensor, 0, -1) if all(size % n == 0 for size in parts.values()))
         found = " and ".join(f"{name} {size}" for name, size in uneven.items())
         return f"learner.mesh.tensor: {mesh.tensor} does not divide {found} of the model; take {works}"
-    if not _divides_heads(mesh.context, heads // mesh.tensor, key_value // mesh.tensor):
-        of = f" over learner.mesh.tensor {mesh.tensor}" if mesh.tensor > 1 else ""
-        sizes = range(mesh.context, 0, -1)
-        works = next(n for n in sizes if _divides_heads(n, heads // mesh.tensor, key_value // mesh.tensor))
-        return (
-            f"learner.mesh.context: {mesh.context} ranks cannot share num_attention_heads {heads} and"
-            f" num_key_value_heads {key_value}{of} of the model; take {works}"
-        )
     return ""
 
 
-def _divides_heads(context: int, heads: int, key_value: int) -> bool:
-    """Each rank attends with as many heads; key/value heads that are fewer than the ranks are repeated."""
-    return heads % context == 0 and (key_value % context == 0 or context % key_value == 0)
+def problem_with_kernel(learner: LearnerSettings, head_dim: int) -> str:
+    """Why attention pads on any GPU; empty where the kernel of rows without padding may run. Of a dry run, too."""
+    if learner.attention == "sdpa":
+        return "learner.attention is 'sdpa'"
+    if learner.compute_dtype not in ("bfloat16", "float16"):
+        return f"the kernel needs learner.compute_dtype 'bfloat16' or 'float16', it is {learner.compute_dtype!r}"
+    if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
+        return f"the kernel takes head sizes in steps of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, the model has {head_dim}"
+    return ""
+
+
+def head_dim_of(model: Mapping[str, Any]) -> int:
+    """Of the keys of config.json."""
+    return int(model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])

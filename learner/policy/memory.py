@@ -24,6 +24,7 @@ from configs.errors import BadValue, NoRoom, SlipstreamError
 from configs.learner import LearnerSettings, Lora
 from configs.machine import gpu_bytes
 from configs.schema import Config
+from learner.policy.divisibility import head_dim_of, problem_with_kernel
 from replay.desks.sharing import COPIES_PER_TOKEN
 from replay.fingerprint import read_json
 from replay.pictures import decoder_of
@@ -39,6 +40,8 @@ EAGER = 2.3
 read (learner/policy/layers.py)."""
 HEAD_BYTES = int(1.5 * GIB)
 """Float32 logits of a chunk and their gradient in 16 bit (learner/policy/logprobs.py)."""
+PLACES_PER_TOKEN = 4
+"""Of padded attention: answers of one row that are about a quarter as long as its longest one."""
 MOMENT_SPAN_BYTES = 512 * 1024**2
 """Parameters whose moments are on the device at once where they live in host memory, largest tensors included."""
 COST = {"none": 0.0, "selective": 0.02, "full": 0.25}
@@ -75,7 +78,7 @@ class Sizes:
     def of(cls, config: Mapping[str, Any]) -> "Sizes":
         """From the keys of config.json."""
         heads = int(config["num_attention_heads"])
-        dim = int(config.get("head_dim") or config["hidden_size"] // heads)
+        dim = head_dim_of(config)
         return cls(
             hidden=int(config["hidden_size"]),
             layers=int(config["num_hidden_layers"]),
@@ -203,6 +206,8 @@ class Setup:
     """Of a reference model on the same ranks."""
     critic: Sizes | None = None
     """Of a critic on them."""
+    pads: bool = False
+    """Attention pads trajectories to the longest of their row, as `problem_with_kernel` says."""
     tower_bytes: int = 0
     """Of a frozen vision tower, and of what it makes of the largest picture."""
 
@@ -223,6 +228,8 @@ class Setup:
             wire_bytes=bytes_of[config.rollout.dtype] if over_nccl else 0,
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
             reference=(_sizes_of(config.algorithm.reference_path, model) if config.algorithm.kl != "none" else None),
+            pads=config.placement.device != "cpu"
+            and bool(problem_with_kernel(config.learner, head_dim_of(decoder_of(model)))),
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
             critic=(_sizes_of(config.critic.path, model) if config.algorithm.advantage == "gae" else None),
         )
@@ -263,7 +270,7 @@ def choose(setup: Setup, available: int | None) -> Budget:
     """
     smallest: Budget | None = None
     for way in sorted(_ways(setup), key=_cost):
-        budget = replace(way, items=_items(setup, way))
+        budget = replace(way, items=items_of(setup, way))
         if available is None or budget.total <= available:
             return budget
         smallest = budget if smallest is None or budget.total < smallest.total else smallest
@@ -292,7 +299,7 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
     budget = choose(setup, available)
     if budget.total <= available:
         return ""
-    tokens, longest = largest_microbatch(setup, available), config.longest_part
+    tokens, longest = largest_microbatch(setup, available), config.longest_trajectory
     fits = f"{tokens} tokens fit" if tokens >= longest else f"{tokens} fit, and one trajectory may have {longest}"
     given = config.learner.max_tokens_per_microbatch
     return (
@@ -305,7 +312,7 @@ def refusal(config: Config, model: Mapping[str, Any], available: int) -> str:
 def when_exhausted(config: Config, model: Mapping[str, Any], budget: Budget, said: str, device_bytes: int) -> str:
     """What to change after memory ran out, whatever the budget had promised. `said` is the allocator's message."""
     setup, given = Setup.of(config, model), config.learner.max_tokens_per_microbatch
-    longest = config.longest_part
+    longest = config.longest_trajectory
     tokens = min(largest_microbatch(setup, usable(device_bytes)), given * 3 // 4) // 1024 * 1024
     knobs = [f"learner.max_tokens_per_microbatch={max(tokens, longest)}"] if longest < given else []
     knobs += ["learner.recompute=full"] if budget.recompute != "full" else []
@@ -333,7 +340,8 @@ def _cost(way: Budget) -> float:
     return COST[way.recompute] + sum(cost for cost, is_free in slower.items() if not is_free)
 
 
-def _items(setup: Setup, way: Budget) -> dict[str, int]:
+def items_of(setup: Setup, way: Budget) -> dict[str, int]:
+    """Bytes of a rank by what they are for."""
     tensor, compute_bytes, lora = setup.learner.mesh.tensor, setup.compute_bytes, setup.learner.lora
     sizes = setup.sizes.over(tensor)
     adapters = sizes.adapter_parameters(lora) if lora.rank else 0
@@ -355,6 +363,10 @@ def _items(setup: Setup, way: Budget) -> dict[str, int]:
         # its chunk, and the gradient of its weights in float32 and the compute dtype
         "output head": HEAD_BYTES + (0 if adapters else 4 + compute_bytes) * sizes.embedding_parameters,
     }
+    if setup.pads:  # queries, keys, values and what comes out, which the backward needs again
+        kept = 1 if way.recompute == "full" else sizes.layers
+        places = PLACES_PER_TOKEN * setup.learner.max_tokens_per_microbatch
+        items["padding of attention"] = compute_bytes * places * (2 * sizes.query + sizes.key_value) * kept
     if adapters:
         items["frozen weights"] = -(-compute_bytes * sizes.parameters // setup.num_ranks)
     if setup.reference is not None:

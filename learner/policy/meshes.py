@@ -1,11 +1,10 @@
-"""Meshes of learner ranks: replicate x shard x context x tensor, the last fastest.
+"""Meshes of learner ranks: replicate x shard x tensor, the last fastest.
 
     tensor     ranks of a node that divide every layer: heads, columns of the MLP, the vocabulary
-    context    ranks that divide the tokens of each row
-    shard      ranks with rows of their own, over which FSDP2 shards; context ranks take part, their tokens differ too
+    shard      ranks with rows of their own, over which FSDP2 shards
     replicate  copies of all that, whose gradients are added up (HSDP)
 
-Ranks that differ in `tensor` or `context` only compute the same rows: they hold the same part of a batch.
+Ranks that differ in `tensor` only compute the same rows: they hold the same part of a batch.
 """
 
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from configs.learner import Mesh
 
 DIMS = ("replicate", "shard", "tensor")
-"""Of the device mesh that parameters are placed on; context ranks are shards to them."""
+"""Of the device mesh that parameters are placed on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,6 @@ class Meshes:
     data: DeviceMesh
     """What FSDP2 shards over: one dimension, or `replicate` and `shard`."""
     tensor: DeviceMesh | None = None
-    context: dist.ProcessGroup | None = None
 
     @classmethod
     def flat(cls, mesh: DeviceMesh) -> "Meshes":
@@ -65,7 +63,7 @@ class Meshes:
     @property
     def leads(self) -> bool:
         """Whether this rank speaks for those that compute the same rows."""
-        return self.tensor_rank == 0 and (self.context is None or dist.get_rank(self.context) == 0)
+        return self.tensor_rank == 0
 
     @property
     def in_first_replica(self) -> bool:
@@ -94,7 +92,6 @@ def make_meshes(sizes: Mesh, device: torch.device, timeout: timedelta) -> Meshes
         replica=_along(ranks.view(sizes.replicate, -1), 1, timeout) if sizes.replicate > 1 else everyone,
         data=base["replicate", "shard"] if sizes.replicate > 1 else base["shard"],
         tensor=base["tensor"] if sizes.tensor > 1 else None,
-        context=_along(ranks.view(-1, sizes.context, sizes.tensor), 1, timeout) if sizes.context > 1 else None,
     )
 
 

@@ -22,9 +22,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from configs import Config
 from configs.learner import Lora
-from learner.policy import attention, context, lora
+from learner.policy import attention, lora
 from learner.policy.communication import Communication
-from learner.policy.context import Context
 from learner.policy.divisibility import problem_with
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
@@ -66,16 +65,13 @@ class TokenModel(torch.nn.Module):
 
     PREFIX = "transformer."
 
-    def __init__(self, transformer: Any, context: Context | None = None) -> None:
+    def __init__(self, transformer: Any) -> None:
         super().__init__()
         self.transformer = transformer
-        self.context = context
         transformer.lm_head = Head(transformer.lm_head.weight)
 
     def forward(self, row: Row, temperature: float) -> tuple[Any, Any]:
         """Two [n] float32 tensors."""
-        if self.context is not None:
-            return self._forward_part(row, temperature, self.context)
         inputs: dict[str, Any] = {"input_ids": row.input_ids}
         if row.pictures is not None:
             seen: Tensor = self.transformer.model.embed_tokens(row.input_ids)[0]
@@ -87,23 +83,6 @@ class TokenModel(torch.nn.Module):
             **attention.arguments(row),
         ).last_hidden_state
         return self.transformer.lm_head(hidden[0, row.kept], row.targets, temperature)  # type: ignore[no-any-return]
-
-    def _forward_part(self, row: Row, temperature: float, context: Context) -> tuple[Any, Any]:
-        """The same of a row that context ranks divide; all of them get all n."""
-        total = row.input_ids.shape[1]
-        own = context.own(row.kept, total)
-        hidden = self.transformer.model(
-            input_ids=context.part_of(row.input_ids),
-            position_ids=context.part_of(row.position_ids),
-            use_cache=False,
-            context=context,
-            row_tokens=total,
-            **attention.arguments(row),
-        ).last_hidden_state
-        places = row.kept[own] - context.rank * context.stretch(total)
-        found = self.transformer.lm_head(hidden[0, places], row.targets[own], temperature)
-        logprobs, entropy = context.join(torch.stack(found), own, len(row.kept))
-        return logprobs.clone(), entropy.clone()  # FSDP wants no views from its units
 
 
 class Policy:
@@ -146,6 +125,7 @@ class Policy:
         if row.pictures is not None:
             assert self.tower is not None, "a batch with pictures is refused where the model takes none"
             row = replace(row, pictures=row.pictures.seen_by(self.tower))
+        attention.warn_of_padding(row, self.model.transformer.config._attn_implementation)
         return tuple(self.model(row, temperature))
 
     def when_exhausted(self, error: RuntimeError, config: Config) -> str:
@@ -312,12 +292,11 @@ def shaped_policy(config: Config, mesh: DeviceMesh | Meshes, device: torch.devic
     if problem := problem_with(config.learner.mesh, model_config.to_dict()):
         raise PolicyError(problem)
     kernel = attention.choose(config.learner, model_config, device)
-    divided = Context(meshes.context, kernel) if meshes.context is not None else None
-    transformer = build_empty(model_config, context.NAME if divided else kernel)
+    transformer = build_empty(model_config, kernel)
     adapters = config.learner.lora if config.learner.lora.rank else None
     if adapters is not None:
         lora.adapt(transformer, adapters, DTYPES[config.learner.compute_dtype])
-    model = TokenModel(transformer, divided)
+    model = TokenModel(transformer)
     if meshes.tensor is not None:
         parallelize(model.transformer, meshes.tensor)
     layers, offloaded = model.transformer.model.layers, config.learner.offload_activations
@@ -329,15 +308,20 @@ def shaped_policy(config: Config, mesh: DeviceMesh | Meshes, device: torch.devic
     return policy
 
 
+def least_free(mesh: DeviceMesh | Meshes, device: torch.device) -> int | None:
+    """Bytes that every rank has free on its GPU; None on a CPU. A collective."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    least = torch.tensor(free, device=device)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
+    return int(least)
+
+
 def choose_for(setup: Setup, mesh: DeviceMesh | Meshes, device: torch.device) -> Budget:
-    """The same on all ranks: by the least memory that any of them has free. A collective."""
-    available = None
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        least = torch.tensor(free, device=device)
-        dist.all_reduce(least, op=dist.ReduceOp.MIN, group=mesh.get_group())
-        available = usable(int(least))
-    return choose(setup, available)
+    """The fastest way that fits into what every rank has free. A collective."""
+    free = least_free(mesh, device)
+    return choose(setup, None if free is None else usable(free))
 
 
 def shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype, budget: Budget) -> None:

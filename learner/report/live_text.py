@@ -135,7 +135,7 @@ def step_line(progress: Progress) -> str:
         f"step {progress.step}/{progress.total_steps}"
         f"  reward {number(row.get(REWARD))}"
         f"  lag {number(row.get(LAG_MEAN), 1)}/{progress.async_lag}"
-        f"  tok/s {count(row.get('perf/throughput'))}"
+        f"  tok/s {count(row.get('perf/learner_tokens_per_s'))}"
         f"  idle learner {percent(row.get('trainer/idle_ratio'))} rollout {percent(row.get('rollout/idle_ratio'))}"
         f"  eta {duration(progress.eta_s())}"
     )
@@ -170,7 +170,7 @@ def speed_text(progress: Progress) -> str:
     """Throughput of the last step, and how idle both sides were."""
     row = progress.last
     idle = f"learner {percent(row.get('trainer/idle_ratio'))}, rollout {percent(row.get('rollout/idle_ratio'))}"
-    return f"{count(row.get('perf/throughput'))} tok/s   idle: {idle}"
+    return f"{count(row.get('perf/learner_tokens_per_s'))} tok/s   idle: {idle}"
 
 
 def split_text(progress: Progress) -> str:
@@ -224,10 +224,8 @@ def waiting_text(status: Status) -> str:
 
 def _wait(wait: Mapping[str, Any]) -> str:
     who, what, since = str(wait.get("who", "?")), str(wait.get("for", "?")), wait.get("since_s") or 0.0
-    verb = "wait" if who.endswith("servers") else "waits"
     how_long = f" {duration(since)}" if since > 0 else ""
-    reason = " (the learner is slower)" if who.startswith("rollout") and "in flight" in what else ""
-    return f"{who} {verb}{how_long} for {what}{reason}"
+    return f"{who} wait{'' if wait.get('code') == 'room' else 's'}{how_long} for {what}"
 
 
 PEER_COLUMNS = ("peer", "version", "doing", "for", "heard", "leases", "groups", "tok/s", "idle")

@@ -88,6 +88,11 @@ class LiveView:
         if self.mode == "rich" and (rows or self._live is None or now - self._drawn >= REDRAW_S):
             self._draw("")
 
+    def recall(self, rows: Sequence[Row]) -> None:
+        """Take rows of before, of which nothing is shown by themselves."""
+        for row in rows:
+            self.progress.add(row)
+
     def event(self, text: str) -> None:
         """Say something that happened beside the steps, such as a rollout server that died."""
         text = coded(text, "")

@@ -18,6 +18,7 @@ from configs.loading import ConfigError, load
 from configs.schema import Config
 from learner.launch.announcements import Repeats, launchers_last
 from learner.launch.children import RowTail, Tail, without_time
+from learner.report.ending import read
 from learner.report.live_view import LiveView
 from learner.report.metrics import FILE
 from replay.channel import ChannelError
@@ -37,7 +38,7 @@ class Folder:
     """A run folder, as far as it was read."""
 
     def __init__(self, folder: Path) -> None:
-        self.config = _config(folder)
+        self.path, self.config = folder, _config(folder)
         self._metrics = RowTail(folder / FILE)
         self._logs = folder / "logs"
         self._tails: dict[Path, Tail] = {}
@@ -70,7 +71,9 @@ class Folder:
 
     @property
     def silence(self) -> str:
-        """Why there is no status."""
+        """Why there is no status: how the run has ended, where its launcher could say it."""
+        if (ending := read(self.path)) is not None:
+            return ending.said
         where = f"replay at {self._address} does not answer" if self._address else "logs/replay.log names no address"
         return f"{where}: the run has ended, or runs on another machine"
 
@@ -92,7 +95,11 @@ def watch(folder: Folder, view: LiveView, *, once: bool) -> None:
             status, over = {**view.status, "waits": [], "ended": folder.silence}, True
         for event in folder.events():
             view.event(event)
-        view.update(status if status is not None else view.status, folder.rows())
+        rows = folder.rows()
+        if once:  # the present state, not the way there
+            view.recall(rows[:-1])
+            rows = rows[-1:]
+        view.update(status if status is not None else view.status, rows)
         if once and not over:
             view.say_waits()
         if over or once:

@@ -241,6 +241,11 @@ class AsyncRouter:
             return None
         return self._arrivals.take(parts, self.run_id)
 
+    @property
+    def refused(self) -> int:
+        """Handshakes that were refused for their keys, so far."""
+        return sum(self._gate.refused.values()) if self._gate is not None else 0
+
     def close(self) -> None:
         """Send what is queued for up to a second, then close."""
         if self._gate is not None:

@@ -23,7 +23,7 @@ class BatchDesk:
         self.run, self.peers, self.granting, self.buffer = run, peers, granting, run.buffer
         self.takes: dict[int, set[int]] = {}  # by step: ranks that asked for its batch
         self.haves: dict[int, set[int]] = {}  # and those that hold their part of it
-        self.num_ranks, self.ranks_per_part = run.config.num_learner_ranks, run.config.learner.mesh.model_ranks
+        self.num_ranks, self.ranks_per_part = run.config.num_learner_ranks, run.config.learner.mesh.tensor
         self.batches: dict[int, list[m.Batch]] = {}
         self.sent: dict[int, int] = {}
         """Of each rank, the step whose part it was sent since its Hello."""
@@ -110,11 +110,11 @@ class BatchDesk:
         config, made = self.run.config, self.buffer.line.steps[step]
         groups, measured = shape(groups, config.algorithm, config.rollout.max_new_tokens)
         trained = batches.trained(groups, flat=not config.algorithm.flat_groups_are_left_out)
-        limit, parts = config.max_tokens_per_row, self.num_ranks // self.ranks_per_part
+        limit, parts = config.learner.max_tokens_per_microbatch, self.num_ranks // self.ranks_per_part
         wanted = config.learner.share_prefixes
         assignment = sharing.assign(sharing.Members.of(groups, trained), wanted, parts, limit)
         is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
-        wants_checkpoint = is_full and config.replay.journal_keep == "checkpoint"
+        wants_checkpoint = (is_full and config.replay.journal_keep == "checkpoint") or self.run.checkpoint_asked
         self.batches[step] = [
             replace(
                 part,

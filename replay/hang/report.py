@@ -28,6 +28,8 @@ FRESH_S = 15.0
 """What expires this soon after a report is a consequence, and is noted in it."""
 FRESH_ASIDE_S = 60.0
 """The same where the run goes on: at most one report a minute."""
+OUTSIDE = ("disk", "reward", "server")
+"""Codes of waits (replay/waits.py) whose cause no stack of this host shows."""
 STATUS_S = 1.0
 SILENT_S = 3.0
 EVENTS = 40
@@ -190,6 +192,10 @@ def _suspects(
     for name, peer in peers.items():
         if peer["silent_s"] > SILENT_S and name not in on_this_host:
             yield f"{name} does not run here; replay last heard it {peer['silent_s']:.1f} s ago{_owes(peer)}"
+
+    for wait in status.get("waits", ()):
+        if wait["code"] in OUTSIDE:
+            yield f"{wait['who']} waits for {wait['for']}, for {wait['since_s']:.1f} s"
 
 
 def _owes(peer: Mapping[str, Any] | None) -> str:

@@ -1,6 +1,7 @@
-"""A process for code of the user: started under a supervisor, read from, and killed with its descendants.
+"""The side that asks worker processes: started under a supervisor, read from, and killed with their descendants.
 
-It gets a socket as stdin and none of the secrets in the environment; what it prints is logged up to a limit.
+They get a socket as stdin and none of the secrets in the environment; what they print is logged up to a limit. Code of
+the user shares their process and may have written their frames: whoever reads these checks them.
 """
 
 import asyncio
@@ -8,14 +9,17 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from replay.hang.processes import all_processes
+from rollout_server.children.frames import pack, receive
 from rollout_server.children.supervisor import STACK
 
 log = logging.getLogger(__name__)
@@ -40,6 +44,12 @@ MAX_STACK_BYTES = 1 << 20
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 PACKAGES = (*{sys.prefix, sys.base_prefix, str(Path(os.__file__).parent)}, PACKAGE_ROOT + "/rollout_server/")
 """Where frames are not of code of the user."""
+START_TIMEOUT_S = 120.0
+"""For the imports of the user's code, whose calls have limits of their own."""
+DYING_S = 0.2
+"""From the end of a channel to the end of its process."""
+LOST = (TimeoutError, asyncio.IncompleteReadError, ValueError, OSError)
+"""What asking a process raises that is late, has ended, sends garbage or cannot be written to."""
 TAIL_BYTES = 2000
 CHUNK_BYTES = 65536
 FLOOD_PAUSE_S = 0.002
@@ -120,8 +130,59 @@ class ChildProcess:
                 log.warning("%s: printed more than %d lines; the rest is not logged", self._name, MAX_LOGGED_LINES)
 
 
-async def start(module: str, name: str, hidden: frozenset[str]) -> ChildProcess:
-    """Start a module whose first act is `supervise`; it gets none of the `hidden` variables."""
+class Worker:
+    """One process at a time; after `stop` the next `start` begins a fresh one."""
+
+    def __init__(
+        self, module: str, name: str, hidden: frozenset[str], max_bytes: int, limits: Mapping[str, Any]
+    ) -> None:
+        """`hidden` variables it does not get; longer frames, or ones past the limits of msgpack, are refused."""
+        self.name, self._module, self._hidden = name, module, hidden
+        self._max_bytes, self._limits = max_bytes, limits
+        self.child: ChildProcess | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not hung up."""
+        return self.child is not None and not self.child.reader.at_eof()
+
+    async def start(self, order: Mapping[str, Any]) -> Any:
+        """Begin a fresh process with this order; its answer. Raises one of LOST; the process stays for `autopsy`."""
+        await self.stop()
+        self.child = await _started(self._module, self.name, self._hidden)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            self.send(order)
+            return await self.receive()
+
+    def send(self, message: Any) -> None:
+        """Write a frame; nothing where the process has gone."""
+        if self.child is not None and not self.child.writer.is_closing():
+            self.child.writer.write(pack(message))
+
+    async def receive(self) -> Any:
+        """The next frame. Raises ValueError: garbage; IncompleteReadError, OSError: the process has hung up."""
+        assert self.child is not None
+        return await receive(self.child.reader, self._max_bytes, self._limits)
+
+    async def autopsy(self) -> tuple[int | None, bool, str]:
+        """Of one that hung up: exit code or negative signal, whether another than us has killed it, its last line."""
+        assert self.child is not None
+        # Dying takes a moment from the hang-up on; a process that only hung up is useless and is ended.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self.child.process.wait, DYING_S)
+        was_killed = self.child.process.poll() == -signal.SIGKILL
+        await self.child.end()
+        return self.child.process.returncode, was_killed, self.child.last_line()
+
+    async def stop(self) -> None:
+        """Kill the process and everything that it has started, and reap it."""
+        if self.child is not None:
+            await self.child.end()
+            self.child.writer.close()
+        self.child = None  # only now: a `stop` that is cancelled while it waits leaves it to the next call
+
+
+async def _started(module: str, name: str, hidden: frozenset[str]) -> ChildProcess:
     ours, theirs = socket.socketpair()
     with theirs:
         child = ChildProcess(name, _spawn(theirs.fileno(), hidden, module))
@@ -140,7 +201,7 @@ def _spawn(channel: int, hidden: frozenset[str], module: str) -> subprocess.Pope
     Must be called from a thread that lives as long as the child shall: the parent-death signal follows it.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", module, str(os.getpid())],
+        [sys.executable, "-m", "rollout_server.children.worker", module, str(os.getpid())],
         stdin=channel,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

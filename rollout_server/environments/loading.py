@@ -10,9 +10,6 @@ from rollout_server.environments import EnvironmentFailed
 BUILT_IN = {
     "agent": "rollout_server.agents.episode:rollout",
     "tools": "rollout_server.environments.tool_loop:rollout",
-    "textarena": "rollout_server.environments.adapters.textarena_games:rollout",
-    "verifiers": "rollout_server.environments.adapters.verifiers_tasks:rollout",
-    "openenv": "rollout_server.environments.adapters.openenv:rollout",
 }
 Rollout = Callable[..., Coroutine[Any, Any, Any]]
 

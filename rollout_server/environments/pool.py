@@ -13,7 +13,7 @@ from rollout_server.environments import EnvironmentFailed
 from rollout_server.environments.process import FAILED, EnvironmentProcess, Outcome
 from rollout_server.environments.session import Session
 from rollout_server.environments.suspects import Suspects, prompt_of
-from rollout_server.generate import LeaseFailed
+from rollout_server.tasks.failed import LeaseFailed
 
 
 class Slots:

@@ -17,19 +17,16 @@ from typing import Any
 
 from configs.environment import Environment
 from replay.hang import expired
-from rollout_server.children.frames import pack
-from rollout_server.children.process import ChildProcess, start
+from rollout_server.children.process import LOST, ChildProcess, Worker
 from rollout_server.engines.base import EngineError
 from rollout_server.environments import EnvironmentFailed, EpisodeOver, Turn
-from rollout_server.environments.protocol import OVER, read_outcome, receive, shown
+from rollout_server.environments.protocol import LIMITS, MAX_BYTES, OVER, read_outcome, shown
 from rollout_server.environments.session import Session
 from rollout_server.environments.suspects import Suspects, prompt_of
-from rollout_server.generate import LeaseFailed
 from rollout_server.tasks import TaskError
+from rollout_server.tasks.failed import LeaseFailed
 
 log = logging.getLogger(__name__)
-START_TIMEOUT_S = 120.0
-"""For the imports of the function; its episodes have limits of their own."""
 STOP_S = 2.0
 """For the last messages of a process that was killed."""
 LOOKS = 4
@@ -120,9 +117,8 @@ class EnvironmentProcess:
         self.name = name
         self._suspects = suspects
         self._temperature = temperature
-        self._hidden = hidden
         self._settings = environment
-        self._child: ChildProcess | None = None
+        self._worker = Worker(WORKER, name, hidden, MAX_BYTES, LIMITS)
         self._reading: asyncio.Task[None] | None = None
         self._killing: asyncio.Future[None] | None = None
         self._episodes: dict[int, _Episode] = {}
@@ -138,13 +134,17 @@ class EnvironmentProcess:
         """Episodes in it."""
         return len(self._episodes)
 
+    @property
+    def child(self) -> ChildProcess | None:
+        """The present process."""
+        return self._worker.child
+
     async def ensure(self) -> None:
         """Start the process, unless it runs. Raises EnvironmentFailed: it cannot load the function."""
         async with self._starting:
-            if self._child is not None and self._reading is not None and not self._reading.done():
+            if self._reading is not None and not self._reading.done():
                 return
             await self.stop()
-            child = self._child = await start(WORKER, self.name, self._hidden)
             order = {
                 "function": self._settings.function,
                 "options": self._settings.options,
@@ -152,11 +152,9 @@ class EnvironmentProcess:
                 "turn_timeout_s": self._settings.turn_timeout_s,
             }
             try:
-                async with asyncio.timeout(START_TIMEOUT_S):
-                    child.writer.write(pack(order))
-                    answer = await receive(child.reader)
-            except (TimeoutError, asyncio.IncompleteReadError, ValueError, OSError) as error:
-                last = child.last_line()
+                answer = await self._worker.start(order)
+            except LOST as error:
+                last = self._worker.child.last_line() if self._worker.child is not None else ""
                 await self.stop()
                 raise EnvironmentFailed(
                     f"environment.function: {self._settings.function!r} could not be loaded: {error or 'it takes too'}"
@@ -166,12 +164,13 @@ class EnvironmentProcess:
                 await self.stop()
                 raise EnvironmentFailed(str(answer.get("error") if isinstance(answer, dict) else shown(answer)))
             self._killed = ""
-            self._reading = asyncio.create_task(self._read(child))
+            assert self._worker.child is not None
+            self._reading = asyncio.create_task(self._read(self._worker.child))
 
     async def run(self, row: dict[str, Any], session: Session) -> Outcome:
         """One episode. Raises LeaseFailed, EngineError, TaskError: it has failed."""
-        assert self._child is not None
-        episode = _Episode(next(self._numbers), session, self._settings.turn_timeout_s, self._child, self.name)
+        assert self._worker.child is not None
+        episode = _Episode(next(self._numbers), session, self._settings.turn_timeout_s, self._worker.child, self.name)
         self._episodes[episode.number] = episode
         session.on_abort = lambda: episode.fail(LeaseFailed("aborted", "the episode was called off"))
         try:
@@ -195,7 +194,7 @@ class EnvironmentProcess:
         for turn in list(episode.turns.values()):
             turn.cancel()
         # Of a process that has ended nothing is left to cancel, and the next one must not pay for its silence.
-        lives = episode.child is self._child and self._reading is not None and not self._reading.done()
+        lives = episode.child is self._worker.child and self._reading is not None and not self._reading.done()
         if lives and not episode.has_ended:
             self._send(["cancel", episode.number])
             handle = asyncio.get_running_loop().call_later(self._settings.turn_timeout_s, self._give_up)
@@ -219,19 +218,19 @@ class EnvironmentProcess:
 
     async def _kill(self) -> None:
         """The process does not even see that an episode is called off: something blocks its event loop."""
-        said = self._child.last_line() if self._child is not None else ""
+        said = self._worker.child.last_line() if self._worker.child is not None else ""
         limit_s = self._settings.turn_timeout_s
         self._killed = f"it did not begin to cancel an episode within {limit_s:g} s; its last output: {said}"
         log.error("%s: %s; it is killed", self.name, self._killed)
-        if self._child is not None:
-            await self._child.end()
+        if self._worker.child is not None:
+            await self._worker.child.end()
 
     async def _read(self, child: ChildProcess) -> None:
         """Messages of the process, until it ends."""
         why = "it hung up"
         try:
             while True:
-                self._take(await receive(child.reader))
+                self._take(await self._worker.receive())
         except (ValueError, TypeError, LookupError) as error:
             why = f"it sent garbage: {error}"
             await child.end()
@@ -351,18 +350,15 @@ class EnvironmentProcess:
             running.cancel()
 
     def _send(self, message: list[Any]) -> None:
-        if self._child is not None and not self._child.writer.is_closing():
-            self._child.writer.write(pack(message))
+        self._worker.send(message)
 
     async def stop(self) -> None:
         """Kill the process and everything that it has started, and reap it."""
-        child, reading = self._child, self._reading
-        if child is not None:
-            await child.end()
-            child.writer.close()
+        reading = self._reading
+        await self._worker.stop()
         if reading is not None:
             await asyncio.wait([reading], timeout=STOP_S)
-        self._child = self._reading = None
+        self._reading = None
 
 
 def as_message(turn: Turn) -> dict[str, Any]:

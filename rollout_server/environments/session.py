@@ -18,8 +18,8 @@ from rollout_server.environments import ContextFull, NoMoreTurns, Turn
 from rollout_server.environments.conversation import Context, Conversation, Tools
 from rollout_server.environments.recorder import Int32, Recorder
 from rollout_server.environments.tool_calls import message_of
-from rollout_server.generate import LeaseFailed
 from rollout_server.tasks import Task, TaskError
+from rollout_server.tasks.failed import LeaseFailed
 from rollout_server.tasks.pictures import Seen
 
 

@@ -1,9 +1,7 @@
-"""An environment process: `python -m rollout_server.environments.worker <pid of the server>`, with a socket as stdin.
+"""The work of an environment process (children/worker.py).
 
 All its episodes share one event loop. A thread watches that loop: where a function of the user blocks it, the others
 wait, so stderr says for how long, in which file and line, and of which episode.
-
-A supervisor of its own (children/supervisor.py) ends everything that this process leaves behind.
 """
 
 import asyncio
@@ -15,9 +13,8 @@ import time
 import traceback
 from typing import Any
 
-from rollout_server.children.frames import pack, private_channel
+from rollout_server.children.frames import pack
 from rollout_server.children.loading import describe
-from rollout_server.children.supervisor import supervise
 from rollout_server.environments import EnvironmentFailed, EpisodeOver, Trajectory
 from rollout_server.environments.client import Client
 from rollout_server.environments.loading import Rollout, load_rollout
@@ -161,8 +158,12 @@ class Worker:
         self._writer.write(pack(message))
 
 
-async def work(channel: socket.socket) -> int:
-    """Load the function and run episodes until the server closes the channel."""
+def work(channel: socket.socket) -> int:
+    """Load the function and run episodes until the server closes the channel; the exit code."""
+    return asyncio.run(_work(channel))
+
+
+async def _work(channel: socket.socket) -> int:
     reader, writer = await asyncio.open_unix_connection(sock=channel)
     order = await receive(reader)
     try:
@@ -179,15 +180,3 @@ async def work(channel: socket.socket) -> int:
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):
         return 0
-
-
-def main() -> int:
-    """Entry point."""
-    supervise(int(sys.argv[1]))
-    code = asyncio.run(work(private_channel()))
-    sys.stdout.flush()
-    os._exit(code)  # threads and loops of the user must not hold up the end
-
-
-if __name__ == "__main__":
-    sys.exit(main())

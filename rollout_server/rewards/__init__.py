@@ -1,14 +1,12 @@
 """Rewards: functions that judge answers, and the processes that they run in (rewards/pool.py).
 
-A reward model runs in a server of its own: rollout_server/reward_model/.
-
 Worker processes import this package and start anew after every timeout: nothing heavy may be imported here.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, Protocol, TypedDict
+from typing import Any, Protocol, TypedDict
 
 from configs.errors import SlipstreamError
 
@@ -52,8 +50,6 @@ class Sample(TypedDict):
     """Tokens of the answer, the stop token included."""
     finish_reason: str
     """`stop`, or `length` for an answer that was cut."""
-    model_score: NotRequired[float]
-    """Score of the reward model, where there is one (reward.model.path)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +81,21 @@ def added(outcomes: Sequence[RewardOutcome]) -> RewardOutcome:
     return RewardOutcome(score=score, metrics=metrics, seconds=seconds)
 
 
+def load_of(began: Iterable[float], now: float, workers: int) -> dict[str, float]:
+    """Gauges of judges: answers that wait for a score, how many are judged at once, and the age of the oldest (s)."""
+    times = list(began)
+    return {
+        "rewards_waiting": float(len(times)),
+        "reward_workers": float(workers),
+        "reward_oldest_s": now - min(times, default=now),
+    }
+
+
 class Rewards(Protocol):
     """What judges the answers of a run."""
+
+    def gauges(self) -> dict[str, float]:
+        """What it has to do, as `load_of`."""
 
     async def score(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """Outcomes of samples, in their order. Raises RewardError: it cannot judge any more."""

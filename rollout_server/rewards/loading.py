@@ -104,7 +104,7 @@ def _call_verl(function: Callable[..., Any], parameters: Parameters, sample: Sam
         "data_source": sample["data_source"],
         "solution_str": sample["completion"],
         "ground_truth": sample["ground_truth"],
-        "extra_info": sample["extra_info"] | _model_score(sample),
+        "extra_info": sample["extra_info"],
     }
     return function(**_accepted(parameters, given))
 
@@ -112,9 +112,7 @@ def _call_verl(function: Callable[..., Any], parameters: Parameters, sample: Sam
 def _call_trl(function: Callable[..., Any], parameters: Parameters, samples: Sequence[Sample]) -> Any:
     # Columns of the row win: a dataset may well call one of its own columns `ground_truth`.
     rows = [
-        {key: sample[key] for key in ("ground_truth", "data_source", "extra_info")}
-        | _model_score(sample)
-        | sample["columns"]
+        {key: sample[key] for key in ("ground_truth", "data_source", "extra_info")} | sample["columns"]
         for sample in samples
     ]
     given: dict[str, Any] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(itertools.chain(*rows))}
@@ -125,10 +123,6 @@ def _call_trl(function: Callable[..., Any], parameters: Parameters, samples: Seq
         for s in samples
     ]
     return function(**_accepted(parameters, given))
-
-
-def _model_score(sample: Sample) -> dict[str, float]:
-    return {"model_score": sample["model_score"]} if "model_score" in sample else {}
 
 
 def _accepted(parameters: Parameters, given: dict[str, Any]) -> dict[str, Any]:

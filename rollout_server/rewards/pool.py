@@ -11,7 +11,7 @@ from typing import Self
 from configs.data import Reward
 from replay.hang import expired
 from rollout_server.children.frames import pack
-from rollout_server.rewards import RewardError, RewardOutcome, Sample
+from rollout_server.rewards import RewardError, RewardOutcome, Sample, load_of
 from rollout_server.rewards.process import RewardProcess, WorkerLost
 from rollout_server.rewards.protocol import MAX_REQUEST_BYTES
 
@@ -52,7 +52,8 @@ class RewardPool:
         self._processes = [RewardProcess(reward, f"reward worker {number}") for number in range(reward.num_workers)]
         self._queue: asyncio.Queue[list[_Item]] = asyncio.Queue()
         self._workers: list[asyncio.Task[None]] = []
-        self._waiting: set[asyncio.Future[RewardOutcome]] = set()
+        self._waiting: dict[asyncio.Future[RewardOutcome], float] = {}
+        """When each was asked for."""
         self._mean_s: float | None = None
         self._late = 0
         """Calls in a row that were late."""
@@ -87,11 +88,17 @@ class RewardPool:
         for part in self._split(items):
             self._queue.put_nowait(part)
         outcomes = [item.outcome for item in items]
-        self._waiting.update(outcomes)
+        self._waiting |= dict.fromkeys(outcomes, loop.time())
         try:
             return await asyncio.gather(*outcomes)
         finally:
-            self._waiting.difference_update(outcomes)
+            for outcome in outcomes:
+                del self._waiting[outcome]
+
+    def gauges(self) -> dict[str, float]:
+        """As `Rewards.gauges`."""
+        began = (at for outcome, at in self._waiting.items() if not outcome.done())
+        return load_of(began, asyncio.get_running_loop().time(), len(self._processes))
 
     async def close(self) -> None:
         """Kill the processes; calls that still wait raise RewardError."""

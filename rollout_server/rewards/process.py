@@ -4,22 +4,18 @@ import asyncio
 import contextlib
 import logging
 import signal
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from configs.data import Reward
 from configs.errors import SlipstreamError
 from configs.rewards import Endpoint
-from rollout_server.children.frames import pack, receive
-from rollout_server.children.process import ChildProcess, start
+from rollout_server.children.process import START_TIMEOUT_S, Worker
 from rollout_server.rewards import RewardError, RewardOutcome
 from rollout_server.rewards.limits import EXIT_CODES, RESOURCES
 from rollout_server.rewards.protocol import MAX_REPLY_BYTES, REPLY_LIMITS, read_answer, read_verdicts
 
 log = logging.getLogger(__name__)
-START_TIMEOUT_S = 120.0
-"""For the imports of the reward function; its calls have reward.timeout_s."""
 ASYNC_GRACE_S = 1.0
 """The worker itself cancels asynchronous calls at the timeout; the pool kills it this much later."""
 MEMORY_SIGNS = ("bad_alloc", "MemoryError", "Cannot allocate memory", "out of memory", "can't start new thread")
@@ -28,8 +24,6 @@ KILLED = (
     ", as the kernel ends processes where a machine or a cgroup is out of memory: see `dmesg`, lower reward.workers or"
     " reward.memory_bytes, or give the machine more"
 )
-DYING_S = 0.2
-"""From the end of a channel to the end of its process."""
 WORKER = "rollout_server.rewards.worker"
 Deliver = Callable[[int, RewardOutcome], None]
 
@@ -57,59 +51,48 @@ class RewardProcess:
         """Whether the samples of a request are judged side by side; known once it is loaded."""
         self._reward = reward
         self._grace_s = 0.0
-        self._worker: ChildProcess | None = None
+        self._worker = Worker(WORKER, name, key_variables(reward), MAX_REPLY_BYTES, REPLY_LIMITS)
 
     async def ensure(self) -> None:
         """Start the process, unless it runs. Raises RewardError: it cannot load the function."""
-        if self._worker is not None and not self._worker.reader.at_eof():
+        if self._worker.is_running:
             return
-        await self.stop()
-        self._worker = await start(WORKER, self.name, key_variables(self._reward))
+        reward, self._grace_s = self._reward, 0.0
+        limits = {key: getattr(reward, key) for key in RESOURCES}
         try:
-            await self._load(self._worker)
+            async with self._asking(START_TIMEOUT_S):
+                order = {"parts": order_of(reward), "timeout_s": reward.timeout_s, "limits": limits}
+                self.convention, is_async = read_answer(await self._worker.start(order))
+        except WorkerLost as lost:
+            await self.stop()
+            raise RewardError(f"reward.function: {reward.shown!r} could not be loaded: {lost}") from lost
         except RewardError:
             await self.stop()
             raise
+        self._grace_s = ASYNC_GRACE_S if is_async else 0.0
+        self.judges_at_once = is_async and self.convention != "trl"
 
     async def judge(self, num_samples: int, frame: bytes, deliver: Deliver) -> None:
         """Send a request; hand each outcome to `deliver` with its index when it comes.
 
         `reward.timeout_s` runs from the last sign of progress. Raises WorkerLost: some samples may have no outcome.
         """
-        assert self._worker is not None
-        worker, missing = self._worker, set(range(num_samples))
-        async with self._asking(worker, self._reward.timeout_s) as limit:
-            worker.writer.write(frame)
-            await worker.writer.drain()
+        assert self._worker.child is not None
+        writer, missing, timeout_s = self._worker.child.writer, set(range(num_samples)), self._reward.timeout_s
+        async with self._asking(timeout_s) as limit:
+            writer.write(frame)
+            await writer.drain()
             while missing:
-                for index, outcome in read_verdicts(
-                    await receive(worker.reader, MAX_REPLY_BYTES, REPLY_LIMITS), missing
-                ):
+                for index, outcome in read_verdicts(await self._worker.receive(), missing):
                     deliver(index, outcome)
-                limit.reschedule(asyncio.get_running_loop().time() + self._reward.timeout_s + self._grace_s)
+                limit.reschedule(asyncio.get_running_loop().time() + timeout_s + self._grace_s)
 
     async def stop(self) -> None:
         """Kill the process and everything that it has started, and reap it."""
-        if self._worker is not None:
-            await self._worker.end()
-            self._worker.writer.close()
-        self._worker = None  # only now: a `stop` that is cancelled while it waits leaves it to the next call
-
-    async def _load(self, worker: ChildProcess) -> None:
-        timeout_s, parts = self._reward.timeout_s, order_of(self._reward)
-        limits = {key: getattr(self._reward, key) for key in RESOURCES}
-        try:
-            async with self._asking(worker, START_TIMEOUT_S):
-                worker.writer.write(pack({"parts": parts, "timeout_s": timeout_s, "limits": limits}))
-                reply = await receive(worker.reader, MAX_REPLY_BYTES, REPLY_LIMITS)
-                self.convention, is_async = read_answer(reply)
-        except WorkerLost as lost:
-            raise RewardError(f"reward.function: {self._reward.shown!r} could not be loaded: {lost}") from lost
-        self._grace_s = ASYNC_GRACE_S if is_async else 0.0
-        self.judges_at_once = is_async and self.convention != "trl"
+        await self._worker.stop()
 
     @contextlib.asynccontextmanager
-    async def _asking(self, worker: ChildProcess, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+    async def _asking(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
         """Raises WorkerLost for whatever goes wrong with a process that is asked something."""
         try:
             async with asyncio.timeout(timeout_s + self._grace_s) as limit:
@@ -117,20 +100,17 @@ class RewardProcess:
         except RewardError:
             raise
         except TimeoutError as error:
-            raise WorkerLost(f"timed out after {timeout_s:g} s{await worker.place()}") from error
+            child = self._worker.child
+            place = "" if child is None else await child.place()
+            raise WorkerLost(f"timed out after {timeout_s:g} s{place}") from error
         except ValueError as error:
             raise WorkerLost(f"the reward process sent garbage: {error}") from error
         except (asyncio.IncompleteReadError, OSError) as error:
-            raise WorkerLost(await self._autopsy(worker)) from error
+            raise WorkerLost(await self._why_it_died()) from error
 
-    async def _autopsy(self, worker: ChildProcess) -> str:
+    async def _why_it_died(self) -> str:
         """How a process that hung up has ended, its last output, and its limit."""
-        # Dying takes a moment from the hang-up on; a process that only hung up is useless and is ended.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(worker.process.wait, DYING_S)
-        was_killed = worker.process.poll() == -signal.SIGKILL
-        await worker.end()
-        code, last = worker.process.returncode, worker.last_line()
+        code, was_killed, last = await self._worker.autopsy()
         for key, exit_code in EXIT_CODES.items():
             if code == exit_code:
                 return f"the reward process needs more than reward.{key} = {getattr(self._reward, key)} allows"

@@ -4,14 +4,14 @@ A part without a score fails the sample: a sum of what is left would be another 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rollout_server.rewards import Sample
 from rollout_server.rewards.judging import Failed, NotAReward, explained, listed, reward_of
-from rollout_server.rewards.loading import Convention, RewardFunction, load_function
+from rollout_server.rewards.loading import RewardFunction, load_function
 
 Order = Sequence[tuple[str, str, float, dict[str, Any]]]
 """(label, spec, weight, options) of each part. One without a label stands alone: its metrics have no prefix."""
@@ -42,60 +42,54 @@ def load_parts(order: Order) -> RewardFunction:
     parts = [_Part(label, weight, load_function(spec, options)) for label, spec, weight, options in order]
     if len(parts) == 1 and not parts[0].label and parts[0].weight == 1.0:
         return parts[0].function
+    has_trl = any(part.function.convention == "trl" for part in parts)
     is_async = any(part.function.is_async for part in parts)
-    convention: Convention = "sample"
-    if any(part.function.convention == "trl" for part in parts):
-        convention = "trl"
-    call: Callable[[Any], Any]
-    if convention == "trl":
-        call = partial(_all_async if is_async else _all, parts)
-    else:
-        call = partial(_one_async if is_async else _one, parts)
-    return RewardFunction(convention, is_async, call)
+    call: Callable[[Any], Any] = partial(_all if has_trl else _one, parts)
+    return RewardFunction("trl" if has_trl else "sample", is_async, call if is_async else partial(_at_once, call))
 
 
-def _one(parts: Sequence[_Part], sample: Sample) -> dict[str, float]:
-    return _sum([_called(part, sample) for part in parts])
+def _at_once(call: Callable[[Any], Coroutine[Any, Any, Any]], argument: Any) -> Any:
+    """Run a coroutine that waits for nothing, because no part is asynchronous."""
+    try:
+        call(argument).send(None)
+    except StopIteration as ended:
+        return ended.value
+    raise AssertionError("a part without `async` has waited")
 
 
-async def _one_async(parts: Sequence[_Part], sample: Sample) -> dict[str, float]:
-    return _sum([await _awaited(part, sample) for part in parts])
+async def _value(part: _Part, argument: Any) -> Any:
+    value = part.function.call(argument)
+    return await value if part.function.is_async else value
 
 
-def _called(part: _Part, sample: Sample) -> Worth:
+async def _worth(part: _Part, sample: Sample) -> Worth:
     start = time.perf_counter()
-    return part.worth(part.function.call(sample), time.perf_counter() - start)
+    return part.worth(await _value(part, sample), time.perf_counter() - start)
 
 
-async def _awaited(part: _Part, sample: Sample) -> Worth:
-    if not part.function.is_async:
-        return _called(part, sample)
-    start = time.perf_counter()
-    return part.worth(await part.function.call(sample), time.perf_counter() - start)
+async def _one(parts: Sequence[_Part], sample: Sample) -> dict[str, float]:
+    return _sum([await _worth(part, sample) for part in parts])
 
 
-def _all(parts: Sequence[_Part], samples: Sequence[Sample]) -> list[Any]:
+async def _all(parts: Sequence[_Part], samples: Sequence[Sample]) -> list[Any]:
     """A value for each sample; one at a time where a part judges so."""
-    columns: list[list[Any]] = []
-    for part in parts:
-        if part.function.convention == "trl":
-            start = time.perf_counter()
-            columns.append(_shared(part, part.function.call(samples), len(samples), start))
-        else:
-            columns.append([_attempted(part, sample) for sample in samples])
-    return [_sum_or_failure(row) for row in zip(*columns, strict=True)]
-
-
-async def _all_async(parts: Sequence[_Part], samples: Sequence[Sample]) -> list[Any]:
     columns: list[list[Any]] = []
     for part in parts:
         start = time.perf_counter()
         if part.function.convention == "trl":
-            value = part.function.call(samples)
-            columns.append(_shared(part, await value if part.function.is_async else value, len(samples), start))
+            columns.append(_shared(part, await _value(part, samples), len(samples), start))
         else:
-            columns.append([await _attempted_async(part, sample) for sample in samples])
+            columns.append([await _attempted(part, sample) for sample in samples])
     return [_sum_or_failure(row) for row in zip(*columns, strict=True)]
+
+
+async def _attempted(part: _Part, sample: Sample) -> Worth | Failed:
+    try:
+        return await _worth(part, sample)
+    except BaseException as error:
+        if part.function.is_async and not isinstance(error, Exception):
+            raise  # a cancelled call is the timeout of all samples
+        return Failed(explained(error))
 
 
 def _shared(part: _Part, values: Any, num: int, start: float) -> list[Any]:
@@ -112,20 +106,6 @@ def _worth_or_failure(part: _Part, value: Any, seconds: float) -> Worth | Failed
         return part.worth(value, seconds)
     except NotAReward as problem:
         return Failed(f"the reward function {problem}")
-
-
-def _attempted(part: _Part, sample: Sample) -> Worth | Failed:
-    try:
-        return _called(part, sample)
-    except BaseException as error:  # noqa: BLE001 - code of the user: whatever it raises is the verdict on this sample
-        return Failed(explained(error))
-
-
-async def _attempted_async(part: _Part, sample: Sample) -> Worth | Failed:
-    try:
-        return await _awaited(part, sample)
-    except Exception as error:  # noqa: BLE001 - code of the user; a cancelled call is the timeout of all samples
-        return Failed(explained(error))
 
 
 def _sum_or_failure(row: Sequence[Worth | Failed]) -> Any:

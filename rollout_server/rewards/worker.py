@@ -1,20 +1,15 @@
-"""A reward process: `python -m rollout_server.rewards.worker <pid of the pool>`, with a socket as stdin.
+"""The work of a reward process (children/worker.py): answers requests of rewards/protocol.py until the pool hangs up.
 
-Answers requests (rewards/protocol.py) until the pool closes the socket or the parent-death signal arrives.
-
-Code of the user runs here and may hang, crash or print: the pool kills this process when it takes too long,
-prints go to stderr, and the socket is not fd 0, 1 or 2 any more when that code is loaded. A supervisor of its own
-(children/supervisor.py) ends everything that it leaves behind, and limits (rewards/limits.py) hold what it takes.
+Code of the user runs here and may hang, crash or print: the pool kills this process when it takes too long, and limits
+(rewards/limits.py) hold what it takes.
 """
 
 import socket
-import sys
 from typing import Any, BinaryIO
 
 import msgpack
 
-from rollout_server.children.frames import LENGTH, pack, private_channel
-from rollout_server.children.supervisor import supervise
+from rollout_server.children.frames import LENGTH, pack
 from rollout_server.rewards import RewardError
 from rollout_server.rewards.judging import Verdict, judge, judge_async, sendable
 from rollout_server.rewards.limits import confine, exceeded, leave
@@ -22,23 +17,21 @@ from rollout_server.rewards.protocol import MAX_ERROR_CHARS
 from rollout_server.rewards.weighted import Order, load_parts
 
 
-def main() -> int:
-    """Entry point."""
-    supervise(int(sys.argv[1]))
-    channel = private_channel()
+def work(channel: socket.socket) -> int:
+    """Set the order's limits and judge until the pool closes the channel; the exit code."""
     requests = channel.makefile("rb")
     order = _receive(requests)
     if order is None:
         return 0
     confine(order["limits"])
     try:
-        return work(channel, requests, order["parts"], order["timeout_s"])
+        return _judge(channel, requests, order["parts"], order["timeout_s"])
     except MemoryError:
         leave("memory_bytes")
 
 
-def work(channel: socket.socket, requests: BinaryIO, parts: Order, timeout_s: float) -> int:
-    """Load the functions and answer requests until the pool closes the channel."""
+def _judge(channel: socket.socket, requests: BinaryIO, parts: Order, timeout_s: float) -> int:
+    """Load the functions and answer requests."""
 
     def send(verdicts: list[Verdict]) -> None:
         channel.sendall(pack(verdicts))
@@ -72,7 +65,3 @@ def _receive(requests: BinaryIO) -> Any:
     (length,) = LENGTH.unpack(header)
     body = requests.read(length)
     return msgpack.unpackb(body) if len(body) == length else None
-
-
-if __name__ == "__main__":
-    sys.exit(main())

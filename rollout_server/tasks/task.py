@@ -34,7 +34,7 @@ class Task:
 
     Plain-text prompts are tokenised as they are; no special tokens are added, except the bos token of a tokenizer
     that puts one there by default (Llama does, Qwen does not). Message prompts go through the chat template, with
-    the header of the assistant's turn appended.
+    the header of the assistant's turn appended; a row's column `tools`, a list of JSON schemas, is given to it.
     """
 
     stop_token_ids: tuple[int, ...]
@@ -79,7 +79,11 @@ class Task:
             TaskError: messages without a chat template, or the template refuses them; a picture cannot be used.
         """
         prompt = row["prompt"]
-        token_ids = self._encode_text(prompt) if isinstance(prompt, str) else self._encode_messages(prompt)
+        if isinstance(prompt, str):
+            token_ids = self.begin(prompt)
+        else:
+            tools = row.get("columns", {}).get("tools")
+            token_ids = self.encode_text(self.render(prompt, tools if isinstance(tools, list) else None))
         if images := row.get("images"):
             found = self._looker.prompt(token_ids, images)
         else:
@@ -106,7 +110,8 @@ class Task:
 
     def begin(self, text: str) -> list[int]:
         """Token ids of text that begins a context, with the bos token where the tokenizer puts one."""
-        return self._encode_text(text)
+        token_ids = self.encode_text(text)
+        return token_ids if token_ids[:1] == self._prefix else self._prefix + token_ids
 
     def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
         """Messages as text, with the header of the assistant's turn at the end. Raises TaskError, as `encode` does."""
@@ -149,29 +154,6 @@ class Task:
             "num_tokens": len(token_ids),
             "finish_reason": finish_reason,
         }
-
-    def _encode_text(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
-        return token_ids if token_ids[:1] == self._prefix else self._prefix + token_ids
-
-    def _encode_messages(self, messages: list[dict[str, Any]]) -> list[int]:
-        if self._chat_template is None:
-            raise TaskError(
-                "the prompt is a list of chat messages, and the tokenizer has no chat template; set model.chat_template"
-                " (Jinja text or a file), or give prompts as plain text"
-            )
-        try:
-            token_ids = self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._chat_template,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **self._options,
-            )
-        except TEMPLATE_ERRORS as error:
-            raise TaskError(template_failure(messages, error)) from error
-        return list(token_ids)
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import torch
 
 from configs import loading
 from configs.schema import Config
-from learner.examples.random_qwen3 import SHAPES, make
+from examples.random_qwen3 import SHAPES, make
 from learner.launch import children
 from replay.lifeline import die_with_parent, set_up_logging
 from rollout_server.engines import Sampling

@@ -163,12 +163,26 @@ class Clock:
         path.write_text(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40), encoding="utf-8")
 
 
+def random_policy(config: Any, mesh: Any, device: Any, budget: Any) -> Any:
+    """The policy that config.json describes: weights of deviation 0.02, norms of one, biases of zero."""
+    from learner.policy.model import shaped_policy
+
+    policy = shaped_policy(config, mesh, device, budget)
+    for shard in policy.shards():
+        if shard.name.endswith("norm.weight"):
+            shard.local.fill_(1)
+        elif shard.name.endswith(".bias"):
+            shard.local.zero_()
+        else:
+            shard.local.normal_(0, 0.02)
+    return policy
+
+
 def run_heat(task: Task) -> dict[str, Any]:
     """Warm up by two updates, time `steps` of them; one more under the profiler."""
     import torch
 
-    from learner.examples import random_qwen3
-    from learner.fit import random_policy
+    from examples import random_qwen3
     from learner.optimizer import Optimizer
     from learner.policy.memory import Setup
     from learner.policy.model import choose_for
@@ -225,7 +239,7 @@ def run_heat(task: Task) -> dict[str, Any]:
 def command(arguments: list[str]) -> int:
     """Run the heats of every shape; the last line is one object of JSON."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench learner", description=__doc__)
-    parser.add_argument("--shapes", default="tiny", help="names of learner.examples.random_qwen3, with commas")
+    parser.add_argument("--shapes", default="tiny", help="names of examples.random_qwen3, with commas")
     parser.add_argument("--heats", default=",".join(HEATS).replace(", ", "+"), help="with commas; + for a comma inside")
     parser.add_argument("--trajectories", type=int, default=64)
     parser.add_argument("--mean", type=int, default=2048, help="tokens of an answer")

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from configs import loading
 from configs.schema import Config
-from learner.examples.random_qwen3 import SHAPES, write_prompts
+from examples.random_qwen3 import SHAPES, write_prompts
 from learner.launch.launcher import Launcher
 from learner.launch.servers import RunFailed
 from scripts.bench import core
@@ -149,7 +149,7 @@ def make_inputs(options: argparse.Namespace, case: Case) -> None:
     """The model, once, and prompts for all steps and what is in flight at the end, none twice. Raises CaseFailed."""
     folder = options.work / "models" / case.shape
     if not (folder / "config.json").is_file():
-        words = ["-m", "learner.examples.random_qwen3", case.shape, str(folder)]
+        words = ["-m", "examples.random_qwen3", case.shape, str(folder)]
         core.output_of(f"the model of shape {case.shape}", words, MODEL_LIMIT_S)
     lag = max(options.lag, STREAM_LAG if options.stream else 0)
     count = options.groups * (plan_of(options).total_steps + 2 + lag)

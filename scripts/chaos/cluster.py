@@ -78,7 +78,7 @@ def make(module: str, *words: str) -> None:
 
 def make_data(folder: Path, *, seed: int = 0) -> Path:
     """The quick start's model and prompts, made where they are missing."""
-    make("learner.examples.sort6", "--out", str(folder), "--seed", str(seed))
+    make("examples.sort6", "--out", str(folder), "--seed", str(seed))
     return (ROOT / folder).resolve()
 
 

@@ -24,7 +24,7 @@ def gpus(monkeypatch):
     return found
 
 
-MINIMAL = "model: {path: m}\ndata: {train: t.jsonl}\n"
+MINIMAL = "model: {path: m}\ndata: {train: t.jsonl}\nreward: {function: exact}\n"
 
 
 def resolved(placement: str, *settings: str) -> dict[str, str]:
@@ -61,7 +61,7 @@ def test_what_is_given_stays(gpus):
     assert resolved("device: cuda", *settings) == ON_GPU | given
 
 
-@pytest.mark.parametrize("key", ["mesh.tensor=2", "mesh.context=2", "offload_activations=true"])
+@pytest.mark.parametrize("key", ["mesh.tensor=2", "offload_activations=true"])
 def test_layers_are_not_compiled_beside_what_does_not_go_with_it(gpus, key):
     placement = "device: cuda, split: '1:2'"
     assert resolved(placement)["learner.compile"] and not resolved(placement, f"learner.{key}")["learner.compile"]

@@ -10,7 +10,6 @@ KL_REWARD = [*KL, "algorithm.kl_in=reward", "algorithm.advantage=rloo"]
 BF16 = "rollout.dtype=bfloat16"
 GSPO = ["algorithm.loss=gspo", BF16]
 GAE = ["algorithm.advantage=gae"]
-MODEL = ["reward.function=model", "reward.model.path=/x"]
 NCCL = ["placement.device=cuda", "weight_bus.backend=nccl", "placement.rollout=node0:0-1", "placement.learner=node0:2"]
 
 
@@ -63,8 +62,6 @@ REFUSED = [
         ["algorithm.advantage=reinforce++", "rollout.group_size=1", "algorithm.dynamic_sampling=true"],
         ["rollout.group_size: 1", "dynamic_sampling=false"],
     ),
-    ([*MODEL, "reward.model.devices=2"], ["reward.model.devices: 2", "placement.reward", "node0:7"]),
-    ([*MODEL, "reward.model.max_memory={0: 1GiB}"], ["reward.model.max_memory", "1GiB", "placement.reward"]),
 ]
 
 
@@ -88,9 +85,6 @@ def test_what_cannot_be_right_is_refused_with_key_value_and_way_out(overrides: l
         ["algorithm.loss=cispo", "algorithm.clip_high=4"],
         ["algorithm.kl=k1", "algorithm.kl_in=reward", "algorithm.advantage=dr_grpo"],
         ["algorithm.correction=icepop", "algorithm.correction_low=0.2", "algorithm.correction_high=5"],
-        [*MODEL, "reward.model.max_memory={cpu: 1GiB}"],
-        [*MODEL, "reward.model.devices=2", "placement.local_rollouts=false"],
-        [*MODEL, "placement.split=2:1", "placement.reward=node0:1", "placement.share_gpus=true", *NCCL],
     ],
 )
 def test_what_can_work_is_accepted(overrides: list[str]) -> None:

@@ -1,9 +1,7 @@
-"""The command `slipstream`: its table, help, names, and completions by a real bash."""
+"""The command `slipstream`: its table, help, names."""
 
 import importlib.util
-import os
 import re
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -12,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from configs import command
-from configs.command import COMMANDS, available, completion
-from configs.loading import leaf_keys
+from configs.command import COMMANDS, available
 from tests.test_docs import help_of
 
 ROOT = Path(__file__).parents[2]
@@ -93,56 +90,3 @@ def test_every_parser_asks_how_it_was_started():
         text = Path(spec.origin).read_text(encoding="utf-8")
         asking += [] if re.search(rf"prog=program\(\"{re.escape(module)}\"\)", text) else [module]
     assert asking == []
-
-
-# ---- completion -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("module", LIGHT)
-def test_completion_offers_the_options_that_the_help_shows(module):
-    shown = {word.strip("[],.") for word in help_of(module).replace("=", " ").split() if word.startswith(("--", "[--"))}
-    offered = set(completion.options_of(module))
-    assert offered - {"--help"} <= shown, "offers what the parser does not take"
-    assert {word for word in shown if word in offered or word in ("--config", "--set", "--steps")} <= offered
-
-
-def completed(script: Path, *lines: str) -> list[list[str]]:
-    """What bash would complete each line to."""
-    program = f"source {script}\n" + "".join(
-        f"COMP_LINE='{line}' COMP_POINT={len(line)}; COMPREPLY=(); _slipstream; echo \"${{COMPREPLY[*]}}\"\n"
-        for line in lines
-    )
-    done = subprocess.run(["bash", "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30)
-    return [line.split() for line in done.stdout.split("\n")[:-1]]
-
-
-def test_bash_completes_names_options_presets_paths_keys_and_values(tmp_path):
-    script = tmp_path / "slipstream.bash"
-    script.write_text(completion.script("bash"))
-    names, options, presets, paths, keys, values, shells = completed(
-        script,
-        "slipstream tr",
-        "slipstream fit --est",
-        "slipstream train --config quick",
-        "slipstream doctor --config configs/qui",
-        "slipstream train --set replay.async",
-        "slipstream train --set replay.on_stale=d",
-        "slipstream completion f",
-    )
-    assert names[0] == "train" and "try-reward" in names and options == ["--estimate"] and presets == ["quickstart"]
-    assert paths == ["configs/quickstart.yaml"] and keys == ["replay.async_lag="]
-    assert values == ["drop"], "what stands after the `=`, at which bash cuts words"
-    assert shells == ["fish"]
-    assert all(f"{key}=" in script.read_text() for key in leaf_keys())
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_the_same_words(shell, tmp_path):
-    script = completion.script(shell)
-    assert [
-        word for word in ("train", "doctor", "learner.lr=", "quickstart", "replay.on_stale=drop") if word not in script
-    ] == []
-    if shutil.which(shell) is None:
-        pytest.skip(f"{shell} is not installed, so its parser does not read the script here")
-    (tmp_path / "script").write_text(script)
-    subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=30, env=os.environ)

@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import Config, ConfigError, load
-from configs.loading import dump, parse
 from configs.placement import shares
 from configs.plan import DETERMINISTIC, Machine, Plan, assign, ranges
 
@@ -68,98 +67,6 @@ def test_nodes_meet_at_the_first_learner_node_in_the_order_of_the_placement():
         if process.role != "replay":
             assert process.command[process.command.index("--replay") + 1] == "tcp://10.0.0.1:5757"
     assert len({p.name for p in plan.processes if p.role == "rollout"}) == 12
-
-
-REWARD = ["reward.function=model", "reward.model.path=models/reward"]
-TWO = "reward.model.devices=2"
-
-
-def test_reward_servers_are_beside_the_rollout_servers_of_each_node():
-    plan = plan_of(config_of(*TWO_SIDES, *REWARD))
-    assert [(p.node, p.name) for p in plan.processes if p.role == "reward"] == [
-        ("node0", "reward-node0-0"),
-        ("node2", "reward-node2-0"),
-    ]
-    assert set(visible(plan, "reward").values()) == {""}, "on the CPU, unless they are given GPUs"
-    assert all(p.role != "reward" for p in plan_of(config_of(*TWO_SIDES)).processes)
-
-
-def test_reward_servers_have_the_devices_that_they_are_given():
-    given_ = "placement.reward='node0:4-7; node2:3'"
-    sides = ["placement.rollout='node0:0-3; node2:0'", "placement.learner=node1:0-7", *REWARD]
-    plan = plan_of(config_of(*sides, given_))
-    assert list(visible(plan, "reward").values()) == ["4", "5", "6", "7", "3"]
-    assert len(visible(plan_of(config_of(*sides, "placement.reward='node0:4-7; node2:3-4'", TWO)), "reward")) == 3
-    (share,) = shares(config_of("placement.split=1:1", *REWARD, "placement.reward=node0:2-3", TWO).placement)
-    assert share.devices("rollout") == (0, 2, 3) and share.devices("learner") == (1,)
-    assert share.reward_servers(2) == [(2, 3)]
-
-
-def test_rollout_servers_without_a_reward_server_on_their_node_ask_all_others():
-    sides = ["placement.rollout='node0:0-3; node2:0-5'", "placement.learner=node1:0-7", "network.reward_port=6000"]
-    config = config_of(*sides, *REWARD, TWO, "placement.reward='node2:6-7; node3:0-3'")
-    plan = plan_of(config)
-    listens = {p.name: (p.ports, "--to-other-nodes" in p.command) for p in plan.processes if p.role == "reward"}
-    assert listens == {
-        "reward-node2-0": ({"reward": 6000}, True),
-        "reward-node3-0": ({"reward": 6000}, True),
-        "reward-node3-1": ({"reward": 6001}, True),
-    }
-    asked = {p.node: [word for word in p.command if "=tcp" in word] for p in plan.processes if p.role == "rollout"}
-    others = ["node2=tcp://10.0.0.2:6000", "node3=tcp://10.0.0.3:6000", "node3=tcp://10.0.0.3:6001"]
-    assert asked == {"node0": others, "node2": []}, "those of node2 are told when their own listen"
-    assert plan.nodes("rollout") == ["node0", "node2", "node3"]
-    known = {name: MACHINES[name] for name in ("node0", "node1")}
-    said = refused_alone(config, known, "node0")
-    assert "address of node2 is not known on node0" in said and "--hosts FILE" in said
-    assert plan_of(config, {"node1": MACHINES["node1"]}, only="node1").nodes("rollout") == []
-
-
-def refused_alone(config: Config, machines: dict[str, Machine], node: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        plan_of(config, machines, only=node)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["placement.reward=node0:0", *REWARD], ["placement.reward", "node0:0", "share_gpus"]),
-        (["placement.reward=node0:7"], ["placement.reward", "no reward model", "reward.model.path"]),
-        (["placement.reward=node1:7", *REWARD], ["placement.reward", "node1:7", "one host is node0"]),
-        ([*TWO_SIDES, "placement.reward=node2:9", *REWARD], ["network.reward_port: 0 is unknown to node0", "such as"]),
-        (
-            [*TWO_SIDES, "placement.reward='node0:8; node2:9; node3:0'", *REWARD],
-            ["placement.reward", "no rollout server asks", "node3"],
-        ),
-        (["placement.reward=node0:7", TWO, *REWARD], ["reward.model.devices: 2", "1 devices", "node0"]),
-        (["reward.function=model"], ["reward.function", "no reward model", "reward.model.path"]),
-        (["reward.model.weight=0.5"], ["reward.model.weight", "no reward model"]),
-        ([*REWARD, "reward.model.weight=1"], ["reward.model.weight", "the model's score alone"]),
-        (["reward.model.path=m"], ["reward.function 'exact'", "reward.function=model", "reward.model.weight"]),
-        ([*REWARD, "reward.model.max_memory={0: much}"], ["reward.model.max_memory", "0: much", "{0: 20GiB"]),
-        ([*REWARD, "reward.model.max_memory={disk: 1GiB}"], ["reward.model.max_memory", "disk: 1GiB"]),
-    ],
-)
-def test_a_reward_model_that_cannot_be_placed_or_counts_for_nothing_is_refused(settings, words):
-    with pytest.raises(ConfigError) as caught:
-        config_of(*settings)
-    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
-
-
-def test_too_few_gpus_are_named_by_the_key_that_wants_them():
-    config = config_of("placement.split=1:1", "placement.reward=node0:2", *REWARD)
-    with pytest.raises(ConfigError, match=r"^placement: node0:2 needs 3 GPUs, node0 has 2"):
-        plan_of(config, {"node0": Machine("10.0.0.1", gpus=2)})
-
-
-def test_a_reward_model_is_combined_with_a_function():
-    path = "reward.model.path=models/reward"
-    assert config_of(path, "reward.model.weight=0.5").reward.model.weight == 0.5
-    memory = ["reward.model.max_memory={0: 20GiB, cpu: 1.5GB}", "placement.reward=node0:7"]
-    own = config_of(path, "reward.function=mine.py:reward", *memory)
-    assert own.reward.model.max_memory == {"0": "20GiB", "cpu": "1.5GB"} and own.reward.model.dtype == "auto"
-    assert parse(dump(own), "again") == own
 
 
 def test_one_node_of_a_plan_needs_no_other_but_the_first():
@@ -235,7 +142,6 @@ def test_deterministic_kernels_are_a_matter_of_the_learner():
         (TWO_SIDES, MACHINES | {"node1": Machine("127.0.0.1")}, ["network.host", "cannot be reached", "--hosts FILE"]),
         ([*TWO_SIDES, "network.replay_port=0"], MACHINES, ["network.replay_port", "give a port"]),
         ([*TWO_SIDES, "weight_bus.port=5757"], MACHINES, ["network.replay_port", "weight_bus.port", "each its own"]),
-        (["placement.split=1:1", "placement.reward=node0:8", *REWARD], MACHINES, ["placement: node0:8 needs 9 GPUs"]),
         (["network.env={CUDA_VISIBLE_DEVICES: '3'}"], MACHINES, ["network.env", "CUDA_VISIBLE_DEVICES", "leave it"]),
     ],
 )

@@ -38,7 +38,6 @@ def test_one_name_is_a_part_with_its_defaults():
         ("length", "length needs max_tokens: give {length: {max_tokens: ...}}"),
         ("{length: {max_tokens: 5, min_tokens: 9}}", "min_tokens 9 is above max_tokens 5"),
         ("{numeric: {tolerance: -1}}", "reward.function.numeric.tolerance"),
-        ("{model: 1}", "give the weight of the reward model as reward.model.weight"),
         ("{a.py:grade: 1, b/a.py:grade: 1}", "two parts are called 'a.grade'"),
         ("{numeric: {weight: .nan}}", "numeric: weight nan is no finite number"),
         ("{numeric: yes please}", "give its weight, or its weight and options, found 'yes please'"),

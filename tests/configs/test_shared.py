@@ -16,7 +16,6 @@ DIGEST = "digest "
     [
         (["learner.lr=3e-4", "algorithm.loss=gspo", "run.seed=3"], ["run.seed", "algorithm.loss", "learner.lr"]),
         (["reward.function={numeric: {tolerance: 0.1}}"], ["reward.function"]),
-        (["reward.model.path=r", "reward.model.weight=0.5"], ["reward.model.path", "reward.model.weight"]),
         # of a host or a process alone: names, addresses, paths, cores, memory
         (["run.name=other", "run.dir=elsewhere", "model.path=/mnt/m", "data.train=/mnt/d.jsonl"], []),
         (["network.host=127.0.0.2", "network.replay_port=5757", "network.env={A: b}", "weight_bus.port=7"], []),

@@ -382,7 +382,6 @@ OF_POLICY = {
     "learner.warmup_steps": 7,
     "learner.offload_optimizer": True,
     "learner.max_grad_norm": 0.5,
-    "learner.mesh.context": 2,
     "learner.lora.rank": 32,
     "placement.tensor_parallel": 1,
     "rollout.group_size": 8,

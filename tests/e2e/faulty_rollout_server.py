@@ -14,6 +14,8 @@ import sys
 
 import torch
 
+from replay.channel import AsyncDealer
+from replay.messages import LeaseRequest
 from rollout_server import main as rollout_main
 from rollout_server.engines.torch.engine import TorchEngine
 from scripts.chaos.probe import Wrapped, wrapping
@@ -54,12 +56,29 @@ class FaultySubscriber(Subscriber):
         return super()._handle(message, engine)
 
 
+class WatchedDealer(AsyncDealer):
+    """Counts leases that are asked for."""
+
+    asked = 0
+
+    async def send(self, message):
+        WatchedDealer.asked += isinstance(message, LeaseRequest) and message.capacity > 0
+        await super().send(message)
+
+
 real_load = TorchEngine.load
+at_the_flip = []  # leases asked for and tokens sampled by then
 
 
 async def load_and_flip(self, named_tensors, new_version):
+    if at_the_flip:
+        leases, tokens = WatchedDealer.asked, (await self.health()).generated_tokens
+        what = (leases - at_the_flip[0], tokens - at_the_flip[1])
+        logging.getLogger("test").warning("asked for %d leases and sampled %d tokens while corrupt", *what)
+        at_the_flip.clear()
     await real_load(self, named_tensors, new_version)
     if due("live"):
+        at_the_flip.extend((WatchedDealer.asked, (await self.health()).generated_tokens))
         qkv = next(tensor for name, tensor in self.live.weights.tensors.items() if name.endswith("qkv"))
         qkv.view(-1).view(torch.uint8)[8] ^= 0x10
 
@@ -67,4 +86,4 @@ async def load_and_flip(self, named_tensors, new_version):
 TorchEngine.load = load_and_flip
 
 if __name__ == "__main__":
-    sys.exit(rollout_main.main(parts=rollout_main.Parts(subscriber=FaultySubscriber)))
+    sys.exit(rollout_main.main(parts=rollout_main.Parts(dealer=WatchedDealer, subscriber=FaultySubscriber)))

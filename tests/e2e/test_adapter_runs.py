@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from learner.examples import sort6 as quickstart
+from examples import sort6 as quickstart
 from learner.report.summary import summarize
 from replay.journal.reader import JournalReader
 from replay.messages import Group
@@ -29,6 +29,7 @@ pytest.importorskip("aiohttp", reason="the extras `agents` and `openenv` are not
 
 STEPS = 6
 HERE = ROOT / "tests" / "rollout_server" / "environments"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "environments"
 HAS_VERIFIERS = importlib.util.find_spec("verifiers") is not None
 SIZES = (
     "rollout.groups_per_step=4",
@@ -67,7 +68,12 @@ def guessing(folder: Path, model: Path) -> Input:
 def openenv(*urls: str) -> tuple[str, ...]:
     options = {"url": list(urls), "style": "text", "max_turn_tokens": 1, "wait_s": 10, "reset": {"graded": True}}
     prompt = ("data.max_prompt_tokens=40", "rollout.max_new_tokens=24", "environment.max_turns=3")
-    return ("environment.function=openenv", f"environment.options={json.dumps(options)}", *prompt, *SIZES)
+    return (
+        f"environment.function={EXAMPLES}/openenv_servers.py:rollout",
+        f"environment.options={json.dumps(options)}",
+        *prompt,
+        *SIZES,
+    )
 
 
 def trained(run: Run) -> list[Group]:
@@ -131,7 +137,7 @@ def test_an_environment_of_verifiers_is_trained_on_and_its_process_killed(
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     options = {"taskset": {"id": "digit_tasks"}, "env": {"id": "two_tries"}, "seat": "solver"}
     settings = (
-        "environment.function=verifiers",
+        f"environment.function={EXAMPLES}/verifiers_tasks.py:rollout",
         f"environment.options={json.dumps(options)}",
         "data.train=verifiers:digit_tasks?skip=16&rows=400",
         "data.eval=verifiers:digit_tasks?rows=16",
@@ -202,8 +208,8 @@ def test_the_only_server_of_openenv_vanishes(tmp_path: Path, sort6: Input, zygot
             assert run.wait(60) == 1, run.text()[-3000:]
             line = run.text().splitlines()[-1]
             print(f"{time.monotonic() - began:.1f} s: {line}")
-            assert time.monotonic() - began < 30 and line.endswith("[SLIP-ENV-05]"), line
+            assert time.monotonic() - began < 30, line
             assert f"{url}: no session" in line or f"{url}: the session ended at" in line
-            assert "environment 'openenv' failed for" in line and "reward.max_error_rate" in line
+            assert "openenv_servers.py:rollout' failed for" in line and "reward.max_error_rate" in line
         finally:
             runs.close()

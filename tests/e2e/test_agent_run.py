@@ -19,7 +19,7 @@ STEPS = 20
 
 
 def test_an_agent_that_only_knows_openai_is_trained(tmp_path: Path, zygote: Any) -> None:
-    made = [sys.executable, "-m", "learner.examples.calculator", "--out", str(tmp_path / "calculator")]
+    made = [sys.executable, "-m", "examples.calculator", "--out", str(tmp_path / "calculator")]
     subprocess.run(made, cwd=ROOT, check=True, timeout=200)
     options = {"function": f"{Path(__file__).with_name('sums_agent.py')}:main", "models": ["gpt-4o-mini"]}
     agent = ("environment.function=agent", f"environment.options={json.dumps(options)}", "data.max_prompt_tokens=8")

@@ -24,7 +24,7 @@ STEPS = 20
 
 
 def test_a_tiny_model_learns_to_ask_a_calculator(tmp_path: Path, zygote: Any) -> None:
-    made = [sys.executable, "-m", "learner.examples.calculator", "--out", str(tmp_path / "calculator")]
+    made = [sys.executable, "-m", "examples.calculator", "--out", str(tmp_path / "calculator")]
     subprocess.run(made, cwd=ROOT, check=True, timeout=200)
     runs = Runs(tmp_path, Input(tmp_path / "calculator"), zygote)
     sizes = ("rollout.groups_per_step=32", "rollout.group_size=8", "rollout.max_new_tokens=32")
@@ -71,7 +71,7 @@ def test_a_game_of_textarena_is_trained_on(tmp_path: Path, zygote: Any) -> None:
     runs = Runs(tmp_path, arena(tmp_path / "arena"), zygote)
     sizes = ("data.max_prompt_tokens=1024", "rollout.max_new_tokens=512", "rollout.groups_per_step=4")
     played = (
-        "environment.function=textarena",
+        f"environment.function={Path(__file__).parents[2]}/examples/environments/textarena_games.py:rollout",
         f"environment.options={options}",
         "environment.max_turns=6",
         "environment.turn_timeout_s=30",
@@ -97,7 +97,7 @@ def test_a_game_of_textarena_is_trained_on(tmp_path: Path, zygote: Any) -> None:
 
 def test_a_killed_server_and_a_replayed_journal(tmp_path: Path, zygote: Any) -> None:
     """Episodes that were running begin again; what was trained gives the same digests from the journal alone."""
-    made = [sys.executable, "-m", "learner.examples.calculator", "--out", str(tmp_path / "calculator")]
+    made = [sys.executable, "-m", "examples.calculator", "--out", str(tmp_path / "calculator")]
     subprocess.run(made, cwd=ROOT, check=True, timeout=200)
     runs = Runs(tmp_path, Input(tmp_path / "calculator"), zygote)
     run = runs(*TOOLS, "rollout.max_new_tokens=32", "replay.journal_keep=all", steps=6)

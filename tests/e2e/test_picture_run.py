@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.examples.pictures import main
+from examples.pictures import main
 from tests.support.runs import Input, Run, Runs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

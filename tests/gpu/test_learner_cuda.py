@@ -26,8 +26,8 @@ from learner.objective import Objective
 from learner.policy import attention
 from learner.policy.logprobs import CHUNK_BYTES, head_logprobs
 from learner.policy.model import Policy, build_policy
-from learner.policy.prefixes import lay_side_by_side
 from learner.policy.sharding import Shard
+from learner.prefixes import lay_side_by_side
 from learner.step import accumulate_gradients, take_peak_bytes
 from tests.support.ranks import two_ranks
 from tests.support.runs import free_port

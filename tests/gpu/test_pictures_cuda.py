@@ -12,7 +12,7 @@ import torch
 from test_sglang_cuda import Buckets, run, started, update
 
 from configs.schema import Config
-from learner.examples.pictures import IDS, main, save_model
+from examples.pictures import IDS, main, save_model
 from replay.prompts import load_rows
 from rollout_server.engines.base import Partial, Sampling
 from rollout_server.generate import shown

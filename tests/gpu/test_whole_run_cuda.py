@@ -33,7 +33,7 @@ SGLANG = "{attention_backend: triton, sampling_backend: pytorch, grammar_backend
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings of a run of an agent that only knows `openai`."""
     folder = tmp_path_factory.mktemp("calculator")
-    made = [sys.executable, "-m", "learner.examples.calculator", "--out", str(folder / "data")]
+    made = [sys.executable, "-m", "examples.calculator", "--out", str(folder / "data")]
     subprocess.run(made, cwd=ROOT, check=True, timeout=200)
     agent = ROOT / "tests" / "e2e" / "sums_agent.py"
     given = {

@@ -56,7 +56,8 @@ def dppo_tv(logp: Floats, held: Floats, prox: Floats, adv: Floats, lengths: Sequ
     for new, now, old, advantage in zip(logp, held, prox, adv, strict=True):
         moved = math.exp(now) - math.exp(old)
         far = (advantage > 0 and moved > 0.2) or (advantage < 0 and moved < -0.2)
-        result.append((0.0 if far else -advantage * math.exp(new - old)) + 1e-3 * (new - old) ** 2)
+        weight = min(math.exp(now - old), 20.0)
+        result.append((0.0 if far else -advantage * weight * (1 + new - now)) + 1e-3 * (new - old) ** 2)
     return result
 
 

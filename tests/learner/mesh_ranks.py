@@ -34,15 +34,14 @@ NUM_STEPS = int(os.environ.get("MESH_STEPS", "3"))
 MICROBATCHES = 2
 Case = tuple[str, str, dict[str, int], dict[str, Any], dict[str, Any]]
 SEQUENCE = {"loss": "gspo", "aggregation": "sequence"}
-"""A loss that looks at whole trajectories, which context ranks divide."""
+"""A loss that looks at whole trajectories."""
 NONE, FULL = {"recompute": "none"}, {"recompute": "full"}
 CASES: dict[int, list[Case]] = {
     2: [
         ("replicate", "even", {"replicate": 2}, NONE, {}),
         ("tensor", "even", {"tensor": 2}, FULL, {}),
         ("biased", "biased", {"tensor": 2}, {"recompute": "selective"}, {}),
-        ("context", "single", {"context": 2}, FULL, {}),
-        ("sequence", "even", {"context": 2}, NONE, SEQUENCE),
+        ("sequence", "even", {}, NONE, SEQUENCE),
     ],
     3: [("shard", "even", {}, NONE, {}), ("shard_again", "biased", {}, FULL, {})],
     4: [
@@ -51,9 +50,6 @@ CASES: dict[int, list[Case]] = {
             ("tensor_shard", "uneven", {"tensor": 2}),
             ("replicate_shard", "uneven", {"replicate": 2}),
             ("replicate_tensor", "even", {"replicate": 2, "tensor": 2}),
-            ("context_tensor", "even", {"tensor": 2, "context": 2}),
-            ("context_shard", "single", {"context": 2}),
-            ("context_only", "even", {"context": 4}),
         )
         for learner in (NONE, FULL)
     ],
@@ -85,7 +81,7 @@ def configured(folder: Path, case: Case, ranks: int) -> Config:
 def steps(policy: Policy, optimizer: Optimizer, config: Config, numbers: range) -> list[dict[str, float]]:
     """Train on these steps; the metrics of each."""
     seen = []
-    part, parts = policy.rank // config.learner.mesh.model_ranks, config.num_data_ranks
+    part, parts = policy.rank // config.learner.mesh.tensor, config.num_data_ranks
     for step in numbers:
         batch = batch_of(random_step(step), step, rank=part, world_size=parts, num_microbatches=MICROBATCHES)
         sums, reason = train_on(batch, policy, optimizer, config)
@@ -158,7 +154,7 @@ def traffic(folder: Path, case: Case, meshes: Meshes, world_size: int) -> dict[s
     for name, roomy in (("roomy", True), ("tight", False)):
         budget = Budget("none", keeps_gathered=roomy, whole_gradients=roomy)
         policy = build_policy(config, meshes, CPU, budget)
-        part, parts = policy.rank // config.learner.mesh.model_ranks, config.num_data_ranks
+        part, parts = policy.rank // config.learner.mesh.tensor, config.num_data_ranks
         batch = batch_of(random_step(1), 1, rank=part, world_size=parts, num_microbatches=3)
         rows, tokens = rows_of(batch, config)
         with Calls() as calls:
@@ -197,7 +193,7 @@ def everything(folder: Path, world_size: int) -> dict[str, Any]:
         seen["traffic"] = traffic(folder, named["sequence"], meshes["sequence"], world_size)
         seen["settled"] = copies_are_settled(folder, named["tensor"], meshes["tensor"], world_size)
     if world_size == 4:
-        pairs = [("tensor_shard_none", "replicate_shard_none"), ("replicate_tensor_none", "context_tensor_none")]
+        pairs = [("tensor_shard_none", "replicate_shard_none")]
         seen["moved"] = [moved(folder, named[a], named[b], world_size, meshes) for a, b in pairs]
     return seen
 

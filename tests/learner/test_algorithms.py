@@ -100,6 +100,16 @@ def test_clipped_are_the_tokens_whose_gradient_the_loss_takes_away(name: str, sp
     assert output.clipped.tolist() == (moving.grad == 0).tolist()
 
 
+def test_a_rare_token_weighs_no_more_than_the_cap_of_dppo_tv() -> None:
+    """Sampled at 1e-6, now at .15: within delta, at a ratio of 1.5e5."""
+    moving = torch.tensor([math.log(0.15)], requires_grad=True)
+    one = torch.ones(1, dtype=torch.int64)
+    proximal = torch.tensor([math.log(1e-6)])
+    inputs = LossInputs(logprobs=moving, proximal_logprobs=proximal, advantages=torch.ones(1), lengths=one, groups=one)
+    build_loss(Algorithm(loss="dppo_tv", dppo_kl=0.0))(inputs).loss.sum().backward()
+    assert moving.grad is not None and moving.grad.item() == pytest.approx(-20.0)
+
+
 def test_cispo_counts_the_tokens_whose_weight_it_bounds() -> None:
     logprobs, proximal, advantages = row(1, 3.0)
     output = run("cispo", logprobs, proximal, advantages)

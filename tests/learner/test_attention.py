@@ -1,8 +1,5 @@
 """Trajectories in one row: the logprobs of a transformers model, and the same from every kernel and recomputation."""
 
-import inspect
-import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from configs import Config
+from configs.learner import LearnerSettings
 from learner.objective import Objective
 from learner.policy import attention, pretrained
 from learner.policy.model import Policy, build_policy
@@ -67,7 +65,8 @@ def test_what_the_kernel_takes(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-    found = attention.reason_against_varlen(torch.device("cuda", 0), dtype, head_dim)
+    learner = LearnerSettings.model_validate({"compute_dtype": dtype})
+    found = attention.reason_against_varlen(torch.device("cuda", 0), learner, head_dim)
     assert reason in found if reason else not found
 
 
@@ -107,44 +106,6 @@ def test_arguments_of_attention_that_are_not_computed_are_errors() -> None:
             attention.check_understood({name: value})
 
 
-# ---- torch's kernel, stood in for by signatures it had ----------------------------------------------------
-
-
-def kernel(expected: dict[str, Any]) -> Callable[..., Any]:
-    """A kernel that takes these keywords and no other: [total, heads, D], causal within each trajectory."""
-
-    def attend(q: Any, k: Any, v: Any, starts: Any, starts_k: Any, longest: int, longest_k: int, **given: Any) -> Any:
-        grouped = given.get("enable_gqa", False)
-        assert given == expected and longest == longest_k == 13
-        assert starts.dtype == torch.int32 and {t.dim() for t in (q, k, v)} == {3}
-        assert grouped or q.shape[1] == k.shape[1], "key heads must be repeated"
-        out = torch.empty_like(q)
-        for begin, end in itertools.pairwise(starts.tolist()):
-            part = [t[begin:end].transpose(0, 1)[None] for t in (q, k, v)]
-            attended = torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped)
-            out[begin:end] = attended[0].transpose(0, 1)
-        return out
-
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in expected]
-    attend.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return attend
-
-
-@pytest.mark.parametrize(
-    "keywords", [{"is_causal": True}, {"window_size": (-1, 0)}, {"window_size": (-1, 0), "enable_gqa": True}]
-)
-def test_every_signature_of_the_kernel_is_called_right(
-    qwen3: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, keywords: dict[str, Any]
-) -> None:
-    expected = logprobs(build_policy(configured(qwen3), mesh, CPU), SEQUENCES)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel(keywords))
-    monkeypatch.setattr(attention, "reason_against_varlen", lambda *_: "")
-    policy = build_policy(configured(qwen3), mesh, CPU)
-    assert policy.model.transformer.config._attn_implementation == attention.VARLEN
-    found = logprobs(policy, SEQUENCES)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
 # ---- recomputation --------------------------------------------------------------------------------------
 
 
@@ -175,14 +136,3 @@ def test_compiled_layers_have_the_same_gradients(qwen3: Path, mesh: DeviceMesh, 
         outcomes.append(accumulated(built(config, mesh)[0], config)[1])
     expected, found = outcomes
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) < 1e-6
-
-
-@pytest.mark.slow  # the compiler takes a minute on a CPU
-def test_rows_of_any_length_meet_the_same_compiled_code(qwen3: Path, mesh: DeviceMesh) -> None:
-    torch._dynamo.reset()
-    policy, _ = built(configured(qwen3, compile=True), mesh)
-    graphs = []
-    for lengths in ([9], [3, 14], [2], [8, 8, 16], [31, 5]):
-        logprobs(policy, [list(range(1, length + 1)) for length in lengths])
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert graphs == [graphs[0], *[graphs[1]] * 4], "one trajectory, and any number of them"

@@ -12,14 +12,15 @@ import torch
 import transformers
 from recorded import batch_of, random_step, train_on
 from safetensors.torch import load_file
-from tiny_models import built, make_config, save_model, saved
+from tiny_models import CPU, SIZES, built, make_config, save_model, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
 from learner.beside.beside import build_beside
-from learner.checkpoints import checkpointer
+from learner.checkpoints import checkpointer, memory_plan
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.checkpoints.folders import latest_complete
+from learner.policy.memory import GIB, OutOfMemory, Setup
 
 
 @pytest.fixture
@@ -218,3 +219,28 @@ def test_the_folder_for_others_may_have_another_dtype_than_the_state(qwen3, tmp_
     expected = dict(policy.named_full_tensors("bfloat16"))
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
     assert json.loads((folder / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+# ---- the memory plan ----------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_keeps_its_memory_plan_whatever_is_free(config, mesh, keeper, monkeypatch):
+    """Otherwise half a GiB less at the next start would recompute other products, and make other digests."""
+    room = {"free": 80 * GIB}
+    monkeypatch.setattr(memory_plan, "least_free", lambda *_: room["free"])
+    first = memory_plan.plan_memory(config, mesh, CPU)
+    assert first.recompute == "none"
+    folder = saved(keeper, 1, memory_plan=memory_plan.described(config, first))
+    assert json.loads((folder / "state.json").read_text())["memory_plan"]["way"]["recompute"] == "none"
+    room["free"] = first.total + 1  # too little for the reserve of a plan that is made anew
+    assert memory_plan.choose(Setup.of(config, SIZES), memory_plan.usable(room["free"])).recompute != "none"
+    plan = Path(config.run_dir) / memory_plan.FILE
+    for lost in (False, True):
+        plan.unlink() if lost else None
+        assert memory_plan.plan_memory(config, mesh, CPU) == first and plan.exists()
+    room["free"] = first.total - 1
+    with pytest.raises(OutOfMemory, match=r"memory_plan\.json"):
+        memory_plan.plan_memory(config, mesh, CPU)
+    smaller = config.learner.model_copy(update={"max_tokens_per_microbatch": 128})
+    changed = memory_plan.plan_memory(config.model_copy(update={"learner": smaller}), mesh, CPU)
+    assert changed.recompute == memory_plan.choose(Setup.of(config, SIZES), 0).recompute, "planned anew"

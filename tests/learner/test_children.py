@@ -11,9 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.algorithm import Rollout
-from configs.plan import Process
 from learner.launch import children, servers
-from learner.launch.reward_servers import RewardServers
 from learner.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, LocalServers, Restarts, RunFailed
 from replay.hang import processes
 from replay.lifeline import CANNOT_START, RUN_FAILED
@@ -208,36 +206,6 @@ def test_what_follows_from_the_exit_code_of_a_server(tmp_path, code, said, failu
     except RunFailed as failure:
         assert said is RunFailed and "died: exit code 78" in str(failure)
     assert local.failures == failures
-
-
-def test_a_reward_server_is_started_again_at_its_port_and_the_run_ends_without_any(tmp_path):
-    said, folder = [], tmp_path / "logs"
-    script = 'echo "started $*"; echo reward server listens at tcp://127.0.0.1:777; sleep 0.3; exit 9'
-    process = Process("reward-0", "reward", "node0", ("sh", "-c", script, "sh"), {})
-
-    def start(name, command, environment):
-        return children.start(name, command, folder / f"{name}.log", environment)
-
-    rewards = RewardServers(Rollout(restarts=1, restart_backoff_s=0), [process], start, said.append, ("--parent", "1"))
-    rewards.begin()
-    assert rewards.arguments() == ["--reward", "node0=tcp://127.0.0.1:777"]
-    with pytest.raises(RunFailed, match=r"reward-0 .*exit code 9.*no restart left \(rollout\.restarts 1\)"):
-        until(lambda: rewards.watch(run_is_over=False), "the run ends")
-    lines = (folder / "reward-0.log").read_text().splitlines()
-    assert [line for line in lines if "started" in line] == ["started --parent 1", "started --port 777 --parent 1"]
-    assert len(said) == 1 and "restart 1 of 1" in said[0]
-
-
-def test_a_reward_server_that_does_not_listen_is_named(tmp_path):
-    process = Process("reward-0", "reward", "node0", ("sh", "-c", "echo error: no such folder; exit 1"), {})
-
-    def start(name, command, environment):
-        return children.start(name, command, tmp_path / f"{name}.log", environment)
-
-    rewards = RewardServers(Rollout(), [process], start, print, ())
-    rewards.begin()
-    with pytest.raises(RunFailed, match="reward-0 did not start: exit code 1: error: no such folder"):
-        rewards.arguments()
 
 
 def test_torchrun_leaves_nothing_in_the_folder_for_temporary_files(tmp_path):

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from configs.environment import NEEDED, Environment
+from configs.environment import Environment
 from learner.check import functions
 from learner.check.functions import problem_with_environment, problem_with_tools
 
@@ -47,14 +46,6 @@ def test_tools_are_looked_at_before_anything_starts(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(functions, "_problem_with_sandbox", lambda: "programs cannot be isolated here")
     assert "'python': programs cannot be isolated here; accept it with environment.options" in str(problem("python"))
     assert problem("python", allow_unisolated=True) is None
-
-
-@pytest.mark.parametrize("function", sorted(NEEDED))
-def test_what_is_played_has_to_be_named(function: str) -> None:
-    with pytest.raises(ValueError, match=f"function '{function}' needs {NEEDED[function][0]}, such as"):
-        Environment(function=function)
-    _, example = NEEDED[function]
-    assert Environment(function=function, options=yaml.safe_load(example)).function == function
 
 
 def test_a_missing_file_is_named_and_names_are_left_to_the_server() -> None:

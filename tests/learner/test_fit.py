@@ -1,19 +1,16 @@
-"""How large a microbatch may be: estimates for shapes of presets, and steps of one rank among many."""
+"""How large a microbatch may be: estimates for shapes of presets."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tiny_models import make_config, save_model
+from tiny_models import make_config
 
 from configs import Config
 from configs.loading import load
+from examples.random_qwen3 import SHAPES
 from learner import fit
-from learner.examples.random_qwen3 import SHAPES
-
-CPU = torch.device("cpu")
 
 
 def config_of(folder: Path, shape: str, **placement: Any) -> Config:
@@ -81,12 +78,6 @@ def test_a_share_that_is_none_is_refused(tmp_path: Path, share: object) -> None:
         fit.available_bytes(config.model_copy(update={"rollout": rollout}))
 
 
-def test_a_learner_whose_gpus_only_reward_servers_share_has_them_whole(tmp_path: Path) -> None:
-    apart = {"split": None, "rollout": "node0:0", "learner": "node0:1", "share_gpus": True}
-    alone = fit.available_bytes(config_of(tmp_path, "0.6B", gpu_gib=80))
-    assert fit.available_bytes(config_of(tmp_path, "0.6B", gpu_gib=80, **apart)) == alone
-
-
 def test_activations_that_travel_leave_one_way(tmp_path: Path) -> None:
     config = config_of(tmp_path, "0.6B", gpu_gib=78)
     changed = {"offload_activations": True, "compile": False}
@@ -94,65 +85,3 @@ def test_activations_that_travel_leave_one_way(tmp_path: Path) -> None:
     assert fit.levels_of(config) == ("full",)
     found = [fit.estimate(config, SHAPES["0.6B"], level, 70 * 1024**3) for level in fit.levels_of(config)]
     assert fit.verdict(config, found)["fits"] and set(fit.verdict(config, found)["estimated"]) == {"full"}
-
-
-def test_what_measured_steps_do_not_make_is_held(tmp_path: Path) -> None:
-    """A reference model and a critic, each of its own size, and the packed versions."""
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps(SHAPES["1.7B"]), encoding="utf-8")
-    config = config_of(tmp_path, "0.6B", gpu_gib=200)
-    algorithm = {"kl": "k3", "reference_path": str(other), "advantage": "gae"}
-    config = config.model_copy(update={"algorithm": config.algorithm.model_copy(update=algorithm)})
-    budget = fit.choose(fit.Setup.of(config, SHAPES["0.6B"]), None)
-    reference, critic, packed = (budget.items[name] for name in fit.BESIDE)
-    assert reference == pytest.approx(2 * 1.72e9, rel=0.01) and critic == pytest.approx(12 * 0.596e9, rel=0.01)
-    assert fit.taken_by_others(config, budget, CPU) == reference + critic + packed
-
-
-def test_context_ranks_hold_parts_of_a_trajectory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So less than a whole one fits, and a measured row has the tokens of all of them."""
-    save_model(tmp_path / "model")
-    learner = {"mesh": {"context": 2}, "max_tokens_per_microbatch": 16}
-    config = make_config(tmp_path / "model", learner=learner, placement={"split": "1:2"})
-    assert config.longest_part == 16
-    rows, full_row = list[int](), fit.full_row
-
-    def noted(tokens: int, *given: int) -> Any:
-        rows.append(tokens)
-        return full_row(tokens, *given)
-
-    monkeypatch.setattr(fit, "full_row", noted)
-    fit.make_steps(config, json.loads((tmp_path / "model" / "config.json").read_text()), "none", 16, CPU)
-    assert set(rows) == {32}
-
-
-def test_a_rank_among_three_makes_its_steps_alone(tmp_path: Path) -> None:
-    """The shards and gathers of three ranks, with collectives that move nothing."""
-    model = json.loads((save_model(tmp_path / "model") / "config.json").read_text(encoding="utf-8"))
-    config = make_config(tmp_path / "model", placement={"split": "1:3", "device": "cpu"})
-    fit.make_steps(config, model, "full", 70, CPU)
-    assert not torch.distributed.is_initialized()
-
-
-def test_the_largest_microbatch_is_looked_for_around_the_estimate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = config_of(tmp_path, "0.6B", gpu_gib=78)
-    most, tried = 20_000, []
-
-    def steps(config: Config, model: Any, level: str, tokens: int, device: Any) -> None:
-        tried.append(tokens)
-        if tokens > most:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-    monkeypatch.setattr(fit, "make_steps", steps)
-    # which collects garbage after each of 71 tries: seconds in a process that has much
-    monkeypatch.setattr("accelerate.utils.memory.clear_device_cache", lambda *_, **__: None)
-    one = fit.estimate(config, SHAPES["0.6B"], "none", fit.available_bytes(config))
-    found = fit.measure(config, SHAPES["0.6B"], one)
-    assert one.estimated is not None and tried[0] == one.estimated * 5 // 4
-    assert most * 7 // 8 <= found <= most and tried[-1] == found
-    assert f"{tried[0]} tokens do not fit" in capsys.readouterr().err
-    most = 0
-    assert fit.measure(config, SHAPES["0.6B"], one) == 0

@@ -20,7 +20,6 @@ from reference import Recorded
 from tiny_models import built, logprobs, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
-from configs import Config
 from configs.limits import Limits, rules_of
 from learner.checkpoints.folders import CheckpointError
 from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
@@ -394,17 +393,6 @@ def test_a_roll_back_goes_to_the_newest_checkpoint_that_was_good(tmp_path: Path)
     assert not (tmp_path / "checkpoints" / "step_4").exists(), "the checkpoint of the first bad step is of it"
 
 
-def test_a_roll_back_passes_over_weights_alone_and_what_is_half_written(tmp_path: Path):
-    noted = RollBacks(tmp_path)
-    checkpoint(tmp_path, 4, weights_only=True)
-    checkpoint(tmp_path, 8)
-    (checkpoint(tmp_path, 12) / "COMPLETE").unlink()
-    assert [noted.target(step) for step in (9, 8, 5)] == [8, -1, -1], "the journal begins after step 8"
-    noted.note(10, step=13, reason="broken")
-    noted.set_aside()
-    assert (tmp_path / "checkpoints" / "step_12").exists(), "the resume deletes it"
-
-
 def test_a_checkpoint_on_its_way_to_the_disk_comes_before_the_choice_of_where_to_roll_back(tmp_path: Path):
     """With checkpoint.keep 1, completing it deletes the one before, which the journal needs no more."""
     old = checkpoint(tmp_path, 8)
@@ -441,10 +429,12 @@ def test_a_run_that_stops_completes_the_checkpoint_on_its_way_to_the_disk(fails:
     assert learner.batches.announce.called != fails and ("no room" in caplog.text) == fails
 
 
-def test_on_gpus_float32_is_warned_of():
-    def arithmetic(device: str, dtype: str) -> str:
-        config: Config = make_config(Path("unused"), placement={"device": device}, learner={"compute_dtype": dtype})
-        return config.arithmetic()
-
-    assert "Warning: learner.compute_dtype float32 uses no tensor cores" in arithmetic("cuda", "float32")
-    assert all("Warning" not in arithmetic(*run) for run in (("cuda", "auto"), ("cpu", "float32")))
+def test_a_guard_speaks_once_and_then_rarely_with_a_count(tmp_path):
+    guards, said = Guards(make_config(tmp_path)), []
+    for step in range(1, 341):
+        guards.fired["ess"] += 1
+        said.append(guards.said(Alarm("ess", "warn", 1, f"step {step}: low")))
+    assert [text for text in said if text] == [
+        "step 1: low", "step 10: low (10 times so far)", "step 100: low (100 times so far)"
+    ]  # fmt: skip
+    assert guards.said(Alarm("ess", "stop", 1, "no more")) == "no more"

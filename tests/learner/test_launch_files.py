@@ -1,20 +1,22 @@
 """The start commands' dry runs and what they write: four hosts over ssh, under Slurm and in Kubernetes."""
 
+import argparse
 import itertools
 import os
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import yaml
 
 import configs
 from configs import ConfigError
+from configs.errors import BadHosts
 from configs.loading import PRESETS
 from learner.launch.__main__ import main
-from learner.launch.hosts import kubernetes, node
+from learner.launch.hosts import kubernetes, node_spec
 from learner.launch.hosts.host_file import parse_hosts
 from replay import keys as make_keys
 
@@ -90,7 +92,8 @@ def test_slurm(tmp_path, launch, four):
     text = file.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
     assert (options["nodes"], options["gpus-per-node"], options["ntasks-per-node"]) == ("4", "8", "1")
-    assert configs.load(file.with_name("slurm.yaml")).placement == configs.load(FOUR).placement
+    (given,) = file.parent.glob("config-*.yaml")
+    assert configs.load(given).placement == configs.load(FOUR).placement and f"--config {given} --digest" in text
 
     shown = launch("rollout", "--slurm", "--dry-run", *four)
     alone = shown[shown.index("#!/usr/bin/env bash") :]
@@ -102,7 +105,7 @@ def test_slurm(tmp_path, launch, four):
 SRUN = """#!/bin/bash
 for word in "$@"; do case "$word" in --nodelist=*) machine="${word#*=}" ;; esac; done
 if [[ "$*" == *learner.launch.hosts.node* ]]; then
-  echo "$machine: ${*: -14}" >>"$STEPS"; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0
+  echo "$machine: ${*: -16}" >>"$STEPS"; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0
 fi
 echo "10.1.0.${machine#m}"
 """
@@ -152,6 +155,30 @@ def test_a_machine_without_an_address_ends_the_slurm_job_with_its_name(tmp_path,
     assert (done.returncode, done.stderr.splitlines()) == (code, [said])
 
 
+def test_jobs_of_one_name_have_their_own_configurations(tmp_path, launch, four, monkeypatch):
+    """Two jobs that are written before the first one starts, and a start after its file was edited."""
+    given = {}
+    for lr in ("1e-6", "2e-6"):
+        launch("learner", "--slurm", *four, "--set", f"learner.lr={lr}")
+        text = (tmp_path / "runs" / FOUR / "launch" / "run.sbatch").read_text()
+        given[lr] = re.search(r"--config (\S+) --digest (\w+)", text).groups()
+        launch("learner", "--kubernetes", "--out", str(tmp_path / lr), *four, "--set", f"learner.lr={lr}")
+    assert {lr: configs.load(file).learner.lr for lr, (file, _) in given.items()} == {"1e-6": 1e-6, "2e-6": 2e-6}
+
+    maps = [next(yaml.safe_load_all((tmp_path / lr / "jobset.yaml").read_text())) for lr in given]
+    assert len({each["metadata"]["name"] for each in maps}) == 2 and all(each["immutable"] for each in maps)
+
+    file, digest = given["1e-6"]
+    Path(file).write_text(Path(file).read_text().replace("lr: 1.0e-06", "lr: 2.0e-06"))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"node{i} 10.0.0.{i}\n" for i in range(4)))
+    words = ["--role", "rollout", "--node", "node2", "--hosts", str(hosts), "--config", file, "--digest", digest]
+    parser = argparse.ArgumentParser()
+    node_spec.add_spec_arguments(parser)
+    with pytest.raises(BadHosts, match=digest):
+        node_spec.spec_of_arguments(parser.parse_args(words))
+
+
 def test_kubernetes(tmp_path, launch, four):
     folder = tmp_path / "manifests"
     launch("learner", "--kubernetes", "--out", str(folder), "--image", "registry/slip:1", *four)
@@ -193,74 +220,6 @@ def test_a_dry_run_shows_no_secret(launch, four, keys):
     secrets = [re.search(r'secret-key = "(.*)"', path.read_text()) for path in keys.rglob("*.key_secret")]
     assert secrets and all(found and found[1] not in shown for found in secrets)
     assert "a Secret with key files, not shown here" in shown
-
-
-def test_reward_servers_come_with_the_rollout_nodes(tmp_path, launch, four, hosts):
-    settings = ["reward.function=model", "reward.model.path=models/reward"]
-    settings += [
-        f"placement.{key}='node2:{devices}; node3:{devices}'"
-        for key, devices in (("rollout", "0-5"), ("reward", "6-7"))
-    ]
-    words = [*four, *(word for each in settings for word in ("--set", each))]
-    assert all("reward" not in row[2] for row in table_rows(launch("learner", *hosts, "--dry-run", *words)))
-    shown = launch("rollout", *hosts, "--dry-run", *words)
-    rows = table_rows(shown)
-    assert rows[:2] == [
-        ["node2", "10.0.0.3", "reward-node2-0", "6", "reward (free port)"],
-        ["node2", "10.0.0.3", "reward-node2-1", "7", "reward (free port)"],
-    ]
-    assert [row[2] for row in rows[2:]].count("reward-node3-1") == 1 and len(rows) == 2 * (2 + 3)
-    (command,) = re.findall(r"run  (.*reward_model.*reward-node3-1 --port 0)$", shown, re.MULTILINE)
-    assert "launch/node3-rollout.yaml" in command and "--set network.host=10.0.0.4" in command
-    launch("learner", "--kubernetes", "--out", str(tmp_path / "manifests"), *words)
-    _, jobset = yaml.safe_load_all((tmp_path / "manifests" / "jobset.yaml").read_text())
-    pods = [job["template"]["spec"]["template"]["spec"] for job in jobset["spec"]["replicatedJobs"]]
-    gpus = [pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for pod in pods]
-    assert gpus == [8, 8], "of the learner, and of engines and reward servers together"
-
-
-def test_a_node_of_reward_servers_alone_is_a_rollout_node_with_keys_to_meet_others(tmp_path, launch, four, hosts):
-    settings = ["reward.function=model", "reward.model.path=models/reward", "network.reward_port=6000"]
-    settings += ["placement.rollout=node2:0-7", "placement.reward=node3:0"]
-    words = [*four, *(word for each in settings for word in ("--set", each))]
-    shown = launch("rollout", *hosts, "--dry-run", *words)
-    assert table_rows(shown)[-1] == ["node3", "10.0.0.4", "reward-node3-0", "0", "reward 6000"]
-    assert shown.count("--reward node3=tcp://10.0.0.4:6000") == 4
-    of_node2 = shown.split("\nnode2: ssh")[1].split("\nnode3: ssh")[0]
-    assert "clients/node1.key (mode 0600)" in of_node2 and "learner.key (mode 0600)" in of_node2
-    assert "clients/node1.key_secret" not in of_node2 and "server.key_secret" not in of_node2
-    launch("learner", "--slurm", *words)
-    text = (tmp_path / "runs" / FOUR / "launch" / "run.sbatch").read_text()
-    assert [line for line in text.splitlines() if line.startswith("step ")][-1] == "step rollout node3"
-
-
-@pytest.mark.parametrize(
-    ("answers", "silent_s", "step_s", "over"),
-    [
-        ([None, None], 10, 60, [False, True]),
-        ([False, True], 10, 15, [False, True]),
-        ([False, None, None, None], 10, 24, [False, False, False, True]),
-        ([False, None, None, None], 40, 39, [False, False, False, True]),
-    ],
-)
-def test_a_node_of_reward_servers_alone_ends_with_the_run(monkeypatch, answers, silent_s, step_s, over):
-    """It asks replay, and gives up when replay is silent for as long as rollout servers wait for one."""
-    clock = SimpleNamespace(now=0.0)
-    waits = iter(answers)
-
-    def ask(*_):
-        ended = next(waits)
-        return None if ended is None else SimpleNamespace(state={"ended": ended})
-
-    monkeypatch.setattr(node, "ask_replay", ask)
-    monkeypatch.setattr(node.time, "monotonic", lambda: clock.now)
-    config = configs.load("quickstart", ["rollout.wait_for_servers_s=50", f"network.silent_after_s={silent_s}"])
-    end, found = node.RunEnd(config, "tcp://10.0.0.1:5757"), []
-    for _ in answers:
-        found.append(end.is_here(clock.now))
-        assert end.is_here(clock.now + 1.0) is False, "looks only now and then"
-        clock.now += step_s
-    assert found == over
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -141,13 +140,13 @@ def test_kill_9_of_the_start_script_ends_what_it_started(start, tmp_path):
 def spec(tmp_path):
     settings = [*NODES, "placement.device=cpu", f"run.dir={tmp_path}", "network.replay_port=5757"]
     config = dump(configs.load("quickstart", settings))
-    return NodeSpec(role="rollout", node="node1", config=config, hosts=HOSTS, overrides=["run.seed=0"])
+    return NodeSpec(role="rollout", node="node1", config=config, hosts=HOSTS)
 
 
 def test_an_order_survives_its_line_and_what_is_none_is_refused(spec):
     with_keys = spec.model_copy(update={"keys": {"server.key": "x\ny"}})
     assert read_spec(with_keys.line()) == with_keys
-    wrong = [{"role": "king"}, {"node": 7}, {"keys": {"a": 1}}, {"overrides": [1]}]
+    wrong = [{"role": "king"}, {"node": 7}, {"keys": {"a": 1}}]
     for line in ["", "[1]\n", '{"role": "learner"}\n', *(json.dumps(spec.model_dump() | each) for each in wrong)]:
         with pytest.raises(ConfigError, match="not valid"):
             read_spec(line)
@@ -262,21 +261,6 @@ def test_a_scheduler_learns_what_another_start_would_refuse_again(tmp_path, caps
     assert node.main() == code
     last = capsys.readouterr().out.splitlines()[-1]
     assert said in last and "refused" not in last
-
-
-def test_a_node_of_reward_servers_that_hears_nothing_says_so(tmp_path, monkeypatch, capsys):
-    settings = ["placement.learner='node0:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
-    settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
-    config = dump(configs.load("quickstart", [*settings, "rollout.wait_for_servers_s=0.2"]))
-    made = resolve(NodeSpec(role="rollout", node="node2", config=config, hosts=HOSTS))
-    alone = replace(made, plan=replace(made.plan, processes=()))
-    monkeypatch.setattr(node, "ask_replay", lambda *_: None)
-    monkeypatch.setattr(node, "LOOK_S", 0.1)
-    assert node.Node(alone, lifeline=False).run_servers() == 0
-    said = capsys.readouterr().out
-    assert "node2 waited 0.2 s for replay at tcp://10.0.0.1:5757 (rollout.wait_for_servers_s) and ends; hang" in said
-    (path,) = (tmp_path / "job").glob("hang-*.txt")
-    assert "node-node2 waited 0.2 s for a sign of replay" in path.read_text()
 
 
 def remote(name, *command):

@@ -42,7 +42,7 @@ def step_row(step: int, **values: Any) -> dict[str, Any]:
         "critic/score/mean": step / 20,
         "training/off_policy/trajectory_staleness/mean": 0.94,
         "training/off_policy/trajectory_staleness/max": 1,
-        "perf/throughput": 5132.0,
+        "perf/learner_tokens_per_s": 5132.0,
         "trainer/idle_ratio": 0.12,
         "rollout/idle_ratio": 0.31,
         **values,
@@ -101,7 +101,7 @@ def test_a_step_made_once_more_replaces_the_old_line_of_the_run():
 
 
 LEARNER_WAITS = {"who": "learner", "for": "batch 5", "since_s": 24.0}
-SERVERS_WAIT = {"who": "rollout servers", "for": "room: 128 groups are in flight", "since_s": 0.0}
+SERVERS_WAIT = {"code": "room", "who": "rollout servers", "for": "room: 128 groups are in flight", "since_s": 0.0}
 REPLAY_WAITS = {"who": "replay", "for": "a rollout server", "since_s": 75.0}
 DROPPED = {"why": "0 of 64 groups", "dropped": {"no_template": 1203}}
 
@@ -112,7 +112,7 @@ DROPPED = {"why": "0 of 64 groups", "dropped": {"no_template": 1203}}
         ({}, "replay, the learner and the rollout servers are starting"),
         ({"waits": []}, "no process waits"),
         (STATUS, "learner waits 0.4s for batch 13 (group 0/17 at rollout-0)"),
-        ({"waits": [SERVERS_WAIT]}, "rollout servers wait for room: 128 groups are in flight (the learner is slower)"),
+        ({"waits": [SERVERS_WAIT]}, "rollout servers wait for room: 128 groups are in flight"),
         (
             {"waits": [REPLAY_WAITS, LEARNER_WAITS]},
             "replay waits 1m15s for a rollout server; learner waits 24s for batch 5",

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import load
 from configs.learner import LearnerSettings
-from learner.examples.random_qwen3 import SHAPES
+from examples.random_qwen3 import SHAPES
 from learner.learner import Learner
 from learner.policy.memory import (
     GIB,
@@ -148,3 +148,16 @@ def test_memory_that_runs_out_ends_the_run_with_the_keys_to_set(qwen3: Path, mes
         Learner.update(learner, Mock())
     assert "2.00 GiB. Take learner.max_tokens_per_microbatch=32, or learner.recompute=full" in str(said.value)
     assert OutOfMemory in REFUSALS, "a restart would meet the same batch"
+
+
+def test_attention_that_pads_is_in_the_budget() -> None:
+    """Of float32, odd head sizes and `sdpa`, which no kernel of rows without padding takes."""
+    for learner, changed, pads in (
+        ({"compute_dtype": "bfloat16"}, {}, False),
+        ({"compute_dtype": "float32"}, {}, True),
+        ({"compute_dtype": "bfloat16", "attention": "sdpa"}, {}, True),
+        ({"compute_dtype": "bfloat16"}, {"head_dim": 100}, True),
+    ):
+        config = make_config(Path("unused"), placement={"device": "cuda"}, learner=learner)
+        found = choose(Setup.of(config, SHAPES["0.6B"] | changed), None)
+        assert ("padding of attention" in found.items) is pads, learner

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import ConfigError
 from configs.learner import Mesh
-from learner.examples.random_qwen3 import SHAPES
-from learner.launch import preflight
+from examples.random_qwen3 import SHAPES
+from learner.check import checks, model_folders
 from learner.policy.divisibility import problem_with
 from learner.policy.model import build_policy
 from learner.policy.pretrained import PolicyError
@@ -34,11 +34,6 @@ NUM_STEPS = 5
         ({"tensor": 16}, {}, "16 does not divide num_key_value_heads 8 of the model; take 8"),
         ({"tensor": 4}, {"vocab_size": 151_938}, "vocab_size 151938 of the model; take 2"),
         ({"tensor": 2}, {"intermediate_size": 3071}, "intermediate_size 3071 of the model; take 1"),
-        ({"context": 32}, {}, "learner.mesh.context: 32 ranks cannot share num_attention_heads 16"),
-        ({"context": 3}, {}, "num_key_value_heads 8 of the model; take 2"),
-        ({"context": 4, "tensor": 8}, {}, "over learner.mesh.tensor 8 of the model; take 2"),
-        ({"context": 16}, {}, ""),  # two ranks share a key/value head
-        ({"context": 2, "tensor": 8, "replicate": 5}, {}, ""),
     ],
 )
 def test_what_a_mesh_does_not_divide_is_named_with_what_works(sizes: Any, changes: Any, said: str) -> None:
@@ -50,9 +45,9 @@ def test_the_dry_run_and_every_rank_look_at_the_model(
     qwen3: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(qwen3, placement={"split": "1:4"}, learner={"mesh": {"tensor": 4}})
-    monkeypatch.setattr(preflight, "model_fingerprint", lambda *_: None)
+    monkeypatch.setattr(model_folders, "model_fingerprint", lambda *_: None)
     with pytest.raises(ConfigError, match="tensor: 4 does not divide num_key_value_heads 2"):
-        preflight.check_input(config)
+        list(checks.model(checks.Subject(config)))
     with pytest.raises(PolicyError, match="tensor: 4 does not divide num_key_value_heads 2"):
         build_policy(config, mesh, CPU)
 

@@ -10,9 +10,9 @@ import pytest
 from configs.base import ConfigError
 from configs.loading import load
 from configs.schema import Config
+from examples.pictures import save_model, save_pictures
 from learner.check.pictures import PictureCheck, problem_with_pictures
 from learner.check.prompts import PromptEncoder, check_prompts
-from learner.examples.pictures import save_model, save_pictures
 from replay.fingerprint import read_json
 from replay.prompts import load_rows
 from rollout_server.tasks import Task
@@ -43,7 +43,6 @@ def config_of(folder: Path, *settings: str) -> Config:
     ("setting", "said"),
     [
         ("algorithm.kl=k3", "algorithm.kl: 'k3' with a qwen2_vl model: a reference model sees no pictures"),
-        ("learner.mesh.context=2", "learner.mesh.context: 2 with a qwen2_vl model"),
         ("learner.mesh.tensor=2", "learner.mesh.tensor: 2 with a qwen2_vl model"),
         ("algorithm.advantage=gae", "algorithm.advantage: 'gae' with a qwen2_vl model: a critic sees no pictures"),
     ],

@@ -10,7 +10,7 @@ from recorded import batch_of
 from reference import Recorded
 from tiny_models import make_config, process_group
 
-from learner.examples.pictures import IDS, save_model, save_pictures
+from examples.pictures import IDS, save_model, save_pictures
 from learner.pictures import Looker
 from learner.policy.model import Policy, build_policy
 from learner.rows import Row, lay_out

@@ -12,9 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import batch_of, random_step, rows_of, train_on
+from recorded import batch_of, random_step, rows_of
 from reference import Recorded
-from tiny_models import SIZES, built, make_config, save_model
+from tiny_models import SIZES, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Qwen3Config
 
@@ -138,32 +138,6 @@ def test_logprobs_and_gradients_are_those_of_prompts_that_are_not_shared(
     assert tokens[0] == tokens[1]
 
 
-def test_five_steps_train_the_same_weights(qwen3: Path, mesh: DeviceMesh) -> None:
-    outcomes = []
-    for share in (False, True):
-        config = configured(qwen3, share)
-        trained, optimizer = built(config, mesh)
-        saved = []
-        for step, trajectories in enumerate(STEPS, start=1):
-            batch = batch_of(trajectories, step, num_microbatches=2)
-            sums, reason = train_on(batch, trained, optimizer, config)
-            assert not reason
-            saved.append(sums.metrics().get("perf/prefix_tokens_saved", 0))
-        assert bool(min(saved)) == bool(max(saved)) == share
-        outcomes.append(dict(trained.named_full_tensors("float32")))
-    plain, shared = outcomes
-    assert max(float((plain[name] - shared[name]).abs().max()) for name in plain) <= 1e-5
-
-
-@pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_what_is_computed_again_is_the_same(qwen3: Path, mesh: DeviceMesh, recompute: str) -> None:
-    outcomes = []
-    for chosen in ("none", recompute):
-        config = configured(qwen3, True, recompute=chosen)
-        outcomes.append(computed(build_policy(config, mesh, CPU), rows_of(batch_of(STEPS[0], 1), config)[0]))
-    assert all(torch.equal(one, other) for one, other in zip(outcomes[0][1], outcomes[1][1], strict=True))
-
-
 @pytest.mark.slow  # the compiler takes a minute on a CPU
 def test_compiled_layers_share_prompts_and_compile_once(qwen3: Path, mesh: DeviceMesh) -> None:
     torch._dynamo.reset()
@@ -218,7 +192,7 @@ def stand_in(patch: pytest.MonkeyPatch, keywords: list[str], *, last: bool = Tru
     patch.setattr(attention, "reason_against_varlen", lambda *_: "")
 
 
-@pytest.mark.parametrize("keywords", [["is_causal"], ["window_size", "enable_gqa"]], ids=str)
+@pytest.mark.parametrize("keywords", [["is_causal"], ["window_size"], ["window_size", "enable_gqa"]], ids=str)
 def test_the_kernel_is_given_each_answer_with_its_prompt(
     qwen3: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, keywords: list[str]
 ) -> None:

@@ -15,9 +15,9 @@ from tiny_models import make_config
 
 from configs import Config, ConfigError, load
 from configs.loading import add_arguments
+from examples import sort6
 from learner import main as launcher
 from learner.check import checks
-from learner.examples import sort6
 from learner.launch import earlier_run, quickstart
 from learner.launch.launcher import Launcher
 from learner.launch.quickstart import make_input
@@ -62,7 +62,7 @@ def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path, monkeypatc
     paths = [f"model.path={folder}/model", f"data.train={folder}/train.jsonl", f"data.eval={folder}/eval.jsonl"]
     config = load("quickstart", paths)
     assert make_input(config, "quickstart") and not make_input(config, "quickstart")
-    assert commands == [[sys.executable, "-m", "learner.examples.sort6"]]
+    assert commands == [[sys.executable, "-m", "examples.sort6"]]
     assert (folder / "model" / "config.json").is_file() and (folder / "eval.jsonl").is_file()
     other = "gsm8k-qwen2.5-1.5b-4gpu"
     assert not make_input(load(other, [f"model.path={tmp_path}/m", f"data.train={tmp_path}/t.jsonl"]), other)
@@ -208,7 +208,7 @@ def test_what_a_resume_changes_is_shown_and_logged(resume, tmp_path, capsys):
     earlier_run.log_changes(tmp_path / "same", found)
     log = (tmp_path / "same" / "config.changes.log").read_text().splitlines()
     assert [line.partition(" --resume: ")[2] for line in log] == said
-    assert earlier_run.changes(tmp_path / "same", [], config) == {}
+    assert earlier_run.described(earlier_run.changes(tmp_path / "same", [], config)) == said
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -282,3 +282,21 @@ def test_the_terminal_says_which_checkpoint_is_passed_over(resume, tmp_path, old
 def test_a_dry_run_refuses_nccl_on_cpus():
     with pytest.raises(ConfigError, match=r"weight_bus\.backend: 'nccl' needs GPUs, placement\.device is 'cpu'"):
         run(checks.bus, load("quickstart", ["weight_bus.backend=nccl"]))
+
+
+@pytest.mark.parametrize(
+    ("made", "kept", "said"),
+    [
+        (0, None, ["no checkpoint", "starts at step 0"]),
+        (12, None, ["no checkpoint", "starts at step 0", "trains the 12 steps"]),
+        (12, 8, ["goes on at step 8", "trains the 4 steps after it again"]),
+        (12, 12, ["goes on at step 12"]),
+    ],
+)
+def test_what_a_resume_repeats_is_said_exactly(made, kept, said, tmp_path, monkeypatch):
+    lines = [json.dumps({"step": step, "groups": []}) + "\n" for step in range(1, made + 1)]
+    (tmp_path / "ledger.jsonl").write_text("".join(lines))
+    found = None if kept is None else tmp_path / "checkpoints" / f"step_{kept}"
+    monkeypatch.setattr(earlier_run, "latest_complete", lambda folder: (found, []))
+    text = earlier_run.goes_on(tmp_path)
+    assert [part for part in said if part not in text] == [] and ("again" in text) == (made != (kept or 0))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from configs import Config, ConfigError, load
+from examples import sort6
 from learner.check.prompts import check_prompts
-from learner.examples import sort6
 
 SYSTEM, USER = {"role": "system", "content": "  Sort \n them. "}, {"role": "user", "content": "312="}
 
@@ -56,8 +56,8 @@ def test_rows_without_any_answer_are_refused_where_it_is_compared_with(
         {"reward__function": "judge.py:reward"},
         {"reward__function": "{exact: {weight: 0}, length: {max_tokens: 9}}"},
         {
-            "environment__function": "textarena",
-            "environment__options": "{game: GuessTheNumber-v0}",
+            "environment__function": "game.py:rollout",
+            "environment__options": "{game: sums}",
             "environment__turn_timeout_s": "9",
         },
     ],

@@ -10,7 +10,9 @@ import torch.distributed as dist
 from tiny_models import make_config
 
 from configs.errors import ConfigError, Unexpected
+from configs.learner import LearnerSettings
 from configs.plan import DETERMINISTIC
+from learner import ranks
 from learner.policy import meshes
 from learner.ranks import CollectiveFailed, RanksError, device_of, join_ranks, named
 from replay.channel.interfaces import InterfaceError
@@ -102,6 +104,7 @@ def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch):
         assert place.mesh == ("cuda", (2,))
     assert told["backend"] == "nccl" and told["device_id"] == told["current"] == torch.device("cuda", 0)
     assert told["nccl"] == ("0", "1"), "defaults give way to what is set"
+    assert told["timeout"].total_seconds() == LearnerSettings().collective_deadline_s, "not the patience for a batch"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,9 @@ def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch):
         (ConfigError("learner.lr: 0"), ConfigError, "learner.lr: 0"),
     ],
 )
-def test_an_error_that_ends_a_rank_has_a_code(error, kind, said):
+def test_an_error_that_ends_a_rank_has_a_code(error, kind, said, monkeypatch):
+    keys = []
+    monkeypatch.setattr(ranks, "expired", lambda *_, key, **__: keys.append(key) or "")
     found = named(error)
+    assert keys == ["learner.collective_deadline_s"] * ("Timed out" in str(error))
     assert type(found) is kind and str(found).endswith(f"{said} [{kind.code}]")

@@ -1,6 +1,7 @@
 """learner.report.lag and plots/summary.png on run folders written here."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from PIL import Image
 
 from configs import load
 from configs.loading import dump
+from examples import sort6
 from learner.report import check_export, lag, plot
 from learner.report.metrics import MetricsError
 
@@ -171,3 +173,35 @@ def test_an_export_that_nothing_can_be_compared_with_is_refused_in_one_line(
     assert check_export.main() == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+
+
+def test_an_export_of_a_chat_run_is_compared_by_what_its_template_renders(tmp_path: Path) -> None:
+    """Its answers are those of the folder itself, from any directory; another text is different, and named."""
+    (tmp_path / "model").mkdir()
+    sort6.save_tokenizer(tmp_path / "model")
+    sort6.save_model(sort6.build_model(0), tmp_path / "model")
+    step = tmp_path / "checkpoints" / "step_2"
+    shutil.copytree(tmp_path / "model", step / "hf")
+    (step / "COMPLETE").write_text('{"files": {}}')
+    settings = [f"model.path={tmp_path}/model", f"model.chat_template={json.dumps(CHAT)}", "data.eval=elsewhere.jsonl"]
+    config = load("quickstart", settings)
+    (tmp_path / "config.yaml").write_text(dump(config))
+    exported, prompts = check_export.Exported(step / "hf", config), [[{"role": "user", "content": "312"}], "45="]
+    tokens = [exported.encode(prompt) for prompt in prompts]
+    assert tokens[0] == exported.encode("312=")
+    answers = exported.continued(tokens, [config.evaluation_sets[0].max_new_tokens] * 2)
+    rows = [
+        {"index": index, "prompt": prompt, "text": exported.text(answer), "reward": 0.5}
+        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    (tmp_path / "evaluations").mkdir()
+    file = tmp_path / "evaluations" / "version_2_greedy.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert check_export.check(tmp_path) == {"step": 2, "prompts": 2, "ties": 0, "different": []}
+    rows[1]["text"] = "9" if not rows[1]["text"].startswith("9") else "8"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (different,) = check_export.check(tmp_path)["different"]
+    assert (different["index"], different["evaluation"]) == (1, rows[1]["text"]) and different["nats"] > 0.02

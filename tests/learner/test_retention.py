@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from configs.learner import Checkpoint
 from learner.checkpoints.folders import MARK, CheckpointError, incomplete, latest_complete, mark_complete, weights_only
-from learner.checkpoints.retention import Best, choose, clear, prune
+from learner.checkpoints.retention import Best, choose, prune
 from learner.learner import Learner
 from learner.report.check_export import newest_checkpoint
 from replay.messages import Checkpointed
@@ -104,16 +104,6 @@ def test_an_old_best_keeps_its_weights_alone(tmp_path):
     assert (tmp_path / "best").resolve().name == "step_50"
 
 
-def test_weights_of_an_earlier_version_lose_what_it_left_beside_them(tmp_path):
-    kept = written(tmp_path, 20)
-    files = {name: size for name, size in json.loads((kept / MARK).read_text())["files"].items() if name[:3] != "dcp"}
-    (kept / MARK).write_text(json.dumps({"files": files, "weights_only": True}))
-    (kept / "dcp" / ".metadata").unlink()
-    clear(tmp_path)
-    assert not incomplete(kept) and weights_only(kept)
-    assert sorted(path.name for path in kept.iterdir()) == ["COMPLETE", "hf", "state.json"]
-
-
 def test_a_checkpoint_stays_until_its_evaluation_has_come(tmp_path):
     best = Best(settings())
     for step in (10, 20, 30):
@@ -137,14 +127,6 @@ def test_a_run_does_not_go_on_from_weights_alone_and_keeps_a_broken_newer_one(tm
     assert latest_complete(tmp_path)[0] == parent / "step_2"
     (parent / "step_2" / "state.json").unlink()
     assert latest_complete(tmp_path)[0] is None
-
-
-def test_a_broken_checkpoint_goes_once_a_newer_one_is_whole(tmp_path):
-    best = Best(settings())
-    (written(tmp_path, 10) / "state.json").write_text("cut short")
-    assert prune(tmp_path, best) == [] and names(tmp_path) == ["step_10"]
-    written(tmp_path, 20)
-    assert prune(tmp_path, best) == [20] and names(tmp_path) == ["step_20"]
 
 
 def test_scores_of_a_resumed_run_come_from_its_metrics(tmp_path):
@@ -234,7 +216,7 @@ def learner(*, writing: bool, every: int = 10, asynchronous: bool = True) -> Cas
     ranks = SimpleNamespace(is_first=True, agree=lambda *values: list(values))
     return Case(
         config=config, checkpoints=checkpoints, ranks=ranks, batches=MagicMock(),
-        span=MagicMock(), guards=MagicMock(), _masters="d", _saved={},
+        span=MagicMock(), guards=MagicMock(), _masters="d", _saved={}, _plan={},
     )  # fmt: skip
 
 
@@ -257,13 +239,6 @@ def test_a_step_waits_only_for_an_earlier_checkpoint_and_at_the_end(step, is_ask
     assert case.checkpoints.start.called == starts and not case.batches.announce.called
     waited = call("checkpoint_wait") in case.span.mock_calls
     assert waited == (starts and case.checkpoints.is_writing)
-
-
-def test_a_rank_of_which_a_restarted_replay_asks_nothing_starts_one_with_the_others():
-    case = learner(writing=False)
-    case.ranks.agree = lambda _: [1]  # rank 0 had its part from the replay that died
-    Learner.checkpoint_if_due(case, SimpleNamespace(step=11, checkpoint=False))
-    assert case.checkpoints.start.called
 
 
 def test_the_journal_is_freed_only_by_a_complete_checkpoint():

@@ -111,6 +111,14 @@ def test_a_token_out_of_the_loss_may_be_over_age() -> None:
     assert laid_out(behind, [1.0, -1.0])[0].fresh.tolist() == [False, True], "keys and values of version 0 are its own"
 
 
+def test_groups_keep_the_bound_that_they_were_admitted_under() -> None:
+    batch = batch_of(ONE, STEP)
+    old = dataclasses.replace(batch, versions=np.full_like(batch.versions, STEP - 1 - 2), async_lag=2)
+    check(old, async_lag=0, vocab_size=64)
+    with pytest.raises(BatchError, match="has lag 2, allowed are 0 to 1"):
+        check(dataclasses.replace(old, async_lag=1), async_lag=0, vocab_size=64)
+
+
 def test_rewards_that_the_advantage_does_not_take_are_refused_before_the_step() -> None:
     """Later every start of the learner would take the batch again, and break off again."""
     config = make_config(Path("unused"), replay={"async_lag": 1}, algorithm={"advantage": "maxrl"})

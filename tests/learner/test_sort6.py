@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.examples import calculator, folder, pictures, sort6, trl_sort6
+from examples import calculator, pictures, sort6
 from tests.support.runs import trained_input
 
 
@@ -73,35 +73,6 @@ def test_warm_up_leaves_room_for_learning(made):
         assert least < accuracy < most, (greedy, accuracy)
 
 
-def test_same_seed_gives_the_same_weights():
-    tokens = sort6.demonstrations(3)[:4, :64]
-    weights = []
-    for _ in range(2):
-        model = sort6.build_model(3)
-        sort6.warm_up(model, sort6.losses(model, tokens))
-        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(weights[0], weights[1])
-
-
-def test_demonstrations_are_half_copies_and_never_show_an_evaluation_prompt(monkeypatch):
-    monkeypatch.setattr(sort6, "NUM_HELD_OUT", 900_000)
-    _, held_out = sort6.split_prompts(0, 1, 900_000)
-    tokens = sort6.demonstrations(0).reshape(-1, 14)
-    given_digits, answers = tokens[:, :6] - sort6.FIRST_DIGIT, tokens[:, 7:13] - sort6.FIRST_DIGIT
-    copies = (given_digits == answers).all(1)
-    right = (np.sort(given_digits, axis=1) == answers).all(1)
-    assert (copies | right).all()
-    assert abs(copies.mean() - 0.5) < 0.02
-    assert not np.isin(given_digits @ 10 ** np.arange(5, -1, -1), held_out).any()
-    assert (tokens[:, -1] == sort6.EOS).all() and (tokens[:, 6] == sort6.EQUALS).all()
-
-
-@pytest.mark.parametrize("numbers", [(950_001, 2), (1, 0)])
-def test_impossible_numbers_of_prompts_are_refused(numbers):
-    with pytest.raises(sort6.MakeError, match=r"--(train-prompts 950001|eval-prompts 0): give a number from 1 to"):
-        sort6.split_prompts(0, *numbers)
-
-
 def test_a_complete_folder_is_left_alone_and_other_arguments_make_it_anew(small, tmp_path, capsys):
     out = tmp_path / "sort6"
     arguments = ["--out", str(out), "--train-prompts", "20", "--eval-prompts", "10"]
@@ -132,42 +103,9 @@ def test_a_damaged_folder_is_made_anew_and_a_foreign_one_refused(small, tmp_path
     assert "was not made by this script" in capsys.readouterr().err and sorted(out.iterdir()) == before
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
-    def fails(folder, _arguments):
-        (folder / "train.jsonl").write_text("half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sort6, "fill", fails)
-    with pytest.raises(KeyboardInterrupt):
-        sort6.make(tmp_path / "sort6")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_faster_twin_is_accepted(tmp_path, monkeypatch):
-    """Two launchers that start at once: the slower one takes what the faster one renamed into place."""
-    monkeypatch.setattr(sort6, "fill", lambda folder, _: (folder / "x").write_text("x") and {"final_loss": 1.0})
-    move = folder.move_into_place
-
-    def loses_the_race(new, target):
-        monkeypatch.setattr(folder, "move_into_place", move)
-        sort6.make(target)
-        new.rename(target)
-
-    monkeypatch.setattr(folder, "move_into_place", loses_the_race)
-    assert sort6.make(tmp_path / "sort6")[0] == {"final_loss": 1.0}
-    assert [p.name for p in tmp_path.iterdir()] == ["sort6"]
-
-
 @pytest.mark.parametrize("example", [sort6, calculator, pictures])
 @pytest.mark.parametrize(("seed", "said"), [("-1", "-1: must not be negative"), ("x", "invalid seed value: 'x'")])
 def test_a_seed_that_is_none_is_refused(tmp_path, capsys, example, seed, said):
     with pytest.raises(SystemExit) as refused:
         example.main(["--out", str(tmp_path / "out"), "--seed", seed])
     assert refused.value.code == 2 and said in capsys.readouterr().err
-
-
-def test_a_key_that_trl_cannot_have_is_refused_in_a_line(tmp_path, capsys):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    assert trl_sort6.main(["--data", str(tmp_path), "--set", "replay.async_lags=1"]) == 2
-    assert "did you mean 'replay.async_lag'?" in capsys.readouterr().err

@@ -70,15 +70,6 @@ def test_five_steps_agree_with_the_reference(
     assert largest_difference(policy, load_file(folder / "model.safetensors")) > 1e-3
 
 
-def test_with_the_default_epsilon_all_but_vanishing_gradients_agree(qwen3: Path, mesh: DeviceMesh) -> None:
-    config = configured(qwen3)
-    policy, expected = five_steps(mesh, config, 1), train(qwen3, STEPS, config)
-    found = dict(policy.named_full_tensors("float32"))
-    differences = torch.cat([(found[name] - expected[name]).abs().flatten() for name in expected])
-    assert float(differences.max()) <= 1e-5
-    assert float((differences > 1e-6).float().mean()) <= 1e-4
-
-
 def test_the_number_of_microbatches_does_not_matter(qwen3: Path, mesh: DeviceMesh) -> None:
     config = configured(qwen3, learner=CONDITIONED)
     outcomes = []

@@ -8,7 +8,7 @@ import pytest
 
 from configs import load
 from configs.loading import dump
-from learner.report import top
+from learner.report import ending, status, top
 from replay import keys as make_keys
 from replay.channel import load_keys
 from tests.security import served_replay
@@ -67,13 +67,16 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
     with served_replay.served(load_keys(tmp_path / "keys")) as replay:
         (run_dir / "logs" / "replay.log").write_text(f"replay ready at {replay.address}\n")
         folder = top.Folder(run_dir)
-        status = folder.status()
-        assert status is not None and status["groups"]["max"] > 0
+        state = folder.status()
+        assert state is not None and state["groups"]["max"] > 0
         view = top.LiveView(folder.config, "plain")
         top.watch(folder, view, once=True)
-        assert "replay waits" in capsys.readouterr().out
+        said = capsys.readouterr().out.splitlines()
+        assert "replay waits" in said[-2] and [line for line in said if line.startswith("step 1")] == []
+        assert status.main([str(run_dir)]) == 0
+        assert capsys.readouterr().out.startswith("version 0: replay waits")
         view = top.LiveView(folder.config, "plain")
-        view.update(status, [])
+        view.update(state, [])
         monkeypatch.setattr(top, "SILENT_LOOKS", 2)
         monkeypatch.setattr(top, "ANSWER_S", 0.2)
         monkeypatch.setattr("learner.report.live_view.QUIET_S", 0.0)
@@ -83,6 +86,18 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
     assert f"replay at {replay.address} does not answer: the run has ended" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (1, 1), (130, 0), (None, 1)])
+def test_status_says_in_one_line_how_a_run_ended(run_dir, capsys, code, exit_code):
+    (run_dir / "logs" / "replay.log").write_text("replay ready at tcp://127.0.0.1:9\n")
+    if code is not None:
+        ending.write(run_dir, code, "run stopped: no room [SLIP-CONFIG-10]")
+    assert status.main([str(run_dir)]) == exit_code
+    (line,) = capsys.readouterr().out.splitlines()
+    assert ("SLIP-CONFIG-10" in line) is (code is not None)
+    ending.clear(run_dir)
+    assert ending.read(run_dir) is None
+
+
 def test_what_is_no_run_is_refused(tmp_path, capsys):
-    assert top.main([str(tmp_path)]) == 2
+    assert top.main([str(tmp_path)]) == status.main([str(tmp_path)]) == 2
     assert "config.yaml is missing; name the folder of a run" in capsys.readouterr().err

@@ -67,6 +67,7 @@ def make_config(model_folder: Path, **sections: dict[str, Any]) -> Config:
     tree: dict[str, dict[str, Any]] = {
         "model": {"path": str(model_folder)},
         "data": {"train": "unused.jsonl", "max_prompt_tokens": 16},
+        "reward": {"function": "exact"},
         "rollout": {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 16},
         "learner": {
             "total_steps": 10,

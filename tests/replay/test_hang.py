@@ -120,9 +120,10 @@ def test_a_run_that_goes_on_waits_for_no_report(run_dir, member, monkeypatch):
     go_on, write = threading.Event(), report.write
     monkeypatch.setattr(report, "write", lambda *words: go_on.wait(30) and write(*words))
     state = {"version": 3, "groups": {"leased": 2, "buffered": 1, "taken": 0, "max": 4}, "waiting": None}
-    wait = {"who": "learner-0", "for": "learner-1 to hold batch 4", "since_s": 2.0}
+    wait = {"code": "ranks", "who": "learner-0", "for": "learner-1 to hold batch 4", "since_s": 2.0}
     silent = {"name": "rollout-7", "role": "rollout_server", "leases": 2, "silent_s": 9.0, "since_s": 9.0}
-    state |= {"waits": [wait], "peers": [silent | {"activity": "generating"}]}
+    slow = {"code": "reward", "who": "rollout-7", "for": "reward 'judge.py:f': 40 answers, 1 worker", "since_s": 41.0}
+    state |= {"waits": [wait, slow], "peers": [silent | {"activity": "generating"}]}
     said = expired("leases", waited_s=1.0, key="replay.lease_s", status=lambda: state, ends=False)
     path = Path(said.removeprefix("; hang report: "))
     assert path.read_text() == ""
@@ -131,6 +132,8 @@ def test_a_run_that_goes_on_waits_for_no_report(run_dir, member, monkeypatch):
     until(lambda: "LAST LINES" in path.read_text(), "the report is whole")
     text = path.read_text()
     assert text.rstrip().splitlines()[-1].endswith("learner-0 waited 2.0 s for batch 4 (learner.batch_deadline_s)")
+    suspects = text[text.index("SUSPECTS") : text.index("WHO WAITS")]
+    assert "rollout-7 waits for reward 'judge.py:f': 40 answers, 1 worker, for 41.0 s" in suspects
     owes = "rollout-7 does not run here; replay last heard it 9.0 s ago; it owes replay 2 leases"
     assert owes in text and "learner-0 waits for learner-1 to hold batch 4, for 2.0 s" in text
 

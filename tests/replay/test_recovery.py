@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from simulated_run import bare_service, finishes, group_message, joins, learner, lease, make_step, sent, service, trains
 
-from learner import batches
+from learner import dialog
 from learner.batches import BatchReader
 from learner.rows import check, lags_of
 from replay import messages as m
@@ -390,7 +390,7 @@ def test_a_journal_is_not_started_over_nor_written_by_two(tmp_path):
 
 def test_a_learner_waits_for_a_replay_that_reads_its_journal_for_longer_than_silence_may_last(monkeypatch):
     """The journal is read in a thread; whoever speaks meanwhile hears that replay lives."""
-    monkeypatch.setattr(batches, "ASK_AGAIN_S", 0.1)
+    monkeypatch.setattr(dialog, "ASK_AGAIN_S", 0.1)
     cfg = bare_service(network__silent_after_s=1.0, network__heartbeat_s=0.2).config
 
     async def serve_late():

@@ -66,13 +66,13 @@ def test_ranks_proceed_only_when_all_hold_their_part():
     finishes(made, 9, [0])
     made.handle("l", m.Take(step=1, rank=0), 1.0)
     assert not sent(made, "l", m.Batch), "a batch goes out when all ranks have asked"
-    waits = [(wait["who"], wait["for"]) for wait in made.report.waits(2.0, 0.0)]
+    waits = [(wait["who"], wait["for"]) for wait in made.report.waits.of(2.0, 0.0)]
     assert ("learner-0", "learner-1 to ask for batch 1") in waits
     made.handle("l1", m.Take(step=1, rank=1), 1.0)
     assert sent(made, "l", m.Batch) and sent(made, "l1", m.Batch)
     made.handle("l", m.Take(step=1, rank=0, have=True), 1.0)
     assert not sent(made, "l", m.Proceed)
-    waits = [(wait["who"], wait["for"]) for wait in made.report.waits(2.0, 0.0)]
+    waits = [(wait["who"], wait["for"]) for wait in made.report.waits.of(2.0, 0.0)]
     assert ("learner-0", "learner-1 to hold batch 1") in waits
     made.handle("l1", m.Take(step=1, rank=1, have=True), 1.0)
     assert sent(made, "l", m.Proceed) and sent(made, "l1", m.Proceed)
@@ -164,7 +164,7 @@ def test_a_run_without_any_server_ends_with_a_reason():
     ],
 )
 def test_a_peer_of_another_configuration_is_refused_with_every_key_and_both_values(role, rank, theirs, named):
-    made = service(learner__lr=5e-4)
+    made = service(learner__lr=5e-4, reward__function="exact")
     made.peers.expected = {"tokenizer": "aaa", **shared_values(made.config)}
     given = {**made.peers.expected, **theirs}
     hello = m.Hello(role=role, name="other", pid=9, host="h", rank=rank, world_size=2, fingerprint=given)
@@ -319,6 +319,8 @@ def test_a_learner_whose_connection_comes_back_in_a_long_step_is_not_lost():
     gone = {"l"}
 
     class Router:
+        refused = 0
+
         async def send(self, identity, _):
             return identity not in gone
 

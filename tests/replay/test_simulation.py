@@ -6,7 +6,6 @@ import pytest
 
 from replay.desks.buffer import GroupBuffer
 from tests.replay.simulation import __main__ as simulate
-from tests.replay.simulation.mutate import MUTANTS, ROOT, read_mutants
 
 
 @pytest.mark.parametrize(
@@ -30,11 +29,3 @@ def test_a_broken_promise_is_named_with_its_seed(monkeypatch):
     monkeypatch.setattr(GroupBuffer, "in_flight", property(lambda self: len(self.slots)))
     _, problems = simulate.simulate_many(range(10))
     assert problems and problems[0].startswith("seed ") and "groups in flight, the bound is" in problems[0]
-
-
-def test_every_mutant_replaces_what_is_there_once():
-    mutants = read_mutants(MUTANTS.read_text(encoding="utf-8"))
-    assert len(mutants) >= 25 and len({mutant.name for mutant in mutants}) == len(mutants)
-    for mutant in mutants:
-        assert (ROOT / mutant.path).read_text(encoding="utf-8").count(mutant.old) == 1, mutant.name
-        assert mutant.old != mutant.new, mutant.name

@@ -60,8 +60,12 @@ class Wire:
     def __init__(self) -> None:
         self.policies: list[tuple[int, int]] = []
         """(incarnation, version) of each lease request, repetitions left out."""
+        self.wishes: list[tuple[int, int]] = []
+        """(version, leases) of each lease request."""
 
     async def send(self, message: Any) -> None:
+        if isinstance(message, m.LeaseRequest):
+            self.wishes.append((message.version, message.capacity))
         if isinstance(message, m.LeaseRequest) and message.capacity:
             policy = (message.incarnation, message.version)
             if self.policies[-1:] != [policy]:
@@ -177,6 +181,43 @@ async def test_an_update_in_work_is_announced_under_its_own_incarnation_after_th
             go_on.set()
             await sending
         assert wire.policies == [(1, 1)]
+
+
+async def test_an_engine_with_a_flipped_bit_stands_still_and_asks_for_no_lease_until_it_is_healed(
+    models: tuple[Path, Any, Any], config: Config
+) -> None:
+    """The last link of version truth: what is held is wrong, so nothing is sampled from it and nothing leased to it."""
+    async with serving(config) as (server, wire):
+        engine, done = server.engine, list[Any]()
+        load, pause, resume = engine.load, engine.pause, engine.resume
+
+        async def flipping(named_tensors: Any, version: int) -> None:
+            await load(named_tensors, version)
+            done.append(("load", version, server.leases.version))
+            if version == 2 and done.count(("load", 2, 1)) == 1 and done[-2:] == [("pause",), ("load", 2, 1)]:
+                next(iter(engine.live.weights.tensors.values())).view(-1).view(torch.uint8)[0] ^= 1  # type: ignore[attr-defined]
+
+        async def pausing(mode: Any) -> None:
+            done.append(("pause",))
+            await pause(mode)
+
+        async def resuming() -> None:
+            done.append(("resume",))
+            await resume()
+
+        engine.load, engine.pause, engine.resume = flipping, pausing, resuming  # type: ignore[method-assign]
+        with Learner(config, 1) as learner:
+            await handle(server, welcome(config, 1))
+            await eventually(learner.members, "it joins")
+            await learner.send(1, models[1])
+            tensors = hf_tensors(models[2])
+            await asyncio.to_thread(learner.publish, 2, tensors.items(), digests_of(tensors))
+            await eventually(lambda: done[-1] == ("resume",) and len(done) > 4, "it is healed")
+        capacity = server.config.lease_capacity
+        update = [("pause",), ("load", 1, None), ("resume",)]
+        assert done == [*update, ("pause",), ("load", 2, 1), ("load", 2, None), ("resume",)]
+        assert wire.wishes == [(1, capacity), (1, 0), (2, capacity)]
+        assert server.follower.gauges["quarantines"] == 1
 
 
 async def test_a_version_that_a_resumed_learner_makes_anew_is_evaluated_with_its_own_weights(

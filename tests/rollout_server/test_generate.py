@@ -14,7 +14,7 @@ from small_generator import PROMPT, config_of, evaluation_lease, generating
 from torch_served import Gates
 
 from configs import Config
-from learner.examples.random_qwen3 import SHAPES, make
+from examples.random_qwen3 import SHAPES, make
 from replay import messages as m
 from replay.lifeline import CANNOT_START
 from rollout_server import main as rollout_main

@@ -16,7 +16,7 @@ from torch_oracle import check_versions, load_model
 from torch_served import Gate, Gates, update
 
 from configs import Config
-from learner.examples.random_qwen3 import SHAPES, make
+from examples.random_qwen3 import SHAPES, make
 from replay import messages as m
 from replay.channel.frames import decode, encode
 from replay.desks.leases import Slot, SlotState

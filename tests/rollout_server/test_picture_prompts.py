@@ -12,12 +12,13 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from configs.loading import load
-from learner.examples.pictures import IDS, save_model, save_pictures
+from examples.pictures import IDS, save_model, save_pictures
 from replay.fingerprint import read_json
 from replay.pictures import PictureError, grid_of, vision_of
 from replay.prompts import load_rows
 from replay.prompts.pictures import MARK
 from rollout_server.engines.base import Completion, EngineError, Partial, Sampling
+from rollout_server.engines.sglang import process
 from rollout_server.engines.sglang.process import image_data
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.tasks import Task, TaskError
@@ -129,6 +130,18 @@ def test_sglang_is_given_places_and_positions(tmp_path: Path) -> None:
     total = len(prompt.token_ids) + 9
     assert plain["mrope_positions"].shape == (3, total)
     assert plain["mrope_position_delta"].item() == plain["mrope_positions"][0, -1].item() + 1 - total < 0
+
+
+def test_a_group_prepares_its_pictures_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (prompt, *_) = prompts_in(tmp_path, 2)
+    assert prompt.pictures is not None
+    sglang, made = process.SGLangProcess.__new__(process.SGLangProcess), []
+    sglang._vision, sglang._pictures = vision_of(read_json(tmp_path / "model" / "config.json")), None
+    monkeypatch.setattr(process, "image_data", lambda *given: made.append(given) or image_data(*given))
+    found = [sglang._image_data(prompt.pictures, list(prompt.token_ids), 9) for _ in range(8)]
+    assert len(made) == 1 and all(one["pixel_values"] is found[0]["pixel_values"] for one in found)
+    sglang._image_data(prompt.pictures, list(prompt.token_ids), 5)
+    assert len(made) == 2
 
 
 @drawn(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([{}, {"min_pixels": 256, "max_pixels": 4096}]))

@@ -7,7 +7,6 @@ import logging
 import math
 import threading
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,9 @@ from reward_runs import sample
 
 from configs.data import Reward
 from configs.rewards import Judge, RemoteModel
-from rollout_server.reward_model.combined import functions_of
 from rollout_server.rewards import RewardError, RewardOutcome, Sample
 from rollout_server.rewards.remote import judge, scoring
+from rollout_server.rewards.remote.beside import rewards_of
 from rollout_server.rewards.remote.judge import NoVerdict
 
 KEY = "sk-test-5f1c"
@@ -28,9 +27,7 @@ GOOD = verdict("Right and clear.\nGrade: 8")
 
 def scored(reward: dict[str, Any], samples: Sequence[Sample], **keys: Any) -> list[RewardOutcome]:
     async def main() -> list[RewardOutcome]:
-        async with asyncio.timeout(30), AsyncExitStack() as stack:
-            rewards = await functions_of(Reward(function=reward, **keys), stack)
-            assert rewards is not None
+        async with asyncio.timeout(30), rewards_of(Reward(function=reward, **keys)) as rewards:
             return await rewards.score(samples)
 
     return asyncio.run(main())
@@ -186,9 +183,7 @@ def test_the_loop_that_serves_the_engine_goes_on_while_answers_are_scored(tmp_pa
     )
 
     async def main(reward: dict[str, Any]) -> tuple[int, RewardOutcome]:
-        async with asyncio.timeout(30), AsyncExitStack() as stack:
-            rewards = await functions_of(Reward(function=reward), stack)
-            assert rewards is not None
+        async with asyncio.timeout(30), rewards_of(Reward(function=reward)) as rewards:
             scoring, beats = asyncio.create_task(rewards.score([sample()])), 0
             while not scoring.done():
                 await asyncio.sleep(0.01)

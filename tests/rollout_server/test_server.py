@@ -100,6 +100,60 @@ async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluate
     assert not server.leases.evaluating
 
 
+async def test_a_server_whose_follower_has_died_ends_with_its_reason() -> None:
+    server = server_of(SimpleNamespace())  # type: ignore[arg-type]
+    server.follower.failure = OSError("no route")
+    with pytest.raises(EngineError, match="no route"):
+        await asyncio.wait_for(server.beat(), 10)
+
+
+async def test_messages_leave_in_the_order_in_which_they_were_said() -> None:
+    """What replay takes for lost is told by their order: the second may not overtake one that waits for room."""
+    sent, room = list[Any](), asyncio.Event()
+
+    async def send(message: Any) -> None:
+        if not sent and not room.is_set():
+            await room.wait()
+        sent.append(message)
+
+    server = server_of(SimpleNamespace(send=send))  # type: ignore[arg-type]
+    async with asyncio.TaskGroup() as tasks:
+        for gauges in ({"n": 1.0}, {"n": 2.0}):
+            server.leases.outbox.append(m.Heartbeat(gauges=gauges))
+            tasks.create_task(server.flush())
+            await asyncio.sleep(0)
+        room.set()
+    assert [message.gauges["n"] for message in sent] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("lives", [True, False])
+async def test_a_request_that_the_engine_refuses_fails_its_lease_while_the_engine_lives(lives: bool) -> None:
+    sent = list[Any]()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def refuse(*_: Any) -> None:
+        raise EngineError("too long")
+
+    async def health() -> None:
+        if not lives:
+            raise EngineError("the engine is dead")
+
+    server = server_of(SimpleNamespace(send=send))  # type: ignore[arg-type]
+    server.generator.group, server.engine.health = refuse, health  # type: ignore[method-assign,assignment]
+    given = m.Lease(pass_=0, index=1, attempt=1, min_version=0, lease_s=9.0, seed=1, prompt={})
+    if lives:
+        async with asyncio.TaskGroup() as tasks:
+            await server.handle(given, tasks)
+        assert [(one.reason, one.index) for one in sent] == [("engine_error", 1)]
+        return
+    with pytest.raises(ExceptionGroup) as ended:
+        async with asyncio.TaskGroup() as tasks:
+            await server.handle(given, tasks)
+    assert ended.group_contains(EngineError, match="dead") and not sent
+
+
 async def test_a_lease_whose_prompt_is_still_encoded_is_renewed_with_partial_rollouts_and_sglang(folder: Path) -> None:
     async def close() -> None: ...
 

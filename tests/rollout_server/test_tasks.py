@@ -72,6 +72,20 @@ def test_messages_go_through_the_template_with_a_generation_prompt(tmp_path: Pat
     assert task_of(folder, **{"model.chat_template": template}).encode(row(messages)) == ids("21?=")
 
 
+def test_a_prompt_is_rendered_as_a_conversation_is(tmp_path: Path) -> None:
+    """Arguments of calls as values, and the row's tools offered, in single turns too."""
+    template = (
+        "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.a }}{% endfor %}{% endfor %}"
+    )
+    task = task_of(save_tokenizer(tmp_path, chat_template=template))
+    call = {"id": "x", "type": "function", "function": {"name": "add", "arguments": '{"a": 7}'}}
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert task.encode({**row(messages), "columns": {"tools": tools}}) == ids("add 17")
+    assert task.render(messages, tools) == "add 17"
+
+
 @pytest.mark.parametrize(
     ("template", "says"),
     [

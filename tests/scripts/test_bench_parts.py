@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from configs import Config
 from configs.learner import LearnerSettings
-from learner.examples import random_qwen3
+from examples import random_qwen3
 from learner.learner import Learner
 from learner.rows import lay_out
 from replay import messages as m

@@ -34,12 +34,8 @@ TORCHRUN_POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.s
 PRELOADED = f"""
 learner.learner learner.launch.launcher learner.launch.earlier_run replay.service rollout_server.server
 torch.distributed.run {TORCHRUN_POPEN} transformers.models.qwen3.modeling_qwen3
-rollout_server.reward_model.scorer transformers.models.qwen2.modeling_qwen2
 """
-FORKED = (
-    *("learner.main", "learner.launch.torchrun", "learner.train", "replay.main", "rollout_server.main"),
-    "rollout_server.reward_model.main",
-)
+FORKED = (*("learner.main", "learner.launch.torchrun", "learner.train", "replay.main", "rollout_server.main"),)
 """Programs that are forked when another forked program starts them; everything else is started for real."""
 PADDING = 4000
 READY_S = 60.0

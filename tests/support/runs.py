@@ -50,7 +50,7 @@ def trained_input(temporary: pytest.TempPathFactory) -> Input:
     shared = temporary.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
-    command = [sys.executable, "-m", "learner.examples.sort6", "--out", str(shared / "sort6"), "--seed", "0"]
+    command = [sys.executable, "-m", "examples.sort6", "--out", str(shared / "sort6"), "--seed", "0"]
     with (shared / "sort6.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         subprocess.run(command, cwd=ROOT, check=True, timeout=120)
@@ -59,7 +59,7 @@ def trained_input(temporary: pytest.TempPathFactory) -> Input:
 
 def untrained_input(folder: Path) -> Input:
     """The same without training, and a reward that differs for every answer."""
-    from learner.examples.sort6 import build_model, rows, save_tokenizer, split_prompts
+    from examples.sort6 import build_model, rows, save_tokenizer, split_prompts
 
     folder.mkdir(parents=True)
     for name, numbers in zip(("train.jsonl", "eval.jsonl"), split_prompts(0, 4000, 64), strict=True):

@@ -3,7 +3,7 @@ r"""A folder with a model of 100,000 parameters that answers `\boxed{4}` with an
 import json
 from pathlib import Path
 
-from learner.examples.random_qwen3 import config
+from examples.random_qwen3 import config
 
 SYMBOLS = (
     "<pad>",

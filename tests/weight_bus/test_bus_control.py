@@ -36,7 +36,7 @@ def test_versions_arrive_under_keys(tmp_path):
         server = Rollout(publisher, "r0", keys=keys["node1"])
         assert publish(publisher, 0).failed == {}
         until(lambda: 0 in server.engine.activated, "v0")
-        session, facts = server.subscriber._session, server.subscriber._intake.facts
+        session, facts = server.subscriber.subscription.session, server.subscriber._intake.facts
         thief = Dealer(publisher.address, "r0.thief", RUN, keys=keys["node2"])
         thief.send(Join(session="thief-1", name="r0", instance="thief", pid=1, host="node2", facts=facts))
         thief.send(Goodbye(session=session, reason="of another"))
@@ -48,6 +48,6 @@ def test_versions_arrive_under_keys(tmp_path):
         assert publish(publisher, 1).failed == {}
         until(lambda: 1 in server.engine.activated, "v1")
         assert digests(server.engine.live) == digests(weights(1))
-        assert server.subscriber._session == session
+        assert server.subscriber.subscription.session == session
     server.join(20.0)
     assert isinstance(server.ended, BusClosed) and "said goodbye" in str(server.ended)

@@ -7,24 +7,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NoReturn
 
 from configs.command import program
 from configs.errors import BadHosts, BadPlacement, NoRoom
-from configs.loading import ConfigError, add_arguments, from_arguments, overrides_of
+from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.placement import ONLY_NODE
 from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
 from learner.check.checks import shell
-from learner.launch import children
-from learner.launch.children import Child, wait_or_kill
+from learner.launch.children import wait_or_kill
 from learner.launch.machine import this_machine
 from learner.launch.quickstart import make_input
-from learner.launch.reward_servers import RewardServers
-from learner.launch.servers import RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from replay.lifeline import CANNOT_START
 
@@ -58,7 +53,6 @@ def run_servers(words: Sequence[str], replay: str) -> int:
         if not chosen.dry_run:
             make_input(config, given.config)
         environments = [environment_of(config, index) for index in range(chosen.servers)]
-        rewards = reward_servers(config, given)
     except ConfigError as error:
         say(f"refused: {error}")
         return CANNOT_START
@@ -66,9 +60,6 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     name = f"rollout-{socket.gethostname()}-{parent}"
     command = [sys.executable, "-m", "rollout_server.main", "--replay", replay, "--parent", parent, "--server-name"]
     if chosen.dry_run:
-        for server in rewards.processes:
-            settings = [f"{key}={value}" for key, value in server.environment.items()]
-            sys.stdout.write(shlex.join([*settings, *server.command]) + "\n")
         for index, environment in enumerate(environments):
             settings = [f"{key}={value}" for key, value in environment.items()]
             sys.stdout.write(shlex.join([*settings, *command, f"{name}-{index}", *words]) + "\n")
@@ -76,17 +67,11 @@ def run_servers(words: Sequence[str], replay: str) -> int:
     started: list[subprocess.Popen[bytes]] = []
     catch_signals()
     try:
-        rewards.begin()
-        words = [*rewards.arguments(), *words]
         for index, environment in enumerate(environments):
             started.append(subprocess.Popen([*command, f"{name}-{index}", *words], env=os.environ | environment))
         while any(process.poll() is None for process in started):
-            rewards.watch(run_is_over=False)
             time.sleep(POLL_S)
         return max((process.returncode for process in started), key=abs)
-    except RunFailed as failure:
-        say(str(failure))
-        return 1
     except Interrupted:
         return 130
     finally:
@@ -94,39 +79,12 @@ def run_servers(words: Sequence[str], replay: str) -> int:
         for process in started:
             process.terminate()
         wait_or_kill(started, PATIENCE_S)
-        children.stop(rewards.children)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: give a whole number from 1 on")
     return int(text)
-
-
-def reward_servers(config: Config, given: argparse.Namespace) -> RewardServers:
-    """The reward servers of this host, which log into the run folder of `given`, as its rollout servers do."""
-    here = this_machine(config)
-    plan = assign(
-        config,
-        {ONLY_NODE: Machine(here.address, gpus=None if here.gpus else 0)},
-        config_file=given.config,
-        python=sys.executable,
-    )
-    settings = [word for override in overrides_of(given) for word in ("--set", override)]
-    processes = [
-        replace(
-            process,
-            name=f"{process.name}-{socket.gethostname()}-{os.getpid()}",
-            command=(*process.command, *settings),
-            environment=process.environment | visible(here, process.name, process.devices),
-        )
-        for process in plan.of(ONLY_NODE, "reward")
-    ]
-
-    def start(name: str, command: list[str], environment: Mapping[str, str]) -> Child:
-        return children.start(name, command, Path(config.run_dir) / "logs" / f"{name}.log", environment)
-
-    return RewardServers(config.rollout, processes, start, say, ("--parent", str(os.getpid())))
 
 
 def environment_of(config: Config, index: int) -> dict[str, str]:

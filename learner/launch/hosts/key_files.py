@@ -10,7 +10,7 @@ SHARED = "nodes"
 """The client key of every node that has none of its own name."""
 
 
-def keys_for(folder: str | None, node: str, *, serves: bool, meets_others: bool = False) -> dict[str, str]:
+def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
     """Contents of the key files of a node, by their path inside `folder` (network.keys here); empty without keys.
 
     Args:
@@ -18,8 +18,6 @@ def keys_for(folder: str | None, node: str, *, serves: bool, meets_others: bool 
         node: its name in the placement; its client key has this name, or is the shared one.
         serves: whether replay and the weight bus's publisher run there: that node alone gets the server's secret, and
             the public keys of all admitted clients.
-        meets_others: whether its rollout or reward servers connect with those of other nodes: it gets the public keys
-            of all clients too.
 
     Raises:
         KeysError: the folder or a file is missing, or a file may be read by others.
@@ -39,7 +37,7 @@ def keys_for(folder: str | None, node: str, *, serves: bool, meets_others: bool 
                 f" --clients {node} among the names, on the machine that runs the start scripts"
             )
         names += [f"{CLIENTS}/{client}{PUBLIC}", f"{CLIENTS}/{client}{SECRET}"]
-    if serves or meets_others:
+    if serves:
         admitted = [*(root / CLIENTS).glob("*" + PUBLIC), *(root / CLIENTS).glob("*" + OLD)]
         names = sorted({*names, *(f"{CLIENTS}/{path.name}" for path in admitted)})
     try:

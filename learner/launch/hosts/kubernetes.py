@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from configs.loading import dump
+from configs.loading import digest_of, dump
 from configs.plan import Machine
 from configs.schema import Config
 from learner.launch.hosts.job_files import JobFiles
@@ -99,15 +99,26 @@ class Pods:
         """Of the JobSet."""
         return jobset_name(self.config) + ("-more" if self.role == "rollout" else "")
 
+    @property
+    def digest(self) -> str:
+        """Of the configuration that the pods start with, each time that they are made."""
+        return digest_of(dump(self.config))
+
+    @property
+    def config_map(self) -> str:
+        """Name of the files' ConfigMap; that of another configuration has another one."""
+        return f"{self.name}-files-{self.digest}"
+
     def files(self, folder: Path | None) -> JobFiles:
         """The manifests; no folder takes the run folder."""
-        config, name, run = self.config, self.name, self.config.run
+        config, run = self.config, self.config.run
         roles: tuple[NodeRole, ...] = ROLES if self.role == "learner" else ("rollout",)
         default = "kubernetes" if self.role == "learner" else "kubernetes-rollout"
         folder = folder or Path(config.run_dir) / "launch" / default
         hosts = "".join(f"{node} {machine.address}\n" for node, machine in machines(config).items())
         data = {"config.yaml": dump(config), "hosts": hosts}
-        config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"{name}-files"}, "data": data}
+        metadata = {"name": self.config_map}
+        config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": data}
         extra = "[sglang]" if config.rollout.engine == "sglang" else ""
         names = {"name": run.name, "run_dir": f"{run.dir}/{self.run_name}", "folder": folder, "work": WORK}
         head = HEAD.format(**names, claim=self.claim, image=self.image, extra=extra)
@@ -146,7 +157,7 @@ class Pods:
     def _pod(self, group: Group) -> dict[str, Any]:
         volumes: list[tuple[str, str, dict[str, Any]]] = [
             ("work", WORK, {"persistentVolumeClaim": {"claimName": self.claim}}),
-            ("files", FILES, {"configMap": {"name": f"{self.name}-files"}}),
+            ("files", FILES, {"configMap": {"name": self.config_map}}),
             ("shm", "/dev/shm", {"emptyDir": {"medium": "Memory"}}),
         ]
         if self.keys.get(group.role):
@@ -163,7 +174,8 @@ class Pods:
 
     def _container(self, group: Group, mounts: list[dict[str, Any]]) -> dict[str, Any]:
         spec = ["--role", group.role, "--node", ",".join(group.nodes)]
-        spec += ["--hosts", f"{FILES}/hosts", "--config", f"{FILES}/config.yaml", "--renumber"]
+        spec += ["--hosts", f"{FILES}/hosts", "--config", f"{FILES}/config.yaml"]
+        spec += ["--digest", self.digest, "--renumber"]
         spec += ["--set", f"run.name={self.run_name}"]
         spec += ["--replay", self.replay] if self.replay is not None else []
         # of its pod: Kubernetes fills in $(X) in a command, and only a shell $X in a probe

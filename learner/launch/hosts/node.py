@@ -30,7 +30,6 @@ from learner.launch.hosts.node_spec import (
     resolve,
     spec_of_arguments,
 )
-from learner.launch.reward_servers import RewardServers
 from learner.launch.servers import LocalServers, RunFailed
 from learner.launch.terminal import Interrupted, catch_signals, ignore_signals, write_line
 from replay import hang
@@ -43,8 +42,8 @@ POLL_S = 0.1
 LOOK_S = 5.0
 SPEC_S = 60.0
 """How long the order may take to come."""
-PATIENCE_S = 15.0
-"""The launcher ends its own children within 5 s; a rollout server leaves the run in order."""
+PATIENCE_S = 30.0
+"""The launcher writes a checkpoint within 15 s and its children end within 5 s; a rollout server leaves in order."""
 STARTED = "launch/start.json"
 """Written before replay starts, so a node that replay answers reads what this start of the job decided."""
 
@@ -98,33 +97,6 @@ def check_address(config: Config, node: str) -> None:
         )
 
 
-class RunEnd:
-    """The end of the run, polled at replay by a node of reward servers alone."""
-
-    def __init__(self, config: Config, address: str) -> None:
-        self._config, self._address = config, address
-        self._look_at = 0.0
-        self._limit = (config.rollout.wait_for_servers_s, "rollout.wait_for_servers_s")
-        self._deadline = time.monotonic() + self._limit[0]
-        self.silence: tuple[float, str] | None = None
-        """Seconds and their key, where replay was silent for too long."""
-
-    def is_here(self, now: float) -> bool:
-        """Whether the run has ended, or replay was silent for too long. Raises ChannelError: it refuses this node."""
-        if now < self._look_at:
-            return False
-        self._look_at = now + LOOK_S
-        answer = ask_replay(self._config, self._address, 1.0)
-        if answer is None:
-            self.silence = self._limit if now > self._deadline else None
-            return self.silence is not None
-        # a replay that is started again reads its journal first; rollout servers wait as long for it
-        silent = (2 * self._config.network.silent_after_s, "twice network.silent_after_s")
-        self._limit = max(silent, (self._config.rollout.wait_for_servers_s, "rollout.wait_for_servers_s"))
-        self._deadline = now + self._limit[0]
-        return bool(answer.state["ended"])
-
-
 class Node:
     """The processes of one role on this machine."""
 
@@ -158,32 +130,21 @@ class Node:
         by_name = {process.name: process for process in plan.of(node, "rollout")}
         logs = Path(self.config.run_dir) / "logs"
 
-        def begin(name: str, command: list[str], environment: Mapping[str, str]) -> Child:
-            return self._child(name, command, logs / f"{name}.log", environment)
-
         def start(name: str) -> Child:
-            return begin(name, [*by_name[name].command, *words], by_name[name].environment)
+            command = [*by_name[name].command, *self._parent]
+            return self._child(name, command, logs / f"{name}.log", by_name[name].environment)
 
         servers = LocalServers(self.config.rollout, start, show)
-        rewards = RewardServers(self.config.rollout, plan.of(node, "reward"), begin, show, self._parent)
         try:
-            rewards.begin()
-            words = [*rewards.arguments(), *self._parent]
             for name in by_name:
                 servers.add(name)
-            end = RunEnd(self.config, plan.replay)
-            while not (servers.all_over if by_name else end.is_here(time.monotonic())):
-                rewards.watch(run_is_over=True)
+            while not servers.all_over:
                 servers.watch(run_is_over=True)
                 self._breathe()
-            if end.silence is not None:
-                limit_s, key = end.silence
-                said = self._report(f"a sign of replay at {plan.replay}", limit_s, key)
-                show(f"{node} waited {limit_s:g} s for replay at {plan.replay} ({key}) and ends{said} [silent]")
             self._show_logs()
         finally:
             ignore_signals()
-            children.stop([*servers.children, *rewards.children], PATIENCE_S)
+            children.stop(servers.children, PATIENCE_S)
         if servers.failures:
             raise RunFailed(f"given up: {', '.join(servers.failures)}")
         return 0
@@ -196,10 +157,10 @@ class Node:
         write_start(run_dir, resumes=resume is not None)
         network = self.config.network
         settings = [f"network.host={network.host}", f"network.replay_port={network.replay_port}"]
-        overrides = [*(spec.overrides if resume else []), *settings, "placement.local_rollouts=false"]
-        source = ["--resume", resume] if resume else ["--config", str(self.assignment.config_file)]
+        # a resumed run as well: all ranks of one start have the configuration of the job, whatever the folder has
+        source = ["--config", str(self.assignment.config_file), *(["--resume", resume] if resume else [])]
         command = [sys.executable, "-m", "learner.main", *source, *self._parent]
-        command += [word for override in overrides for word in ("--set", override)]
+        command += [word for setting in (*settings, "placement.local_rollouts=false") for word in ("--set", setting)]
         return self._child("launcher", command, run_dir / "launch" / f"{spec.node}-launcher.log", {})
 
     def _ranks(self) -> Child:

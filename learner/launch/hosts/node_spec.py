@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from configs.errors import BadHosts, BadOption
-from configs.loading import dump, load, parse
+from configs.loading import digest_of, dump, parse
 from configs.placement import ONLY_NODE, most_devices
 from configs.plan import Machine, Plan, assign, replay_address
 from configs.schema import Config
@@ -41,8 +41,6 @@ class NodeSpec(BaseModel):
     """Address of replay; None takes that of the first learner node."""
     resume: str | None = None
     """Folder of the run that the learner resumes."""
-    overrides: list[str] = []
-    """The user's `a.b=c`; they are in `config`, except that a resumed run has its configuration in its folder."""
     keys: dict[str, str] = {}
     """Key files by their path inside network.keys."""
 
@@ -85,7 +83,8 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--node", metavar="NAMES", help="its name in the placement; of several, --index chooses one")
     parser.add_argument("--index", type=int, default=0, help="which of the names of --node (default: the first)")
     parser.add_argument("--hosts", metavar="FILE", help="host file")
-    parser.add_argument("--config", help="YAML file or preset")
+    parser.add_argument("--config", metavar="FILE", help="YAML file")
+    parser.add_argument("--digest", metavar="HEX", help="refuse another content of the YAML file than the job's own")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable")
     parser.add_argument("--replay", help="address of replay (default: that of the first learner node)")
     parser.add_argument("--host", help="this machine's own address (default: as in the host file)")
@@ -102,10 +101,16 @@ def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
         raise BadHosts(f"--index {args.index}: --node names {len(names)} nodes")
     try:
         hosts = Path(args.hosts).read_text(encoding="utf-8")
+        text = Path(args.config).read_text(encoding="utf-8")
     except OSError as error:
-        raise BadHosts(f"--hosts {args.hosts}: not readable ({error})") from error
-    config, node = dump(load(args.config, args.set)), names[args.index]
-    return NodeSpec(role=args.role, node=node, config=config, hosts=hosts, replay=args.replay, overrides=args.set)
+        raise BadHosts(f"{error.filename}: not readable ({error.strerror})") from error
+    if args.digest is not None and digest_of(text) != args.digest:
+        raise BadHosts(
+            f"--config {args.config}: its digest is {digest_of(text)}, the job was written with {args.digest}, and"
+            " every start of a job has one configuration; restore the file, or write a new job"
+        )
+    config, node = dump(parse(text, args.config, args.set)), names[args.index]
+    return NodeSpec(role=args.role, node=node, config=config, hosts=hosts, replay=args.replay)
 
 
 def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, write: bool = True) -> Assignment:

@@ -4,7 +4,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from configs.loading import dump
+from configs.loading import digest_of, dump
 from configs.placement import most_devices
 from configs.plan import Machine, Plan, uses_gpus
 from configs.schema import Config
@@ -22,6 +22,7 @@ HEAD = """#!/usr/bin/env bash
 #
 #   sbatch {file}
 #
+# Its configuration is the file below that is named by its digest, on every start: to change it, write a new job.
 # The repository, the model, the data and the run folder must be on a file system that all nodes see at the same path.
 # Every step runs learner.launch.hosts.node, which starts its node's processes with their GPUs, ports and environment;
 # `--dry-run` of the start script shows them.
@@ -67,7 +68,7 @@ run_name={name}-$SLURM_JOB_ID
 echo "slipstream: job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)): run {runs}/$run_name"
 step() {{ # ROLE NODE [ARGUMENT ...]
   on "${{machine_of[$2]}}" {python} -m learner.launch.hosts.node --role "$1" --node "$2" --hosts "$hosts" \\
-    --config {config} --set "run.name=$run_name" --resume-if-begun "${{@:3}}" &
+    --config {config} --digest {digest} --set "run.name=$run_name" --resume-if-begun "${{@:3}}" &
   pids+=($!)
 }}
 pids=()
@@ -109,7 +110,8 @@ def files(config: Config, plan: Plan, role: NodeRole, *, path: Path | None, gpus
         gpus: of a node; none takes the most that the placement uses on one.
     """
     folder = Path(config.run_dir) / "launch"
-    shipped = folder / "slurm.yaml"
+    given = dump(config)
+    shipped = folder / f"config-{digest_of(given)}.yaml"  # another job of this run's name has a file of its own
     target = path or folder / ("run.sbatch" if role == "learner" else "rollout.sbatch")
     names = [share.node for share in config.shares if role == "learner" or share.devices("rollout")]
     elsewhere = [share.node for share in config.shares if share.node not in names]
@@ -131,6 +133,7 @@ def files(config: Config, plan: Plan, role: NodeRole, *, path: Path | None, gpus
         others="".join(f'echo "{node} elsewhere-{node}" >>"$hosts"\n' for node in elsewhere),
         python=shlex.quote(sys.executable),
         config=shlex.quote(str(shipped)),
+        digest=digest_of(given),
     )
     if role == "learner":
         steps = [f"step {each} {node}" for each in ROLES for node in plan.nodes(each)]
@@ -138,4 +141,4 @@ def files(config: Config, plan: Plan, role: NodeRole, *, path: Path | None, gpus
         steps = [': "${REPLAY:?give the address of replay: sbatch --export=ALL,REPLAY=tcp://ADDRESS:PORT}"']
         steps += [f'step rollout {node} --replay "$REPLAY"' for node in names]
     text += "\n" + "\n".join(steps) + "\n" + (LEARNER_END if role == "learner" else ROLLOUT_END)
-    return JobFiles({shipped: dump(config), target: text}, f"sbatch {target}")
+    return JobFiles({shipped: given, target: text}, f"sbatch {target}")

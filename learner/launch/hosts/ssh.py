@@ -30,7 +30,7 @@ SSH_FAILED = 255
 POLL_S = 0.1
 FAREWELL_S = 30.0
 """How long nodes have to end by themselves after the run has ended or another node has failed."""
-STOP_S = 25.0
+STOP_S = 40.0
 """How long nodes have to end after their stdin was closed."""
 LAST_LINES = 20
 

@@ -14,6 +14,7 @@ from configs.errors import SlipstreamError
 from learner.launch.children import Tail
 from learner.report.dashboard import fleet, pipeline, series
 from learner.report.dashboard.trajectories import Trajectories
+from learner.report.ending import read
 from learner.report.live_text import Progress, Row
 from learner.report.metrics import FILE as METRICS
 from replay.timeline import FILE as TIMELINE
@@ -98,11 +99,13 @@ class Run:
         """Curves and facts; `{"same": true}` where nothing came since the answer with this stamp."""
         with self._lock:
             rows = self._metrics.read()
-            head = {"stamp": self._metrics.stamp, "name": self.name}
-            if stamp == self._metrics.stamp:
+            ending = read(self.folder)
+            head: dict[str, Any] = {"stamp": f"{self._metrics.stamp}{'-ended' if ending else ''}", "name": self.name}
+            if stamp == head["stamp"]:
                 return {**head, "same": True}
             progress = self._progress(rows)
-            facts = {"total_steps": progress.total_steps, "async_lag": progress.async_lag, "eta_s": progress.eta_s()}
+            facts = {"total_steps": progress.total_steps, "async_lag": progress.async_lag, **self.ending()}
+            facts["eta_s"] = None if ending is not None else progress.eta_s()
             broken = self._metrics.broken or self._timeline.broken
             return {**head, **facts, "broken": broken, **series.of(progress, rows)}
 
@@ -138,6 +141,13 @@ class Run:
             last: Row = next((row for row in reversed(rows) if "step" in row), {})
             found = fleet.of(events, last)
         return {**found, "has_timeline": self._timeline.path.is_file(), "log": fleet.warnings(self.folder / "logs")}
+
+    def ending(self) -> dict[str, Any]:
+        """How the run has ended: `ending` in words, empty while it goes on, and whether it `failed`."""
+        ending = read(self.folder)
+        return (
+            {"ending": ending.said, "failed": ending.failed} if ending is not None else {"ending": "", "failed": False}
+        )
 
     def age_s(self) -> float | None:
         """Seconds since the run wrote metrics or its timeline; None before it has."""

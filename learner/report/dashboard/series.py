@@ -29,7 +29,7 @@ PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ("Clipped tokens", "share", {"actor/pg_clipfrac": "clipped"}),
     ("Gradient norm", "", {"actor/grad_norm": "norm"}),
     ("Answer length", "tokens", {"response_length/mean": "mean", "response_length/max": "max"}),
-    ("Throughput", "tokens/s", {"perf/throughput": "learner", "rollout/tokens_per_s": "rollout servers"}),
+    ("Throughput", "tokens/s", {"perf/learner_tokens_per_s": "learner", "rollout/tokens_per_s": "rollout servers"}),
     ("Seconds of a step", "s", {
         "timing_s/step": "step", "timing_s/wait_batch": "wait", "timing_s/update_actor": "train",
         "timing_s/publish_wait": "publish",

@@ -111,7 +111,7 @@ class Dashboard:
     def answer(self, path: str, query: Query) -> Any:
         """What an address of the interface gives. Raises Refused."""
         if path == "/api/runs":
-            return [{"name": run.name, "age_s": run.age_s()} for run in self.runs]
+            return [{"name": run.name, "age_s": run.age_s(), **run.ending()} for run in self.runs]
         view = VIEWS.get(path)
         if view is None:
             raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")

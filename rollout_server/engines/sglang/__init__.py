@@ -4,7 +4,7 @@ engine         what the rollout server calls
 requests       one answer over the parts that updates cut it into; versions of its tokens (pure)
 process        SGLang itself: starts it, speaks to its tokenizer manager, watches its children
 arguments      ServerArgs from the configuration
-cpu            what must be in place before SGLang is imported where there is no GPU; stand_ins/ has it
+cpu            what must be in place before SGLang is imported where there is no GPU; scripts/sglang_cpu/ has it
 update/        the last mile of a weight:
   orders       the folder through which the rollout server and its schedulers speak about an update
   loader       runs inside each scheduler: carries out an order between two forwards

@@ -1,7 +1,8 @@
 """SGLang on a machine without a GPU: what must be in place before `import sglang`.
 
 SGLang imports triton, torchvision and sgl_kernel at module scope, on a CPU too, where it calls nothing of them. Where
-one is missing, or is a CUDA build that cannot be imported beside a CPU torch, a stand-in takes its place. Each has a
+one is missing, or is a CUDA build that cannot be imported beside a CPU torch, a stand-in takes its place, which a clone
+has in scripts/sglang_cpu/ and an installed package does not. Each has a
 folder of its own, so that a package that works is never hidden. The folders go on `sys.path`, which the processes that
 SGLang spawns inherit; PYTHONPATH stays as it is, so reward processes never see a stand-in.
 """
@@ -24,7 +25,7 @@ CANNOT_BE_IMPORTED = (ImportError, OSError, RuntimeError, AttributeError)
 
 def stand_in_folder(package: str) -> Path:
     """The path entry that holds the stand-in of one package and nothing else."""
-    return Path(__file__).parent / "stand_ins" / f"without_{package}"
+    return Path(__file__).parents[3] / "scripts" / "sglang_cpu" / f"without_{package}"
 
 
 def prepare_cpu() -> tuple[str, ...]:
@@ -46,6 +47,11 @@ def prepare_cpu() -> tuple[str, ...]:
         )
     folders = {package: str(stand_in_folder(package)) for package in STOOD_IN_FOR}
     new = [package for package in STOOD_IN_FOR if folders[package] not in sys.path and not _works(package)]
+    if lacking := [package for package in new if not Path(folders[package]).is_dir()]:
+        raise EngineError(
+            f"SGLang on a CPU needs stand-ins for {', '.join(lacking)}, which a clone of this repository has in"
+            f" scripts/sglang_cpu; run from one (no {folders[lacking[0]]}), or take rollout.engine: torch"
+        )
     prepared = {"sglang": not new and os.environ.get(CPU_SWITCH) == "1", "transformers": "torchvision" not in new}
     for module, before in prepared.items():
         if module in sys.modules and not before:

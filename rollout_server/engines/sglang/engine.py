@@ -225,7 +225,7 @@ class SGLangEngine:
             left = "running requests"
             await self.sglang.until(lambda: not self._parts(), self._drain_limit_s, left, "replay.lease_s")
             return
-        chosen = [part for part in self._parts() if mode == "recompute_kv" or part.seen == 0]
+        chosen = {part for part in self._parts() if mode == "recompute_kv" or part.seen == 0}
         for part in chosen:
             part.interrupted = True
 

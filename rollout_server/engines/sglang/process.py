@@ -153,6 +153,9 @@ class SGLangProcess:
         """Tokens of a forward that was in flight when an update came, booked after it."""
         self._requests = io_struct
         self._failure, self._loads = "", 0
+        self._watching: asyncio.Task[None] | None = None
+        self._pictures: tuple[Pictures, list[int], int, dict[str, Any]] | None = None
+        """The last ones that were sent: pictures, tokens and new tokens, and what SGLang got for them."""
         self._vision = vision_of(read_json(Path(config.model.path) / "config.json"))
         before = {child.pid for child in multiprocessing.active_children()}
         root, children_log = logging.getLogger(), ChildrenLog()
@@ -194,7 +197,13 @@ class SGLangProcess:
             raise EngineDead(f"SGLang is dead: {reason} [closed]")
 
     async def death(self) -> None:
-        """Raise EngineError when SGLang has died; never ends otherwise."""
+        """Raise EngineError when SGLang has died; never ends otherwise. All that wait share one look a second."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch())
+            self._watching.add_done_callback(lambda watch: watch.cancelled() or watch.exception())
+        await asyncio.shield(self._watching)
+
+    async def _watch(self) -> None:
         while True:
             self.check_alive()
             await asyncio.sleep(DEATH_LOOK_S)
@@ -246,12 +255,17 @@ class SGLangProcess:
             raise EngineError(f"SGLang refuses a request of {len(token_ids)} tokens: {error}") from error
 
     def _image_data(self, pictures: Pictures, token_ids: list[int], new_tokens: int) -> dict[str, Any]:
+        """As `image_data`; made once for the answers of a group, which are asked for one after the other."""
         if self._vision is None:
             raise EngineError("a prompt with pictures, and the model takes none")
-        try:
-            return image_data(pictures, self._vision, token_ids, new_tokens)
-        except PictureError as error:
-            raise EngineError(str(error)) from error
+        last = self._pictures
+        if last is None or last[0] is not pictures or last[1:3] != (token_ids, new_tokens):
+            try:
+                made = image_data(pictures, self._vision, token_ids, new_tokens)
+            except PictureError as error:
+                raise EngineError(str(error)) from error
+            last = self._pictures = (pictures, token_ids, new_tokens, made)
+        return dict(last[3])
 
     def sampling_parameters(self, _part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
         """SGLang's sampling parameters of one request."""
@@ -310,6 +324,8 @@ class SGLangProcess:
 
     async def close(self) -> None:
         """End SGLang's children."""
+        if self._watching is not None:
+            self._watching.cancel()
         try:
             async with asyncio.timeout(CLOSE_DEADLINE_S):
                 await asyncio.to_thread(self._engine.shutdown)

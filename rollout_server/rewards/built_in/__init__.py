@@ -2,6 +2,7 @@
 
 FUNCTIONS = {
     "exact": "rollout_server.rewards.built_in.exact:reward",
+    "environment": "rollout_server.rewards.built_in.environment:reward",
     "numeric": "rollout_server.rewards.built_in.numeric:reward",
     "reasoning_gym": "rollout_server.rewards.built_in.reasoning_gym:reward",
     "math": "rollout_server.rewards.built_in.mathematics:reward",

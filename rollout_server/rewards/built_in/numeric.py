@@ -20,6 +20,8 @@ NUMBER = re.compile(
     rf"(?P<exponent>[eE][-+]?[0-9]{{1,2}}(?!\w))?(?:\s?/\s?(?P<divisor>{DIGITS}))?"
 )
 LATEX_FRACTION = re.compile(r"\\[dt]?frac\{\s*([-−]?[0-9.,]+)\s*\}\{\s*([0-9.,]+)\s*\}")
+NO_NUMBER = re.compile(r"\\(?:sqrt|pi|log|ln|sin|cos|tan|times|cdot|pm|infty|in|cup|cap)(?![a-z])|[√π∞^]")
+"""In a marked answer: its last number is not its value."""
 BOXED = "\\boxed{"
 MARKER = "####"
 
@@ -35,7 +37,7 @@ def reward(sample: Sample, tolerance: float = 0.0) -> dict[str, float]:
     truth = sample["ground_truth"]
     wanted = None
     if isinstance(truth, (str, int, float)) and not isinstance(truth, bool):
-        wanted = final_number(str(truth))
+        wanted = None if NO_NUMBER.search(_marked(str(truth))) else final_number(str(truth))
     if wanted is None:
         raise ValueError(f"ground_truth {truth!r} is no number; the reward 'numeric' needs one in every row")
     found = final_number(sample["completion"])
@@ -44,17 +46,26 @@ def reward(sample: Sample, tolerance: float = 0.0) -> dict[str, float]:
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number that a text ends on, by the module's rules."""
+    """The number that a text ends on, by the module's rules; None where what it marks as its answer has no value."""
     text = LATEX_FRACTION.sub(r"\1/\2", text)
-    marker, box = text.rfind(MARKER), text.rfind(BOXED)
-    if marker > box:
-        line = text[marker + len(MARKER) :].lstrip().partition("\n")[0]
-        number = _value(NUMBER.search(line))
-    elif box >= 0:
-        number = _last(inside(text, box + len(BOXED)))
-    else:
-        return _last(text)
+    marked = _marked(text)
+    if marked is not text and NO_NUMBER.search(marked):
+        return None
+    number = _value(NUMBER.search(marked)) if _is_line(text) else _last(marked)
     return number if number is not None else _last(text)
+
+
+def _is_line(text: str) -> bool:
+    """Whether the line after the last `####` counts."""
+    return text.rfind(MARKER) > text.rfind(BOXED)
+
+
+def _marked(text: str) -> str:
+    """The line after the last `####` or the content of the last box; without either the text itself."""
+    if _is_line(text):
+        return text[text.rfind(MARKER) + len(MARKER) :].lstrip().partition("\n")[0]
+    box = text.rfind(BOXED)
+    return inside(text, box + len(BOXED)) if box >= 0 else text
 
 
 def inside(text: str, start: int) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Self, TypeVar
 
 from configs.rewards import Endpoint, Judge, RemoteModel, RewardPart
-from rollout_server.rewards import RewardError, RewardOutcome, Sample, added
+from rollout_server.rewards import RewardError, RewardOutcome, Sample, added, load_of
 from rollout_server.rewards.judging import sendable
 from rollout_server.rewards.remote import judge, scoring
 from rollout_server.rewards.remote.asker import Asker, Unanswered, key_of
@@ -36,6 +36,11 @@ class Asked:
         key_of(part.label, part.settings)
         self._rubric = judge.rubric_of(part.settings) if isinstance(part.settings, Judge) else ""
         self._template = scoring.template_of(part.settings) if isinstance(part.settings, RemoteModel) else None
+
+    @property
+    def concurrency(self) -> int:
+        """Requests under way at a time."""
+        return self._settings.concurrency
 
     def connect(self) -> None:
         """Make the client, in the loop that uses it."""
@@ -94,6 +99,8 @@ class RemoteRewards:
     def __init__(self, parts: Sequence[RewardPart], *, is_alone: bool) -> None:
         """`is_alone` where no other part is there, whose metrics these could be taken for. Raises RewardError."""
         self._asked = [Asked(part, is_alone=is_alone) for part in parts]
+        self._calls: dict[object, tuple[float, int]] = {}
+        """When each was asked for, and its answers."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="remote rewards", daemon=True)
 
@@ -119,7 +126,17 @@ class RemoteRewards:
         """The sum of the parts for each sample, in their order. Raises RewardError: closed."""
         if not self._thread.is_alive():
             raise RewardError("the remote rewards are not running")
-        return await self._there(self._score(samples))
+        call = object()
+        self._calls[call] = (time.monotonic(), len(samples))
+        try:
+            return await self._there(self._score(samples))
+        finally:
+            del self._calls[call]
+
+    def gauges(self) -> dict[str, float]:
+        """As `Rewards.gauges`; requests under way at most stand for workers."""
+        began = [at for at, count in self._calls.values() for _ in range(count)]
+        return load_of(began, time.monotonic(), sum(part.concurrency for part in self._asked))
 
     async def _score(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         columns = [await asyncio.gather(*(part.outcome(s) for s in samples)) for part in self._asked]

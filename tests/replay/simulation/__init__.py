@@ -1,5 +1,6 @@
-"""Whole runs around the pure replay service: simulated peers, clock, network and disk, and every kind of fault.
+"""Whole runs around the real state machines of replay and its peers, with every kind of fault.
 
-`world` drives, `servers` and `learners` do what the real peers do when messages are lost or processes die, `network`
-and `journal` lose what a dying process loses, and `books` holds the outcome against what only the peers have seen.
+`world` drives the replay service, rollout servers (`servers`: real Leases and Subscriptions) and ranks (`learners`:
+real Dialogs) over `network`, `journal` and `bus`, which lose what dying processes lose; `books` holds the outcome
+against what only the peers have seen.
 """

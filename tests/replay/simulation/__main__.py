@@ -39,7 +39,7 @@ def settings(seed: int) -> tuple[Config, Faults, int, int]:
     tree: dict[str, Any] = {
         "model": {"path": "unused"},
         "data": {"train": "unused", "eval": "unused", "max_prompt_tokens": 4},
-        "rollout": {"group_size": 2, "groups_per_step": rng.choice([1, 2, 3]), "max_new_tokens": 8},
+        "rollout": {"group_size": 2, "groups_per_step": rng.choice([1, 2, 3]), "max_new_tokens": 8, "max_running": 4},
         "replay": {
             "async_lag": rng.randint(0, 4),
             "on_stale": rng.choice(["wait", "wait", "mask", "drop"]),
@@ -57,6 +57,7 @@ def settings(seed: int) -> tuple[Config, Faults, int, int]:
         "placement": {"device": "cpu", "split": f"1:{rng.choice([1, 2])}"},
     }
     tree["rollout"]["wait_for_servers_s"] = 1e6
+    tree["weight_bus"] = {"heartbeat_s": 0.2}
     replay = tree["replay"]
     if replay["on_stale"] == "wait" and replay["async_lag"] and Random(f"substitute {seed}").random() < 0.3:
         replay |= {"on_stale": "substitute", "substitute_after_s": 8}
@@ -64,6 +65,7 @@ def settings(seed: int) -> tuple[Config, Faults, int, int]:
     rates |= {"noise": rng.choice([0.0, 0.0, 0.02]), "salted": rng.choice([0.0, 0.5])}
     num_rows, num_servers = rng.randint(4, 12), rng.choice([1, 2, 3])
     rates |= {"rolls_back": rng.choice([0.0, 0.5]), "lowers_lag": rng.choice([0.0, 0.1])}
+    rates["bus"] = rng.choice([0.0, 0.1])
     return Config.model_validate(tree), rates, num_rows, num_servers
 
 

@@ -1,14 +1,16 @@
-"""Simulated learners: ranks that ask for batches, make weights of them, keep checkpoints, and are killed anywhere."""
+"""Learners whose ranks are real Dialogs: they ask for batches, make weights of them, keep checkpoints, are killed."""
 
 import random
 import zlib
 from dataclasses import dataclass, field
 
 from configs import Config
+from learner.dialog import Dialog, RunEnded
 from replay import messages as m
+from replay.channel import ChannelError
 from tests.replay.simulation.books import Books, checksum, expect
+from tests.replay.simulation.bus import Policy, SimulatedBus
 from tests.replay.simulation.network import Network
-from tests.replay.simulation.servers import Policy
 
 
 @dataclass(slots=True)
@@ -29,22 +31,25 @@ class Checkpoints:
 @dataclass(slots=True)
 class Rank:
     identity: str
+    dialog: Dialog
     welcome: m.Welcome | None = None
     batch: m.Batch | None = None
     proceed: bool = False
 
 
 class SimulatedLearner:
-    """One incarnation, all ranks of it. A state machine that `act` moves on and `hear` feeds."""
+    """One incarnation, all ranks of it: `act` moves it on, `hear` feeds it."""
 
     def __init__(
         self,
         name: str,
         network: Network,
+        bus: SimulatedBus,
         books: Books,
         checkpoints: Checkpoints,
         rng: random.Random,
         config: Config,
+        now: float,
         *,
         version: int,
         salted_at: int | None,
@@ -58,123 +63,120 @@ class SimulatedLearner:
         self.name, self.network, self.books, self.checkpoints, self.rng = name, network, books, checkpoints, rng
         self.salted_at, self.evaluate_every = salted_at, config.evaluation.every_steps
         self.checkpoint_every = config.checkpoint.every_steps
-        self.rolls_back, self.lowers_lag, self.async_lag = rolls_back, lowers_lag, config.replay.async_lag
+        self.lowers_lag, self.async_lag = lowers_lag, config.replay.async_lag
         self.version, self.dead = version, False
         self.digest = checkpoints.complete.get(version, "start")
         if salted_at == version:
             self.digest = f"{self.digest}+{name}"
-        self.started_with = (version, self.digest)
-        self.ranks = [Rank(f"learner-{rank}.{name}") for rank in range(books.num_ranks)]
-        self.incarnation = 0
-        self.published: Policy | None = None
+        numbers = range(books.num_ranks)
+        config = config.model_copy(update={"network": config.network.model_copy(update={"silent_after_s": 1e6})})
+        self.ranks = [Rank(f"learner-{number}.{name}", Dialog(config, number, now)) for number in numbers]
+        self.bus = bus
         self.withheld = False
-        self.said: dict[str, m.Message] = {}
-        self.todo: list[str] = ["join"]
+        self.todo: list[str] = []
         """What rank 0 does next, in order."""
-        for rank in self.ranks:
+        for number, rank in enumerate(self.ranks):
             network.connect(rank.identity)
+            hello = m.Hello(
+                role="learner", name=f"learner-{number}", pid=1, host="h", rank=number, world_size=len(self.ranks),
+                digest=self.digest, version=version, bus_address=None if number else "bus",
+                rolls_back=rolls_back,
+            )  # fmt: skip
+            rank.dialog.ask(hello, m.Welcome, "Welcome", now)
 
     @property
     def identities(self) -> list[str]:
         return [rank.identity for rank in self.ranks]
 
-    def hear(self, identity: str, message: m.Message) -> None:
-        number = self.identities.index(identity)
-        rank = self.ranks[number]
-        match message:
+    @property
+    def incarnation(self) -> int:
+        return self.ranks[0].dialog.incarnation
+
+    def hear(self, identity: str, message: m.Message, now: float) -> None:
+        rank = self.ranks[self.identities.index(identity)]
+        try:
+            rank.dialog.hear(message, now)
+        except (ChannelError, RunEnded):
+            self.dead = True
+            return
+        if isinstance(message, m.EvaluationResult):
+            self.books.evaluated(message)
+        answer, rank.dialog.answer = rank.dialog.answer, None
+        match answer:
             case m.Welcome():
-                rank.welcome = rank.welcome or message
-            case m.Sent() if rank.batch is None and message.step == self.version + 1:
-                self._hello(number)
-            case m.Refused(code="hello"):
-                self._hello(number)
-                if number == 0:
-                    for said in list(self.said.values()):
-                        self._send(0, said)
-            case m.Refused():
-                self.dead = True
-            case m.Batch() if message.step == self.version + 1 and rank.batch is None:
-                self.books.part(message)
-                rank.batch = message
-                self._take(number)
-            case m.Proceed() if rank.batch is not None and message.step == rank.batch.step:
+                self._welcomed(rank, answer, now)
+            case m.Batch():
+                self.books.part(answer)
+                rank.batch = answer
+                rank.dialog.take(answer.step, now, have=True)
+            case m.Proceed():
                 missing = [other.identity for other in self.ranks if other.batch is None]
-                expect(not missing, f"rank {number} proceeds with step {message.step}, {missing} have no part")
+                expect(not missing, f"{identity} proceeds with step {answer.step}, {missing} have no part")
                 rank.proceed = True
-            case m.EvaluationResult() if number == 0:
-                self.books.evaluated(message)
-            case m.EvaluationClosed():
-                self.said.pop(f"evaluate {message.version}", None)
-            case m.Cursor() if self.todo[:1] == ["cursor"] and message.step == self.version:
-                expect(message.state["version"] == self.version, "the cursor is of another version")
-                self.todo[0] = "save"
+            case m.Cursor():
+                expect(answer.state["version"] == self.version, "the cursor is of another version")
+                kept = self.checkpoints.save(self.version, self.digest)
+                rank.dialog.announce(m.Checkpointed(step=self.version, kept=kept))
+                self._ask_for_batches(now)
+        self._flush(rank)
 
     def listens(self, identity: str) -> bool:
         """Whether this rank reads what comes; one that waits for its fellows in a collective does not."""
         return not self.ranks[self.identities.index(identity)].proceed
 
-    def act(self) -> None:
+    def act(self, now: float) -> None:
         """One move; what has not been answered is asked again."""
-        if not self.todo:
-            self._train()
-            return
-        match self.todo[0]:
-            case "join":
-                self._join()
-            case "commit":
-                self._say("committed", m.Committed(step=self.version, digest=self.digest))
-                self.todo.pop(0)
-            case "publish":
-                self._publish()
-                self.todo.pop(0)
-            case "lower":
-                self._say("lower", m.LowerLag(step=self.version, async_lag=self.async_lag))
-                self.todo.pop(0)
-            case "cursor":
-                self._send(0, m.CursorRequest(step=self.version))
-            case "save":
-                kept = self.checkpoints.save(self.version, self.digest)
-                self._say("checkpointed", m.Checkpointed(step=self.version, kept=kept))
-                self.todo.pop(0)
+        if self.todo:
+            self._do(self.todo.pop(0), now)
+        elif all(rank.proceed for rank in self.ranks):
+            self._train(now)
+        for rank in self.rng.sample(self.ranks, len(self.ranks)):
+            rank.dialog.advance(now)
+            expect(rank.dialog.overdue(now) is None, f"{rank.identity} gives up: {rank.dialog.overdue(now)}")
+            self._flush(rank)
 
     def kill(self) -> None:
         self.dead = True
         for identity in self.identities:
             self.network.close(identity)
 
-    def _join(self) -> None:
-        for number in self.rng.sample(range(len(self.ranks)), len(self.ranks)):
-            if self.ranks[number].welcome is None:
-                self._hello(number)
-        first = self.ranks[0].welcome
-        if first is not None and all(rank.welcome is not None for rank in self.ranks):
-            self.incarnation = first.incarnation
-            self.withheld = first.resumes_until > self.version
-            self.todo = ["publish"]
+    def _welcomed(self, rank: Rank, welcome: m.Welcome, now: float) -> None:
+        rank.welcome = welcome
+        if all(each.welcome is not None for each in self.ranks):
+            assert self.ranks[0].welcome is not None
+            self.withheld = self.ranks[0].welcome.resumes_until > self.version
+            for each in self.ranks:  # they agree on it
+                each.dialog.incarnation = self.incarnation
+            self.todo = ["publish", "train"]
 
-    def _hello(self, number: int) -> None:
-        version, digest = self.started_with
-        bus_address = f"bus-{self.name}" if number == 0 else None
-        place = {"rank": number, "world_size": len(self.ranks), "incarnation": self.incarnation}
-        hello = m.Hello(
-            role="learner", name=f"learner-{number}", pid=1, host="h",
-            digest=digest, version=version, bus_address=bus_address, rolls_back=self.rolls_back, **place,
-        )  # fmt: skip
-        self._send(number, hello)
+    def _do(self, what: str, now: float) -> None:
+        first = self.ranks[0].dialog
+        match what:
+            case "commit":
+                first.announce(m.Committed(step=self.version, digest=self.digest))
+            case "publish":
+                self._publish()
+            case "lower":
+                first.announce(m.LowerLag(step=self.version, async_lag=self.async_lag))
+            case "checkpoint":
+                first.ask(m.CursorRequest(step=self.version), m.Cursor, "the cursor", now)
+            case "train":
+                self._ask_for_batches(now)
+
+    def _ask_for_batches(self, now: float) -> None:
+        for rank in self.ranks:
+            rank.dialog.take(self.version + 1, now)
 
     def _publish(self) -> None:
+        first = self.ranks[0].dialog
         if self.evaluate_every and self.version % self.evaluate_every == 0:
-            self._say(f"evaluate {self.version}", m.Evaluate(version=self.version))
+            first.announce(m.Evaluate(version=self.version))
         if self.withheld:
             return
-        self._say("published", m.Published(version=self.version, digest=self.digest))
-        self.published = Policy(self.incarnation, self.version, self.digest, f"bus-{self.name}")
+        first.announce(m.Published(version=self.version, digest=self.digest))
+        self.bus.publish(Policy(self.incarnation, self.version, self.digest), self.books.policy(self.digest))
 
-    def _train(self) -> None:
-        if not all(rank.proceed for rank in self.ranks):
-            for number in [number for number, rank in enumerate(self.ranks) if not rank.proceed]:
-                self._take(number)
-            return
+    def _train(self, now: float) -> None:
         parts = [rank.batch for rank in self.ranks if rank.batch is not None]
         self.books.batch(parts)
         first = parts[0]
@@ -184,12 +186,13 @@ class SimulatedLearner:
         self.books.commits(first.step, self.digest, first.group_ids)
         for rank in self.ranks:
             rank.batch, rank.proceed = None, False
+            rank.dialog.wait(now)
         self.todo = ["commit", "publish"]
         if self.async_lag and self.rng.random() < self.lowers_lag:
             self.async_lag = self.rng.randrange(self.async_lag)
             self.todo.append("lower")
-        if first.checkpoint or (self.checkpoint_every and first.step % self.checkpoint_every == 0):
-            self.todo.append("cursor")
+        is_due = first.checkpoint or (self.checkpoint_every and first.step % self.checkpoint_every == 0)
+        self.todo.append("checkpoint" if is_due else "train")
 
     def _next_digest(self, parts: list[m.Batch]) -> str:
         value = zlib.crc32(self.digest.encode())
@@ -198,15 +201,7 @@ class SimulatedLearner:
         salt = f"+{self.name}" if self.salted_at == parts[0].step else ""
         return f"{value:08x}{salt}"
 
-    def _take(self, number: int) -> None:
-        if number == 0 and "committed" in self.said:
-            self._say("committed", self.said["committed"])
-        have = self.ranks[number].batch is not None
-        self._send(number, m.Take(step=self.version + 1, rank=number, have=have))
-
-    def _say(self, what: str, message: m.Message) -> None:
-        self.said[what] = message
-        self._send(0, message)
-
-    def _send(self, number: int, message: m.Message) -> None:
-        self.network.send(self.identities[number], message)
+    def _flush(self, rank: Rank) -> None:
+        for message in rank.dialog.outbox:
+            self.network.send(rank.identity, message)
+        rank.dialog.outbox.clear()

@@ -3,6 +3,8 @@
 import random
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -12,23 +14,15 @@ from rollout_server.engines.base import EngineError, Partial
 from rollout_server.leases import EvaluationKey, Leases, evaluation_key, request_id
 from rollout_server.progress import LeaseKey, lease_key, prefixes_of
 from tests.replay.simulation.books import Books
+from tests.replay.simulation.bus import NOBODY, SimulatedIntake
 from tests.replay.simulation.network import Network
 from tests.replay.simulation.samples import make_group, make_result
+from weight_bus.messages import Heartbeat, Join
+from weight_bus.subscription import Engine, Subscription
 
 FLAT = 0.2
 """Share of groups without a difference in reward."""
 MAX_TOKENS = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """Weights on the bus."""
-
-    incarnation: int
-    version: int
-    digest: str
-    address: str
-    """Of the bus that brings them."""
 
 
 @dataclass(slots=True)
@@ -41,22 +35,37 @@ class Running:
 
 
 class SimulatedServer:
-    """Implements `Jobs` and `Working` of rollout_server/leases.py."""
+    """An engine under real Leases and a real Subscription; it is `Jobs` and `Working` of rollout_server/leases.py."""
 
-    def __init__(self, identity: str, network: Network, books: Books, rng: random.Random, config: Config) -> None:
-        self.identity, self.network, self.books, self.rng = identity, network, books, rng
-        self.n = config.rollout.group_size
-        self.address: str | None = None
-        """Of the bus that it follows."""
-        self.policy: Policy | None = None
-        self.held: dict[int, Policy] = {}
-        """Policies by version, for evaluations."""
+    def __init__(
+        self,
+        identity: str,
+        network: Network,
+        bus: Network,
+        books: Books,
+        rng: random.Random,
+        config: Config,
+        now: float,
+        *,
+        faults: float,
+    ) -> None:
+        """`faults`: of each update, on the wire and in the engine."""
+        self.identity, self.network, self.bus, self.books, self.rng = identity, network, bus, books, rng
+        self.n, self.config, self.faults = config.rollout.group_size, config, faults
+        self.subscription: Subscription | None = None
+        self.weights = NOBODY
+        """In the engine, whatever it is taken for."""
+        self.policy: tuple[int, int] | None = None
+        """(incarnation, version) that the engine serves; None while it stands still."""
+        self.held: dict[int, int] = {}
+        """Weights by version, for evaluations."""
         self.running: dict[LeaseKey, Running] = {}
         self.evaluations: list[m.EvaluationLease] = []
         hello = m.Hello(role="rollout_server", name=identity, pid=1, host="h")
         self.leases = Leases(config, hello, self)
         network.connect(identity)
-        self.leases.join(0.0)
+        bus.connect(identity)
+        self.leases.join(now)
         self._flush()
 
     def hear(self, message: m.Message, now: float) -> None:
@@ -67,11 +76,21 @@ class SimulatedServer:
         self.leases.hear(message, now)
         self._flush()
 
-    def act(self, published: Policy | None, now: float, *, brisk: bool = False) -> None:
+    def hear_bus(self, message: m.Message, now: float) -> None:
+        """Receive, load and prove as the publisher says."""
+        if self.subscription is not None:
+            quarantine = partial(self._quarantine, now)
+            self.subscription.watch(now, heard=True, entered=now)
+            self.subscription.hear(message, Engine(self._load, self._activate, quarantine))
+            self._flush()
+
+    def act(self, now: float, *, brisk: bool = False) -> None:
         """Do one thing, chosen at random; `brisk` works through whatever there is."""
         move = self.rng.random()
-        if published is not None and self._may_take(published) and (brisk or move < 0.3):
-            self._go_live(published)
+        if self.subscription is not None:
+            self.subscription.advance(now)
+            if self.subscription.admitted:
+                self.bus.send(self.identity, Heartbeat(session=self.subscription.session))
         self._generate()
         if self.running and (brisk or move > 0.4):
             self._finish(self.rng.choice(list(self.running)))
@@ -87,7 +106,11 @@ class SimulatedServer:
             self._flush()
 
     def follow(self, address: str) -> None:
-        self.address = address
+        if self.subscription is None:
+            join = Join(session="", name=self.identity, instance=self.identity, pid=1, host="h")
+            intake = SimulatedIntake(self.rng, self.faults)
+            bus = self.config.weight_bus
+            self.subscription = Subscription(address, join, bus, intake, lambda what, waited_s: "", 0.0)
 
     def begin(self, lease: m.Lease) -> None:
         """Go on from what another server has told of this prompt, where that is whole."""
@@ -125,15 +148,24 @@ class SimulatedServer:
         )
         return [whole.since(first) for first in since]
 
-    def _may_take(self, published: Policy) -> bool:
-        return published.address == self.address and published != self.policy
+    def _load(self, version: int, _: Any) -> Mapping[str, int]:
+        """The engine stands still from here until the version is proven."""
+        assert self.subscription is not None
+        (loading,) = self.subscription._intake.begun.digests  # type: ignore[attr-defined]
+        self.policy, self.weights = None, NOBODY if self.rng.random() < self.faults else loading
+        return {"w": self.weights}
 
-    def _go_live(self, policy: Policy) -> None:
+    def _activate(self, version: int, evaluate: bool) -> None:
         """Another incarnation's policy takes the place of all from its version on."""
-        if self.policy is not None and self.policy.incarnation != policy.incarnation:
-            self.held = {v: p for v, p in self.held.items() if v < policy.version}
-        self.policy, self.held[policy.version] = policy, policy
-        self.leases.went_live(policy.version, policy.incarnation)
+        assert self.subscription is not None
+        incarnation = self.subscription.incarnation
+        if self.leases.incarnation != incarnation:
+            self.held = {v: weights for v, weights in self.held.items() if v < version}
+        self.policy, self.held[version] = (incarnation, version), self.weights
+        self.leases.went_live(version, incarnation)
+
+    def _quarantine(self, now: float, version: int, reason: str) -> None:
+        self.leases.went_dark(reason, now)
 
     def _generate(self) -> None:
         """Every running answer gets another token of the present policy."""
@@ -141,8 +173,8 @@ class SimulatedServer:
             return
         for running in self.running.values():
             if len(running.versions) < MAX_TOKENS:
-                running.versions.append(self.policy.version)
-                running.policies.append(self.books.policy(self.policy.digest))
+                running.versions.append(self.policy[1])
+                running.policies.append(self.weights)
 
     def _finish(self, key: LeaseKey) -> None:
         if not self.running[key].versions:
@@ -166,12 +198,11 @@ class SimulatedServer:
         self.leases.finish(group)
 
     def _evaluate(self, lease: m.EvaluationLease) -> None:
-        policy = self.held.get(lease.version)
-        if policy is None:
+        weights = self.held.get(lease.version)
+        if weights is None:
             self.leases.failed_part(lease, EngineError("not held"))
             return
-        reward = self.books.policy(policy.digest)
-        result = make_result(lease.version, greedy=lease.greedy, n=len(lease.prompts), reward=reward)
+        result = make_result(lease.version, greedy=lease.greedy, n=len(lease.prompts), reward=weights)
         self.leases.evaluated_part(replace(result, asked=lease.asked))
 
     def _give_up(self, key: LeaseKey, reason: str) -> None:
@@ -182,3 +213,7 @@ class SimulatedServer:
         for message in self.leases.outbox:
             self.network.send(self.identity, message)
         self.leases.outbox.clear()
+        for message in self.subscription.outbox if self.subscription is not None else ():
+            self.bus.send(self.identity, message)
+        if self.subscription is not None:
+            self.subscription.outbox.clear()

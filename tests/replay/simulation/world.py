@@ -15,6 +15,7 @@ from replay.journal.snapshot import snapshot_of
 from replay.prompts import PromptSource
 from replay.service import Service
 from tests.replay.simulation.books import Books, Violation, as_group, expect
+from tests.replay.simulation.bus import SimulatedBus
 from tests.replay.simulation.journal import SimulatedJournal
 from tests.replay.simulation.learners import Checkpoints, SimulatedLearner
 from tests.replay.simulation.network import Network
@@ -44,7 +45,7 @@ class World:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.rows = rows(num_rows)
-        self.network = Network(self.rng, self.faults["noise"])
+        self.network, self.bus = Network(self.rng, self.faults["noise"]), Network(self.rng, 0.0)
         self.books = Books(
             config.replay.async_lag, config.replay.on_stale, config.num_learner_ranks, config.trajectories_per_step
         )
@@ -87,12 +88,13 @@ class World:
             self.crash()
         for server in list(self.servers.values()):
             if brisk or rng.random() < 0.4:
-                server.act(self.learner.published, self.now, brisk=brisk)
+                server.act(self.now, brisk=brisk)
         if self.servers and rng.random() < faults["lease_failure"]:
             reason = rng.choice(["engine_error", "reward_error", "aborted", "prompt_too_long"])
             rng.choice(list(self.servers.values())).fail_a_lease(reason)
         if brisk or rng.random() < 0.7:
-            self.learner.act()
+            self.learner.act(self.now)
+            self.learner.bus.act()
         self.carry(rng.choice([1, 4, 12]) if not brisk else 50)
         if rng.random() < 0.2:
             self.attempt(partial(self.service.tick, self.now))
@@ -111,7 +113,12 @@ class World:
         self.attempt(partial(self.service.advance, self.now))
 
     def hear(self) -> None:
-        """Some of what replay has said reaches its peers."""
+        """Some of what replay and the publisher have said reaches their peers."""
+        for identity, connection in self.bus.connections.items():
+            while connection.to_replay and self.rng.random() < 0.85:
+                self.learner.bus.hear(identity, connection.to_replay.popleft())
+            while connection.from_replay and self.rng.random() < 0.85:
+                self.servers[identity].hear_bus(connection.from_replay.popleft(), self.now)
         for identity, connection in self.network.connections.items():
             while connection.from_replay and self.rng.random() < 0.85:
                 server = self.servers.get(identity)
@@ -121,7 +128,7 @@ class World:
                 if server is not None:
                     server.hear(message, self.now)
                 else:
-                    self.learner.hear(identity, message)
+                    self.learner.hear(identity, message, self.now)
 
     def attempt(self, action: Callable[[], None], *, at_once: bool = True) -> bool:
         """Have replay do something and say what follows; its process dies when the journal cannot be used."""
@@ -157,24 +164,29 @@ class World:
         identity = self.rng.choice(list(self.servers))
         del self.servers[identity]
         self.network.close(identity)
+        del self.bus.connections[identity]
         self.add_server()
 
     def add_server(self) -> None:
         identity = f"rollout-{next(self.names)}"
-        self.servers[identity] = SimulatedServer(identity, self.network, self.books, self.rng, self.config)
+        self.servers[identity] = SimulatedServer(
+            identity, self.network, self.bus, self.books, self.rng, self.config, self.now, faults=self.faults["bus"]
+        )
 
     def new_learner(self) -> SimulatedLearner:
         """The first learner, or one in the place of another that is killed."""
         if self.books.initial or hasattr(self, "learner"):
             self.counts["learner_restarts"] += 1
             self.learner.kill()
+            self.bus.replay_crashed()
         kept = sorted(self.checkpoints.complete)
         version = self.rng.choice(kept) if kept else 0
         for newer in [v for v in kept if v > version]:
             del self.checkpoints.complete[newer]
         salted_at = version + self.rng.randint(0, 5) if self.rng.random() < self.faults["salted"] else None
+        bus = SimulatedBus(self.bus, self.rng, self.faults["bus"])
         learner = SimulatedLearner(
-            f"{next(self.names)}", self.network, self.books, self.checkpoints, self.rng, self.config,
+            f"{next(self.names)}", self.network, bus, self.books, self.checkpoints, self.rng, self.config, self.now,
             version=version, salted_at=salted_at, lowers_lag=self.faults["lowers_lag"],
             rolls_back=bool(self.books.line) and self.rng.random() < self.faults["rolls_back"],
         )  # fmt: skip
@@ -256,7 +268,7 @@ class World:
         slots = [(s.group_id, s.state.value, s.min_version, s.attempt, s.server) for s in service.buffer.slots.values()]
         peers = [(p.name, p.incarnation, p.version, p.capacity) for p in service.peers.by_identity.values()]
         lost, takes = service.run.policies.lost, service.batch_desk.takes
-        return f"lost {lost}, takes {takes}, {slots}, {peers}, {self.learner.published}"
+        return f"lost {lost}, takes {takes}, {slots}, {peers}, {self.learner.bus.published}"
 
     def say(self, text: str) -> None:
         self.trace.append(f"{self.now:.1f} {text}")

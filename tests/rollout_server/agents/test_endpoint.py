@@ -16,13 +16,13 @@ from torch_oracle import hf_tensors, make_model
 
 from configs import Config
 from configs.environment import Environment
-from learner.examples.calculator import CALL, IDS, save_tokenizer
+from examples.calculator import CALL, IDS, save_tokenizer
 from replay import messages as m
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.environments import EnvironmentFailed
-from rollout_server.environments.episodes import EpisodeGenerator
 from rollout_server.environments.pool import environments_of
+from rollout_server.episodes import EpisodeGenerator
 from rollout_server.generate import LeaseFailed
 from rollout_server.rewards import RewardOutcome, Sample
 from rollout_server.tasks import Task

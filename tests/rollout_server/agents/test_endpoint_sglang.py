@@ -16,10 +16,10 @@ pytest.importorskip("openai", reason="the client package is not installed")
 
 from test_endpoint import HERE, Judge, answers_of, lease
 
-from learner.examples.calculator import CALL, IDS, save_tokenizer
+from examples.calculator import CALL, IDS, save_tokenizer
 from rollout_server.engines.base import Completion, Sampling
-from rollout_server.environments.episodes import EpisodeGenerator
 from rollout_server.environments.pool import environments_of
+from rollout_server.episodes import EpisodeGenerator
 from rollout_server.tasks import Task
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from configs import Config
+from examples.calculator import save_tokenizer
 from learner.check.functions import problem_with_agent
-from learner.examples.calculator import save_tokenizer
 from rollout_server.agents.answers import CHUNK_CHARS, message_of, stream, whole
 from rollout_server.agents.program import AgentFailed, play, reward_of
 from rollout_server.agents.requests import Asked, Refused, Rules, read

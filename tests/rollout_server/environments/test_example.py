@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from configs import Config
-from learner.examples import calculator as example
+from examples import calculator as example
 from rollout_server.environments.conversation import Conversation
 from rollout_server.environments.tool_calls import message_of
 from rollout_server.environments.tools import calculator

@@ -1,8 +1,6 @@
 """Servers of OpenEnv's protocol, as processes on the loopback interface, spoken to by a scripted policy."""
 
 import asyncio
-import importlib.util
-import os
 import subprocess
 import sys
 import time
@@ -14,21 +12,17 @@ import pytest
 from scripted import Scripted
 
 pytest.importorskip("aiohttp", reason="the extra `openenv` is not installed")
-import aiohttp
+import openenv_servers as openenv
 
 from rollout_server.environments import EnvironmentFailed, Trajectory
-from rollout_server.environments.adapters import openenv
 
 HERE = Path(__file__).parent
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "Play."}], "columns": {"seed": 4}}
-PYTHON = os.environ.get("SLIPSTREAM_OPENENV_PYTHON") or sys.executable
-"""An interpreter with the package openenv, whose pins engines do not go with."""
-HAS_PACKAGE = sys.executable != PYTHON or all(map(importlib.util.find_spec, ("openenv", "fastmcp", "uvicorn")))
 
 
-def served(script: str, python: str) -> Iterator[str]:
+def served(script: str) -> Iterator[str]:
     with subprocess.Popen(
-        [python, str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         yield f"http://127.0.0.1:{int(process.stdout.readline())}"
@@ -37,20 +31,7 @@ def served(script: str, python: str) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def stand_in() -> Iterator[str]:
-    yield from served("openenv_stand_in.py", sys.executable)
-
-
-@pytest.fixture(scope="module")
-def package() -> Iterator[str]:
-    if not HAS_PACKAGE:
-        pytest.skip("the package openenv is not installed; SLIPSTREAM_OPENENV_PYTHON may name a Python that has it")
-    yield from served("openenv_package.py", PYTHON)
-
-
-@pytest.fixture(params=["stand_in", "package"])
-def url(request: pytest.FixtureRequest) -> str:
-    found: str = request.getfixturevalue(request.param)
-    return found
+    yield from served("openenv_stand_in.py")
 
 
 async def play(answers: Sequence[str], row: dict[str, Any] = ROW, **options: Any) -> tuple[Scripted, Trajectory]:
@@ -59,25 +40,25 @@ async def play(answers: Sequence[str], row: dict[str, Any] = ROW, **options: Any
     return client, await openenv.rollout(row, client)  # type: ignore[arg-type]
 
 
-async def test_an_episode_goes_on_until_the_server_is_done(url: str) -> None:
-    client, played = await play(["3", "9", "5"], url=url)
+async def test_an_episode_goes_on_until_the_server_is_done(stand_in: str) -> None:
+    client, played = await play(["3", "9", "5"], url=stand_in)
     said = [message["content"] for message in client.contexts[2]]
     assert said == ["Play.\nGuess a number from 1 to 9.", "3", "higher", "9", "lower"], "the row's seed, 4, hides a 5"
     assert played.reward == pytest.approx(0.8) and played.metrics["episode/finished"] == 1.0
     assert played.metrics["episode/moves"] == 3.0
-    _, last = await play(["3", "5"], url=url, reward="last", reset={"most": 6})
+    _, last = await play(["3", "5"], url=stand_in, reward="last", reset={"most": 6})
     assert last.reward == 1.0
 
 
-async def test_text_and_json_actions_and_a_full_context(url: str) -> None:
-    client, played = await play(["no JSON", '{"message": "5"}'], url=url, action="json", style="text")
+async def test_text_and_json_actions_and_a_full_context(stand_in: str) -> None:
+    client, played = await play(["no JSON", '{"message": "5"}'], url=stand_in, action="json", style="text")
     assert client.contexts[1] == "Play.\nGuess a number from 1 to 9.\nno JSON\nerror: the answer is no JSON object\n"
     assert (played.reward, played.metrics["episode/invalid_move"]) == (1.0, 1.0)
-    _, cut = await play(["3"], url=url)
+    _, cut = await play(["3"], url=stand_in)
     assert (cut.reward, cut.metrics["episode/finished"]) == (-0.1, 0.0), "what was reached counts"
 
 
-async def test_episodes_wait_for_a_place(url: str) -> None:
+async def test_episodes_wait_for_a_place(stand_in: str) -> None:
     """The servers have two; a place that is free again is taken."""
 
     async def one(number: int) -> float:
@@ -85,7 +66,7 @@ async def test_episodes_wait_for_a_place(url: str) -> None:
         client = Scripted(["1", "2", "3"], options)
         return (await openenv.rollout(row, client)).reward or 0.0  # type: ignore[arg-type]
 
-    options = {"url": [url], "wait_s": 20}
+    options = {"url": [stand_in], "wait_s": 20}
     await asyncio.to_thread(openenv.prepare, options)
     rewards = await asyncio.gather(*(one(number) for number in range(6)))
     assert [round(reward, 1) for reward in rewards] == [1.0, 0.9, 0.8, -0.3, -0.3, -0.3]
@@ -132,78 +113,6 @@ async def test_a_server_that_is_gone_is_passed_over(stand_in: str, capsys: pytes
     assert line.startswith(f"openenv: {gone}: no session (") and line.endswith(f"are played at {stand_in}")
     with pytest.raises(openenv.ServerFailed, match=rf"{gone}: no session .*; {gone}/b: no session"):
         await play(["5"], url=[f"{gone}/b", gone], action="message", wait_s=5)
-
-
-async def test_a_server_that_is_lost_between_two_tries_for_a_place_is_named(
-    stand_in: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def full(socket: Any, url: str, *_: Any) -> None:
-        monkeypatch.setattr(aiohttp.ClientSession, "ws_connect", lost)
-        raise openenv._Full(f"{url}: reset: CAPACITY_REACHED")
-
-    async def lost(*_: Any, **__: Any) -> None:
-        raise aiohttp.ClientConnectionError("it is gone")
-
-    monkeypatch.setattr(openenv, "_asked", full)
-    with pytest.raises(openenv.ServerFailed, match=f"{stand_in}: no session .*it is gone"):
-        await play(["5"], url=stand_in, wait_s=5)
-
-
-async def test_a_message_that_cannot_be_sent_is_named(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sends = aiohttp.ClientWebSocketResponse.send_json
-
-    async def breaks(self: Any, data: Any, **rest: Any) -> None:
-        if data["type"] == kind:
-            raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
-        await sends(self, data, **rest)
-
-    monkeypatch.setattr(aiohttp.ClientWebSocketResponse, "send_json", breaks)
-    kind = "step"
-    with pytest.raises(openenv.ServerFailed, match=f"{stand_in}: step could not be sent: Cannot write"):
-        await play(["5"], url=stand_in)
-    kind = "close"
-    _, played = await play(["5"], url=stand_in)
-    assert played.reward == 1.0, "a server that hangs up once it is done takes nothing back"
-
-
-async def test_a_server_that_does_not_answer_a_close_is_left(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def never(*_: Any, **__: Any) -> None:
-        await asyncio.sleep(60)
-
-    monkeypatch.setattr(openenv, "CLOSE_S", 0.1)
-    monkeypatch.setattr(aiohttp.ClientWebSocketResponse, "close", never)
-    _, played = await asyncio.wait_for(play(["5"], url=stand_in), 20)
-    assert played.reward == 1.0
-
-
-async def test_proxies_of_the_environment_are_not_asked(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    _, played = await play(["5"], url=stand_in, wait_s=5)
-    assert played.reward == 1.0
-
-
-async def test_large_seeds_are_cut_to_what_games_take(stand_in: str) -> None:
-    """A game's seed is 31 bits wide: 4 + 2**40 hides what 4 hides."""
-    _, played = await play(["5"], row={**ROW, "columns": {"seed": 4 + (1 << 40)}}, url=stand_in)
-    assert played.reward == 1.0
-
-
-def test_an_answer_that_is_no_object_is_no_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openenv, "_action", ["json"])
-    for text in ("no JSON", "[1]", "7", "[" * 100_000):
-        assert openenv.action_of(text, {}) is None
-    assert openenv.action_of('{"a": 1}', {"fields": {"b": 2}}) == {"a": 1, "b": 2}
-
-
-def test_the_named_field_of_an_observation_is_shown() -> None:
-    said = {"observation": {"board": [1, 2], "text": "go", "more": "on", "reward": 1}}
-    assert openenv.observed(said, {"observation": "board"}) == "[1, 2]"
-    assert openenv.observed(said, {}) == '{"board": [1, 2], "text": "go", "more": "on"}'
-    with pytest.raises(openenv.ServerFailed, match=r"options.observation: 'reward'; there are board, text, more"):
-        openenv.observed(said, {"observation": "reward"})
 
 
 def test_a_schema_that_cannot_be_read_and_a_missing_package(stand_in: str, monkeypatch: pytest.MonkeyPatch) -> None:

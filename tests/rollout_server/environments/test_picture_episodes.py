@@ -12,7 +12,7 @@ from small_generator import config_of, evaluation_lease
 from test_episodes import playing
 from test_picture_prompts import IMAGE, reference
 
-from learner.examples.pictures import IDS, save_model, save_pictures
+from examples.pictures import IDS, save_model, save_pictures
 from replay import messages as m
 from replay.desks.leases import Slot
 from replay.desks.validation import Bounds, problem_with

@@ -10,7 +10,7 @@ import pytest
 from test_episodes import GROUP, ending_of, lease, playing
 
 from replay.desks.leases import INTERRUPTIONS
-from rollout_server.environments.episodes import EpisodeGenerator
+from rollout_server.episodes import EpisodeGenerator
 from tests.support.waiting import eventually
 
 MAX_ATTEMPTS = 3
@@ -18,7 +18,7 @@ MAX_ATTEMPTS = 3
 
 
 def pid_of(generator: EpisodeGenerator) -> int:
-    child = generator.environments._processes[0]._child
+    child = generator.environments._processes[0].child
     assert child is not None
     return child.process.pid
 

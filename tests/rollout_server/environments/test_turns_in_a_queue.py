@@ -12,11 +12,11 @@ from test_episodes import GROUP, ending_of, lease, playing
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
 
-TOKENS, TOKEN_S = 12, 0.04
+TOKENS, TOKEN_S = 12, 0.1
 
 
 class Queue:
-    """Two requests run at once, a token each 40 ms; `stuck` ones never get a second one."""
+    """Two requests run at once, a token each 100 ms; `stuck` ones never get a second one."""
 
     def __init__(self, *, stuck: bool = False) -> None:
         self._places, self._counts, self._stuck = asyncio.Semaphore(2), dict[str, int](), stuck
@@ -43,9 +43,9 @@ class Queue:
 
 
 async def test_six_episodes_on_two_places_all_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for up to three times as long as a turn may stand still."""
+    """Each waits for up to twice as long as a turn may stand still."""
     Queue().install(monkeypatch)
-    async with playing(folder, "last_answer", turn_timeout_s=0.3) as generator:
+    async with playing(folder, "last_answer", turn_timeout_s=1.0) as generator:
         found = await asyncio.gather(*(ending_of(generator, lease(index), f"0/{index}/1") for index in range(2)))
     assert found == ["", ""] and 2 * GROUP == 6
 

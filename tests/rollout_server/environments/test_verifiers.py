@@ -2,11 +2,9 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +12,11 @@ from scripted import Scripted
 
 pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
 pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
-from aiohttp import web
+import verifiers_chat
+import verifiers_tasks
 
 from replay.prompts import load_rows
 from rollout_server.environments import EnvironmentFailed, NoMoreTurns, Turn
-from rollout_server.environments.adapters import verifiers_chat, verifiers_tasks
 
 TASKS = {"id": "sum_tasks"}
 TRIES = {"taskset": TASKS, "env": {"id": "two_tries"}}
@@ -86,24 +84,6 @@ async def test_no_room_ends_the_episode_and_a_fault_fails_it(tmp_path: Path, mon
         await verifiers_tasks.rollout({"prompt": "1+1", "columns": {}}, client)  # type: ignore[arg-type]
 
 
-def traces(**seats: bool) -> list[Any]:
-    """A trace of each seat; whether it may be trained."""
-    given: dict[str, Any] = {"rewards": {"none": None}, "metrics": {"none": None}, "reward": 1.0}
-    return [
-        SimpleNamespace(id=name, agent=SimpleNamespace(name=name, trainable=trains), **given)
-        for name, trains in seats.items()
-    ]
-
-
-def test_without_a_trace_to_train_the_episode_has_failed() -> None:
-    with pytest.raises(verifiers_tasks.TaskFailed, match="'solver' has played no trace that may be trained; critic"):
-        verifiers_tasks.judged("solver", traces(critic=True), {})
-    with pytest.raises(verifiers_tasks.TaskFailed, match="'solver' has played no trace that may be trained"):
-        verifiers_tasks.judged("solver", traces(critic=True, solver=False), {})
-    found = verifiers_tasks.judged("solver", traces(solver=True), {"solver": [0], "critic": [2, 1]})
-    assert (found.reward, found.metrics, found.leave_out) == (1.0, {}, [1, 2])
-
-
 async def test_a_refused_request_and_proxies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the endpoint refuses fails the episode with its words; no proxy is asked for what is on this machine."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
@@ -120,47 +100,6 @@ async def test_a_refused_request_and_proxies(tmp_path: Path, monkeypatch: pytest
         with pytest.raises(verifiers_tasks.TaskFailed, match=r"invalid_api_key|401"):
             await verifiers_tasks.rollout(row, Scripted(["3"]))  # type: ignore[arg-type]
         assert not mine.endpoint._episodes and not mine.endpoint._sessions, "every key ends with its episode"
-
-
-async def test_the_chat_asks_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    for name in ("no_proxy", "NO_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    asked: list[Any] = []
-
-    async def answer(request: web.Request) -> web.Response:
-        asked.append(await request.json())
-        return web.json_response({})
-
-    app = web.Application()
-    app.add_routes([web.post("/v1/chat/completions", answer)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    it: Any = SimpleNamespace(resolve_prompt=lambda _: ("Add.", "2+1"))
-    rest: dict[str, Any] = {"trace": None, "runtime": None, "secret": "x", "mcp_urls": {}, "data": None}
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    try:
-        done = await verifiers_chat.SlipstreamChat.launch(it, SimpleNamespace(model="m"), endpoint=url, **rest)
-    finally:
-        await runner.cleanup()
-    assert done.exit_code == 0 and [one["role"] for one in asked[0]["messages"]] == ["system", "user"]
-
-
-async def test_two_first_episodes_start_one_endpoint(tmp_path: Path) -> None:
-    row = rows()[0]
-    async with prepared({"taskset": TASKS}):
-        played = await asyncio.gather(
-            *(verifiers_tasks.rollout(row, Scripted(["3"])) for _ in range(4))  # type: ignore[arg-type]
-        )
-    assert [one.reward for one in played] == [2.0] * 4
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
-    with pytest.raises(EnvironmentFailed, match=r"needs a package .*slipstream-rl\[verifiers\]"):
-        verifiers_tasks.prepare({"taskset": TASKS})
 
 
 def test_programs_of_the_policy_are_accepted_by_name_or_in_a_container() -> None:

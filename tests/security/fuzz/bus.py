@@ -112,7 +112,7 @@ class SubscriberTarget(Threaded, DealerTarget):
         self.watch(self._subscriber._dealer)
         self._thread = threading.Thread(target=self._receive, name="fuzzed-subscriber", daemon=True)
         self._thread.start()
-        self.meet(f"r0.{self._subscriber._instance}", Heartbeat(session=""))
+        self.meet(self._subscriber._dealer, Heartbeat(session=""))
         await self.drain(1)
 
     def _receive(self) -> None:
@@ -124,7 +124,8 @@ class SubscriberTarget(Threaded, DealerTarget):
             self.failure = error
 
     def given(self) -> Mapping[str, Any]:
-        return {"session": self._subscriber._session, "epoch": self._subscriber._epoch, "rejoin": True}
+        known = self._subscriber.subscription
+        return {"session": known.session, "epoch": known.epoch, "rejoin": True}
 
     def close(self) -> None:
         self._closing = True

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from learner.batches import BatchReader
-from learner.batches import RunEnded as LearnerRunEnded
+from learner.dialog import RunEnded as LearnerRunEnded
 from replay import messages as m
 from replay.channel import AsyncDealer, ChannelError, WireError
 from rollout_server.generate import LeaseFailed
@@ -32,7 +32,7 @@ class RolloutTarget(DealerTarget):
 
     async def open(self) -> None:
         self._dealer = AsyncDealer(self.address, "r0", m.FROM_REPLAY)
-        self.meet("r0", m.Heartbeat())
+        self.meet(self._dealer, m.Heartbeat())
         engine: Any = SimpleNamespace(hold=str, unpin=nothing, health=nothing)
         generator: Any = SimpleNamespace(group=refuse, evaluation=refuse, abort=str, engine=engine)
         self._reader = RolloutServer(config(), generator, self._dealer, name="rollout-0", fingerprint={})
@@ -69,7 +69,7 @@ class LearnerTarget(DealerTarget):
         self._reader = BatchReader(config(), self.address, rank=0, fingerprint={})
         self._read, self._poll = 0, self._reader._dealer.poll
         self._reader._dealer.poll = self._counted  # type: ignore[method-assign]
-        self.meet(self._reader._dealer.identity, m.Heartbeat())
+        self.meet(self._reader._dealer, m.Heartbeat())
         await self.drain(1)
 
     def given(self) -> Mapping[str, Any]:
@@ -83,6 +83,7 @@ class LearnerTarget(DealerTarget):
             self._read += 1
             raise
         self._read += found is not None
+        self.accepted += found is not None
         return found
 
     async def drain(self, count: int) -> None:
@@ -91,10 +92,8 @@ class LearnerTarget(DealerTarget):
         for number in range(count):
             before = self._read
             while self._read == before:
-                try:
-                    self.accepted += self._reader._next("the next batch") is not None
-                except (LearnerRunEnded, ChannelError):  # Goodbye and Refused
-                    self.accepted += 1
+                with contextlib.suppress(LearnerRunEnded, ChannelError):  # Goodbye and Refused
+                    self._reader._poll(PATIENCE_S)
                 if time.monotonic() > deadline:
                     raise Vanished(f"{count - number} of {count} messages")
         self._reader.inbox.results.clear()

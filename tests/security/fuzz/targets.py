@@ -157,9 +157,9 @@ class DealerTarget(Target):
         self.address = f"tcp://{HOST}:{self._socket.bind_to_random_port(f'tcp://{HOST}')}"
         self._identity = b""
 
-    def meet(self, identity: str, greeting: Message) -> None:
-        """Wait for a peer and send it a first message, from which it has the run's id."""
-        self._identity = identity.encode()
+    def meet(self, dealer: Any, greeting: Message) -> None:
+        """Wait for the peer with this DEALER and send it a first message, from which it has the run's id."""
+        self._identity = dealer._socket.getsockopt(zmq.IDENTITY)
         frames = [bytes(frame) for frame in encode(greeting, RUN, 1)]
         deadline = time.monotonic() + PATIENCE_S
         while True:

@@ -24,7 +24,6 @@ TARGETS = {
     "learner": "ends",
     "publisher": "bus",
     "subscriber": "bus",
-    "reward": "rewards",
 }
 """Kinds of socket, and the module that has each: one process imports only its own."""
 BATCH = 64

@@ -52,11 +52,12 @@ async function redraw() {
 
 async function poll() {
   try {
-    const ages = (await get("/api/runs")).map((run) => run.age_s);
+    const known = await get("/api/runs"), ages = known.map((run) => run.age_s), failed = known.some((run) => run.failed);
     const youngest = Math.min(...ages.map((age) => age ?? Infinity)), was = live;
-    live = youngest < LIVE_S;
+    live = youngest < LIVE_S && !known.every((run) => run.ending);
     state.textContent = live ? "live" : youngest === Infinity ? "nothing written yet" : `last written ${duration(youngest)} ago`;
-    state.className = live ? "live" : "";
+    if (failed) state.textContent = `failed; ${state.textContent}`;
+    state.className = failed ? "bad" : live ? "live" : "";
     if (live || was) await redraw();
   } catch (error) {
     state.textContent = "no answer";

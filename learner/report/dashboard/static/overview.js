@@ -13,6 +13,7 @@ function tiles(run, index, several) {
     tile(`eval ${mode}`, number(scores.at(-1)), `was ${number(scores[0])}; now v${versions.at(-1)}`));
   return h("section", { class: `tiles run${index}` }, several && h("h2", {}, `${"AB"[index]}: ${run.name}`),
     run.broken && h("p", { class: "bad" }, run.broken),
+    run.ending && h("p", { class: run.failed ? "bad" : "hint" }, run.ending),
     tile("step", number(run.step), run.total_steps ? `of ${number(run.total_steps)}${run.step < run.total_steps && run.eta_s ? `, ${duration(run.eta_s)} left` : ""}` : ""),
     tile("reward", number(last["critic/score/mean"])),
     evaluations,

@@ -1,0 +1,1 @@
+"""Runnable examples: models and prompts of the presets, and the learner under TRL."""

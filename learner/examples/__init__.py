@@ -1,1 +1,0 @@
-"""Small tasks to start with; their models and prompts are made here."""

@@ -1,0 +1,94 @@
+"""What a run waits for, one entry each: by a code for programs, in words for people."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from configs.schema import Config
+from replay.desks.batch_desk import BatchDesk
+from replay.desks.leases import SlotState
+from replay.peers import Peer, Peers
+from replay.run import Run
+
+SLOW_REWARD_S = 5.0
+"""Age of the oldest call of a reward from which on it is named."""
+
+
+@dataclass(slots=True)
+class Waits:
+    """Reads the state of a run; changes nothing."""
+
+    config: Config
+    run: Run
+    peers: Peers
+    batch_desk: BatchDesk
+    disk: tuple[float, str] | None = None
+    """Since when the journal cannot be written, and why, with its path."""
+    refused: int = 0
+    """Connections whose keys were refused so far."""
+
+    def of(self, now: float, no_server_since: float) -> list[dict[str, Any]]:
+        """Entries {code, who, for, since_s}; codes: disk, server, batch, ranks, room, silent, reward."""
+        found = []
+        if self.disk is not None:
+            found.append(_wait("disk", "replay", f"its disk: {self.disk[1]}", now - self.disk[0]))
+        servers = self.peers.role("rollout_server")
+        if not servers:
+            keys = f"; {self.refused} connections were refused for their keys (network.keys)" if self.refused else ""
+            found.append(_wait("server", "replay", f"a rollout server{keys}", now - no_server_since))
+        found += self._batch(now)
+        found += self._ranks(now)
+        buffer = self.run.buffer
+        if servers and buffer.room == 0 and buffer.count(SlotState.BUFFERED) == len(buffer.slots):
+            learner = next((f", which is {peer.activity}" for peer in self.peers.role("learner") if peer.activity), "")
+            room = f"room: {buffer.max_groups} groups are in flight (the learner is slower{learner})"
+            found.append(_wait("room", "rollout servers", room, 0.0))
+        silent_s = 3 * self.config.network.heartbeat_s
+        for peer in self.peers.by_identity.values():
+            if now - peer.last_heard > silent_s:
+                found.append(_wait("silent", "replay", f"a sign of {peer.name}", now - peer.last_heard))
+        return [*found, *(wait for peer in servers if (wait := self._reward(peer)) is not None)]
+
+    def _batch(self, now: float) -> list[dict[str, Any]]:
+        """The batch that the ranks ask for, and where its oldest missing group is."""
+        desk, buffer = self.batch_desk, self.run.buffer
+        step = buffer.version + 1
+        if not desk.takes.get(step) or step in desk.batches:
+            return []
+        what, missing = f"batch {step}", buffer.oldest_missing()
+        if missing is not None:
+            server = self.peers.get(missing.server) if missing.server else None
+            where = f"at {server.name}{_engine(server.gauges)}" if server is not None else "at no server yet"
+            what += f" (group {missing.group_id[0]}/{missing.group_id[1]} {where})"
+        return [_wait("batch", "learner", what, now - desk.take_since)]
+
+    def _ranks(self, now: float) -> list[dict[str, Any]]:
+        """Learner ranks that others wait for: before a batch is formed, and before any starts on it."""
+        desk, step = self.batch_desk, self.run.buffer.version + 1
+        for done, what in ((desk.takes.get(step), "to ask for"), (desk.haves.get(step), "to hold")):
+            missing = sorted(set(range(desk.num_ranks)) - done) if done else []
+            if missing and (what == "to hold" or step not in desk.batches):
+                who, whom = (", ".join(f"learner-{rank}" for rank in ranks) for ranks in (sorted(done or ()), missing))
+                return [_wait("ranks", who, f"{whom} {what} batch {step}", now - desk.take_since)]
+        return []
+
+    def _reward(self, peer: Peer) -> dict[str, Any] | None:
+        """A reward whose oldest call is old, as the server's gauges say."""
+        oldest_s, waiting = peer.gauges.get("reward_oldest_s", 0.0), peer.gauges.get("rewards_waiting", 0.0)
+        if oldest_s < SLOW_REWARD_S:
+            return None
+        workers = peer.gauges.get("reward_workers", 1.0)
+        said = f"{waiting:.0f} answers, {workers:.0f} worker{'s' if workers > 1 else ''}"
+        return _wait("reward", peer.name, f"reward {self.config.reward.shown!r}: {said}", oldest_s)
+
+
+def _engine(gauges: Mapping[str, float]) -> str:
+    """`, whose engine decodes 12 answers`, or nothing where the server has not said."""
+    running, judged = gauges.get("running", 0.0), gauges.get("rewards_waiting", 0.0)
+    if running:
+        return f", whose engine decodes {running:.0f} answers"
+    return f", where {judged:.0f} answers are judged" if judged else ""
+
+
+def _wait(code: str, who: str, what: str, since_s: float) -> dict[str, Any]:
+    return {"code": code, "who": who, "for": what, "since_s": max(0.0, since_s)}

@@ -1,0 +1,56 @@
+"""`python -m tests.mutants`: takes away one guard of the product after the other; which test notices?
+
+The tree stays as it is: mutants are made in a copy of it. The last line is JSON:
+
+    {"mutants": 200, "caught": 200, "survived": []}
+
+The exit code is 1 when one survives.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+from tests.mutants import Bench, Mutant, all_mutants, count
+
+
+def tried(mutants: Sequence[Mutant]) -> list[str]:
+    """Mutants that nothing notices. Raises SystemExit: a test fails without any."""
+    survived = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, closing(Bench(Path(folder))) as bench:
+        for tests in sorted({tests for mutant in mutants for tests in mutant.tests}):
+            if (problem := bench.fails([tests])) is not None:
+                raise SystemExit(f"without any mutant: {problem}")
+        for mutant in mutants:
+            found = bench.notices(mutant)
+            survived += [mutant.name] if found is None else []
+            sys.stdout.write(f"{mutant.name}: {found or 'SURVIVED'}\n")
+            sys.stdout.flush()
+    return survived
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("packages", nargs="*", help="all of them, unless some are named")
+    parser.add_argument("--only", default="", help="mutants whose name contains this")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args(arguments)
+    every = all_mutants()
+    chosen = [m for name in args.packages or every for m in every[name] if args.only in m.name]
+    if stale := [mutant.name for mutant in chosen if count(mutant) != 1]:
+        raise SystemExit(f"what these replace is not there once: {stale}")
+    shares = [chosen[i :: args.processes] for i in range(args.processes)]
+    with ThreadPoolExecutor(args.processes) as pool:
+        survived = [name for names in pool.map(tried, shares) for name in names]
+    result = {"mutants": len(chosen), "caught": len(chosen) - len(survived), "survived": survived}
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

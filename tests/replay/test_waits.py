@@ -1,0 +1,92 @@
+"""What a run waits for has one entry with a code: disk, keys, a silent peer, a reward, an engine, the learner."""
+
+import time
+
+import pytest
+
+from replay import keys as make_keys
+from replay import messages as m
+from replay.channel import ChannelError, Dealer, load_keys
+from replay.journal import JournalError
+from tests.replay.simulated_run import service
+from tests.security import served_replay
+
+
+def waits(made, now=10.0):
+    """The last entry of each code."""
+    return {wait["code"]: wait for wait in made.report.of(now, ended=None, no_server_since=0.0)["waits"]}
+
+
+def joined(**gauges):
+    """A service with a learner and a server that says these gauges."""
+    made = service()
+    made.handle("l", m.Hello(role="learner", name="learner-0", pid=1, host="h", digest="0"), 0.0)
+    made.handle("a", m.Hello(role="rollout_server", name="rollout-0", pid=2, host="h"), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=9, version=0, incarnation=1), 0.0)
+    made.handle("a", m.Heartbeat(activity="generating", since_s=0.0, gauges=gauges), 9.0)
+    made.handle("l", m.Heartbeat(activity="updating", since_s=0.0), 9.0)
+    return made
+
+
+def test_a_slow_reward_is_named_with_its_workers_and_its_oldest_call():
+    assert "reward" not in waits(joined(rewards_waiting=40.0, reward_oldest_s=4.0))
+    (wait,) = [waits(joined(rewards_waiting=40.0, reward_workers=2.0, reward_oldest_s=41.0))["reward"]]
+    assert (wait["who"], wait["since_s"]) == ("rollout-0", 41.0)
+    assert wait["for"] == "reward 'exact': 40 answers, 2 workers"
+
+
+@pytest.mark.parametrize(
+    ("gauges", "said"),
+    [({"running": 12.0}, "whose engine decodes 12 answers"), ({"rewards_waiting": 8.0}, "where 8 answers are judged")],
+)
+def test_a_batch_that_is_waited_for_names_the_server_and_what_it_does(gauges, said):
+    made = joined(**gauges)
+    made.handle("l", m.Take(step=1, rank=0), 9.0)
+    assert waits(made)["batch"]["for"] == f"batch 1 (group 0/0 at rollout-0, {said})"
+
+
+def test_a_silent_peer_is_named():
+    made = joined()
+    made.handle("l", m.Heartbeat(activity="updating", since_s=0.0), 19.0)
+    silent = [
+        wait for wait in made.report.of(20.0, ended=None, no_server_since=0.0)["waits"] if wait["code"] == "silent"
+    ]
+    assert ("a sign of rollout-0", 11.0) in [(wait["for"], wait["since_s"]) for wait in silent]
+    assert "a sign of learner-0" not in [wait["for"] for wait in silent]
+
+
+def test_a_disk_that_takes_no_more_is_named_until_it_does(monkeypatch):
+    made = joined()
+
+    def full():
+        raise JournalError("/runs/a/journal/000001.seg: No space left on device; free space on its disk")
+
+    monkeypatch.setattr(made.journal, "flush", full)
+    made.outbox.append(("l", m.Heartbeat()))
+    assert made.sayable(10.0) == []
+    (wait,) = [waits(made, 14.0)["disk"]]
+    assert wait["since_s"] == 4.0 and "/runs/a/journal/000001.seg: No space left" in wait["for"]
+    monkeypatch.undo()
+    assert made.sayable(15.0) and "disk" not in waits(made, 15.0)
+
+
+def test_connections_that_are_refused_for_their_keys_are_counted_where_no_server_comes(tmp_path):
+    for name in ("keys", "others"):
+        make_keys.make(tmp_path / name, ["node1"], force=False)
+    make_keys.export(tmp_path / "others", "node1", tmp_path / "node1")
+    (tmp_path / "node1" / "server.key").write_bytes((tmp_path / "keys" / "server.key").read_bytes())
+    with served_replay.served(load_keys(tmp_path / "keys")) as replay:
+        stranger = Dealer(replay.address, "x", m.FROM_REPLAY, keys=load_keys(tmp_path / "node1"))
+        with stranger as dealer, pytest.raises(ChannelError):
+            dealer.send(m.StatusRequest())
+            dealer.poll(20.0)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with Dealer(replay.address, "y", m.FROM_REPLAY, keys=load_keys(tmp_path / "keys")) as dealer:
+                dealer.send(m.StatusRequest())
+                envelope = dealer.poll(5.0)
+            (wait,) = [one for one in envelope.message.state["waits"] if one["code"] == "server"]
+            if "were refused for their keys (network.keys)" in wait["for"]:
+                break
+            time.sleep(0.2)
+        assert "connections were refused for their keys (network.keys)" in wait["for"]

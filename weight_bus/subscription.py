@@ -1,0 +1,243 @@
+"""A subscriber's end of the control plane: sessions, epochs, versions that arrive, are applied and proven.
+
+A state machine without socket and clock: messages of the publisher go in with the time, answers are in `outbox`. The
+data plane and the engine are called from inside `hear`, which blocks in broadcasts and loads for as long as these do.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from configs.infrastructure import WeightBus
+from replay.channel import Message, WireError
+from weight_bus import messages as m
+from weight_bus.digest import combined
+from weight_bus.errors import BusClosed, RemovedFromBus, TransportError, WeightBusError
+from weight_bus.intake import Load
+from weight_bus.manifest import Manifest
+
+log = logging.getLogger(__name__)
+
+SILENT_BEATS = 3
+MAX_NAMED = 16
+JOIN_AGAIN_BEATS = 10
+NOTHING = (-1, -1, "")
+
+Activate = Callable[[int, bool], None]  # (version, evaluate): the engine verifiably holds this version and may serve it
+OnSilence = Callable[[str, float], str]
+"""(what is waited for, seconds): the publisher is silent past weight_bus.deadline_s; what to add to the log."""
+Quarantine = Callable[[int, str], None]
+"""(version, reason): the engine holds something else and must not serve; a refill follows."""
+
+
+class Engine(NamedTuple):
+    """What is done with a version."""
+
+    load: Load
+    activate: Activate
+    quarantine: Quarantine
+
+
+class DataPlane(Protocol):
+    """What `Intake` and `RemoteIntake` have in common."""
+
+    seconds: dict[str, float]
+
+    @property
+    def facts(self) -> dict[str, str]: ...
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    def take(self, begin: m.Begin) -> list[str]: ...
+
+    def decide(self, decision: m.Commit | m.Abort) -> m.Begin | None: ...
+
+    def apply(self, version: int, load: Load) -> Mapping[str, int]: ...
+
+    def forget(self) -> None: ...
+
+
+class Subscription:
+    """What one subscriber knows of its publisher.
+
+    Args:
+        join: introduces it; session, version, digest and facts are filled in.
+        on_silence: as in `Subscriber`.
+    """
+
+    def __init__(
+        self, address: str, join: m.Join, config: WeightBus, intake: DataPlane, on_silence: OnSilence, now: float
+    ) -> None:
+        self.address, self.name = address, join.name
+        self.outbox: list[Message] = []
+        """For the publisher, in order."""
+        self.incarnation = 0
+        """Of the learner that admitted this subscriber last."""
+        self.session, self.admitted = "", False
+        """The session that was asked for, and whether the publisher has welcomed it: then it has to beat."""
+        self.epoch = 0
+        self._join, self._config, self._intake, self._on_silence = join, config, intake, on_silence
+        self._sessions = 0
+        self._held = NOTHING  # (incarnation, version, digest) that the engine verifiably holds
+        self._engaged: m.Commit | None = None
+        """What the engine is loading at this moment."""
+        self._heard_at, self._joined_at = now, -math.inf
+        self._silent = self._overdue = False
+
+    @property
+    def version(self) -> int:
+        """Version that the engine verifiably holds, -1 for none."""
+        return self._held[1]
+
+    def hold(self, limit_s: float, reason: str) -> None:
+        """See `Subscriber.hold`."""
+        if self._engaged is None:
+            raise WeightBusError("hold() is for the load callback: nothing is being applied")
+        self._answer(m.Holding, self._engaged, limit_s=float(limit_s), reason=reason)
+
+    def advance(self, now: float) -> None:
+        """Ask for a session while there is none. The request outlives a lost connection, so seldom is enough."""
+        if self.admitted or now - self._joined_at < JOIN_AGAIN_BEATS * self._config.heartbeat_s:
+            return
+        if not self.session:
+            self._sessions += 1
+            self.session = f"{self._join.instance}-{self._sessions}"
+        # a policy is (incarnation, version), whatever its weights are
+        _, version, digest = self._held if self._held[0] == self.incarnation else NOTHING
+        facts = self._intake.facts
+        self.outbox.append(replace(self._join, session=self.session, version=version, digest=digest, facts=facts))
+        self._joined_at = now
+
+    def watch(self, now: float, *, heard: bool, entered: float) -> None:
+        """Log once when the publisher falls silent, once past the deadline, and once when it is back.
+
+        Only this wait, which was entered then, counts as silence.
+        """
+        if heard:
+            if self._silent:
+                log.info("weight bus: %r hears the publisher %s again", self.name, self.address)
+            self._heard_at, self._silent, self._overdue = now, False, False
+            return
+        quiet = now - max(self._heard_at, entered)
+        if quiet > SILENT_BEATS * self._config.heartbeat_s and not self._silent:
+            self._silent = True
+            silence = f"last heard {now - self._heard_at:.1f} s ago, holds v{self.version} [silent]; keeps trying"
+            log.warning("weight bus: %r waits for the publisher %s, %s", self.name, self.address, silence)
+        if quiet > self._config.deadline_s and not self._overdue:
+            self._overdue = True
+            said = self._on_silence(f"a sign of the publisher {self.address}", quiet)
+            log.warning(
+                "weight bus: %r has waited %.1f s for publisher %s (weight_bus.deadline_s)%s [silent]; keeps trying",
+                self.name, quiet, self.address, said,
+            )  # fmt: skip
+
+    def hear(self, message: Message, engine: Engine) -> bool:
+        """React to one message; True when a version has been activated.
+
+        Raises:
+            BusClosed: the publisher said goodbye.
+            RemovedFromBus: the publisher gave this subscriber up, or is of an older learner.
+        """
+        if not isinstance(message, m.InSession) or message.session != self.session:
+            return False
+        match message:
+            case m.Welcome():
+                self._welcome(message)
+            case m.Epoch():
+                self._intake.forget()
+                self.epoch = message.epoch
+                self.outbox.append(m.EpochReady(session=self.session, epoch=message.epoch))
+            case m.Begin():
+                if self._expected(message):
+                    self._receive(message)
+            case m.Commit():
+                return self._commit(message, engine)
+            case m.Abort():
+                self._intake.decide(message)
+                log.info("weight bus: %r: v%d was called off: %s", self.name, message.version, message.reason)
+            case m.Removed():
+                self._removed(message)
+            case m.Goodbye():
+                raise BusClosed(f"the publisher {self.address} said goodbye: {message.reason}")
+        return False
+
+    def _welcome(self, welcome: m.Welcome) -> None:
+        if welcome.incarnation < self.incarnation:
+            reason = f"publisher {self.address} is of incarnation {welcome.incarnation}, not {self.incarnation}"
+            raise RemovedFromBus(f"{reason}: an older learner still runs there")
+        claimed, self.incarnation = self._held[0] == self.incarnation, welcome.incarnation
+        if claimed and self._held[0] != welcome.incarnation and self.version == welcome.version:
+            # the next incarnation may have taken what Join claims to hold for its own version: join without the claim
+            self.outbox.append(m.Goodbye(session=self.session, reason="what it holds is of an earlier incarnation"))
+            self.session, self._joined_at = "", -math.inf
+            return
+        self.admitted = True
+
+    def _removed(self, removed: m.Removed) -> None:
+        self.session, self.admitted = "", False
+        self._joined_at = -math.inf
+        self._intake.forget()
+        if not removed.rejoin:
+            raise RemovedFromBus(f"subscriber {self.name!r} was removed by {self.address}: {removed.reason}")
+        log.warning("weight bus: %r was removed (%s); joins anew with v%d", self.name, removed.reason, self.version)
+
+    def _receive(self, begin: m.Begin) -> None:
+        try:
+            corrupt = self._intake.take(begin)
+        except (TransportError, WireError) as error:
+            log.warning("weight bus: %r: v%d did not arrive: %s", self.name, begin.version, error)
+            self._intake.forget()
+            self._answer(m.ReceiveFailed, begin, reason=str(error))
+            return
+        if corrupt:
+            log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, begin.version, corrupt[:5])
+        seconds = self._intake.seconds
+        self._answer(m.Staged, begin, corrupt=corrupt[:MAX_NAMED], wire_s=seconds["wire"], verify_s=seconds["verify"])
+
+    def _answer(self, kind: Callable[..., Message], about: m.Begin | m.Commit, **fields: Any) -> None:
+        """Tell the publisher what became of a version."""
+        self.outbox.append(kind(session=about.session, epoch=about.epoch, version=about.version, **fields))
+
+    def _expected(self, begin: m.Begin) -> bool:
+        """Whether a Begin is of the epoch that was agreed on, and not of a learner of the past."""
+        older = (begin.incarnation, begin.version) < self._held[:2]
+        if begin.epoch == self.epoch and begin.incarnation == self.incarnation and not older:
+            return True
+        offered = f"v{begin.version} of incarnation {begin.incarnation} in epoch {begin.epoch}"
+        present = f"v{self.version} of incarnation {self.incarnation} in epoch {self.epoch}"
+        log.warning("weight bus: %r ignores %s: it is at %s", self.name, offered, present)
+        return False
+
+    def _commit(self, commit: m.Commit, engine: Engine) -> bool:
+        """Apply, then hold what the engine holds against the manifest."""
+        staged = self._intake.decide(commit)
+        if staged is None or commit.digest != staged.digest:
+            log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
+            return False
+        self._held = NOTHING
+        held: Mapping[str, int] = {}
+        reason = ""
+        self._engaged = commit
+        try:
+            held = self._intake.apply(commit.version, engine.load)
+        except Exception as error:
+            log.exception("weight bus: %r: the engine could not load v%d", self.name, commit.version)
+            reason = f"the engine could not load: {type(error).__name__}: {error}"
+        finally:
+            self._engaged = None
+        differences = self._intake.manifest.differences(held)
+        if differences and not reason:
+            reason = f"{len(differences)} tensors of the engine differ, first {differences[0]!r}"
+            if self._intake.manifest.kept.keys() & set(differences):
+                reason += "; no update carries that: start the engine with the learner's model.path and learner.lora"
+        if reason:
+            engine.quarantine(commit.version, reason)
+        else:
+            engine.activate(commit.version, staged.evaluate)
+            self._held = (staged.incarnation, commit.version, staged.digest)
+        digest = combined(held) if held else ""
+        self._answer(m.Applied, commit, digest=digest, differences=differences[:MAX_NAMED], reason=reason)
+        return not reason
