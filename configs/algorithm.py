@@ -16,6 +16,9 @@ class Rollout(Section):
     and sglang on GPUs."""
     group_size: int = Field(default=8, ge=1)
     """Trajectories per prompt (verl: rollout.n)."""
+    min_group: int | None = Field(default=None, ge=1)
+    """Valid answers that a group trains from; with fewer its prompt is leased again, and at last dropped as `poison`.
+    null takes half of rollout.group_size, and 2 at least."""
     groups_per_step: int = Field(default=64, ge=1)
     """Groups in one optimizer step (verl: data.train_batch_size)."""
     max_new_tokens: int = Field(default=1024, ge=1)

@@ -113,8 +113,13 @@ class Reward(Section):
     """Largest file that reward code may write."""
     max_open_files: Own[int] = Field(default=256, ge=32)
     """Files and sockets that one reward process may have open."""
+    on_error: Literal["leave_out", "score"] = "leave_out"
+    """An answer whose call failed: `leave_out` trains its group without it; `score` gives it reward.error_score."""
+    error_score: float = Field(default=0.0, allow_inf_nan=False)
+    """With reward.on_error `score`."""
     max_error_rate: float = Field(default=0.2, ge=0, le=1)
-    """Above this share of groups with a failed call among the last 32 the run stops and names the last error."""
+    """Above this share of failed answers among the last 512, or of failed episodes, the run stops and names the last
+    error. An evaluation of which a larger share fails is void."""
 
     @field_validator("function", mode="before")
     @classmethod

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -33,6 +33,11 @@ class Environment(Section):
     turn_timeout_s: float = Field(default=60.0, gt=0)
     """For what the function does between two turns, and for a turn to stand still without a token of it, or of those
     before it in the engine's queue; then the episode has failed."""
+    on_error: Literal["leave_out", "score"] = "leave_out"
+    """An episode that failed: `leave_out` trains its group without it; `score` gives its turns so far
+    environment.error_score. One without a turn is left out."""
+    error_score: float = Field(default=0.0, allow_inf_nan=False)
+    """With environment.on_error `score`."""
     episode_timeout_s: float = Field(default=1800.0, gt=0)
     """For a whole episode, without its wait for environment.max_episodes; then it has failed."""
 

@@ -124,16 +124,12 @@ class Config(Tree):
                 f" {self.rollout.group_size} = {total} trajectories a step are fewer than {ranks} learner ranks;"
                 f" take {-(-ranks // self.rollout.group_size)} groups or more, or another placement.split"
             )
-        if self.rollout.group_size == 1 and self.algorithm.compares_within_groups:
+        compared = self.algorithm.compares_within_groups or self.algorithm.dynamic_sampling
+        if not 1 + compared <= self.min_group <= self.rollout.group_size:
             raise ValueError(
-                f"rollout.group_size: 1 with algorithm.advantage {self.algorithm.advantage!r}, which compares the"
-                " answers of a group: each would have advantage 0 and no step would change the weights; take 2 or more,"
-                " such as 8, or algorithm.advantage 'gae'"
-            )
-        if self.rollout.group_size == 1 and self.algorithm.dynamic_sampling:
-            raise ValueError(
-                "rollout.group_size: 1 with algorithm.dynamic_sampling, which drops groups whose rewards are all equal:"
-                " those of one answer always are; take algorithm.dynamic_sampling=false, or 2 answers or more"
+                f"rollout.group_size: {self.rollout.group_size} with algorithm.advantage {self.algorithm.advantage!r},"
+                f" and rollout.min_group {self.min_group}: take {1 + compared} or more, and a group that is as large;"
+                " only algorithm.advantage 'gae' with algorithm.dynamic_sampling=false compares no answers of a group"
             )
         given, longest = self.learner.max_tokens_per_microbatch, self.longest_trajectory
         if longest > given:

@@ -62,6 +62,12 @@ class Tree(Section):
         return self.rollout.groups_per_step * self.rollout.group_size
 
     @property
+    def min_group(self) -> int:
+        """Valid answers that a group trains from."""
+        size = self.rollout.group_size
+        return self.rollout.min_group or max(min(2, size), -(-size // 2))
+
+    @property
     def lease_capacity(self) -> int:
         """Leases that a rollout server holds: its engine's batch, or its episodes, and a quarter, to never run dry."""
         environment, rollout = self.environment, self.rollout
@@ -154,6 +160,7 @@ class Tree(Section):
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
+            f" Reward: {self.reward.shown}."
             f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}{kernels};"
             f" weights over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
             f"{FLOAT32_ON_GPUS if in_float32 else ''}"

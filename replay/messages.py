@@ -145,7 +145,6 @@ class Renew(Message):
     """
 
     leases: list[list[int]]
-    """Worked on."""
     finished: list[list[int]] = field(default_factory=list)
     """[pass, index, attempt] of groups sent and not acknowledged."""
     evaluations: list[list[int | str | bool]] = field(default_factory=list)
@@ -173,14 +172,12 @@ class Cancel(OfLease):
 class Group(OfLease):
     """A finished group: `n` trajectories of one prompt, concatenated; S samples, mostly one of each trajectory.
 
-    Example: 2 trajectories of 3 and 2 tokens have lengths [3, 2] and 5 entries in each token array. Were they episodes
-    whose contexts were compacted, the first one once: samples [2, 1], lengths [3, 4, 2], prompt_lengths [5, 6, 5] and
-    prompt_ids of 16 tokens.
+    Example: 2 trajectories of 3 and 2 tokens have lengths [3, 2] and 5 entries in each token array. If the first one's
+    context was compacted once: samples [2, 1], lengths [3, 4, 2], prompt_lengths [5, 6, 5], 16 prompt_ids.
     """
 
     finish_reasons: list[str]
     reward_metrics: dict[str, float]
-    """Mean of what a reward function returned besides its score, and reward/seconds."""
     generate_s: float
     data_source: str
     prompt_ids: Int32
@@ -195,7 +192,6 @@ class Group(OfLease):
     versions: Int32
     """Policy version that sampled the token; of the sampled token before it, where the environment gave it."""
     rewards: Float32
-    """[n] of each trajectory."""
     samples: Int32 = field(default_factory=_no_ints)
     """[n] samples of each trajectory; empty: one each."""
     prompt_lengths: Int32 = field(default_factory=_no_ints)
@@ -203,6 +199,11 @@ class Group(OfLease):
     pictures: list[str] = field(default_factory=list)
     """`digest:size:path` of each picture of the prompt; without a path, so many of the bytes below are it."""
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
+    errors: list[str] = field(default_factory=list)
+    """[n] code of why each trajectory failed, "" where it did not; empty: none did. `error_detail` is of the first."""
+    left_out: UInt8 = field(default_factory=_no_bytes)
+    """[n] 1 for a failed trajectory that is not trained, of which `samples` may be 0; empty: none."""
+    error_detail: str = ""
     policies: list[list[int]] = field(default_factory=list)
     """[incarnation, version] of each policy that may have sampled a token of it. Empty: of what its sender serves."""
 
@@ -240,16 +241,14 @@ class Batch(OfStep):
 
     rank: int
     num_microbatches: int
-    """The same for all ranks (invariant 9)."""
     total_loss_tokens: int
     """Tokens in the loss over the whole batch, before any trajectory is left out."""
     group_ids: list[list[int]]
     """[pass, index] of the batch's groups, oldest admitted first."""
     stats: dict[str, float]
-    """Numbers about the whole batch, ready for metrics.jsonl."""
     lag_histogram: dict[str, int]
     publish: bool = True
-    """Whether the version that this step makes goes out; not while a resumed learner repeats journalled steps."""
+    """Whether its version goes out; not while a resumed learner repeats journalled steps."""
     expected_digest: str = ""
     """Parameter digest that the journal has for this step; empty for a step that was never committed."""
     checkpoint: bool = False
@@ -269,11 +268,9 @@ class Batch(OfStep):
     """[N] rewards of the whole batch."""
     all_groups: Int32
     all_loss_tokens: Int32
-    """[N] of each trajectory: position in group_ids of its group, and its tokens in the loss."""
+    """[N] of each trajectory: position in group_ids of its group, its tokens in the loss, samples (empty: one each)."""
     all_samples: Int32 = field(default_factory=_no_ints)
-    """[N] samples of each trajectory; empty: one each."""
     pictures: list[str] = field(default_factory=list)
-    """As in Group, of this rank's samples, each group's once."""
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
     picture_counts: Int32 = field(default_factory=_no_ints)
     """Of each of group_ids, 0 where no sample of it is here; empty: no prompt has pictures."""
@@ -366,13 +363,16 @@ class EvaluationLease(OfPart):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult(OfPart):
-    """Scores of one EvaluationLease, `samples` for each of its prompts in order; replay forwards it to rank 0."""
+    """Scores of one EvaluationLease, in order, for rank 0; an answer that is left out (as in Group) has none."""
 
     seconds: float
     texts: list[str]
     finish_reasons: list[str]
     rewards: Float32
     lengths: Int32
+    errors: list[str] = field(default_factory=list)
+    left_out: UInt8 = field(default_factory=_no_bytes)
+    error_detail: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from configs.schema import Config
+from replay.desks.answers import kept
 from replay.desks.buffer import GroupBuffer
 from replay.desks.evaluation_parts import Part
 from replay.desks.evaluations import EvaluationBoard
@@ -82,9 +83,10 @@ class Run:
         self.again = again
 
     def load_group(self, location: Location) -> Group:
+        """A group as it is trained: without the answers that are left out of it. Raises JournalError."""
         group = self.journal.read(location)
         assert isinstance(group, Group)
-        return group
+        return kept(group)
 
     def load_groups(self) -> None:
         """Have every buffered group in memory."""

@@ -4,6 +4,7 @@ import time
 from typing import Any
 
 from configs.schema import Config
+from replay.desks import answers
 from replay.desks.batch_desk import BatchDesk
 from replay.desks.buffer import drops
 from replay.desks.granting import Granting
@@ -133,7 +134,7 @@ class StatusReport:
 
     def batch_stats(self) -> dict[str, float]:
         """Numbers about buffer and servers that go with every batch to metrics.jsonl."""
-        servers, errors = self.peers.role("rollout_server"), self.intake.reward_errors
+        servers, rates = self.peers.role("rollout_server"), self.intake.error_rates
         buffer, counters = self.run.buffer, self.run.counters
         idle = [p.gauges["idle_ratio"] for p in servers if "idle_ratio" in p.gauges]
         counted = ("buffer/superseded", "buffer/stale_leased_again", "buffer/tokens_masked")
@@ -151,8 +152,12 @@ class StatusReport:
             "rollout/servers": float(len(servers)),
             "rollout/tokens_per_s": sum(p.gauges.get("tokens_per_s", 0.0) for p in servers),
             "replay/cores": self._cores.take(),
-            "reward/error_rate": sum(errors) / max(1, len(errors)),
+            "reward/error_rate": rates["reward_error"].share,
+            **{f"buffer/dropped/{reason}": float(number) for reason, number in drops(counters).items()},
+            **answers.measured(counters),
         }
+        if self.run.config.environment.function is not None:
+            stats["episode/error_rate"] = rates["environment_error"].share
         if idle:
             stats["rollout/idle_ratio"] = sum(idle) / len(idle)
             stats["rollout/cores"] = sum(p.gauges.get("cores", 0.0) for p in servers)

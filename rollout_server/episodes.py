@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from replay import messages as m
+from replay.desks.answers import ERRORS
 from replay.pictures import packed
 from replay.prompts import stream_seed
 from rollout_server.engines.base import Partial
@@ -16,7 +17,16 @@ from rollout_server.environments.pool import Environments
 from rollout_server.environments.process import FAILED, Outcome
 from rollout_server.environments.recorder import Sample
 from rollout_server.environments.session import Limits, Session
-from rollout_server.generate import Generator, LeaseFailed, means, result_of, together
+from rollout_server.generate import (
+    EVALUATION_TRIES,
+    Generator,
+    LeaseFailed,
+    Verdict,
+    errors_of,
+    means,
+    result_of,
+    together,
+)
 from rollout_server.tasks import TaskError
 from rollout_server.tasks.pictures import Seen
 
@@ -29,8 +39,7 @@ class Episode:
     """What an episode has left."""
 
     samples: list[Sample]
-    reward: float
-    metrics: dict[str, float]
+    verdict: Verdict
     text: str
     finish_reason: str
 
@@ -62,6 +71,7 @@ class EpisodeGenerator(Generator):
         finally:
             del self._sessions[request_id]
         samples = [sample for episode in episodes for sample in episode.samples]
+        tokens = joined(samples)
         counts = [len(episode.samples) for episode in episodes]
         prompt_ids, prompt_lengths = prompts_of(samples, self.config.data.max_prompt_tokens)
         return m.Group(
@@ -69,18 +79,19 @@ class EpisodeGenerator(Generator):
             index=lease.index,
             attempt=lease.attempt,
             finish_reasons=[episode.finish_reason for episode in episodes],
-            reward_metrics=means([episode.metrics for episode in episodes]),
+            reward_metrics=means([e.verdict.metrics for e in episodes if not e.verdict.left_out]),
             generate_s=time.monotonic() - started,
             data_source=str(lease.prompt.get("data_source", "")),
             lengths=np.array([sample.token_ids.size for sample in samples], np.int32),
-            token_ids=np.concatenate([sample.token_ids for sample in samples]),
-            loss_mask=np.concatenate([sample.loss_mask for sample in samples]),
-            logprobs=np.concatenate([sample.logprobs for sample in samples]),
-            versions=np.concatenate([sample.versions for sample in samples]),
-            rewards=np.array([episode.reward for episode in episodes], np.float32),
-            samples=np.array(counts if max(counts) > 1 else [], np.int32),
+            token_ids=tokens.token_ids,
+            loss_mask=tokens.loss_mask,
+            logprobs=tokens.logprobs,
+            versions=tokens.versions,
+            rewards=np.array([episode.verdict.score for episode in episodes], np.float32),
+            samples=np.array(counts if set(counts) != {1} else [], np.int32),
             prompt_ids=prompt_ids,
             prompt_lengths=prompt_lengths,
+            **errors_of([episode.verdict for episode in episodes]),
             **packed(() if seen is None else seen.sources),
         )
 
@@ -123,23 +134,40 @@ class EpisodeGenerator(Generator):
         at_once = max(1, self.config.environment.max_episodes // lease.samples) if has_pictures else len(numbered)
         for first in range(0, len(numbered), at_once):
             episodes += await self._evaluated(lease, numbered[first : first + at_once])
-        return result_of(lease, started, [(e.text, e.finish_reason, e.reward, e.num_tokens) for e in episodes])
+        answers = [(episode.text, episode.finish_reason, episode.num_tokens) for episode in episodes]
+        return result_of(lease, started, answers, [episode.verdict for episode in episodes])
 
     async def _evaluated(
         self, lease: m.EvaluationLease, numbered: Sequence[tuple[int, dict[str, Any]]]
     ) -> list[Episode]:
-        """Episodes of these rows of an evaluation, by their numbers in its set."""
-        rows, sessions = [], []
-        limits, mode = self._limits(lease.max_new_tokens), "greedy" if lease.greedy else "sampled"
-        for number, row in numbered:
-            seen = await self._look(row)
-            for sample in range(lease.samples):
-                name = f"evaluation-{lease.version}-{lease.set}-{mode}-{number}/{sample}"
-                seed = stream_seed(lease.seed + number, sample, 1)
-                session = self._session(name, limits, (seed, stream_seed(lease.seed + number, 0, 2)), seen, lease)
-                rows.append(row)
-                sessions.append(session)
-        return await self._run(sessions, rows)
+        """Episodes of these rows of an evaluation, by their numbers in its set; one that fails is played again."""
+        seen = {number: await self._look(row) for number, row in numbered}
+        wanted = [(number, row, sample) for number, row in numbered for sample in range(lease.samples)]
+        found: dict[int, Episode] = {}
+        for attempt in range(EVALUATION_TRIES):
+            missing = [
+                place
+                for place in range(len(wanted))
+                if place not in found or found[place].verdict.error == "environment_error"
+            ]
+            if not missing:
+                break
+            sessions = [
+                self._evaluation_session(lease, number, sample, seen[number], attempt)
+                for number, _, sample in (wanted[place] for place in missing)
+            ]
+            played = await self._run(sessions, [wanted[place][1] for place in missing], tries=EVALUATION_TRIES)
+            found |= zip(missing, played, strict=True)
+        return [found[place] for place in range(len(wanted))]
+
+    def _evaluation_session(
+        self, lease: m.EvaluationLease, number: int, sample: int, seen: Seen | None, attempt: int
+    ) -> Session:
+        """The same seeds in every attempt; the engine knows its turns by other names."""
+        mode, again = "greedy" if lease.greedy else "sampled", f".{attempt}" if attempt else ""
+        name = f"evaluation-{lease.version}-{lease.set}-{mode}-{number}/{sample}{again}"
+        seeds = stream_seed(lease.seed + number, sample, 1), stream_seed(lease.seed + number, 0, 2)
+        return self._session(name, self._limits(lease.max_new_tokens), seeds, seen, lease)
 
     def _limits(self, max_new_tokens: int) -> Limits:
         return Limits(
@@ -164,61 +192,85 @@ class EpisodeGenerator(Generator):
         options: dict[str, Any] = {"limits": limits, "pinned": pinned, "prompt_seed": seeds[1], "seen": seen}
         return Session(name, self.engine, self.task, self._texts, sampling=sampling, **options)
 
-    async def _run(self, sessions: list[Session], rows: list[dict[str, Any]]) -> list[Episode]:
-        """All episodes at once; the first that fails ends the others."""
+    async def _run(self, sessions: list[Session], rows: list[dict[str, Any]], *, tries: int = 1) -> list[Episode]:
+        """All episodes at once; what fails more than one of them ends the others."""
+        pairs = zip(rows, sessions, strict=True)
+        played = await together(self._played(row, session) for row, session in pairs)
+        verdicts = await self._judged(rows, sessions, played, tries)
+        made = zip(sessions, played, verdicts, strict=True)
+        return [await self._beside(self._episode, session, outcome, verdict) for session, outcome, verdict in made]
+
+    async def _played(self, row: dict[str, Any], session: Session) -> Outcome | Verdict:
+        """What an episode's function has returned, or how this one failed. Raises LeaseFailed, EngineError."""
         try:
-            pairs = zip(rows, sessions, strict=True)
-            outcomes = await together(self.environments.run(row, session) for row, session in pairs)
+            outcome = await self.environments.run(row, session)
         except TaskError as error:
-            raise LeaseFailed(FAILED, str(error)) from error
-        rewards = await self._judged(rows, sessions, outcomes)
-        made = zip(sessions, outcomes, rewards, strict=True)
-        return [await self._beside(self._episode, session, outcome, *reward) for session, outcome, reward in made]
+            return Verdict.failed(self.config, FAILED, str(error))
+        except LeaseFailed as failed:
+            if failed.reason not in ERRORS:
+                raise
+            return Verdict.failed(self.config, failed.reason, failed.detail)
+        if session.last is None:
+            empty = "an episode ended without a turn"
+            if session.too_long is not None:
+                raise LeaseFailed("prompt_too_long", f"{empty}: {session.too_long}")
+            return Verdict.failed(self.config, FAILED, empty)
+        if unknown := sorted(set(outcome.leave_out) - session.recorder.turns):
+            known = sorted(session.recorder.turns)
+            return Verdict.failed(self.config, FAILED, f"leave_out {unknown}: the episode has had the turns {known}")
+        return outcome
 
     async def _judged(
-        self, rows: list[dict[str, Any]], sessions: list[Session], outcomes: list[Outcome]
-    ) -> list[tuple[float, dict[str, float]]]:
-        """(reward, metrics) of each: the function's own, else what reward.function says of the last answer."""
-        open_ = [number for number, outcome in enumerate(outcomes) if outcome.reward is None]
-        answers = [(number, sessions[number].last) for number in open_]
-        for number, (session, outcome) in enumerate(zip(sessions, outcomes, strict=True)):
-            if session.last is None:
-                empty = f"episode {number} ended without a turn"
-                if session.too_long is not None:
-                    raise LeaseFailed("prompt_too_long", f"{empty}: {session.too_long}")
-                raise LeaseFailed(FAILED, empty)
-            if unknown := sorted(set(outcome.leave_out) - session.recorder.turns):
-                known = sorted(session.recorder.turns)
-                raise LeaseFailed(FAILED, f"leave_out {unknown}: episode {number} has had the turns {known}")
-        last = [answer for _, answer in answers if answer is not None]
-        said = await self.score([rows[number] for number in open_], last) if open_ else ([], [])
-        found = {
-            number: (outcome.score, {**outcome.metrics, "seconds": outcome.seconds})
-            for number, outcome in zip(open_, said[1], strict=True)
-        }
-        return [found.get(number, (outcome.reward or 0.0, {})) for number, outcome in enumerate(outcomes)]
+        self, rows: list[dict[str, Any]], sessions: list[Session], played: list[Outcome | Verdict], tries: int
+    ) -> list[Verdict]:
+        """The function's own reward of each episode, else what reward.function says of the last answer."""
+        open_ = [number for number, one in enumerate(played) if isinstance(one, Outcome) and one.reward is None]
+        last = [answer for number in open_ if (answer := sessions[number].last) is not None]
+        _, said = await self.score([rows[number] for number in open_], last, tries=tries) if open_ else ([], [])
+        found = dict(zip(open_, said, strict=True))
+        return [
+            one if isinstance(one, Verdict) else found.get(number) or Verdict(score=one.reward or 0.0)
+            for number, one in enumerate(played)
+        ]
 
-    def _episode(self, session: Session, outcome: Outcome, reward: float, judged: dict[str, float]) -> Episode:
-        samples = session.recorder.samples(outcome.leave_out)
-        assert session.last is not None
+    def _episode(self, session: Session, played: Outcome | Verdict, verdict: Verdict) -> Episode:
+        samples = session.recorder.samples(played.leave_out if isinstance(played, Outcome) else ())
         counted = {
             "episode/turns": float(session.recorder.num_turns),
             "episode/samples": float(len(samples)),
             "episode/environment_tokens": float(sum(int((sample.loss_mask == 0).sum()) for sample in samples)),
-            "episode/environment_s": outcome.environment_s,
-            "episode/blocked_s": outcome.blocked_s,
         }
+        own: dict[str, float] = {}
+        if isinstance(played, Outcome):
+            counted |= {"episode/environment_s": played.environment_s, "episode/blocked_s": played.blocked_s}
+            own = played.metrics
         return Episode(
             samples=samples,
-            reward=reward,
-            metrics={**judged, **outcome.metrics, **counted},
+            # without a token there is nothing to train
+            verdict=replace(
+                verdict, metrics={**verdict.metrics, **own, **counted}, left_out=verdict.left_out or not samples
+            ),
             text=BETWEEN.join(self.task.decode(sample.token_ids.tolist()) for sample in samples),
-            finish_reason=session.last.finish_reason,
+            finish_reason="error" if verdict.error == FAILED or session.last is None else session.last.finish_reason,
         )
+
+
+def joined(samples: Sequence[Sample]) -> Sample:
+    """The token arrays of all samples, one after the other, under the first one's prompt."""
+    nothing = np.empty(0, np.int32)
+    return Sample(
+        prompt_ids=samples[0].prompt_ids if samples else nothing,
+        token_ids=np.concatenate([nothing, *(sample.token_ids for sample in samples)]),
+        loss_mask=np.concatenate([nothing.astype(np.uint8), *(sample.loss_mask for sample in samples)]),
+        logprobs=np.concatenate([nothing.astype(np.float32), *(sample.logprobs for sample in samples)]),
+        versions=np.concatenate([nothing, *(sample.versions for sample in samples)]),
+    )
 
 
 def prompts_of(samples: Sequence[Sample], most: int) -> tuple[m.Int32, m.Int32]:
     """`prompt_ids` and `prompt_lengths` of a group: one prompt where all samples have the same, of at most `most`."""
+    if not samples:
+        return np.empty(0, np.int32), np.empty(0, np.int32)
     first = samples[0].prompt_ids
     if first.size <= most and all(np.array_equal(sample.prompt_ids, first) for sample in samples):
         return first, np.empty(0, np.int32)

@@ -15,12 +15,34 @@ from replay import messages as m
 from replay.pictures import packed
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling, first_error
 from rollout_server.progress import prefixes_of
-from rollout_server.rewards import RewardOutcome, Rewards, Sample
+from rollout_server.rewards import Rewards, Sample
 from rollout_server.tasks import PromptTooLong, Task, TaskError
 from rollout_server.tasks.failed import LeaseFailed as LeaseFailed
 from rollout_server.tasks.pictures import Prompt
 
 T = TypeVar("T")
+EVALUATION_TRIES = 3
+"""How often an answer of an evaluation is judged, or its episode is played, before it counts as failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The score of one answer or episode, or why it failed."""
+
+    score: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+    """One of replay's ERRORS, where it failed."""
+    detail: str = ""
+    left_out: bool = False
+
+    @classmethod
+    def failed(cls, config: Config, error: str, detail: str) -> "Verdict":
+        """That of one that failed, as reward.on_error or environment.on_error has it."""
+        section = config.reward if error == "reward_error" else config.environment
+        if section.on_error == "score":
+            return cls(score=section.error_score, error=error, detail=detail)
+        return cls(error=error, detail=detail, left_out=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +76,7 @@ class Generator:
         try:
             completions = self._sampled[request_id] = await self.sample(prompt, lease, request_id)
             seconds = time.monotonic() - started
-            _, outcomes = await self.score([lease.prompt] * len(completions), completions)
+            _, verdicts = await self.score([lease.prompt] * len(completions), completions)
         finally:
             self._sampled.pop(request_id, None)
         token_ids = np.concatenate([c.token_ids for c in completions])
@@ -63,7 +85,7 @@ class Generator:
             index=lease.index,
             attempt=lease.attempt,
             finish_reasons=[c.finish_reason for c in completions],
-            reward_metrics=means([{**o.metrics, "seconds": o.seconds} for o in outcomes]),
+            reward_metrics=means([verdict.metrics for verdict in verdicts if not verdict.left_out]),
             generate_s=seconds,
             data_source=str(lease.prompt.get("data_source", "")),
             prompt_ids=np.array(prompt.token_ids, dtype=np.int32),
@@ -72,7 +94,8 @@ class Generator:
             loss_mask=np.ones(token_ids.size, dtype=np.uint8),
             logprobs=np.concatenate([c.logprobs for c in completions]),
             versions=np.concatenate([c.versions for c in completions]),
-            rewards=np.array([o.score for o in outcomes], dtype=np.float32),
+            rewards=np.array([verdict.score for verdict in verdicts], dtype=np.float32),
+            **errors_of(verdicts),
             **packed(prompt.sources),
         )
 
@@ -111,15 +134,16 @@ class Generator:
     async def evaluation(self, lease: m.EvaluationLease) -> m.EvaluationResult:
         """Answer and score all prompts of an evaluation with exactly the pinned version.
 
-        Raises LeaseFailed if one fails: an evaluation with holes would be a wrong number.
+        One that cannot be scored is named in the result. Raises LeaseFailed: a prompt cannot be encoded.
         """
         started, looks = time.monotonic(), asyncio.Semaphore(self.config.rollout.max_running)
         numbered = enumerate(lease.prompts, start=lease.first)
         answers = await together(self._answers(lease, row, number, looks) for number, row in numbered)
         completions = [completion for of_prompt in answers for completion in of_prompt]
-        texts, outcomes = await self.score([row for row in lease.prompts for _ in range(lease.samples)], completions)
-        scored = zip(texts, completions, outcomes, strict=True)
-        return result_of(lease, started, [(text, c.finish_reason, o.score, c.token_ids.size) for text, c, o in scored])
+        rows = [row for row in lease.prompts for _ in range(lease.samples)]
+        texts, verdicts = await self.score(rows, completions, tries=EVALUATION_TRIES)
+        ended = [(completion.finish_reason, completion.token_ids.size) for completion in completions]
+        return result_of(lease, started, [(text, *how) for text, how in zip(texts, ended, strict=True)], verdicts)
 
     def encode(self, row: dict[str, Any]) -> Prompt:
         """A prompt as tokens. Raises LeaseFailed: too long, or cannot be rendered."""
@@ -130,17 +154,27 @@ class Generator:
             raise LeaseFailed(reason, str(error)) from error
 
     async def score(
-        self, rows: list[dict[str, Any]], completions: list[Completion]
-    ) -> tuple[list[str], list[RewardOutcome]]:
-        """Decoded texts and reward outcomes. Raises LeaseFailed: aborted, or a reward error."""
+        self, rows: list[dict[str, Any]], completions: list[Completion], *, tries: int = 1
+    ) -> tuple[list[str], list[Verdict]]:
+        """Decoded texts, and the score of each answer or why it has none. Raises LeaseFailed: aborted.
+
+        An answer whose reward fails is judged again, `tries` times in all.
+        """
         if any(c.finish_reason == "abort" for c in completions):
             raise LeaseFailed("aborted", "the request was cancelled")
         samples = await self._beside(self._samples, rows, completions)
         outcomes = await self.rewards.score(samples)
-        for number, outcome in enumerate(outcomes):
-            if outcome.error is not None:
-                raise LeaseFailed("reward_error", f"answer {number}: {outcome.error}")
-        return [sample["completion"] for sample in samples], outcomes
+        for _ in range(tries - 1):
+            if again := [number for number, outcome in enumerate(outcomes) if outcome.error is not None]:
+                better = await self.rewards.score([samples[number] for number in again])
+                outcomes = list((dict(enumerate(outcomes)) | dict(zip(again, better, strict=True))).values())
+        verdicts = [
+            Verdict(score=outcome.score, metrics={**outcome.metrics, "seconds": outcome.seconds})
+            if outcome.error is None
+            else Verdict.failed(self.config, "reward_error", f"answer {number}: {outcome.error}")
+            for number, outcome in enumerate(outcomes)
+        ]
+        return [sample["completion"] for sample in samples], verdicts
 
     def _samples(self, rows: list[dict[str, Any]], completions: list[Completion]) -> list[Sample]:
         answers = zip(rows, completions, strict=True)
@@ -196,10 +230,22 @@ def means(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([one.get(name, 0.0) for one in told[name]])) for name in names}
 
 
+def errors_of(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """The fields of a message that tell which answers failed; none where all were scored."""
+    details = [verdict.detail for verdict in verdicts if verdict.error]
+    if not details:
+        return {}
+    return {
+        "errors": [verdict.error for verdict in verdicts],
+        "left_out": np.array([verdict.left_out for verdict in verdicts], np.uint8),
+        "error_detail": details[0],
+    }
+
+
 def result_of(
-    lease: m.EvaluationLease, started: float, answers: Sequence[tuple[str, str, float, int]]
+    lease: m.EvaluationLease, started: float, answers: Sequence[tuple[str, str, int]], verdicts: Sequence[Verdict]
 ) -> m.EvaluationResult:
-    """Of all answers in their order: text, why it ended, reward, number of tokens."""
+    """Of all answers in their order: text, why it ended, number of tokens; and what they are worth."""
     return m.EvaluationResult(
         version=lease.version,
         set=lease.set,
@@ -208,8 +254,9 @@ def result_of(
         samples=lease.samples,
         asked=lease.asked,
         seconds=time.monotonic() - started,
-        texts=[text for text, _, _, _ in answers],
-        finish_reasons=[reason for _, reason, _, _ in answers],
-        rewards=np.array([reward for _, _, reward, _ in answers], np.float32),
-        lengths=np.array([length for _, _, _, length in answers], np.int32),
+        texts=[text for text, _, _ in answers],
+        finish_reasons=[reason for _, reason, _ in answers],
+        rewards=np.array([verdict.score for verdict in verdicts], np.float32),
+        lengths=np.array([length for _, _, length in answers], np.int32),
+        **errors_of(verdicts),
     )

@@ -57,7 +57,7 @@ class RemovedFromBus(
 
 class TransportError(
     WeightBusError,
-    code="SLIP-BUS-07",
+    code="SLIP-BUS-06",
     cause="What arrived is not what the manifest says.",
     mend="It is sent again by itself; where it goes on, look at memory and network of that node.",
 ):
@@ -80,7 +80,7 @@ class TransportError(
 
 class MemberClosed(
     TransportError,
-    code="SLIP-BUS-08",
+    code="SLIP-BUS-07",
     cause="A member of the broadcast has ended or hung up.",
     mend="Look at its log; the launcher starts it again, and it joins the next epoch.",
 ):
@@ -89,7 +89,7 @@ class MemberClosed(
 
 class MemberSilent(
     TransportError,
-    code="SLIP-BUS-09",
+    code="SLIP-BUS-08",
     cause="A member stands still, its node is overloaded, or the network between is cut.",
     mend="Look at the member that the message names; raise weight_bus.collective_timeout_s for a slow network.",
 ):
@@ -98,7 +98,7 @@ class MemberSilent(
 
 class MemberSlow(
     TransportError,
-    code="SLIP-BUS-10",
+    code="SLIP-BUS-09",
     cause="A member lives and does not finish within weight_bus.deadline_s.",
     mend="Look at the load of that node; raise weight_bus.deadline_s for large models.",
 ):
@@ -107,7 +107,7 @@ class MemberSlow(
 
 class FolderFull(
     TransportError,
-    code="SLIP-BUS-11",
+    code="SLIP-BUS-10",
     cause="The disk of weight_bus.folder or the memory of a node takes no more.",
     mend="Free space there, or take weight_bus.transport collective.",
 ):

@@ -100,6 +100,9 @@ class Membership:
         if join.instance in self._fenced:
             reason = f"another instance of {join.name!r} has taken its place, or it was removed for good"
             return Admission(refused=reason)
+        owner = self._by_session.get(join.session)
+        if owner is not None and owner.name != join.name:
+            return Admission(refused=f"session {join.session!r} is that of {owner.name!r}")
         old = self.members.get(join.name)
         if old is not None and old.sender != sender:
             return Admission(refused=f"the name {join.name!r} belongs to key {old.sender!r}, not to {sender!r}")

@@ -29,7 +29,7 @@ SLACK_S = 15.0  # beside what the transport takes by its own timeout
 
 class NotPacked(
     TransportError,
-    code="SLIP-BUS-12",
+    code="SLIP-BUS-11",
     cause="The learner gathers its weights slower than weight_bus.collective_timeout_s allows for a bucket.",
     mend="Nothing is to be done where it is rare: the version is sent again; else raise that key.",
 ):

@@ -33,7 +33,7 @@ def check_policy(config: Config) -> None:
     if not folder.is_dir():
         raise InputMissing(
             f"model.path: no folder {config.model.path!r}; give a Hugging Face folder with config.json, safetensors and"
-            " a tokenizer"
+            f" a tokenizer; of a model of the Hub: hf download {config.model.path} --local-dir models/{folder.name}"
         )
     checkpoint = folder.parent if folder.name == "hf" else folder
     if any((checkpoint / name).exists() for name in ("dcp", "state.json", MARK)) and (reason := incomplete(checkpoint)):

@@ -80,7 +80,11 @@ class Tail:
 
     def lines(self) -> Iterator[str]:
         """The same, one after the other."""
-        if not self.path.exists():
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return
+        if (found.st_ino, found.st_size) == (self.inode, self.offset):  # most logs, most times
             return
         with self.path.open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino

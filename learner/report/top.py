@@ -100,7 +100,7 @@ def watch(folder: Folder, view: LiveView, *, once: bool) -> None:
             view.recall(rows[:-1])
             rows = rows[-1:]
         view.update(status if status is not None else view.status, rows)
-        if once and not over:
+        if once or over:
             view.say_waits()
         if over or once:
             view.close(str(status["ended"]) if over and status else "")

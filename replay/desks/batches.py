@@ -170,9 +170,10 @@ def _tokens(groups: list[Group], mine: Int32) -> dict[str, Any]:
         if pieces and pieces[-1][0] is group and pieces[-1][1].stop == start:  # one copy for neighbours
             start = pieces.pop()[1].start
         pieces.append((group, slice(start, end)))
-    rest = ("loss_mask", "logprobs", "versions")
-    return {"token_ids": np.concatenate(token_ids)} | {
-        name: np.concatenate([getattr(group, name)[piece] for group, piece in pieces]) for name in rest
+    nothing = groups[0]  # where answers were left out, there may be more ranks than answers
+    return {"token_ids": np.concatenate([nothing.token_ids[:0], *token_ids])} | {
+        name: np.concatenate([getattr(nothing, name)[:0], *(getattr(group, name)[piece] for group, piece in pieces)])
+        for name in ("loss_mask", "logprobs", "versions")
     }
 
 
@@ -201,7 +202,7 @@ def _prompt(group: Group, sample: int) -> Int32:
 def _stats(groups: list[Group], lengths: Int32, prompt_lengths: Int32, lag: dict[int, int]) -> dict[str, float]:
     if (samples := all_samples(groups)).size:
         lengths = np.add.reduceat(lengths, _starts(samples), dtype=np.int32)
-    rewards = np.stack([g.rewards for g in groups])
+    rewards = np.concatenate([g.rewards for g in groups])
     num_tokens = sum(lag.values())
     reasons = [reason for g in groups for reason in g.finish_reasons]
     stats = {
@@ -219,7 +220,7 @@ def _stats(groups: list[Group], lengths: Int32, prompt_lengths: Int32, lag: dict
         "perf/total_num_tokens": float(lengths.sum() + prompt_lengths.sum()),
         "training/off_policy/trajectory_staleness/mean": sum(n * d for d, n in lag.items()) / max(1, num_tokens),
         "training/off_policy/trajectory_staleness/max": float(max(lag, default=0)),
-        "reward/flat_groups_ratio": float((rewards.max(axis=1) == rewards.min(axis=1)).mean()),
+        "reward/flat_groups_ratio": float(np.mean([np.ptp(g.rewards) == 0 for g in groups])),
         "training/epoch": float(max(g.pass_ for g in groups)),
     }
     for name in sorted({name for g in groups for name in g.reward_metrics}):

@@ -177,10 +177,13 @@ class Granting:
             message.async_lag, before, message.step,
         )  # fmt: skip
 
-    def release(self, slot: Slot, reason: str, detail: str) -> None:
-        """A lease ended without a group: back to the queue, or dropped once that is of no use."""
+    def release(self, slot: Slot, reason: str, detail: str, **counted: object) -> None:
+        """A lease ended without a group: back to the queue, or dropped once that is of no use.
+
+        `counted` goes into the journal: `answers`, what came of those of a group that is not taken.
+        """
         reason = reason if reason in RELEASES else "other"
-        record(self.run, "release", self._fields(slot, reason=reason))
+        record(self.run, "release", self._fields(slot, reason=reason) | counted)
         dropped = self.leases.exhausted(slot)
         if reason in NEVER_AGAIN:
             self.drop(slot, reason, detail)

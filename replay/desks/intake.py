@@ -1,7 +1,6 @@
 """Takes finished groups in, and leases that a server gives up. No socket."""
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -9,6 +8,7 @@ import numpy as np
 
 from replay import messages as m
 from replay.channel.frames import encode
+from replay.desks.answers import ERRORS, ErrorRate, counts_of, kept
 from replay.desks.granting import RELEASES, Granting
 from replay.desks.leases import GroupId, Slot, SlotState
 from replay.desks.line import Policy
@@ -21,8 +21,6 @@ from replay.run import Run
 
 log = logging.getLogger(__name__)
 
-REWARD_WINDOW = 32
-"""Groups over which the share of errors of rewards and environments is taken."""
 AckStatus = Literal["accepted", "superseded", "rejected", "missing"]
 
 
@@ -31,7 +29,7 @@ class Intake:
 
     def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
         self.run, self.peers, self.granting = run, peers, granting
-        self.reward_errors: deque[bool] = deque(maxlen=REWARD_WINDOW)
+        self.error_rates = {code: ErrorRate(run.config.reward.max_error_rate) for code in ERRORS}
         self.early: set[tuple[str, GroupId, int]] = set()
         """(sender, group, attempt) that came before the commit of its policy did; asked for again after the next."""
         self._fail = fail
@@ -46,6 +44,8 @@ class Intake:
         assert slot is not None
         if problem := self._problem_with(group, slot):
             self._reject(peer, slot, group, problem)
+        elif kept(group).rewards.size < self.run.config.min_group:
+            self._too_few(peer, slot, group)
         else:
             self._judge(peer, slot, group, frames)
 
@@ -60,31 +60,52 @@ class Intake:
                 self._ack(peer, this, "missing")
 
     def failed(self, peer: Peer, cancel: m.Cancel) -> None:
-        """A server gives a lease up; too many reward errors end the run."""
+        """A server gives a lease up."""
         slot = self.run.buffer.slots.get((cancel.pass_, cancel.index))
-        if slot is None or not self._holds(peer, slot, cancel.attempt):
-            return
-        self.granting.bounded.warning(
-            cancel.reason if cancel.reason in RELEASES else "other", "replay: %r gave up group %s (attempt %d): %s: %s",
-            peer.name, slot.group_id, slot.attempt, cancel.reason, cancel.detail,
-        )  # fmt: skip
-        self.granting.release(slot, cancel.reason, cancel.detail)
-        if cancel.reason == "reward_error":
-            self._failed(f"reward function {self.run.config.reward.shown!r}", cancel.detail)
-        elif cancel.reason == "environment_error":
-            self._failed(f"environment {self.run.config.environment.function!r}", cancel.detail)
+        if slot is not None and self._holds(peer, slot, cancel.attempt):
+            self._give_up(peer, slot, cancel.reason, cancel.detail)
 
-    def _failed(self, what: str, detail: str) -> None:
-        self.reward_errors.append(True)
-        reward, failed = self.run.config.reward, sum(self.reward_errors)
-        if failed > reward.max_error_rate * REWARD_WINDOW:
-            ending = RewardsFail if what.startswith("reward") else EnvironmentsFail
-            text = (
-                f"{what} failed for {failed} of the last {len(self.reward_errors)}"
-                f" groups; reward.max_error_rate {reward.max_error_rate:g} allows"
-                f" {int(reward.max_error_rate * REWARD_WINDOW)} of {REWARD_WINDOW}; the last: {detail}"
-            )
-            self._fail(str(ending(text)))
+    def _give_up(self, peer: Peer, slot: Slot, reason: str, detail: str, **counted: object) -> None:
+        self.granting.bounded.warning(
+            reason if reason in RELEASES else "other", "replay: %r gave up group %s (attempt %d): %s: %s",
+            peer.name, slot.group_id, slot.attempt, reason, detail,
+        )  # fmt: skip
+        self.granting.release(slot, reason, detail, **counted)
+
+    def _too_few(self, peer: Peer, slot: Slot, group: m.Group) -> None:
+        """Too many answers of a group failed: its prompt is leased again, and the errors are counted once."""
+        code = next(code for code in group.errors if code)
+        few = f"{kept(group).rewards.size} of {group.rewards.size} answers are valid, the first error: "
+        detail = f"{few}{group.error_detail}"
+        self._ack(peer, group, "rejected", f"{code}: {detail}")
+        if self._holds(peer, slot, group.attempt):
+            self._give_up(peer, slot, code, detail, answers=counts_of(group))
+            self._judge_errors(group)
+
+    def _judge_errors(self, group: m.Group) -> None:
+        """Count a group's answers by what failed; too large a share ends the run."""
+        for code, rate in self.error_rates.items():
+            failed = group.errors.count(code)
+            rate.add(group.rewards.size, failed)
+            if failed:
+                self.granting.bounded.warning(
+                    f"failed: {code}", "replay: %d of %d answers of group %s failed: %s: %s",
+                    failed, group.rewards.size, (group.pass_, group.index), code, group.error_detail,
+                )  # fmt: skip
+            if failed and rate.is_too_high:
+                self._too_many_errors(code, rate, group.error_detail)
+
+    def _too_many_errors(self, code: str, rate: ErrorRate, detail: str) -> None:
+        config = self.run.config
+        what, ending = {
+            "reward_error": (f"reward function {config.reward.shown!r}", RewardsFail),
+            "environment_error": (f"environment {config.environment.function!r}", EnvironmentsFail),
+        }[code]
+        text = (
+            f"{what} failed for {rate.failed} of the last {rate.answers} answers; reward.max_error_rate is"
+            f" {rate.limit:g}; the last: {detail}"
+        )
+        self._fail(str(ending(text)))
 
     def _reject(self, peer: Peer, slot: Slot, group: m.Group, problem: str) -> None:
         self.run.counters["groups_rejected"] += 1
@@ -122,16 +143,18 @@ class Intake:
     def _accept(self, peer: Peer, slot: Slot, group: m.Group, frames: Frames) -> None:
         fields: dict[str, object] = {
             "group": list(slot.group_id), "attempt": group.attempt, "server": peer.identity,
+            "answers": counts_of(group),
         }  # fmt: skip
+        trained = kept(group)
         if self.run.source.is_rated:  # what the order of prompts depends on is in the journal
-            fields["solved"] = float(np.mean(group.rewards >= self.run.config.evaluation.solved_at))
+            fields["solved"] = float(np.mean(trained.rewards >= self.run.config.evaluation.solved_at))
         record(self.run, "group", fields, frames)
-        slot.group = group
+        slot.group = trained
         peer.groups_accepted += 1
-        self.reward_errors.append(False)
         self._ack(peer, group, "accepted")
+        self._judge_errors(group)
         sampling = self.run.config.algorithm
-        if not sampling.dynamic_sampling or np.ptp(group.rewards) > 0:
+        if not sampling.dynamic_sampling or np.ptp(trained.rewards) > 0:
             return
         if self.run.flat_drops < sampling.max_flat_drops * self.run.buffer.groups_per_step:
             self.granting.drop(slot, "flat_rewards")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.schema import Config
+from replay.desks.answers import problem_with_errors
 from replay.desks.buffer import IN_ORDER
 from replay.desks.evaluation_parts import Work
 from replay.desks.leases import Slot
@@ -29,12 +30,17 @@ def problem_with(group: Group, slot: Slot, config: Config, bounds: Bounds) -> st
     n, trajectories = config.rollout.group_size, group.samples.size or group.lengths.size
     if trajectories != n or group.rewards.size != n or len(group.finish_reasons) != n:
         return f"{trajectories} trajectories, {group.rewards.size} rewards; a group has {n}"
-    if group.samples.size and (int(group.samples.min()) < 1 or int(group.samples.sum()) != group.lengths.size):
+    if (problem := problem_with_errors(group, n)) is not None:
+        return problem
+    fewest = 1 - group.left_out.astype(np.int32) if group.left_out.size else np.ones(n, np.int32)
+    if group.samples.size and ((group.samples < fewest).any() or int(group.samples.sum()) != group.lengths.size):
         return f"samples {group.samples[:8].tolist()}... do not add up to {group.lengths.size} lengths"
     if group.samples.size and (most := int(group.samples.max())) > config.environment.max_turns:
         return f"{most} samples of a trajectory (environment.max_turns {config.environment.max_turns})"
     if group.attempt > slot.attempt or group.attempt < 1:
         return f"attempt {group.attempt} was never leased (the last is {slot.attempt})"
+    if not group.lengths.size:
+        return None  # every episode failed before its first turn
     problem = _shape_problem(group, config) or _value_problem(group, bounds.vocab_size)
     problem = problem or problem_with_pictures(group, slot.row)
     return problem or _version_problem(group, slot, config, bounds.newest_version)
@@ -126,4 +132,4 @@ def problem_with_evaluation(result: EvaluationResult, work: Work | None) -> str 
         return f"{sorted(sizes)} answers, {result.samples} each, for {len(work.prompts)} prompts, {work.samples} each"
     if not np.isfinite(result.rewards).all():
         return "a reward that is not finite"
-    return None
+    return problem_with_errors(result, work.num_answers)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from configs.schema import Config
+from replay.desks.answers import count
 from replay.desks.evaluation_parts import Part
 from replay.desks.evaluations import Result
 from replay.desks.leases import Slot, SlotState
@@ -103,12 +104,14 @@ def _release(run: Run, decision: Record, _: float) -> None:
         if run.partials is not None:
             run.partials.released(slot.group_id, reason)
     run.counters[f"leases_released/{reason}"] += 1
+    count(run.counters, decision.fields.get("answers", {}))
 
 
 def _group(run: Run, decision: Record, _: float) -> None:
     slot = _slot(run, decision)
     slot.state, slot.server, slot.location = SlotState.BUFFERED, None, decision.location
     run.counters["groups_accepted"] += 1
+    count(run.counters, decision.fields.get("answers", {}))
     if "solved" in decision.fields:
         run.source.scored(slot.group_id[1], decision.fields["solved"])
     run.buffer.fruitless = 0

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from written_journal import Journal, a_run, boots, groups_of, record, wire_message
 
 from scripts.chaos.checker import check
 from scripts.chaos.checker.journal import Tail, read
+from tests.chaos.written_journal import Journal, a_run, boots, groups_of, record, wire_message
 
 ROOT = Path(__file__).parents[2]
 

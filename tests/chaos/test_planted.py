@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from written_journal import a_run, boots, groups_of, wire_message
 
 from scripts.chaos import checker
 from scripts.chaos.campaigns.flips import Flip, Flips
+from tests.chaos.written_journal import a_run, boots, groups_of, wire_message
 from tests.support.campaigns import run_campaign
 from weight_bus.manifest import Manifest
 

@@ -1,14 +1,9 @@
 """Whole runs: real sockets, real gloo, real FSDP2 ranks, and processes of their own for everything."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.support.forking import Zygote
 from tests.support.runs import Runs, trained_input, untrained_input
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))  # reference.py, tiny_models.py
 
 
 @pytest.fixture(scope="session")

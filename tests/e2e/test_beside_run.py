@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from test_in_place import made, play
 
+from tests.e2e.test_in_place import made, play
 from tests.support.runs import Runs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -180,10 +180,10 @@ def test_five_lag_0_steps_equal_the_reference_loop(clean, launch, split):
 
 def reference_loop(run):
     """Weights that a plain loop makes of the run's groups, and those that the run made."""
-    from reference import Recorded, train
     from safetensors.torch import load_file
 
     from configs import load
+    from tests.learner.reference import Recorded, train
 
     config = load(run.folder / "config.yaml")
     last = config.learner.total_steps

@@ -16,13 +16,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
 import torch
-from recorded import batch_of, random_step
-from tiny_models import built, make_config, saved
 
 from learner.checkpoints.checkpointer import Checkpointer
 from learner.guards import Guards
 from learner.ranks import join_ranks
 from learner.trainer import Trainer
+from tests.learner.recorded import batch_of, random_step
+from tests.learner.tiny_models import built, make_config, saved
 
 GROUPS = 16
 

@@ -12,12 +12,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
 import torch
-from tiny_models import built, make_config, saved
-from two_ranks import CONDITIONED, sharded_gradients, steps
 
 from configs import Config
 from learner.checkpoints.checkpointer import Checkpointer
 from learner.ranks import Ranks, join_ranks
+from tests.learner.tiny_models import built, make_config, saved
+from tests.learner.two_ranks import CONDITIONED, sharded_gradients, steps
 from weight_bus.digest import slice_digest
 
 NUM_STEPS = 3

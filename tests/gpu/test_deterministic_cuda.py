@@ -16,10 +16,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
-from tiny_models import save_model
-
 from configs.plan import DETERMINISTIC
 from tests.gpu.test_learner_cuda import LARGER
+from tests.learner.tiny_models import save_model
 from tests.support.ranks import ROOT
 
 pytestmark = [

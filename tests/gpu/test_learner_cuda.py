@@ -16,10 +16,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
-from recorded import batch_of, random_step, rows_of, train_on
-from reference import Recorded
-from tiny_models import built, make_config, save_model
-
 from configs import Config
 from learner.checkpoints.parts import HostMemory, Tensors
 from learner.objective import Objective
@@ -29,6 +25,9 @@ from learner.policy.model import Policy, build_policy
 from learner.policy.sharding import Shard
 from learner.prefixes import lay_side_by_side
 from learner.step import accumulate_gradients, take_peak_bytes
+from tests.learner.recorded import batch_of, random_step, rows_of, train_on
+from tests.learner.reference import Recorded
+from tests.learner.tiny_models import built, make_config, save_model
 from tests.support.ranks import two_ranks
 from tests.support.runs import free_port
 

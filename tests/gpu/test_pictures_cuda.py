@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_sglang_cuda import Buckets, run, started, update
 
 from configs.schema import Config
 from examples.pictures import IDS, main, save_model
@@ -17,6 +16,7 @@ from replay.prompts import load_rows
 from rollout_server.engines.base import Partial, Sampling
 from rollout_server.generate import shown
 from rollout_server.tasks import Task
+from tests.gpu.test_sglang_cuda import Buckets, run, started, update
 from tests.support.runs import ROOT, Run, environment
 from tests.support.waiting import eventually
 from weight_bus.vision import VisionTower

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_sglang_cuda import GPUS, altered, following, make_folder, run, settings
 
 from configs.infrastructure import WeightBus
 from configs.schema import Config
 from rollout_server.engines.base import Sampling
+from tests.gpu.test_sglang_cuda import GPUS, altered, following, make_folder, run, settings
 from tests.support.waiting import eventually
 from weight_bus import TransportError
 from weight_bus.digest import slice_digest

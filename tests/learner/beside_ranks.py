@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded import batch_of, random_step
 from safetensors.torch import save_file
-from tiny_models import built, make_config, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
@@ -16,6 +14,8 @@ from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.optimizer import Optimizer
 from learner.policy.model import Policy
 from learner.trainer import Trainer
+from tests.learner.recorded import batch_of, random_step
+from tests.learner.tiny_models import built, make_config, saved
 from weight_bus.digest import combined
 
 STEPS = 3

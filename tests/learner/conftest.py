@@ -1,7 +1,8 @@
 """What tests of the learner share."""
 
 import pytest
-from tiny_models import process_group, save_model
+
+from tests.learner.tiny_models import process_group, save_model
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recorded import batch_of, random_step, rows_of, train_on
 from safetensors.torch import save_file
-from tiny_models import CPU, built, make_config, process_group, save_model
-from tiny_models import saved as saved_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs import Config
@@ -27,6 +24,9 @@ from learner.policy.meshes import Meshes, make_meshes
 from learner.policy.model import Policy, build_policy
 from learner.policy.sharding import CopiesDiffer
 from learner.step import accumulate_gradients
+from tests.learner.recorded import batch_of, random_step, rows_of, train_on
+from tests.learner.tiny_models import CPU, built, make_config, process_group, save_model
+from tests.learner.tiny_models import saved as saved_folder
 from weight_bus.digest import slice_digest
 
 CONDITIONED = {"adam_epsilon": 1e-6}

@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 
 import numpy as np
-from reference import Recorded
 
 from configs import Config
 from learner.advantages import build_advantage
@@ -15,6 +14,7 @@ from learner.rows import Row
 from learner.step import StepSums
 from learner.trainer import Trainer, prepare
 from replay.messages import Batch
+from tests.learner.reference import Recorded
 
 
 def random_step(

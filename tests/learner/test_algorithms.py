@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import algorithm_reference as reference
 import numpy as np
 import pytest
 import torch
@@ -24,6 +23,7 @@ from learner.objective.aggregation import token_weights
 from learner.objective.corrections import CORRECTIONS, Rho, build_correction, within
 from learner.objective.kl import ESTIMATORS, estimate
 from learner.trainer import objective_of
+from tests.learner import algorithm_reference as reference
 
 LENGTHS = (5, 1, 9, 3, 7)
 LOSS_REFERENCES: dict[str, tuple[Any, dict[str, Any]]] = {

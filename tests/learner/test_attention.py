@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import batch_of, random_step, rows_of
-from tiny_models import SIZES, built, logprobs, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, Qwen3Config
 
@@ -17,6 +15,8 @@ from learner.policy import attention, pretrained
 from learner.policy.model import Policy, build_policy
 from learner.policy.pretrained import PolicyError
 from learner.step import StepSums, accumulate_gradients
+from tests.learner.recorded import batch_of, random_step, rows_of
+from tests.learner.tiny_models import SIZES, built, logprobs, make_config, save_model
 
 CPU = torch.device("cpu")
 SEQUENCES = [

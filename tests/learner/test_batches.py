@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import batch_of, random_step
-from tiny_models import make_config
 
 from learner import batches
 from learner import train as loop
@@ -21,6 +19,8 @@ from learner.learner import Learner
 from learner.rows import BatchError
 from replay import messages as m
 from replay.channel import AsyncRouter, ChannelError
+from tests.learner.recorded import batch_of, random_step
+from tests.learner.tiny_models import make_config
 
 STEP = 3
 WELCOME = m.Welcome(incarnation=1, version=0, bus_address=None)

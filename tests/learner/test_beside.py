@@ -5,14 +5,10 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import algorithm_reference as oracle
 import numpy as np
 import pytest
 import torch
-from recorded import batch_of, random_step, rows_of
-from reference import Recorded
 from safetensors.torch import load_file, save_file
-from tiny_models import CPU, built, make_config, row_of, save_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
@@ -27,6 +23,10 @@ from learner.guards import Guards
 from learner.policy.memory import GIB, Setup, Sizes, choose
 from learner.rows import Row, lay_out
 from learner.trainer import CRITIC_WARMUP, Trainer
+from tests.learner import algorithm_reference as oracle
+from tests.learner.recorded import batch_of, random_step, rows_of
+from tests.learner.reference import Recorded
+from tests.learner.tiny_models import CPU, built, make_config, row_of, save_model
 
 STEP = random_step(3)
 GAE: dict[str, Any] = {"advantage": "gae", "kl": "k1", "kl_in": "reward", "kl_coef": 0.1}

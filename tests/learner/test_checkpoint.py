@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from recorded import batch_of, random_step, train_on
 from safetensors.torch import load_file
-from tiny_models import CPU, SIZES, built, make_config, save_model, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
@@ -21,6 +19,8 @@ from learner.checkpoints import checkpointer, memory_plan
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.checkpoints.folders import latest_complete
 from learner.policy.memory import GIB, OutOfMemory, Setup
+from tests.learner.recorded import batch_of, random_step, train_on
+from tests.learner.tiny_models import CPU, SIZES, built, make_config, save_model, saved
 
 
 @pytest.fixture

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import batch_of, random_step
 
 from configs import Config
 from learner.dialog import Dialog, RunEnded
 from replay import messages as m
 from replay.channel import ChannelError
+from tests.learner.recorded import batch_of, random_step
 from tests.replay.simulation.samples import make_result
 
 HELLO = m.Hello(role="learner", name="learner-0", pid=1, host="h", cursor={"version": 2})

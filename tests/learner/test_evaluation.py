@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import make_config
 
 from configs import ConfigError
 from learner.report import evaluation, live_text
@@ -20,6 +19,7 @@ from learner.report.summary import curves, evaluations, summarize
 from learner.sweep import check_set, numbers_of
 from replay.messages import EvaluationResult
 from replay.prompts import DataError
+from tests.learner.tiny_models import make_config
 
 AIME = [{"prompt": f"{i}+1=", "answer": str(i), "data_source": "math"} for i in range(3)]
 

@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import make_config
 
 from configs import Config
 from configs.loading import load
 from examples.random_qwen3 import SHAPES
 from learner import fit
+from tests.learner.tiny_models import make_config
 
 
 def config_of(folder: Path, shape: str, **placement: Any) -> Config:

@@ -15,9 +15,6 @@ from unittest.mock import Mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import batch_of, random_step
-from reference import Recorded
-from tiny_models import built, logprobs, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.limits import Limits, rules_of
@@ -31,6 +28,9 @@ from learner.policy.model import Policy
 from learner.step import StepSums
 from learner.trainer import Trainer, Update
 from replay.messages import Checkpointed
+from tests.learner.recorded import batch_of, random_step
+from tests.learner.reference import Recorded
+from tests.learner.tiny_models import built, logprobs, make_config, save_model
 
 OFF = dict.fromkeys(("ess", "kl", "entropy", "reward", "same_length", "mismatch"), "") | {"max_logprob_diff": 1e3}
 Make = Callable[..., Trainer]

@@ -5,9 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recorded import batch_of, random_step, train_on
 from safetensors.torch import load_file, save_file
-from tiny_models import built, logprobs, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +13,8 @@ from learner.checkpoints import export
 from learner.checkpoints.export import plan_files, write_hf_folder
 from learner.policy.model import Policy, build_policy
 from learner.policy.pretrained import PolicyError
+from tests.learner.recorded import batch_of, random_step, train_on
+from tests.learner.tiny_models import built, logprobs, make_config, save_model
 
 CPU = torch.device("cpu")
 

@@ -223,7 +223,7 @@ def test_parameters_are_refused_that_the_rollout_servers_refuse(source):
 
 
 def test_names_of_rewards_are_those_of_the_rollout_server():
-    assert set(BUILT_IN) == {*loading.FUNCTIONS, "judge", "remote_model", "model"}
+    assert set(BUILT_IN) == {*loading.FUNCTIONS, "judge", "remote_model"}
 
 
 @pytest.mark.parametrize(

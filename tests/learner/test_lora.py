@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import batch_of, random_step, rows_of, train_on
 from safetensors.torch import load_file
-from tiny_models import CPU, built, logprobs, make_config, save_model
-from tiny_models import saved as saved_folder
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
@@ -28,6 +25,9 @@ from learner.step import accumulate_gradients
 from learner.weights import WeightPublisher
 from rollout_server.engines import Sampling, build_engine
 from rollout_server.follower import WeightFollower
+from tests.learner.recorded import batch_of, random_step, rows_of, train_on
+from tests.learner.tiny_models import CPU, built, logprobs, make_config, save_model
+from tests.learner.tiny_models import saved as saved_folder
 from tests.support.waiting import eventually
 from weight_bus.adapters import PREFIX, SCALE, names_of
 

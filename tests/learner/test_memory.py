@@ -7,7 +7,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_models import built, make_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import load
@@ -28,6 +27,7 @@ from learner.policy.memory import (
 )
 from learner.train import REFUSALS
 from replay.desks.sharing import COPIES_PER_TOKEN
+from tests.learner.tiny_models import built, make_config
 
 
 def setup(shape: str, **changes: Any) -> Setup:

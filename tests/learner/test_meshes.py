@@ -3,14 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import mesh_ranks
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from recorded import random_step
-from reference import train
 from safetensors.torch import load_file
-from tiny_models import CPU, make_config
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import ConfigError
@@ -21,6 +17,10 @@ from learner.policy.divisibility import problem_with
 from learner.policy.model import build_policy
 from learner.policy.pretrained import PolicyError
 from learner.policy.sharding import Shard
+from tests.learner import mesh_ranks
+from tests.learner.recorded import random_step
+from tests.learner.reference import train
+from tests.learner.tiny_models import CPU, make_config
 from tests.support.ranks import two_ranks
 
 MODEL = SHAPES["0.6B"]

@@ -3,17 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-import algorithm_reference as reference
 import numpy as np
 import pytest
 import torch
-from test_algorithms import LENGTHS
-from tiny_models import row_of
 
 from configs.algorithm import Algorithm
 from learner.losses import LossError
 from learner.objective import Objective
 from learner.rows import Row
+from tests.learner import algorithm_reference as reference
+from tests.learner.test_algorithms import LENGTHS
+from tests.learner.tiny_models import row_of
 
 LAGS = [float(i % 3) for i in range(sum(LENGTHS))]
 

@@ -6,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from recorded import batch_of
-from reference import Recorded
-from tiny_models import make_config, process_group
 
 from examples.pictures import IDS, save_model, save_pictures
 from learner.pictures import Looker
@@ -17,6 +14,9 @@ from learner.rows import Row, lay_out
 from replay.fingerprint import read_json
 from replay.messages import Batch
 from replay.pictures import PictureError, decode, opened, packed, vision_of
+from tests.learner.recorded import batch_of
+from tests.learner.reference import Recorded
+from tests.learner.tiny_models import make_config, process_group
 from weight_bus.vision import Pixels
 
 IMAGE, ASK, ANSWERS = IDS["<|image_pad|>"], [IDS["which"], IDS["?"]], ([IDS["red"], IDS["<eos>"]], [IDS["blue"]] * 3)

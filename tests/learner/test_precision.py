@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import batch_of, random_step, train_on
-from reference import train
-from tiny_models import built, make_config, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config, ConfigError, load
@@ -19,6 +16,9 @@ from learner.policy.memory import GIB, Setup, Sizes, choose
 from learner.policy.model import Policy
 from learner.step import OVERFLOW
 from learner.trainer import Trainer
+from tests.learner.recorded import batch_of, random_step, train_on
+from tests.learner.reference import train
+from tests.learner.tiny_models import built, make_config, saved
 
 STEPS = [random_step(step) for step in range(1, 4)]
 

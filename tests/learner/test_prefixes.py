@@ -12,9 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import batch_of, random_step, rows_of
-from reference import Recorded
-from tiny_models import SIZES, make_config, save_model
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import Qwen3Config
 
@@ -24,6 +21,9 @@ from learner.policy import attention
 from learner.policy.model import Policy, build_policy
 from learner.rows import Row, lay_out
 from learner.step import accumulate_gradients
+from tests.learner.recorded import batch_of, random_step, rows_of
+from tests.learner.reference import Recorded
+from tests.learner.tiny_models import SIZES, make_config, save_model
 
 CPU = torch.device("cpu")
 STEPS = [random_step(step) for step in range(1, 6)]

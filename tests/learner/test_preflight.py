@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tiny_models import make_config
 
 from configs import Config, ConfigError, load
 from configs.loading import add_arguments
@@ -27,6 +26,7 @@ from learner.main import prepare
 from learner.report.live_view import LiveView
 from replay import keys as make_keys
 from replay.journal import FolderLock
+from tests.learner.tiny_models import make_config
 
 
 def run(check, config: Config) -> list[str]:

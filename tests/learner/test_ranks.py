@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import make_config
 
 from configs.errors import ConfigError, Unexpected
 from configs.learner import LearnerSettings
@@ -16,6 +15,7 @@ from learner import ranks
 from learner.policy import meshes
 from learner.ranks import CollectiveFailed, RanksError, device_of, join_ranks, named
 from replay.channel.interfaces import InterfaceError
+from tests.learner.tiny_models import make_config
 
 SET_BY_JOINING = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"]
 SET_BY_JOINING += ["NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *DETERMINISTIC]

@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import batch_of, random_step
-from reference import Recorded
-from tiny_models import make_config
 
 from learner.learner import Learner
 from learner.rows import BatchError, Row, check, lay_out
 from replay.messages import Batch
+from tests.learner.recorded import batch_of, random_step
+from tests.learner.reference import Recorded
+from tests.learner.tiny_models import make_config
 
 ONE = [
     Recorded(

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import batch_of, random_step, rows_of
-from tiny_models import make_config
 
 from learner.ledger import FILE, Ledger, read
 from learner.report import evaluation, rollouts
 from replay.messages import EvaluationResult
 from replay.prompts import DataError
+from tests.learner.recorded import batch_of, random_step, rows_of
+from tests.learner.tiny_models import make_config
 
 ROWS = [
     {"prompt": "1+1=", "answer": "2", "data_source": "sums"},

@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recorded import batch_of, random_step, rows_of, train_on
-from reference import train
 from safetensors.torch import load_file
-from tiny_models import built, logprobs, make_config, row_of, save_model
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
@@ -19,6 +16,9 @@ from learner.losses import LossInputs, LossOutput
 from learner.objective import Objective
 from learner.policy.model import Policy
 from learner.step import accumulate_gradients, apply_update
+from tests.learner.recorded import batch_of, random_step, rows_of, train_on
+from tests.learner.reference import train
+from tests.learner.tiny_models import built, logprobs, make_config, row_of, save_model
 
 STEPS = [random_step(step) for step in range(1, 6)]
 CONDITIONED = {"adam_epsilon": 1e-6}

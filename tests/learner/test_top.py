@@ -9,6 +9,7 @@ import pytest
 from configs import load
 from configs.loading import dump
 from learner.report import ending, status, top
+from learner.report.dashboard.run import Run
 from replay import keys as make_keys
 from replay.channel import load_keys
 from tests.security import served_replay
@@ -94,6 +95,11 @@ def test_status_says_in_one_line_how_a_run_ended(run_dir, capsys, code, exit_cod
     assert status.main([str(run_dir)]) == exit_code
     (line,) = capsys.readouterr().out.splitlines()
     assert ("SLIP-CONFIG-10" in line) is (code is not None)
+    assert top.main([str(run_dir), "--plain", "--once"]) == 0
+    assert ("SLIP-CONFIG-10" in capsys.readouterr().out) is (code is not None)
+    metrics = Run(run_dir).metrics()
+    assert (metrics["failed"], bool(metrics["ending"])) == (code == 1, code is not None)
+    assert (metrics["eta_s"] is None) is (code is not None), "a run that has ended has nothing left"
     ending.clear(run_dir)
     assert ending.read(run_dir) is None
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from recorded import batch_of, random_step
 
 from configs import Config, ConfigError, load
 from examples.trl.agreement import agreed, trl_arguments
 from examples.trl.samples import samples_of
+from tests.learner.recorded import batch_of, random_step
 
 GROUPS, MEMBERS = 4, 4
 SIZE = GROUPS * MEMBERS

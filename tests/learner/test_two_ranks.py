@@ -4,18 +4,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import beside_ranks
-import mesh_ranks
 import pytest
 import torch
-from recorded import random_step
-from reference import train
 from safetensors.torch import load_file
-from tiny_models import CONFIGS, SIZES, built, save_model, saved
 from transformers import AutoModelForCausalLM
-from two_ranks import CONDITIONED, LORA, NUM_STEPS, configured, steps
 
 from learner.checkpoints.checkpointer import Checkpointer
+from tests.learner import beside_ranks, mesh_ranks
+from tests.learner.recorded import random_step
+from tests.learner.reference import train
+from tests.learner.tiny_models import CONFIGS, SIZES, built, save_model, saved
+from tests.learner.two_ranks import CONDITIONED, LORA, NUM_STEPS, configured, steps
 from tests.support.ranks import two_ranks
 from weight_bus.adapters import names_of
 from weight_bus.digest import combined, slice_digest

@@ -17,13 +17,9 @@ from threading import Event
 from typing import Any
 from unittest.mock import patch
 
-import beside_ranks
-import mesh_ranks
 import torch
 import torch.distributed as dist
-from recorded import batch_of, random_step, rows_of, train_on
 from safetensors.torch import save_file
-from tiny_models import CPU, built, make_config, process_group, row_of, saved
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
@@ -40,6 +36,9 @@ from learner.policy.sharding import Shard, digests, gather, row_range
 from learner.step import accumulate_gradients
 from learner.trainer import Trainer
 from replay.lifeline import die_with_parent
+from tests.learner import beside_ranks, mesh_ranks
+from tests.learner.recorded import batch_of, random_step, rows_of, train_on
+from tests.learner.tiny_models import CPU, built, make_config, process_group, row_of, saved
 from weight_bus.digest import combined, slice_digest
 
 CONDITIONED = {"adam_epsilon": 1e-6}

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_run import config
 
 from replay import messages as m
 from replay.desks.batches import assign, build, trained
 from replay.desks.leases import Slot
 from replay.desks.sharing import Members
 from replay.desks.validation import Bounds, problem_with
+from tests.replay.simulated_run import config
 from tests.replay.simulation.samples import make_group
 
 STEP = 7

@@ -12,12 +12,12 @@ import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from journal_files import Books, a_journal, entries, entry, frames_of, group, opened, same
 
 from replay import messages as m
 from replay.channel.frames import checksum
 from replay.journal import FolderLock, JournalDamaged, JournalError, JournalReader, JournalWriter, writer
 from replay.journal.format import HEAD, MAGIC, pack, path_of, segments
+from tests.replay.journal_files import Books, a_journal, entries, entry, frames_of, group, opened, same
 
 
 def first_file(folder: Path) -> Path:

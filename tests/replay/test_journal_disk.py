@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from journal_files import Books, a_journal, entries, entry, fill_up, frames_of, group, opened, same
 
 from replay.journal import (
     JournalDamaged,
@@ -26,6 +25,7 @@ from replay.journal import (
 )
 from replay.journal.format import path_of, segments
 from replay.journal.reader import BLOCK_BYTES
+from tests.replay.journal_files import Books, a_journal, entries, entry, fill_up, frames_of, group, opened, same
 from tests.support.waiting import until
 
 

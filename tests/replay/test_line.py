@@ -3,12 +3,22 @@
 import dataclasses
 
 import pytest
-from simulated_run import answering, gives_back, group_message, learner, lease, make_step, sent, service, trains
 
 from replay import messages as m
 from replay.desks.leases import SlotState
 from replay.desks.line import Line, LineStep, Taken
 from replay.journal import Location
+from tests.replay.simulated_run import (
+    answering,
+    gives_back,
+    group_message,
+    learner,
+    lease,
+    make_step,
+    sent,
+    service,
+    trains,
+)
 from tests.replay.simulation.samples import make_result
 
 

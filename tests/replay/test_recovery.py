@@ -5,7 +5,6 @@ import time
 from collections import Counter
 
 import pytest
-from simulated_run import bare_service, finishes, group_message, joins, learner, lease, make_step, sent, service, trains
 
 from learner import dialog
 from learner.batches import BatchReader
@@ -18,6 +17,18 @@ from replay.journal.apply import boot_fields
 from replay.main import open_journal
 from replay.player import whole_line
 from replay.serve import keep_company
+from tests.replay.simulated_run import (
+    bare_service,
+    finishes,
+    group_message,
+    joins,
+    learner,
+    lease,
+    make_step,
+    sent,
+    service,
+    trains,
+)
 from tests.replay.simulation.world import comparable
 
 

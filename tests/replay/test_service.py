@@ -5,7 +5,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from simulated_run import (
+
+from configs.shared import shared_values
+from replay import messages as m
+from replay.channel import WireError
+from replay.desks.leases import SlotState
+from replay.serve import beat
+from tests.replay.simulated_run import (
     answering,
     bare_service,
     finishes,
@@ -18,12 +24,6 @@ from simulated_run import (
     service,
     trains,
 )
-
-from configs.shared import shared_values
-from replay import messages as m
-from replay.channel import WireError
-from replay.desks.leases import SlotState
-from replay.serve import beat
 from tests.replay.simulation.samples import make_result
 
 

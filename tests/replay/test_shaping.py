@@ -56,5 +56,5 @@ def test_without_shaping_groups_stay_what_they_are() -> None:
 
 def test_groups_of_equal_rewards_are_trained_where_rewards_do_not_decide_alone() -> None:
     assert Algorithm().flat_groups_are_left_out
-    assert not Algorithm(kl="k1", kl_in="reward").flat_groups_are_left_out
+    assert not Algorithm(advantage="rloo", kl="k1", kl_in="reward").flat_groups_are_left_out
     assert not Algorithm(advantage="gae").flat_groups_are_left_out

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_run import group_message, lease, sent, service
 
 from replay import messages as m
 from replay.desks import batches
 from replay.desks.sharing import COPIES_PER_TOKEN, SHORTEST, Members, Wanted, assign, sharers
+from tests.replay.simulated_run import group_message, lease, sent, service
 
 
 def cost(wanted: Wanted, prompt: int, answers: list[int]) -> Fraction:

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from simulated_run import config, group_message, joins, learner, lease, make_step
 
 from configs.loading import ConfigError, load
 from replay import messages as m
@@ -15,6 +14,7 @@ from replay.prompts import Part, PromptSource, load_rows
 from replay.prompts.formats import jsonl as jsonl_format
 from replay.service import Service
 from rollout_server.rewards.loading import load_function
+from tests.replay.simulated_run import config, group_message, joins, learner, lease, make_step
 from tests.replay.simulation.journal import SimulatedJournal
 from tests.replay.simulation.world import comparable, rows
 from tests.replay.test_prompts import jsonl
@@ -116,8 +116,6 @@ def test_a_pass_of_broken_rows_ends_the_run(tmp_path: Path, monkeypatch: pytest.
         ("data.train={a: {path: x, weight: 0}}", "data.train.a.weight"),
         ("data.train={a: {path: x, wait: 1}}", "wait"),
         ("model.chat_template_options={tokenize: false}", "'tokenize' is set for every prompt; leave it out"),
-        ("data.custom_cls=x", "data.train"),
-        ("data.apply_chat_template_kwargs={}", "model.chat_template_options"),
     ],
 )
 def test_keys_that_cannot_be_used_are_named(override: str, said: str) -> None:

@@ -1,10 +1,10 @@
 """on_stale substitute: a group past its deadline gives its place to the next one, once, counted, and for good."""
 
 import pytest
-from simulated_run import config, group_message, lease, sent, service
 
 from replay import messages as m
 from replay.desks.leases import SlotState
+from tests.replay.simulated_run import config, group_message, lease, sent, service
 
 OPTIONS = {"replay__on_stale": "substitute", "replay__substitute_after_s": 5.0, "replay__lease_s": 100}
 GROUPS = 4

@@ -3,11 +3,10 @@
 import json
 import logging
 
-from simulated_run import finishes, group_message, joins, lease, sent, service
-
 from replay import messages as m
 from replay import spans
 from replay.timeline import Timeline
+from tests.replay.simulated_run import finishes, group_message, joins, lease, sent, service
 
 
 def watched(tmp_path, **overrides):

@@ -32,7 +32,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
     """A folder with version 0, version 0 and version 1; tests only read them."""
     # Here and not above: tests of tasks and rewards must not pay for torch and transformers.
-    from torch_oracle import load_model, make_model, save_folder
+    from tests.rollout_server.torch_oracle import load_model, make_model, save_folder
 
     folder = save_folder(tmp_path_factory.mktemp("model"))
     return folder, load_model(folder), make_model(seed=1)
@@ -56,7 +56,7 @@ def new(models: tuple[Path, Any, Any]) -> Any:
 @pytest.fixture
 def gate_at(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes a `Gate` of the torch engine's decode thread."""
-    from torch_served import Gate
+    from tests.rollout_server.torch_served import Gate
 
     return functools.partial(Gate, monkeypatch)
 
@@ -76,7 +76,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         pytest.skip(f"SGLang on a CPU needs a CPU build of torch, this is {torch.__version__}")
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("SGLang is not installed: bash scripts/install.sh --venv .venv dev,sglang-cpu")
-    from sglang_host import Host
+    from tests.rollout_server.sglang_host import Host
 
     host = Host(tmp_path_factory.mktemp("qwen3"))
     yield host

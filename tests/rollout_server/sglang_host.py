@@ -18,7 +18,7 @@ import pytest
 from replay.lifeline import die_with_parent
 
 if TYPE_CHECKING:
-    from sglang_served import Served
+    from tests.rollout_server.sglang_served import Served
 
 DEADLINE_S = 170.0
 
@@ -63,7 +63,7 @@ def _prepare(parent: int, folder: Path) -> None:
 
 @functools.cache
 def _served() -> "Served":
-    from sglang_served import Served  # brings transformers
+    from tests.rollout_server.sglang_served import Served  # brings transformers
 
     return Served(_folder)
 

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch_oracle import hf_tensors, logprobs_of, make_model, save_folder
 
 from configs.loading import load
 from rollout_server.engines.base import Completion, EngineError, Sampling
+from tests.rollout_server.torch_oracle import hf_tensors, logprobs_of, make_model, save_folder
 from weight_bus.digest import slice_digest
 from weight_bus.packing import Packer
 from weight_bus.staging import view_of

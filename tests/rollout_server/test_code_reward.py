@@ -5,7 +5,6 @@ import json
 from typing import Any
 
 import pytest
-from reward_runs import sample, score
 
 from configs.rewards import Code
 from rollout_server.rewards import RewardError
@@ -14,6 +13,7 @@ from rollout_server.rewards.built_in.code_asserts import Names, Rest, rest
 from rollout_server.rewards.built_in.code_tests import Checks, Streams, read_tests
 from rollout_server.sandbox import probe
 from rollout_server.sandbox.probe import Isolation, isolation
+from tests.rollout_server.reward_runs import sample, score
 
 OPTIONS = Code(timeout_s=20.0, total_s=40.0).model_dump(exclude={"weight"})
 STREAMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}

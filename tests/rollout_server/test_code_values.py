@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from reward_runs import sample
 
 from configs.rewards import Code
 from rollout_server.rewards.built_in import code
@@ -16,6 +15,7 @@ from rollout_server.rewards.built_in.code_inside import encoded
 from rollout_server.rewards.built_in.code_values import Value, decoded
 from rollout_server.sandbox.box import run
 from rollout_server.sandbox.probe import isolation
+from tests.rollout_server.reward_runs import sample
 
 OPTIONS = Code(timeout_s=20.0, total_s=40.0).model_dump(exclude={"weight"})
 MBPP_88 = (

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch_oracle import hf_tensors
 
 from configs import Config
 from replay import messages as m
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
 from rollout_server.server import RolloutServer
+from tests.rollout_server.torch_oracle import hf_tensors
 from tests.support.runs import free_port
 from tests.support.waiting import eventually
 from weight_bus import Publisher

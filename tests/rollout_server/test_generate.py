@@ -4,14 +4,13 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from small_generator import PROMPT, config_of, evaluation_lease, generating
-from torch_served import Gates
 
 from configs import Config
 from examples.random_qwen3 import SHAPES, make
@@ -24,6 +23,8 @@ from rollout_server.leases import policies_of
 from rollout_server.rewards import RewardOutcome, Sample
 from rollout_server.tasks.pictures import Prompt
 from scripts.bench.server import forced_length
+from tests.rollout_server.small_generator import PROMPT, config_of, evaluation_lease, generating
+from tests.rollout_server.torch_served import Gates
 from tests.support.waiting import eventually
 from weight_bus.errors import NotAvailable, RemovedFromBus
 
@@ -75,15 +76,33 @@ WORK = pytest.mark.parametrize("work", [lambda g: g.group(lease(1), "0/1/1"), la
 
 
 @WORK
-async def test_an_answer_whose_reward_failed_has_no_score(work: Callable[[Generator], Any]) -> None:
+@pytest.mark.parametrize("on_error", ["leave_out", "score"])
+async def test_an_answer_whose_reward_failed_is_named_beside_the_others(
+    work: Callable[[Generator], Any], on_error: str
+) -> None:
     async def fails(samples: list[Sample]) -> list[RewardOutcome]:
-        return [*(await score(samples))[1:], RewardOutcome(score=0.0, seconds=0.0, error="KeyError: 'answer'")]
+        return [*(await score(samples))[1:], RewardOutcome(score=np.nan, seconds=0.0, error="KeyError: 'answer'")]
 
+    config = Config.model_validate(CONFIG | {"reward": {"on_error": on_error, "error_score": -1}})
     engine, rewards = SimpleNamespace(generate=generate), SimpleNamespace(score=fails)
+    done = await work(Generator(config, engine, Task(""), rewards))  # type: ignore[arg-type]
+    assert done.errors[-1] == "reward_error" and not any(done.errors[:-1]) and "KeyError: 'answer'" in done.error_detail
+    assert done.left_out.any() == done.left_out[-1] == (on_error == "leave_out")
+    assert done.rewards[-1] == (0.0 if on_error == "leave_out" else -1.0)
+
+
+async def test_an_evaluation_judges_an_answer_again_before_it_counts_as_failed() -> None:
+    judged: list[int] = []
+
+    async def fails_twice(samples: list[Sample]) -> list[RewardOutcome]:
+        judged.append(len(samples))
+        first = RewardOutcome(score=np.nan, seconds=0.0, error="busy" if len(judged) < 3 else None)
+        return [replace(first, score=1.0) if len(judged) == 3 else first, *(await score(samples))[1:]]
+
+    engine, rewards = SimpleNamespace(generate=generate), SimpleNamespace(score=fails_twice)
     generator = Generator(Config.model_validate(CONFIG), engine, Task(""), rewards)  # type: ignore[arg-type]
-    with pytest.raises(LeaseFailed, match=r"answer \d: KeyError: 'answer'") as failed:
-        await work(generator)
-    assert failed.value.reason == "reward_error"
+    done = await generator.evaluation(evaluation_lease(5, samples=2))
+    assert judged == [2, 1, 1] and not done.errors and done.rewards.tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("slow", ["encode", "decode"])

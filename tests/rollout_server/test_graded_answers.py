@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_runs import sample
 
 from rollout_server.rewards.built_in.mathematics import _alarm, _TooLong
 from rollout_server.rewards.built_in.mathematics import reward as mathematics
 from rollout_server.rewards.built_in.numeric import reward as numeric
+from tests.rollout_server.reward_runs import sample
 
 CASES = [
     json.loads(line)

@@ -11,9 +11,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_generator import PROMPT, config_of, generating
-from torch_oracle import check_versions, load_model
-from torch_served import Gate, Gates, update
 
 from configs import Config
 from examples.random_qwen3 import SHAPES, make
@@ -26,6 +23,9 @@ from rollout_server.engines import Completion, Partial
 from rollout_server.progress import ProgressReports, prefixes_of
 from rollout_server.server import RolloutServer
 from scripts.bench.server import forced_length
+from tests.rollout_server.small_generator import PROMPT, config_of, generating
+from tests.rollout_server.torch_oracle import check_versions, load_model
+from tests.rollout_server.torch_served import Gate, Gates, update
 from tests.support.waiting import eventually
 
 GROUP, CAP, STEP, SEED = 4, 30, 12, 11

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reward_runs import sample
 
 from rollout_server.children.frames import pack, unpack
 from rollout_server.rewards import RewardError, Sample
@@ -26,6 +25,7 @@ from rollout_server.rewards.built_in.numeric import reward as numeric
 from rollout_server.rewards.judging import NotAReward, Verdict, judge, reward_of
 from rollout_server.rewards.loading import adapt, load_function
 from rollout_server.rewards.protocol import REPLY_LIMITS, read_answer, read_verdicts
+from tests.rollout_server.reward_runs import sample
 from tests.support.runs import ROOT
 
 

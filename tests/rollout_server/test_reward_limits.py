@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reward_runs import alive, check_culprits, pool_of, runs, sample, score
 
 from configs.data import Reward
 from rollout_server.children.frames import pack
@@ -26,6 +25,7 @@ from rollout_server.children.process import MAX_LOGGED_LINES, without_secrets
 from rollout_server.rewards import RewardError
 from rollout_server.rewards.process import RewardProcess
 from rollout_server.rewards.protocol import MAX_ERROR_CHARS
+from tests.rollout_server.reward_runs import alive, check_culprits, pool_of, runs, sample, score
 from tests.support.waiting import eventually
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_runs import sample, score
 
 from configs.data import Reward
 from rollout_server.rewards import RewardError, RewardOutcome, added
@@ -17,6 +16,7 @@ from rollout_server.rewards.built_in.pattern import reward as pattern
 from rollout_server.rewards.loading import adapt
 from rollout_server.rewards.process import order_of
 from rollout_server.rewards.weighted import load_parts
+from tests.rollout_server.reward_runs import sample, score
 
 OWN = """
 def verl(data_source, solution_str, ground_truth, extra_info=None, scale=1.0):

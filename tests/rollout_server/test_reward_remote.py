@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_stand_in import Reply, Served, serving, slowly, verdict
-from reward_runs import sample
 
 from configs.data import Reward
 from configs.rewards import Judge, RemoteModel
@@ -20,6 +18,8 @@ from rollout_server.rewards import RewardError, RewardOutcome, Sample
 from rollout_server.rewards.remote import judge, scoring
 from rollout_server.rewards.remote.beside import rewards_of
 from rollout_server.rewards.remote.judge import NoVerdict
+from tests.rollout_server.openai_stand_in import Reply, Served, serving, slowly, verdict
+from tests.rollout_server.reward_runs import sample
 
 KEY = "sk-test-5f1c"
 GOOD = verdict("Right and clear.\nGrade: 8")

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from reward_runs import alive
 
 from rollout_server.sandbox import SandboxError, box, memory, probe
 from rollout_server.sandbox.box import Ended, Limits, run
+from tests.rollout_server.reward_runs import alive
 
 SECRET = "slipstream-test-secret-f2b1"
 LIMITS = Limits(seconds=2.0)

@@ -83,7 +83,10 @@ async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluate
     async def send(message: Any) -> None:
         sent.append(message)
 
-    async def unpin(_: int) -> None: ...
+    unpinned = list[int]()
+
+    async def unpin(version: int) -> None:
+        unpinned.append(version)
 
     server = server_of(SimpleNamespace(send=send))  # type: ignore[arg-type]
     server.engine.hold, server.engine.unpin = lambda _: None, unpin  # type: ignore[method-assign]
@@ -97,7 +100,7 @@ async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluate
         await server.handle(ASKED, tasks)
         judged.set()
     assert [result.rewards.tolist() for result in sent] == [[1.0]]
-    assert not server.leases.evaluating
+    assert not server.leases.evaluating and unpinned == [3, 4]
 
 
 async def test_a_server_whose_follower_has_died_ends_with_its_reason() -> None:
@@ -112,7 +115,7 @@ async def test_messages_leave_in_the_order_in_which_they_were_said() -> None:
     sent, room = list[Any](), asyncio.Event()
 
     async def send(message: Any) -> None:
-        if not sent and not room.is_set():
+        if message.gauges["n"] == 1.0:
             await room.wait()
         sent.append(message)
 

@@ -13,10 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang_served import NEW_TOKENS, PROMPT_TOKENS, TOLERANCE, Served, check_logprobs, digests, random_model, staged
-from torch_oracle import error, logprobs_of, logprobs_over_kept_kv
 
 from rollout_server.engines.base import Completion, EngineError, Partial, Sampling
+from tests.rollout_server.sglang_served import (
+    NEW_TOKENS,
+    PROMPT_TOKENS,
+    TOLERANCE,
+    Served,
+    check_logprobs,
+    digests,
+    random_model,
+    staged,
+)
+from tests.rollout_server.torch_oracle import error, logprobs_of, logprobs_over_kept_kv
 
 PROMPT = [(5 * i + 1) % 40 for i in range(24)]
 LONG = Sampling(max_new_tokens=NEW_TOKENS)

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_served import Served, check_logprobs, digests, random_model
-from test_sglang_requests import FOLDER, Model, filled
-from test_torch_lora import ALL, adapters_of, merged
 
 from configs.learner import Lora
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update import adapted as adapted_module
 from rollout_server.engines.sglang.update.adapted import AdaptedWeights
 from rollout_server.engines.sglang.update.layout import live_slices
+from tests.rollout_server.sglang_served import Served, check_logprobs, digests, random_model
+from tests.rollout_server.test_sglang_requests import FOLDER, Model, filled
+from tests.rollout_server.test_torch_lora import ALL, adapters_of, merged
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
 from weight_bus.digest import add, slice_digest
 

@@ -35,12 +35,12 @@ def errors(folder: Path, family: str, parent: int) -> dict[str, float]:
     prepare_cpu()
     import torch
     from safetensors.torch import load_file
-    from test_picture_prompts import ODD, given, prompts_in, reference
 
     from configs.loading import load
     from rollout_server.engines.base import Completion, Sampling
     from rollout_server.engines.sglang.engine import SGLangEngine
     from rollout_server.tasks.pictures import Prompt
+    from tests.rollout_server.test_picture_prompts import ODD, given, prompts_in, reference
 
     torch.set_num_threads(1)
     prompts = prompts_in(folder, 3, family=family, patch=14 if family == "qwen2_5_vl" else 4)

@@ -15,13 +15,13 @@ from typing import Any
 import msgpack
 import pytest
 import torch
-from sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model
-from torch_oracle import hf_tensors
 
 from configs.infrastructure import WeightBus
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import REQUEST
 from rollout_server.follower import WeightFollower
+from tests.rollout_server.sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model
+from tests.rollout_server.torch_oracle import hf_tensors
 from tests.support.waiting import eventually
 from weight_bus import Publisher, PublishReport, TransportError
 from weight_bus.errors import NotAvailable

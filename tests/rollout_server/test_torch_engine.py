@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_oracle import VARIANTS, error, load_model, logprobs_of, save_folder
-from torch_served import Gates, sample, serving
 
 from rollout_server.engines import Completion, EngineError, Partial, Sampling
 from rollout_server.engines.torch.model import TorchModel
 from rollout_server.engines.torch.rows import Request, RowTable
 from rollout_server.engines.torch.sampling import choose, stream_key, uniforms
+from tests.rollout_server.torch_oracle import VARIANTS, error, load_model, logprobs_of, save_folder
+from tests.rollout_server.torch_served import Gates, sample, serving
 from tests.support.waiting import eventually
 
 PROMPTS = [[3, 9, 17], [5], [30, 2, 2, 11, 8, 39, 1], list(range(1, 20)), [7, 7]]

@@ -5,13 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch_oracle import VARIANTS, error, hf_tensors, load_model, logprobs_of, make_model, save_folder
-from torch_served import PROMPT, sample, serving
 
 from configs.learner import PROJECTIONS, Lora
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.torch.family import read_spec
 from rollout_server.engines.torch.weights import LiveWeights, read_folder
+from tests.rollout_server.torch_oracle import (
+    VARIANTS,
+    error,
+    hf_tensors,
+    load_model,
+    logprobs_of,
+    make_model,
+    save_folder,
+)
+from tests.rollout_server.torch_served import PROMPT, sample, serving
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
 from weight_bus.digest import slice_digest
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_oracle import check_versions, hf_tensors, load_model, make_model, save_folder
-from torch_served import LONG, PROMPT, STEP, Gates, sample, serving, stopped_midway, update
 
 from rollout_server.engines import EngineError, Partial, Sampling
 from rollout_server.engines.prefixes import settled
+from tests.rollout_server.torch_oracle import check_versions, hf_tensors, load_model, make_model, save_folder
+from tests.rollout_server.torch_served import LONG, PROMPT, STEP, Gates, sample, serving, stopped_midway, update
 
 LIMIT = LONG.max_new_tokens
 

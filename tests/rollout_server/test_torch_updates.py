@@ -9,10 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch_oracle import check_versions, error, hf_tensors, load_model, logprobs_of, logprobs_over_kept_kv, make_model
-from torch_served import DEADLINE_S, LONG, PROMPT, STEP, Gates, serving, stopped_midway, update
 
 from rollout_server.engines import EngineError, Sampling
+from tests.rollout_server.torch_oracle import (
+    check_versions,
+    error,
+    hf_tensors,
+    load_model,
+    logprobs_of,
+    logprobs_over_kept_kv,
+    make_model,
+)
+from tests.rollout_server.torch_served import DEADLINE_S, LONG, PROMPT, STEP, Gates, serving, stopped_midway, update
 from weight_bus.digest import slice_digest
 
 

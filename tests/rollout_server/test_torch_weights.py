@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch_oracle import LLAMA3_ROPE, VARIANTS, hf_tensors, load_model, make_model, save_folder
 
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import folder_tensors
 from rollout_server.engines.torch.family import read_spec
 from rollout_server.engines.torch.weights import LiveWeights, read_folder
+from tests.rollout_server.torch_oracle import LLAMA3_ROPE, VARIANTS, hf_tensors, load_model, make_model, save_folder
 from weight_bus.digest import slice_digest
 
 

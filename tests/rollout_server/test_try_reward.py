@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_tasks import ids, save_tokenizer
 
 from rollout_server import try_reward
+from tests.rollout_server.test_tasks import ids, save_tokenizer
 
 ROWS = [
     {"question": "1+1?", "answer": "so #### 2", "reply": "It is #### 2"},

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch_oracle import hf_tensors
 
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.engines.torch.model import TorchModel
+from tests.rollout_server.torch_oracle import hf_tensors
 
 DEADLINE_S = 60.0
 PROMPT = [3, 9, 17]

@@ -12,8 +12,6 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from raw_peers import greeting, plain_connection, raw_dealer, read_until_closed, ready
-from served_replay import NOTES, RUN, Note, arrivals, keys_of, with_router
 from zmq.utils import z85
 
 from replay import keys as make_keys
@@ -31,6 +29,8 @@ from replay.channel.admission import (
 )
 from replay.channel.frames import Envelope, WireError, encode
 from replay.channel.roster import LOOK_S, Roster, name_of, user_id
+from tests.security.raw_peers import greeting, plain_connection, raw_dealer, read_until_closed, ready
+from tests.security.served_replay import NOTES, RUN, Note, arrivals, keys_of, with_router
 from tests.support.waiting import PATIENT_S
 
 

@@ -10,11 +10,11 @@ from types import UnionType
 
 import pytest
 import zmq
-from raw_peers import greeting, plain_connection, raw_dealer, read_until_closed, ready
-from served_replay import RUN, Replay, arrivals, keys_of, resident_bytes, served, with_router
 
 from replay import messages as m
 from replay.channel import AsyncRouter, Dealer, Keys, Message, decode, encode, handshake, roster, sockets
+from tests.security.raw_peers import greeting, plain_connection, raw_dealer, read_until_closed, ready
+from tests.security.served_replay import RUN, Replay, arrivals, keys_of, resident_bytes, served, with_router
 from tests.support.waiting import PATIENT_S, until
 
 TEN_GB = 10 * 1000**3

@@ -35,11 +35,10 @@ def two_ranks(
         place: the environment of one rank; while the program is imported, that of rank 0.
         forks: else each rank imports it in a process of its own.
     """
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "learner")))
     places = [{"RANK": str(rank), **place(rank)} for rank in range(ranks)]
     started = []
     for of_one in [places] if forks else [[place] for place in places]:
-        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "RANK_PLACES": json.dumps(of_one), **of_one[0]}
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RANK_PLACES": json.dumps(of_one), **of_one[0]}
         command = [sys.executable, __file__, str(program), str(folder)]
         pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
         started.append(subprocess.Popen(command, env={**os.environ, **own}, **pipes))
@@ -58,8 +57,8 @@ def two_ranks(
 def main(program: Path) -> None:
     """Fork the ranks; ends with an error when one of them does."""
     places = json.loads(os.environ["RANK_PLACES"])
-    sys.path[0], sys.argv = str(program.parent), sys.argv[1:]
-    module = importlib.import_module(program.stem)
+    sys.path[0], sys.argv = str(ROOT), sys.argv[1:]
+    module = importlib.import_module(".".join(program.relative_to(ROOT).with_suffix("").parts))
     gc.freeze()
     pids = []
     for place in places:

@@ -51,6 +51,15 @@ def test_a_wrong_digest_is_quarantined_even_when_the_subscriber_calls_it_right()
     assert membership.needing(1, 0.0) == [one]
 
 
+def test_a_session_of_another_name_is_refused():
+    membership = made()
+    one = admitted(membership, asks("one"))
+    thief = Join(session=one.session, name="two", instance="i-two", pid=2, host="h")
+    assert "is that of 'one'" in membership.join(thief, "id-two", 0.0, version=-1, digest="").refused
+    membership.remove(one, rejoin=True)
+    assert not membership.members and membership.find(one.session) is None
+
+
 def test_faults_outlive_a_session_and_end_with_a_verified_version():
     membership = made()
     one = admitted(membership, asks("one"))

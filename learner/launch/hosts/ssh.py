@@ -25,7 +25,17 @@ from replay import hang
 
 SSH = "SLIPSTREAM_SSH"
 """Environment variable with another command than ssh; it gets the target and one line of shell."""
-SSH_COMMAND = ("ssh", "-o", "BatchMode=yes", "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
+SSH_COMMAND = (
+    "ssh",
+    "-o",
+    "BatchMode=yes",
+    "-o",
+    "ConnectTimeout=15",
+    "-o",
+    "ServerAliveInterval=5",
+    "-o",
+    "ServerAliveCountMax=3",
+)
 SSH_FAILED = 255
 POLL_S = 0.1
 FAREWELL_S = 30.0

@@ -11,8 +11,6 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from small_generator import evaluation_lease
-from torch_oracle import hf_tensors, make_model
 
 from configs import Config
 from configs.environment import Environment
@@ -23,9 +21,10 @@ from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.environments import EnvironmentFailed
 from rollout_server.environments.pool import environments_of
 from rollout_server.episodes import EpisodeGenerator
-from rollout_server.generate import LeaseFailed
 from rollout_server.rewards import RewardOutcome, Sample
 from rollout_server.tasks import Task
+from tests.rollout_server.small_generator import evaluation_lease
+from tests.rollout_server.torch_oracle import hf_tensors, make_model
 from tests.support.waiting import eventually
 
 pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
@@ -239,8 +238,7 @@ async def test_programs_end_and_are_ended_with_all_that_they_started(talking: Pa
         "misspells": "a JSON object without `reward`",
         "hangs": "environment.turn_timeout_s = 6",
     }.items():
-        assert isinstance(made[mode], LeaseFailed) and made[mode].reason == "environment_error"
-        assert text in made[mode].detail, made[mode]
+        assert made[mode].errors == ["environment_error"] and text in made[mode].error_detail, made[mode]
 
 
 async def test_the_page_s_agent_runs_as_it_stands(talking: Path, tmp_path: Path) -> None:

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_served import Served, check_logprobs, random_model
+
+from tests.rollout_server.sglang_served import Served, check_logprobs, random_model
 
 pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
 pytest.importorskip("openai", reason="the client package is not installed")
-
-from test_endpoint import HERE, Judge, answers_of, lease
 
 from examples.calculator import CALL, IDS, save_tokenizer
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.environments.pool import environments_of
 from rollout_server.episodes import EpisodeGenerator
 from rollout_server.tasks import Task
+from tests.rollout_server.agents.test_endpoint import HERE, Judge, answers_of, lease
 
 pytestmark = pytest.mark.slow
 EPISODES = 4

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_tasks import CHAT, row, save_tokenizer, task_of
 
 from configs import Config
 from rollout_server.children.frames import pack
@@ -20,6 +19,7 @@ from rollout_server.environments import ContextFull, NoMoreTurns
 from rollout_server.environments.conversation import MARK, Conversation
 from rollout_server.environments.session import Limits, Session
 from rollout_server.tasks import Task, TaskError
+from tests.rollout_server.test_tasks import CHAT, row, save_tokenizer, task_of
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"

@@ -7,14 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from small_generator import PROMPT, evaluation_lease
-from test_episodes import CAP, lease, playing
-
 from replay import messages as m
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.environments.pool import Slots
 from rollout_server.server import RolloutServer
+from tests.rollout_server.environments.test_episodes import CAP, lease, playing
+from tests.rollout_server.small_generator import PROMPT, evaluation_lease
 from tests.support.waiting import eventually
 
 EVALUATION = evaluation_lease(CAP, prompts=[{**PROMPT, "ground_truth": "0"}])

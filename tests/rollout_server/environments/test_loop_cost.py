@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from test_drift import task as task
 
 from configs.environment import Environment
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.environments.pool import environments_of
 from rollout_server.environments.session import Limits, Session
 from rollout_server.tasks import Task
+from tests.rollout_server.environments.test_drift import task as task
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
 CONTEXT, TURNS, EPISODES, PERIOD_S = 16_384, 40, 1024, 10.0

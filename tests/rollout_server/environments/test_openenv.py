@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import Scripted
+
+from tests.rollout_server.environments.scripted import Scripted
 
 pytest.importorskip("aiohttp", reason="the extra `openenv` is not installed")
 import openenv_servers as openenv

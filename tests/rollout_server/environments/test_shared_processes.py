@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from test_episodes import GROUP, ending_of, lease, playing
 
 from replay.desks.leases import INTERRUPTIONS
 from rollout_server.episodes import EpisodeGenerator
+from tests.rollout_server.environments.test_episodes import GROUP, ending_of, lease, playing
 from tests.support.waiting import eventually
 
 MAX_ATTEMPTS = 3

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_episodes import GROUP, ending_of, lease, playing
 
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
+from tests.rollout_server.environments.test_episodes import GROUP, ending_of, lease, playing
 
 TOKENS, TOKEN_S = 12, 0.1
 

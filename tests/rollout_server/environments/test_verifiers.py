@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import Scripted
+
+from tests.rollout_server.environments.scripted import Scripted
 
 pytest.importorskip("verifiers", reason="the extra `verifiers` is not installed")
 pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
