@@ -69,12 +69,12 @@ def samples_of(batch: Batch, advantages: NDArray[np.float32], *, num_groups: int
         batch: the whole batch, on one rank, which `learner.rows.check` has let pass.
         advantages: [N] of each trajectory.
         num_groups: groups of a step; numbers groups over the run.
-        size: samples that TRL expects.
+        size: samples that TRL expects; in place of answers that were left out come some of advantage 0.
 
     Raises:
         BatchError: an episode has several samples, so that a batch of `size` trajectories is more than `size` samples.
     """
-    if batch.lengths.size > size or batch.all_rewards.size != size:
+    if batch.lengths.size != batch.all_rewards.size or batch.all_rewards.size > size:
         raise BatchError(
             f"batch {batch.step} has {batch.lengths.size} samples of {batch.all_rewards.size} trajectories, and TRL's"
             f" update takes {size}: episodes of several samples (environments that compact their context) have no"
@@ -108,7 +108,7 @@ def samples_of(batch: Batch, advantages: NDArray[np.float32], *, num_groups: int
                 },
             )
         )
-    return made
+    return made + [filler_of(made, batch.step)] * (size - len(made))
 
 
 def filler_of(samples: Sequence[Sample], version: int) -> Sample:

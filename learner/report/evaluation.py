@@ -2,9 +2,10 @@
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from math import comb
+from math import comb, nan
 from pathlib import Path
 from statistics import fmean
 
@@ -35,7 +36,7 @@ class Evaluations:
 
     def __init__(self, config: Config) -> None:
         """Read the prompts. Raises DataError."""
-        self._run_dir = config.run_dir
+        self._run_dir, self._max_error_rate = config.run_dir, config.reward.max_error_rate
         self._sets = {one.name: one for one in config.evaluation_sets}
         self._rows = evaluation_rows(config)
         self._parts: dict[Key, dict[int, EvaluationResult]] = {}
@@ -68,6 +69,18 @@ class Evaluations:
         result, one, rows = joined(self._parts.pop(key)), self._sets[name], self._rows[name]
         self._ended.add(key)
         write_rows(self._run_dir, result, rows)
+        failed, answers = int(result.left_out.sum()), len(result.texts)
+        if any(result.errors):
+            log.warning(
+                "guard: evaluation of version %d, %s, %s: %d of %d answers scored, %s%s: %s",
+                version, one.key, _mode(result.greedy), answers - failed, answers,
+                ", ".join(f"{number} {code}" for code, number in sorted(_errors(result).items())),
+                "; void, as reward.max_error_rate is passed" if failed > self._max_error_rate * answers else "",
+                result.error_detail,
+            )  # fmt: skip
+        if failed > self._max_error_rate * answers:
+            labels = sorted(set(_labels(rows, name)))
+            return version, name, {f"val-aux/{label}/{_mode(result.greedy)}/given_up": 1.0 for label in labels}
         return version, name, values(result, rows, one)
 
     def _cut_short(self, key: Key, reason: str) -> News:
@@ -105,7 +118,20 @@ def joined(parts: Mapping[int, EvaluationResult]) -> EvaluationResult:
         finish_reasons=[reason for part in ordered for reason in part.finish_reasons],
         rewards=np.concatenate([part.rewards for part in ordered]),
         lengths=np.concatenate([part.lengths for part in ordered]),
+        errors=[code for part in ordered for code in part.errors or [""] * len(part.texts)],
+        left_out=np.concatenate([_left_out(part) for part in ordered]),
+        error_detail=next((part.error_detail for part in ordered if part.error_detail), ""),
     )
+
+
+def _left_out(result: EvaluationResult) -> NDArray[np.uint8]:
+    """[answers] 1 where an answer has no score."""
+    return result.left_out if result.left_out.size else np.zeros(len(result.texts), np.uint8)
+
+
+def _errors(result: EvaluationResult) -> Counter[str]:
+    """Failed answers by code, those that were given a score included."""
+    return Counter(code for code in result.errors if code)
 
 
 def file_of(run_dir: str | Path, version: int, name: str, *, greedy: bool) -> Path:
@@ -123,9 +149,12 @@ def write_rows(run_dir: str, result: EvaluationResult, rows: Sequence[Row]) -> P
     _check_size(result, rows)
     path = file_of(run_dir, result.version, result.set, greedy=result.greedy)
     path.parent.mkdir(parents=True, exist_ok=True)
-    answers = zip(result.texts, result.rewards.tolist(), result.lengths.tolist(), result.finish_reasons, strict=True)
+    scores = zip(result.rewards.tolist(), _left_out(result).tolist(), strict=True)
+    rewards = [None if is_out else score for score, is_out in scores]
+    errors = result.errors or [""] * len(rewards)
+    answers = zip(result.texts, rewards, result.lengths.tolist(), result.finish_reasons, errors, strict=True)
     with path.open("w", encoding="utf-8") as file:
-        for number, (text, reward, length, reason) in enumerate(answers):
+        for number, (text, reward, length, reason, error) in enumerate(answers):
             index, sample = divmod(number, result.samples)
             asked = rows[index]
             row = {
@@ -139,6 +168,7 @@ def write_rows(run_dir: str, result: EvaluationResult, rows: Sequence[Row]) -> P
                 "reward": reward,
                 "tokens": length,
                 "finish_reason": reason,
+                **({"error": error} if error else {}),
             }
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
     return path
@@ -155,32 +185,43 @@ def values(result: EvaluationResult, rows: Sequence[Row], one: PromptSet) -> dic
     labels, shape = np.array(_labels(rows, one.name)), (len(rows), result.samples)
     rewards, lengths = result.rewards.reshape(shape), result.lengths.reshape(shape)
     is_cut = np.array([reason == "length" for reason in result.finish_reasons]).reshape(shape)
-    solved = (rewards >= np.float32(one.solved_at)).sum(axis=1)
+    is_scored = _left_out(result).reshape(shape) == 0
+    scored = is_scored.sum(axis=1)
+    solved = ((rewards >= np.float32(one.solved_at)) & is_scored).sum(axis=1)
     mode, k, numbers = _mode(result.greedy), result.samples, dict[str, float]()
     for label in sorted(set(labels.tolist())):
         own = labels == label
         numbers[f"val-aux/{label}/{mode}/response_length"] = float(lengths[own].mean())
         numbers[f"val-aux/{label}/{mode}/clip_ratio"] = float(is_cut[own].mean())
         numbers[f"val-aux/{label}/{mode}/seconds"] = result.seconds
+        if not is_scored[own].all():
+            numbers[f"val-aux/{label}/{mode}/not_scored"] = float((~is_scored[own]).sum())
+        if not is_scored[own].any():
+            numbers[f"val-aux/{label}/{mode}/given_up"] = 1.0
+            continue
         if k == 1:
-            numbers[f"val-core/{label}/{mode}"] = float(rewards[own].mean())
-            numbers[f"val-aux/{label}/{mode}/pass@1"] = float(solved[own].mean())
+            numbers[f"val-core/{label}/{mode}"] = float(rewards[own][is_scored[own]].mean())
+            numbers[f"val-aux/{label}/{mode}/pass@1"] = float(solved[own].sum() / scored[own].sum())
         else:
-            numbers[f"val-core/{label}/reward/mean@{k}"] = float(rewards[own].mean())
+            numbers[f"val-core/{label}/reward/mean@{k}"] = float(rewards[own][is_scored[own]].mean())
             for few in (1, k):
-                numbers[f"val-core/{label}/reward/pass@{few}"] = pass_at(few, k, solved[own])
+                numbers[f"val-core/{label}/reward/pass@{few}"] = pass_at(few, scored[own], solved[own])
             for few in (2**power for power in range(1, (k - 1).bit_length())):
-                numbers[f"val-aux/{label}/reward/pass@{few}"] = pass_at(few, k, solved[own])
+                numbers[f"val-aux/{label}/reward/pass@{few}"] = pass_at(few, scored[own], solved[own])
     return numbers
 
 
-def pass_at(k: int, n: int, solved: Iterable[int] | NDArray[np.int64]) -> float:
+def pass_at(k: int, n: int | NDArray[np.int64], solved: Iterable[int] | NDArray[np.int64]) -> float:
     """Unbiased pass@k: the chance that one of k answers out of n solves its prompt, mean over prompts.
 
     1 - C(n - c, k) / C(n, k) for a prompt that c of its n answers solve (Chen et al. 2021, arXiv 2107.03374). With 4
-    answers of which 1 is right, pass@2 = 1 - C(3, 2) / C(4, 2) = 0.5.
+    answers of which 1 is right, pass@2 = 1 - C(3, 2) / C(4, 2) = 0.5. Prompts with fewer than k scored answers are
+    left out; NaN where there is no other.
     """
-    return fmean(1 - comb(n - int(c), k) / comb(n, k) for c in solved)
+    found = list(solved)
+    pairs = zip(np.broadcast_to(n, len(found)).tolist(), found, strict=True)
+    chances = [1 - comb(of - int(c), k) / comb(of, k) for of, c in pairs if of >= k]
+    return fmean(chances) if chances else nan
 
 
 def _labels(rows: Sequence[Row], name: str) -> list[str]:

@@ -153,7 +153,6 @@ def test_a_reward_function_that_always_raises_stops_the_run_and_is_named(launch,
     ("package", "setting", "key", "extra"),
     [
         ("wandb", "trackers=[wandb]", "trackers: wandb", "wandb"),
-        ("wandb", "wandb=offline", "trackers: wandb", "wandb"),
         ("comet_ml", "trackers=[tensorboard,comet_ml]", "trackers: comet_ml", "comet-ml"),
         ("prometheus_client", "prometheus=127.0.0.1", "prometheus: 127.0.0.1", "prometheus"),
     ],

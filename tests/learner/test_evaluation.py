@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from fractions import Fraction
 from statistics import fmean
 from typing import Any
@@ -67,6 +68,31 @@ def part(name: str, rewards: list[list[float]], *, first: int = 0, greedy: bool 
 
 
 REWARDS = [[1.0, 0.0, 0.9, 0.0], [0.5, 0.5, 0.5, 0.5], [1.0, 1.0, 1.0, 1.0]]
+
+
+def test_answers_that_failed_are_out_of_the_score_and_named(config, caplog):
+    marks = np.zeros(12, np.uint8)
+    marks[0] = 1
+    errors = ["reward_error" if mark else "" for mark in marks]
+    failed = replace(part("aime", REWARDS), errors=errors, left_out=marks, error_detail="KeyError: 'x'")
+    collected = Evaluations(config)
+    ((_, _, numbers),) = collected.news([failed], {})
+    rest = [0.0, 0.9, 0.0, *REWARDS[1], *REWARDS[2]]
+    assert numbers["val-core/aime/reward/mean@4"] == pytest.approx(fmean(rest))
+    assert numbers["val-core/aime/reward/pass@4"] == 0.5, "of the prompts with four scored answers"
+    assert numbers["val-aux/aime/sampled/not_scored"] == 1.0
+    assert "11 of 12 answers scored, 1 reward_error: KeyError: 'x'" in caplog.text
+    rows = evaluation.file_of(config.run_dir, 3, "aime", greedy=False).read_text().splitlines()
+    assert (json.loads(rows[0])["reward"], json.loads(rows[0])["error"]) == (None, "reward_error")
+    assert "error" not in json.loads(rows[1])
+
+
+def test_an_evaluation_with_too_many_failures_is_void(config, caplog):
+    marks = np.array([1] * 3 + [0] * 9, np.uint8)
+    errors = ["environment_error" if mark else "" for mark in marks]
+    void = replace(part("aime", REWARDS), errors=errors, left_out=marks, error_detail="x")
+    ((_, _, numbers),) = Evaluations(config).news([void], {})
+    assert numbers == {"val-aux/aime/sampled/given_up": 1.0} and "void" in caplog.text
 
 
 def test_a_set_is_measured_under_its_name_once_all_its_parts_are_there(config):
