@@ -177,7 +177,6 @@ class Group(OfLease):
     """
 
     finish_reasons: list[str]
-    texts: list[str]
     reward_metrics: dict[str, float]
     generate_s: float
     data_source: str

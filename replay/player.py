@@ -8,7 +8,7 @@ from replay.desks.leases import GroupId
 from replay.desks.line import Line, LineStep, Taken
 from replay.journal import Journal, JournalError, JournalReader, Location, Record
 from replay.journal.apply import check_boot
-from replay.journal.snapshot import group_id_of, line_from, taken_of
+from replay.journal.snapshot import group_id_of, line_from
 from replay.messages import EvaluationResult, Group
 from replay.run import Run
 
@@ -52,7 +52,7 @@ def _note(line: Line, record: Record, found: dict[GroupId, Taken]) -> None:
     elif record.kind == "take" and fields["step"] not in line.steps:  # a resumed learner takes the same batch again
         taken = [group_id_of(group) for group in fields["groups"]]
         if all(group_id in found for group_id in taken):
-            line.steps[fields["step"]] = LineStep.of([found[g] for g in taken], fields)
+            line.steps[fields["step"]] = LineStep([found[g] for g in taken], fields["async_lag"], fields["masked"])
     elif record.kind == "diverged":
         line.correct(fields["step"], fields["found"])
         for step in line.ahead(fields["step"]):
@@ -70,7 +70,9 @@ def _groups(record: Record) -> dict[GroupId, Taken]:
         return {}
     slots = [plain for plain in record.fields["slots"] if plain["location"] is not None]
     found = [Taken(group_id_of(p["group"]), p["attempt"], 0, Location.of(p["location"])) for p in slots]
-    found += [taken_of(plain) for _, _, taken in record.fields["line"] for plain in taken]
+    line = Line()
+    line_from(line, record.fields)
+    found += line.groups_ahead(0)
     return {entry.group_id: entry for entry in found}
 
 

@@ -79,7 +79,6 @@ class EpisodeGenerator(Generator):
             index=lease.index,
             attempt=lease.attempt,
             finish_reasons=[episode.finish_reason for episode in episodes],
-            texts=[episode.text for episode in episodes],
             reward_metrics=means([e.verdict.metrics for e in episodes if not e.verdict.left_out]),
             generate_s=time.monotonic() - started,
             data_source=str(lease.prompt.get("data_source", "")),

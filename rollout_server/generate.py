@@ -76,7 +76,7 @@ class Generator:
         try:
             completions = self._sampled[request_id] = await self.sample(prompt, lease, request_id)
             seconds = time.monotonic() - started
-            texts, verdicts = await self.score([lease.prompt] * len(completions), completions)
+            _, verdicts = await self.score([lease.prompt] * len(completions), completions)
         finally:
             self._sampled.pop(request_id, None)
         token_ids = np.concatenate([c.token_ids for c in completions])
@@ -85,7 +85,6 @@ class Generator:
             index=lease.index,
             attempt=lease.attempt,
             finish_reasons=[c.finish_reason for c in completions],
-            texts=texts,
             reward_metrics=means([verdict.metrics for verdict in verdicts if not verdict.left_out]),
             generate_s=seconds,
             data_source=str(lease.prompt.get("data_source", "")),

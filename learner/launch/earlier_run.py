@@ -170,7 +170,7 @@ def _last_step(run_dir: Path) -> int:
         if record.kind == "diverged":
             steps = {step for step in steps if step <= record.fields["step"]}
         elif record.kind == "snapshot":
-            steps |= {step for step, digest, _ in record.fields["line"] if digest}
+            steps |= {step for step, digest, *_ in record.fields["line"] if digest}
         elif record.kind == "commit":
             steps.add(record.fields["step"])
     return max(steps, default=0)

@@ -24,9 +24,7 @@ from configs.errors import SlipstreamError, kind_of
 from replay.channel.fields import Field, fields_of, shown
 
 SCHEMA_VERSION = 8
-"""3: Group has `policies`. 4: evaluations have sets, and several answers to a prompt. 5: trajectories have samples.
-6: Group and Batch have pictures. 7: results of evaluations say what was asked.
-8: Renew is an inventory, Refused has a code."""
+"""Of the messages here and in the weight bus, and of the journal, which holds some of them: one for each release."""
 MAX_HEADER_BYTES = 64 * 1024 * 1024
 MAX_ARRAYS = 64
 MAX_ITEMS = 1 << 20
@@ -131,19 +129,17 @@ def checksum(body: bytes | memoryview, arrays: Sequence[bytes | memoryview]) -> 
     return value.to_bytes(CRC_BYTES, "little")
 
 
-def decode(
-    frames: Sequence[bytes | memoryview], accepted: Registry, sender: str = "", *, oldest_schema: int = SCHEMA_VERSION
-) -> Envelope:
+def decode(frames: Sequence[bytes | memoryview], accepted: Registry, sender: str = "") -> Envelope:
     """Check and rebuild one message. Its arrays are read-only views of the frames.
 
-    `accepted` are the kinds that this side takes; only a journal may hold an `oldest_schema` before the present one.
+    `accepted` are the kinds that this side takes.
     Raises WireError: anything about the frames is not as the schema says.
     """
-    header = _header(frames, oldest_schema)
+    header = _header(frames)
     kind = accepted.get(header["kind"])
     if kind is None:
         raise WireError(f"message kind {header['kind'][:40]!r} is not accepted here")
-    values = _arrays(kind, header["arrays"], frames[1:], is_older=header["schema"] < SCHEMA_VERSION)
+    values = _arrays(kind, header["arrays"], frames[1:])
     fields = header["fields"]
     used = 0
     for field in _schema(kind):
@@ -162,7 +158,7 @@ def decode(
     return Envelope(header["run"], header["seq"], kind(**values), sender, frames)
 
 
-def _header(frames: Sequence[bytes | memoryview], oldest_schema: int) -> dict[str, Any]:
+def _header(frames: Sequence[bytes | memoryview]) -> dict[str, Any]:
     if not 1 <= len(frames) <= MAX_ARRAYS + 1:
         raise WireError(f"{len(frames)} frames, expected 1 to {MAX_ARRAYS + 1}")
     if len(frames[0]) > MAX_HEADER_BYTES:
@@ -171,7 +167,7 @@ def _header(frames: Sequence[bytes | memoryview], oldest_schema: int) -> dict[st
     if not isinstance(header, dict):
         raise WireError(f"header is {kind_of(header)}, not a map")
     schema = header.get("schema")
-    if type(schema) is not int or not oldest_schema <= schema <= SCHEMA_VERSION:
+    if type(schema) is not int or schema != SCHEMA_VERSION:
         raise WireError(f"schema version {shown(schema)}, this side speaks {SCHEMA_VERSION}; update the older side")
     if header.keys() != HEADER.keys():
         raise WireError(f"header does not have the keys {', '.join(HEADER)}")
@@ -213,9 +209,7 @@ def _unpack(frame: bytes | memoryview) -> Any:
         raise WireError(f"header is not msgpack: {str(error)[:80]}") from error
 
 
-def _arrays(
-    kind: type[Message], described: list[Any], frames: Sequence[bytes | memoryview], *, is_older: bool
-) -> dict[str, Any]:
+def _arrays(kind: type[Message], described: list[Any], frames: Sequence[bytes | memoryview]) -> dict[str, Any]:
     if len(described) != len(frames):
         raise WireError(f"{kind.__name__}: {len(described)} arrays described, {len(frames)} frames")
     arrays: dict[str, Any] = {}
@@ -234,10 +228,7 @@ def _arrays(
         if shape[0] * DTYPES[dtype].itemsize != len(frame):
             raise WireError(f"{kind.__name__}.{name}: {len(frame)} bytes for shape {shape} of {dtype}")
         arrays[name] = np.frombuffer(frame, dtype=DTYPES[dtype])
-    missing = kind.ARRAYS.keys() - arrays.keys()
-    if is_older:  # it knew none of the arrays that came later, all of which have a default
-        missing -= {f.name for f in dataclasses.fields(kind) if f.default_factory is not dataclasses.MISSING}
-    if missing:
+    if missing := kind.ARRAYS.keys() - arrays.keys():
         raise WireError(f"{kind.__name__}: arrays {sorted(missing)} are missing")
     return arrays
 

@@ -87,7 +87,7 @@ class BatchDesk:
         if made is not None:
             ids = [taken.group_id for taken in made.groups]
             groups, lag = [self.run.load_group(taken.location) for taken in made.groups], made.async_lag
-            is_masked = buffer.masks if made.is_masked is None else made.is_masked
+            is_masked = made.is_masked
         else:
             if buffer.on_stale == "substitute":
                 self.granting.substitute(now)
@@ -120,7 +120,7 @@ class BatchDesk:
                 part,
                 publish=step >= self.buffer.line.last_committed,
                 expected_digest=made.digest,
-                async_lag=-1 if made.async_lag is None else made.async_lag,
+                async_lag=made.async_lag,
                 checkpoint=wants_checkpoint,
             )
             for part in batches.build(step, groups, assignment, num_ranks=parts, stats=stats | measured)

@@ -120,7 +120,7 @@ class GroupBuffer:
         back = []
         for step in self.line.ahead(version):
             made = self.line.steps.pop(step)
-            lag = self.configured_lag if made.async_lag is None else made.async_lag
+            lag = made.async_lag
             for group_id, attempt, min_version, location in made.groups:
                 slot = Slot(group_id, row(group_id), min_version, SlotState.BUFFERED, attempt)
                 slot.location, slot.async_lag = location, lag
@@ -178,9 +178,9 @@ class GroupBuffer:
         sampled = slot.group.versions[slot.group.loss_mask != 0]
         return bool(sampled.size) and int(sampled.min()) < oldest
 
-    def masked(self, group: Group, async_lag: int | None, *, count: bool) -> Group:
+    def masked(self, group: Group, async_lag: int, *, count: bool) -> Group:
         """The group with tokens above the lag bound of its batch taken out of the loss (on_stale `mask`)."""
-        oldest = self.version - (self.configured_lag if async_lag is None else async_lag)
+        oldest = self.version - async_lag
         over_age = (group.versions < oldest) & (group.loss_mask != 0)
         num = int(over_age.sum())
         if not num:

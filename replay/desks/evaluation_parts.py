@@ -26,9 +26,9 @@ class Part(NamedTuple):
     first: int = 0
 
     @classmethod
-    def of(cls, plain: bool | Sequence[Any]) -> "Part":
-        """From what msgpack made of one; older journals name the mode alone."""
-        return cls(greedy=plain) if isinstance(plain, bool) else cls(*plain)
+    def of(cls, plain: Sequence[Any]) -> "Part":
+        """From what msgpack made of one."""
+        return cls(*plain)
 
 
 @dataclass(frozen=True, slots=True)

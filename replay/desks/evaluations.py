@@ -34,8 +34,8 @@ class Result(NamedTuple):
     """What came of a part."""
 
     place: Location
-    asked: str = ""
-    """Work.fingerprint of what was asked for; older journals have none."""
+    asked: str
+    """Work.fingerprint of what was asked for."""
 
 
 class EvaluationBoard:

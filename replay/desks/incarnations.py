@@ -173,7 +173,7 @@ class Incarnations:
             "bus_address": hello.bus_address,
             "identity": identity,
         }
-        record(run, "learner", fields | ({"rolls_back": True} if hello.rolls_back else {}))
+        record(run, "learner", fields | {"rolls_back": hello.rolls_back})
         self.batch_desk.restart()
         servers = self.peers.role("rollout_server")
         for peer in servers if self.number > 1 else []:

@@ -6,9 +6,10 @@ must get the digests that the journal has. So a step stays on the line until a d
     Example: steps 3 and 4 are committed, batch 5 is out. Of a learner that comes back at version 2 all three are ahead.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
+
+import msgpack
 
 from replay.desks.leases import GroupId
 from replay.journal.format import Location
@@ -28,16 +29,18 @@ class LineStep:
     """The batch of one step, and the digest of the weights that it made; empty before its commit."""
 
     groups: list[Taken]
+    async_lag: int
+    """Bound of the lag that its groups were admitted under."""
+    is_masked: bool
+    """Whether tokens above that bound were taken out of the loss."""
     digest: str = ""
-    async_lag: int | None = None
-    """Bound of the lag that its groups were admitted under; None: the configured one, as in older journals."""
-    is_masked: bool | None = None
-    """Whether tokens above that bound were taken out of the loss; None: as on_stale says now, as in older journals."""
+    _packed: bytes = b""
 
-    @classmethod
-    def of(cls, groups: list[Taken], take: Mapping[str, Any]) -> "LineStep":
-        """A step that is not committed yet, from the fields of its `take` record."""
-        return cls(groups, async_lag=take.get("async_lag"), is_masked=take.get("masked"))
+    @property
+    def packed(self) -> bytes:
+        """Its groups as msgpack, made once: a snapshot of a line without checkpoints has all of them."""
+        self._packed = self._packed or cast(bytes, msgpack.packb(self.groups))
+        return self._packed
 
 
 @dataclass(slots=True)

@@ -61,8 +61,6 @@ def check_boot(run: Run, decision: Record, _: float = 0.0) -> None:
     """Raises JournalError when the journal was written with other settings, or for another dataset."""
     mine = boot_fields(run.config, run.source.state(), 0)
     for part, name, key in KEPT:
-        if part == "run" and name not in decision.fields.get(part, ()):
-            continue  # older journals have no temperature, and none of these in a snapshot
         theirs, own = decision.fields[part].get(name), mine[part].get(name)
         if theirs != own:
             raise JournalError(
@@ -93,8 +91,7 @@ def _lease(run: Run, decision: Record, now: float) -> None:
             )
         slot = run.buffer.slots[group_id] = Slot(group_id, row, fields["min_version"], async_lag=run.buffer.async_lag)
     slot.attempt, slot.min_version = fields["attempt"] - 1, fields["min_version"]
-    slot.async_lag = fields.get("async_lag", slot.async_lag)  # older journals have none
-    slot.state = SlotState.QUEUED
+    slot.async_lag, slot.state = fields["async_lag"], SlotState.QUEUED
     run.leases.grant(slot, fields["server"], now)
 
 
@@ -138,7 +135,7 @@ def _take(run: Run, decision: Record, _: float) -> None:
     if step not in buffer.line.steps:
         slots = [buffer.slots.pop(group_id_of(group)) for group in decision.fields["groups"]]
         taken = [Taken(s.group_id, s.attempt, s.min_version, s.location) for s in slots if s.location is not None]
-        buffer.line.steps[step] = LineStep.of(taken, decision.fields)
+        buffer.line.steps[step] = LineStep(taken, decision.fields["async_lag"], decision.fields["masked"])
 
 
 def _proceed(run: Run, decision: Record, _: float) -> None:
@@ -171,7 +168,7 @@ def _learner(run: Run, decision: Record, _: float) -> None:
     run.board.supersede(run.policies.published + 1)
     if known and digest and known != digest:
         run.diverging = (version, known, digest)
-    elif fields.get("rolls_back"):
+    elif fields["rolls_back"]:
         run.diverging = (version, digest, digest)
 
 
@@ -182,11 +179,11 @@ def _diverged(run: Run, decision: Record, _: float) -> None:
     rolls back. What was trained since is dropped then: it would break the same rule again.
     """
     fields, buffer = decision.fields, run.buffer
-    first_lost = fields.get("first_lost", fields["step"])
+    first_lost = fields["first_lost"]
     run.diverging = None
     buffer.line.correct(fields["step"], fields["found"])
     buffer.dissolve(fields["step"], lambda group_id: run.source.row(group_id[1]))
-    for group in fields.get("dropped", ()):
+    for group in fields["dropped"]:
         del buffer.slots[group_id_of(group)]
         run.counters["dropped/rolled_back"] += 1
     run.load_groups()
@@ -220,9 +217,8 @@ def _checkpoint(run: Run, decision: Record, _: float) -> None:
 
 def _evaluated(run: Run, decision: Record, _: float) -> None:
     fields = decision.fields
-    part = Part(fields.get("set", ""), fields["greedy"], fields.get("first", 0))  # older journals have the mode alone
-    assert decision.location is not None
-    run.board.done(fields["version"], part, Result(decision.location, fields.get("asked", "")))
+    part = Part(fields["set"], fields["greedy"], fields["first"])
+    run.board.done(fields["version"], part, Result(decision.location, fields["asked"]))
 
 
 _HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {

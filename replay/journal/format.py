@@ -21,11 +21,10 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import msgpack
 
 from configs.errors import SlipstreamError
-from replay.channel.frames import CRC_BYTES, checksum
+from replay.channel.frames import CRC_BYTES, SCHEMA_VERSION, checksum
 
-FORMAT = 1
-OLDEST_SCHEMA = 2
-"""Of the wire messages in its records (replay/channel/frames.py)."""
+FORMAT = SCHEMA_VERSION
+"""Of records and of the wire messages in them: another one is refused as a whole."""
 MAGIC = b"SJR1"
 HEAD = struct.Struct("<4sII")
 MAX_META_BYTES = 256 * 1024 * 1024

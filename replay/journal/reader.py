@@ -17,7 +17,6 @@ from replay.channel.frames import decode
 from replay.journal.format import (
     FORMAT,
     MAGIC,
-    OLDEST_SCHEMA,
     JournalDamaged,
     JournalError,
     Location,
@@ -146,7 +145,7 @@ class JournalReader:
 def message_of(frames: Sequence[bytes | memoryview], path: Path, location: Location) -> Group | EvaluationResult:
     """The message in the frames of a record. Raises JournalDamaged."""
     try:
-        message = decode(frames, TO_REPLAY, oldest_schema=OLDEST_SCHEMA).message
+        message = decode(frames, TO_REPLAY).message
     except WireError as error:
         raise JournalDamaged(
             f"{path}: byte {location.offset}: a message that is needed is damaged: {error}; {WAY_OUT}"

@@ -3,6 +3,8 @@
 from collections import deque
 from typing import Any
 
+import msgpack
+
 from configs.schema import Config
 from replay.desks.evaluation_parts import Part
 from replay.desks.evaluations import Evaluation, Result
@@ -45,17 +47,17 @@ def snapshot_of(run: Run) -> dict[str, Any]:
         "counters": dict(run.counters),
         "slots": [_plain_slot(slot) for slot in buffer.slots.values()],
         "initial": buffer.line.initial,
-        "line": [[step, made.digest, made.groups] for step, made in sorted(buffer.line.steps.items())],
-        "lags": [[step, made.async_lag] for step, made in sorted(buffer.line.steps.items())],
-        "masked": [[step, made.is_masked] for step, made in sorted(buffer.line.steps.items())],
+        "line": [
+            [step, made.digest, made.async_lag, made.is_masked, made.packed]
+            for step, made in sorted(buffer.line.steps.items())
+        ],
         "async_lag": [buffer.async_lag, buffer.configured_lag],
         "evaluations": {
             "open": [[e.version, list(e.open_parts), list(e.tried), e.server] for e in board.open.values()],
             "closed": [[version, reason] for version, reason in board.closed.items()],
             "results": [
-                [version, part, each.place] for version, parts in board.results.items() for part, each in parts.items()
+                [version, part, *each] for version, parts in board.results.items() for part, each in parts.items()
             ],
-            "asked": [each.asked for parts in board.results.values() for each in parts.values()],
         },
     }
 
@@ -64,8 +66,8 @@ def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
     """The inverse of `snapshot_of`, but for the groups themselves, which stay in the journal."""
     buffer, board, policies = run.buffer, run.board, run.policies
     buffer.version, run.flat_drops, run.proceeding = fields["version"], fields["flat_drops"], fields["proceeding"]
-    buffer.fruitless = fields.get("fruitless", 0)  # older journals have none
-    async_lag, configured = fields.get("async_lag", [buffer.async_lag, buffer.configured_lag])
+    buffer.fruitless = fields["fruitless"]
+    async_lag, configured = fields["async_lag"]
     buffer.async_lag = async_lag if configured == buffer.configured_lag else buffer.async_lag
     policies.incarnation, policies.published = fields["incarnation"], fields["published"]
     policies.lost = [Lost(*lost) for lost in fields["gone"]]
@@ -79,19 +81,16 @@ def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
     for version, parts, tried, server in fields["evaluations"]["open"]:
         board.open[version] = Evaluation(version, [Part.of(part) for part in parts], now, server, list(tried))
     board.closed.update({version: reason for version, reason in fields["evaluations"]["closed"]})
-    results = fields["evaluations"]["results"]
-    for (version, part, place), asked in zip(
-        results, fields["evaluations"].get("asked", [""] * len(results)), strict=True
-    ):
+    for version, part, place, asked in fields["evaluations"]["results"]:
         board.results.setdefault(version, {})[Part.of(part)] = Result(Location.of(place), asked)
 
 
 def line_from(line: Line, fields: dict[str, Any]) -> None:
     line.steps.clear()
     line.initial = (fields["initial"][0], fields["initial"][1]) if fields["initial"] is not None else None
-    lags, masked = dict(fields.get("lags", ())), dict(fields.get("masked", ()))
-    for step, digest, taken in fields["line"]:
-        line.steps[step] = LineStep([taken_of(plain) for plain in taken], digest, lags.get(step), masked.get(step))
+    for step, digest, async_lag, is_masked, packed in fields["line"]:
+        taken = [taken_of(plain) for plain in msgpack.unpackb(packed)]
+        line.steps[step] = LineStep(taken, async_lag, is_masked, digest)
 
 
 def _plain_slot(slot: Slot) -> dict[str, Any]:
@@ -102,8 +101,8 @@ def _plain_slot(slot: Slot) -> dict[str, Any]:
 def _slot_of(run: Run, plain: dict[str, Any], now: float) -> Slot:
     group_id = group_id_of(plain["group"])
     slot = Slot(group_id, run.source.row(group_id[1]), plain["min_version"], SlotState(plain["state"]))
-    for name in KEPT:  # older journals have no failures, interruptions, lag
-        setattr(slot, name, plain.get(name, getattr(slot, name)))
+    for name in KEPT:
+        setattr(slot, name, plain[name])
     slot.location = Location.of(plain["location"]) if plain["location"] is not None else None
     slot.leased_at = slot.progress_at = now
     slot.begun_at = now if slot.attempt else None

@@ -42,7 +42,7 @@ POOL = 256  # different groups that are prepared; the producers go through them 
 MEDIAN, SIGMA, CAP = 2000, 0.7, 16_384  # of the lognormal lengths of answers, in tokens
 PROMPT_TOKENS = 256  # of every prompt; they are not counted as tokens of the result
 GROUP_SIZE, GROUPS_PER_STEP = 8, 64
-TEXT_BYTES_PER_TOKEN = 4  # groups carry their decoded answers as well
+TEXT_BYTES_PER_TOKEN = 4
 TOOL_SHARE = 0.25  # answers in which a fifth of the tokens, in one span, came from an environment
 VOCAB_SIZE = 151_936
 # replay reads what identifies a model; it needs no weights
@@ -146,7 +146,6 @@ def _one(rng: np.random.Generator) -> Prepared:
         "loss_mask": mask,
         "logprobs": -rng.standard_exponential(total, dtype=np.float32),
         "rewards": rng.random(GROUP_SIZE, dtype=np.float32),
-        "texts": [random_text(rng, int(n) * TEXT_BYTES_PER_TOKEN) for n in lengths],
         "finish_reasons": ["length" if n == CAP else "stop" for n in lengths],
     }
     return Prepared(arrays, young)

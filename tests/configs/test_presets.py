@@ -1,4 +1,4 @@
-"""Presets: what their models, rewards and GPUs need. What they resolve to: tests/frozen/test_frozen_presets.py."""
+"""Presets: what their models, rewards and GPUs need."""
 
 from dataclasses import dataclass
 

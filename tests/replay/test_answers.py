@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given as drawn
 from hypothesis import strategies as st
-from simulated_run import bare_service, lease, sent, service
 
 from replay import messages as m
 from replay.desks.answers import WINDOW, ErrorRate, kept
 from replay.desks.leases import SlotState
+from tests.replay.simulated_run import bare_service, lease, sent, service
 from tests.replay.simulation.samples import make_group
 
 SIZE = 4

@@ -23,14 +23,16 @@ from tests.replay.simulation.samples import make_result
 
 
 def line_of(*steps):
-    return Line({step: LineStep([Taken((0, step), 1, 0, Location(step, 0, ()))], f"d{step}") for step in steps})
+    return Line(
+        {step: LineStep([Taken((0, step), 1, 0, Location(step, 0, ()))], 1, False, f"d{step}") for step in steps}
+    )
 
 
 def test_a_line_reaches_back_as_far_as_it_has_every_step():
     line = line_of(3, 4, 5)
     assert [line.reaches(version) for version in (1, 2, 3, 5)] == [False, True, True, True]
     assert (line.last, line.last_committed, line.ahead(3), len(line.groups_ahead(3))) == (5, 5, [4, 5], 2)
-    line.steps[6] = LineStep([])
+    line.steps[6] = LineStep([], 1, False)
     assert (line.last, line.last_committed) == (6, 5), "the last batch is out and not committed"
 
 

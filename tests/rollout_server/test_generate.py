@@ -118,7 +118,7 @@ async def test_the_loop_goes_on_while_texts_are_encoded_and_decoded(
     task.go_on.set()
     done = await working
     assert not task.waited_in_vain, "the call kept the loop from setting the event"
-    assert done.texts == ["7"] * len(done.texts) and set(done.rewards) == {1.0}
+    assert set(done.rewards) == {1.0}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import msgpack
 
 from replay.channel import decode
 from replay.journal import Journal, JournalFull, Location, Record
-from replay.journal.format import OLDEST_SCHEMA, Frames
+from replay.journal.format import Frames
 from replay.messages import TO_REPLAY, EvaluationResult, Group
 
 
@@ -31,9 +31,7 @@ class MemoryJournal(Journal):
 
     def read(self, location: Location) -> Group | EvaluationResult:
         assert location.segment >= self.released, "a released file is read"
-        message = decode(
-            self._frames[location.segment, location.offset], TO_REPLAY, oldest_schema=OLDEST_SCHEMA
-        ).message
+        message = decode(self._frames[location.segment, location.offset], TO_REPLAY).message
         assert isinstance(message, (Group, EvaluationResult))
         return message
 

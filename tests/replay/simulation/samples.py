@@ -16,7 +16,6 @@ def make_group(lengths: Sequence[int], **fields: Any) -> m.Group:
         "index": 0,
         "attempt": 1,
         "finish_reasons": ["stop"] * n,
-        "texts": ["x"] * n,
         "reward_metrics": {},
         "generate_s": 0.1,
         "data_source": "t",

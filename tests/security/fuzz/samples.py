@@ -23,7 +23,7 @@ SMALL = {"index": LEASED, "version": MAX_VERSION, "min_version": MAX_VERSION, "s
 """Exclusive limits of numbers by the name of their field; others are below 3."""
 WORDS = ["", "stop", "length", "engine_error", "rollout-1", "tcp://127.0.0.1:1", "fuzz"]
 
-FROZEN = json.loads((Path(__file__).parents[2] / "frozen" / "wire_frames_8.json").read_text())["frames"]
+FROZEN = json.loads((Path(__file__).parents[2] / "frozen" / "wire_frames.json").read_text())["frames"]
 WHOLE = {"Group": "replay.Group", "Begin": "weight_bus.Begin"}
 
 
