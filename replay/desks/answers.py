@@ -25,7 +25,7 @@ def kept(group: Group) -> Group:
     tokens, own = np.repeat(samples, group.lengths), group.prompt_lengths
     changed: dict[str, Any] = {
         name: [value for value, is_kept in zip(getattr(group, name), stays.tolist(), strict=True) if is_kept]
-        for name in ("finish_reasons", "texts", "errors")
+        for name in ("finish_reasons", "errors")
     }
     changed |= {name: getattr(group, name)[tokens] for name in ("token_ids", "loss_mask", "logprobs", "versions")}
     if own.size:

@@ -159,7 +159,6 @@ def test_a_masked_answer_is_as_if_it_had_never_been(data):
         of_tokens = np.repeat(of_samples, lengths)
         fields = {
             "finish_reasons": [str(i) for i in np.flatnonzero(stays)],
-            "texts": [str(i) for i in np.flatnonzero(stays)],
             "errors": ["reward_error" if out[i] else "" for i in np.flatnonzero(stays)],
             "rewards": np.arange(n, dtype=np.float32)[stays],
             "token_ids": numbers[of_tokens],
