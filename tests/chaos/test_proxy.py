@@ -54,7 +54,7 @@ def test_messages_pass_both_ways_with_their_identity(ends):
     router, dealer, _, _ = ends
     say(dealer, "a" * 300)
     assert arrived(router).activity == "a" * 300
-    router.send_multipart([b"me", *encode(Heartbeat(activity="back"), "r", 1)])
+    router.send_multipart([dealer.route, *encode(Heartbeat(activity="back"), "r", 1)])
     assert dealer.poll(5.0).message.activity == "back"
 
 
@@ -85,7 +85,7 @@ def test_a_message_is_given(ends, times, late, expected):
 def test_a_cut_link_comes_back_when_it_may(ends):
     router, dealer, proxy, link = ends
     proxy.cut(link, closed_for_s=3600.0)
-    until(lambda: unreachable(router, b"me"), "replay's end is closed")
+    until(lambda: unreachable(router, dealer.route), "replay's end is closed")
     say(dealer, "after")
     assert not router.poll(300)
     link.closed_until = 0.0
@@ -101,7 +101,7 @@ def test_a_frozen_direction_keeps_its_connection_and_loses_nothing(ends):
     link.frozen.add("up")
     say(dealer, "later")
     assert not router.poll(300)
-    router.send_multipart([b"me", *encode(Heartbeat(activity="down"), "r", 1)])
+    router.send_multipart([dealer.route, *encode(Heartbeat(activity="down"), "r", 1)])
     assert dealer.poll(5.0).message.activity == "down", "the other direction is open"
     link.frozen.clear()
     assert arrived(router).activity == "later"
