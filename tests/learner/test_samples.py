@@ -5,15 +5,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import Config
-from learner.advantages import build_advantage
+from configs.algorithm import Algorithm
+from learner.advantages import ADVANTAGES, build_advantage
+from learner.losses import LOSSES
+from learner.objective import Objective
 from learner.rows import BatchError, check
 from learner.trainer import prepare
 from replay import messages as m
 from replay.desks import batches, sharing
+from replay.desks.answers import kept
 from replay.desks.leases import Slot
 from replay.desks.shaping import shape
 from replay.desks.validation import Bounds, problem_with
@@ -186,3 +191,60 @@ def test_an_overlong_episode_pays_for_its_longest_sample() -> None:
     (shaped,), _ = shape([ends], algorithm, 8)
     assert shaped.rewards.tolist() == [0.0, 1.0, 1.0]
     assert shaped.loss_mask.tolist() == [0] * 10 + [1] * 5
+
+
+def without(group: m.Group, gone: int) -> m.Group:
+    """The group as if one of its episodes had never been, written out piece by piece."""
+    left = [piece for piece in pieces(group) if piece[0] != gone]
+    versions = np.split(group.versions, np.cumsum(group.lengths)[:-1])
+    owners = np.repeat(np.arange(SIZE), group.samples)
+    own = [part for part, owner in zip(versions, owners, strict=True) if owner != gone]
+    return replace(
+        group,
+        samples=np.delete(group.samples, gone),
+        rewards=np.delete(group.rewards, gone),
+        finish_reasons=group.finish_reasons[1:],
+        lengths=np.array([len(answer) for _, _, answer, _, _ in left], np.int32),
+        prompt_lengths=np.array([len(prompt) for _, prompt, _, _, _ in left], np.int32),
+        prompt_ids=np.array([one for _, prompt, _, _, _ in left for one in prompt], np.int32),
+        token_ids=np.array([one for _, _, answer, _, _ in left for one in answer], np.int32),
+        logprobs=np.array([one for _, _, _, logprobs, _ in left for one in logprobs], np.float32),
+        loss_mask=np.array([one for _, _, _, _, mask in left for one in mask], np.uint8),
+        versions=np.concatenate(own),
+    )
+
+
+def gradients_of(groups: list[m.Group], ranks: int, settled: Config) -> list[tuple[int, float, float, float]]:
+    """(token, behaviour logprob, advantage, gradient) of every token in the loss, over all ranks."""
+    objective, found = Objective(settled.algorithm), []
+    trained = batches.trained(groups, flat=not settled.algorithm.flat_groups_are_left_out)
+    assignment = sharing.assign(sharing.Members.of(groups, trained), "auto", ranks, LIMIT)
+    for batch in batches.build(STEP, groups, assignment, num_ranks=ranks, stats={}):
+        check(batch, async_lag=1, vocab_size=64)
+        for row in prepare(batch, build_advantage(settled.algorithm), settled).rows:
+            new = (row.behaviour_logprobs + 0.3 * torch.sin(row.targets.float())).requires_grad_()
+            loss, _ = objective(row, new, torch.zeros_like(new))
+            loss.backward()
+            assert new.grad is not None
+            values = (row.targets, row.behaviour_logprobs, row.advantages, new.grad)
+            found += list(zip(*(value.tolist() for value in values), strict=True))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("advantage", [*ADVANTAGES, "gae"])
+@settings(max_examples=5)
+@given(st.integers(0, 10_000), st.integers(1, 7), st.integers(0, SIZE - 1))
+def test_a_group_with_a_masked_answer_has_the_gradient_of_the_group_without_it(
+    advantage: str, loss: str, seed: int, ranks: int, gone: int
+) -> None:
+    """On fewer ranks than answers, and on more."""
+    rng = np.random.default_rng(seed)
+    groups = [episodes(rng, index) for index in range(2)]
+    marks = np.eye(SIZE, dtype=np.uint8)[gone]
+    masked = replace(groups[0], left_out=marks, errors=["environment_error" if mark else "" for mark in marks])
+    algorithm = Algorithm(advantage=advantage, loss=loss)  # at any lag, which the whole configuration refuses
+    settled = config().model_copy(update={"algorithm": algorithm})
+    found = gradients_of([kept(masked), groups[1]], ranks, settled)
+    expected = gradients_of([without(groups[0], gone), groups[1]], ranks, settled)
+    assert found == expected
