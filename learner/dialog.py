@@ -78,6 +78,8 @@ class Dialog:
         """To the last question; None while it is open."""
         self._waiting_since = self._heard_at = now
         self._came_back_at = -math.inf
+        self._blocked_at = -math.inf
+        """When replay last said that it waits itself, and so answers nothing: deadlines count from then."""
 
     def ask(
         self, question: Message, answer: type[Message], what: str, now: float, *, since: float | None = None
@@ -113,7 +115,7 @@ class Dialog:
     def overdue(self, now: float, what: str = "") -> Overdue | None:
         """Replay is silent, or has no answer for too long; `what` else is waited for, without a question."""
         asked, silent = self._question, now - max(self._heard_at, self._waiting_since)
-        if asked is not None and now - asked.since >= self._deadline_s:
+        if asked is not None and now - max(asked.since, self._blocked_at) >= self._deadline_s:
             return Overdue(asked.what, self._deadline_s, "learner.batch_deadline_s", "slow")
         if silent > self._silent_after_s:
             return Overdue(what if asked is None else asked.what, silent, "network.silent_after_s", "silent")
@@ -134,6 +136,8 @@ class Dialog:
                 raise ChannelError(f"replay refused learner rank {self.rank}: {message.reason}", "closed")
             case m.Goodbye():
                 raise RunEnded(message.reason)
+            case m.Heartbeat(blocked=blocked) if blocked:
+                self._blocked_at = now
             case m.EvaluationResult():
                 self.inbox.results.append(message)
             case m.EvaluationClosed():

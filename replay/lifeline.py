@@ -66,6 +66,7 @@ def set_up_logging(name: str, run_dir: str | os.PathLike[str] | None, level: int
         handlers.append(logging.FileHandler(folder / f"{name}.log"))
     for handler in handlers:
         handler.setFormatter(LogForm(name))
+    logging.raiseExceptions = False  # a disk that is full would get a traceback for each line
     logging.basicConfig(level=level, handlers=handlers, force=True)
 
 

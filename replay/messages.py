@@ -78,6 +78,8 @@ class Heartbeat(Message):
     """What the sender is doing, in words such as `waiting for leases`, and for how long."""
     gauges: dict[str, float] = field(default_factory=dict)
     """Numbers for the live view (tokens per second, running trajectories, idle seconds); none leaves the last ones."""
+    blocked: str = ""
+    """From replay: `disk` while it waits for the disk of its journal, and so answers nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

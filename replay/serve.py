@@ -91,8 +91,9 @@ async def flush(router: AsyncRouter, service: Service) -> None:
 async def beat(router: AsyncRouter, service: Service, now: float) -> None:
     """Tell every peer that replay lives; a send is also how a closed connection shows at once."""
     service.report.waits.refused = router.refused
+    alive = m.Heartbeat(blocked="disk" if service.unwritten_since is not None else "")
     for identity in list(service.peers.by_identity):
-        if await router.send(identity, m.Heartbeat()):
+        if await router.send(identity, alive):
             service.reached(identity)
         else:
             service.unreachable(identity, now)

@@ -259,11 +259,6 @@ class Service:
                 self.report.waits.disk = now, str(error).partition("\n")[0]
                 self.counters["journal_full"] += 1
                 log.error("replay: the journal waits for its disk, and nothing is acknowledged: %s [full]", error)
-            # half of what a learner waits for its batch, which does not know why it waits
-            if now - self.unwritten_since > (limit := self.config.learner.batch_deadline_s / 2):
-                said = self._expired("the disk of its journal", (), limit, "half of learner.batch_deadline_s")
-                text = f"replay waited {limit:g} s for the disk of its journal: {error}{said} [full]"
-                self.end(coded(text, error.code), failed=True)
             return False
         if self.unwritten_since is not None:
             log.info("replay: the journal is written again after %.1f s", now - self.unwritten_since)

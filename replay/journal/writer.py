@@ -327,14 +327,18 @@ class JournalWriter(Journal):
             raise _error(error, path_of(self.folder, self._segment), "it cannot be synced") from error
 
     def _sync_now_and_then(self) -> None:
+        said = False
         while not self._closed.is_set():
             self._dirty.wait()
             self._dirty.clear()
             try:
                 self._sync_a_copy()
+                said = False
             except OSError as error:
-                log.error("replay: the journal was not synced, which is tried again: %s [full]", error.strerror)
+                if not said:
+                    log.error("replay: the journal was not synced, which is tried again: %s [full]", error.strerror)
                 self._dirty.set()
+                said = True
             self._closed.wait(SYNC_S)
 
     def _sync_a_copy(self) -> None:

@@ -130,6 +130,16 @@ def test_silence_and_slowness_are_told_apart(dialog: Dialog) -> None:
     assert dialog.overdue(111.0) is not None, "the deadline is of the whole wait for a batch"
 
 
+def test_deadlines_stand_still_while_replay_waits_for_its_disk(dialog: Dialog) -> None:
+    limit = int(DEADLINE_S)
+    dialog.take(1, 0.0)
+    for now in range(1, 3 * limit):
+        dialog.hear(m.Heartbeat(blocked="disk"), float(now))
+        assert dialog.overdue(float(now)) is None
+    dialog.hear(m.Heartbeat(), 4.0 * limit)
+    assert (late := dialog.overdue(4.0 * limit)) is not None and late.key == "learner.batch_deadline_s"
+
+
 def test_silence_before_a_wait_does_not_count(dialog: Dialog) -> None:
     dialog.announce(m.Evaluate(version=1))
     dialog.wait(500.0)

@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import subprocess
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -372,3 +373,12 @@ def test_a_power_failure_takes_nothing_that_was_synced(tmp_path_factory, seed, f
     on.close()
     again = JournalReader(after)
     assert list(again.records(again.newest_snapshot()))[-1].kind == "take"
+
+
+def test_a_log_on_a_full_disk_writes_no_tracebacks():
+    code = (
+        "import logging; from replay.lifeline import set_up_logging; set_up_logging('x', None);"
+        " logging.getLogger().addHandler(logging.FileHandler('/dev/full')); logging.getLogger('a').error('here')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "here" in done.stderr and "Traceback" not in done.stderr
