@@ -70,7 +70,7 @@ class PromptSet:
 
     @property
     def scores(self) -> list[str]:
-        """Names of its mean rewards and pass rates in metrics.jsonl, where it has a name (learner/report)."""
+        """Names of its mean rewards and pass rates in metrics.jsonl, where it has a name (learner/record)."""
         if self.samples <= 1:
             kinds = ["sampled"] * self.samples
         else:

@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
     """Answers a bare `a.b=c`, the habit of other frameworks, with the option that it belongs to."""
 
     def answer(self, name: str) -> tuple[str, str]:
-        """(key, what to say) of a word that is no option; configs/translate/refusals.py knows other frameworks."""
+        """(key, what to say) of a word that is no option; slipstream/translate/refusals.py knows other frameworks."""
         return (name if re.fullmatch(r"[a-z_]+(\.[a-z_]+)*", name) else "", "")
 
     def error(self, message: str) -> NoReturn:

@@ -156,7 +156,7 @@ class _Words:
     def learner(self, share: Share, module: str) -> Process:
         ranks = ranks_of(self.config.shares, share.node)
         command = (
-            *(self.python, "-m", "learner.launch.torchrun"),
+            *(self.python, "-m", "slipstream.launch.torchrun"),
             *self._rendezvous(self.config.learner_nodes, share.node),
             f"--nproc-per-node={len(share.learner)}",
             *self._command(module, share.node, "--replay", self.address)[1:],

@@ -1,4 +1,4 @@
-"""What every process of a run must be configured alike in: values by key, compared at Hello (replay/peers.py)."""
+"""What every process of a run must be configured alike in: values by key, compared at Hello (replay/state/peers.py)."""
 
 import hashlib
 import json

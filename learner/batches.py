@@ -16,9 +16,9 @@ from configs.schema import Config
 from learner.dialog import ASK_AGAIN_S, Announcement, Dialog, Inbox
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, Limits, Message, Pulse, Repeat, WireError, load_keys
-from replay.hang import expired
-from replay.trace import ClockProbe
-from replay.vitals.watch import Vitals
+from slipstream.runtime.hang import expired
+from slipstream.runtime.trace import ClockProbe
+from slipstream.runtime.vitals.watch import Vitals
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer", bound=Message)
@@ -78,7 +78,7 @@ class BatchReader:
         for _ in range(CLOCK_QUESTIONS):
             asked = time.monotonic()
             probe.ask(time.time())
-            status = self._ask(m.StatusRequest(), m.Status, "its clock")
+            status = self._ask(m.StatusRequest(clock=True), m.Status, "its clock")
             probe.answer(float(status.state.get("unix_s", 0.0)), time.time())
             if time.monotonic() - asked > ASK_AGAIN_S:  # asked twice: the next answer may be that of this question
                 break

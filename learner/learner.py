@@ -13,22 +13,22 @@ from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.checkpoints.memory_plan import KEY, described, plan_memory
 from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
 from learner.guards.roll_back import RollBack, RollBacks
-from learner.ledger import Ledger
 from learner.optimizer import Optimizer
 from learner.policy.memory import OutOfMemory
 from learner.policy.model import build_policy
 from learner.ranks import Ranks
-from learner.report.evaluation import Evaluations
-from learner.report.metrics import Metrics, Spans
-from learner.report.rollouts import RolloutWriter
-from learner.report.trace.rank import Profile
+from learner.record.evaluation import Evaluations
+from learner.record.ledger import Ledger
+from learner.record.metrics import Metrics, Spans
+from learner.record.profile import Profile
+from learner.record.rollouts import RolloutWriter
 from learner.rows import check as check_batch
 from learner.trainer import CRITIC_WARMUP, Trainer, Update, check_rewards
 from learner.weights import WeightPublisher
 from replay import messages as m
-from replay.lifeline import Cores
 from replay.messages import Batch
-from replay.progress import Progress
+from slipstream.runtime.lifeline import Cores
+from slipstream.runtime.progress import Progress
 from weight_bus import PublishReport
 from weight_bus.digest import combined
 
@@ -144,9 +144,9 @@ class Learner:
             self.batches.announce(m.Published(version=version, digest=combined(self.digests)))
         self.bus.start(version, self.digests, evaluate=evaluate)
 
-    def wait_for_broadcast(self) -> PublishReport | None:
-        """The last broadcast, for weight_bus.deadline_s at most."""
-        report = self.bus.wait()
+    def wait_for_broadcast(self, *, last: bool = False) -> PublishReport | None:
+        """The last broadcast, for weight_bus.deadline_s at most; None while a later one may supersede it."""
+        report = self.bus.wait(last=last)
         self.profile.broadcast(report)
         return report
 
@@ -304,7 +304,7 @@ class Learner:
 
     def finish(self, version: int) -> None:
         """Wait for the last broadcast and all evaluations, and leave."""
-        report = self.wait_for_broadcast()
+        report = self.wait_for_broadcast(last=True)
         if self.ranks.is_first:
             self.metrics.log_final(version, {**self._spans.take(), **self.bus.metrics(report), **self._saved})
             self.batches.wait_for_evaluations(self.config.evaluation.deadline_s)

@@ -13,28 +13,28 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from configs.command import program
 from configs.loading import ConfigError, add_arguments, from_arguments, overrides_of
 from configs.plan import Role, table
 from configs.schema import Config
-from configs.translate.refusals import AnsweringParser, refused
-from learner.check import checks
-from learner.check.memory import memory_budget
-from learner.launch import earlier_run
-from learner.launch.launcher import Launcher
-from learner.launch.quickstart import input_is_missing, make_input
-from learner.launch.run_folder import claim_run_dir, with_free_name
-from learner.launch.servers import RunFailed
-from learner.launch.terminal import EVENTS, Interrupted, catch_signals, ignore_signals, keep_events, say
-from learner.report import ending as endings
-from learner.report.live_view import LiveView
-from replay import hang
 from replay.channel import ChannelError
-from replay.fingerprint import FingerprintError
+from replay.data import DataError
 from replay.journal import JournalError
-from replay.lifeline import die_with_parent
-from replay.prompts import DataError
-from replay.vitals.watch import Vitals
+from slipstream.check import checks
+from slipstream.check.memory import memory_budget
+from slipstream.launch import earlier_run
+from slipstream.launch.launcher import Launcher
+from slipstream.launch.quickstart import input_is_missing, make_input
+from slipstream.launch.run_folder import claim_run_dir, with_free_name
+from slipstream.launch.servers import RunFailed
+from slipstream.launch.terminal import EVENTS, Interrupted, catch_signals, ignore_signals, keep_events, say
+from slipstream.runtime import ending as endings
+from slipstream.runtime import hang
+from slipstream.runtime.fingerprint import FingerprintError
+from slipstream.runtime.lifeline import die_with_parent
+from slipstream.runtime.program import program
+from slipstream.runtime.vitals.watch import Vitals
+from slipstream.translate.refusals import AnsweringParser, refused
+from slipstream.view.live_view import LiveView
 
 REFUSALS = (ConfigError, DataError, FingerprintError, ChannelError, JournalError)
 """Errors reported in one line, with exit code 2."""
@@ -156,9 +156,9 @@ def write_reports(config: Config) -> None:
     """Draw the picture and merge the trace; what is not written is said, and does not change the exit code."""
     due = []
     if config.tracking.plot and (Path(config.run_dir) / "metrics.jsonl").exists():
-        due.append(("plots/summary.png", "learner.report.plot"))
+        due.append(("plots/summary.png", "slipstream.view.plot"))
     if config.tracking.profile:
-        due.append(("the trace", "learner.report.trace"))
+        due.append(("the trace", "slipstream.view.trace"))
 
     def say_missing(why: str) -> None:
         what, module = due[0]
@@ -187,7 +187,7 @@ def write_report(module: str, run_dir: str) -> str:
         return f"it was not ready after {REPORT_S:g} s"
     if made.returncode != 0:
         return made.stderr.strip().removeprefix("slipstream: ")[-300:] or f"exit code {made.returncode}"
-    if module == "learner.report.trace":
+    if module == "slipstream.view.trace":
         for line in made.stdout.strip().splitlines():
             say(line)
     return ""

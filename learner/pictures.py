@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from learner.prefixes import Layout, offsets
-from replay.fingerprint import read_json
 from replay.messages import Batch
-from replay.pictures import Grid, PictureError, Vision, decode, unpacked, vision_of
+from slipstream.families.pictures import Grid, PictureError, Vision, decode, unpacked, vision_of
+from slipstream.runtime.fingerprint import read_json
 from weight_bus.vision import Pixels, VisionTower
 
 

@@ -20,7 +20,7 @@ from configs.schema import Config
 from learner.policy.determinism import set_deterministic
 from learner.policy.meshes import Meshes, make_meshes
 from replay.channel.interfaces import bind_collectives
-from replay.hang import expired
+from slipstream.runtime.hang import expired
 from weight_bus.transports import set_nccl_defaults
 
 

@@ -28,16 +28,16 @@ from learner.losses import LossError
 from learner.policy.memory import OutOfMemory
 from learner.policy.pretrained import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks, named
-from learner.report.device import readings
-from learner.report.metrics import MetricsError
+from learner.record.device import readings
+from learner.record.metrics import MetricsError
 from learner.rows import BatchError
-from replay import hang
 from replay.channel import ChannelError, KeysError
 from replay.channel.interfaces import InterfaceError
-from replay.fingerprint import FingerprintError, run_fingerprint
-from replay.lifeline import PARENT, die_with_parent, set_up_logging
-from replay.prompts import DataError
-from replay.vitals.watch import Vitals
+from replay.data import DataError
+from slipstream.runtime import hang
+from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint
+from slipstream.runtime.lifeline import PARENT, die_with_parent, set_up_logging
+from slipstream.runtime.vitals.watch import Vitals
 from weight_bus.errors import WeightBusError
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from learner.policy.model import Policy
 from learner.policy.sharding import DTYPES, gather_pieces
 from learner.ranks import Ranks
 from replay.channel import load_keys
-from replay.hang import expired
+from slipstream.runtime.hang import expired
 from weight_bus import PublishReport
 from weight_bus.publisher import Publisher
 
@@ -26,7 +26,7 @@ class WeightPublisher:
         self.config = config
         self.policy = policy
         self._publisher: Publisher | None = None
-        self._is_out = False
+        self._is_out = self._evaluates = False
         """A broadcast was started and not waited for."""
         if ranks.is_first:
             self._publisher = Publisher(
@@ -55,7 +55,7 @@ class WeightPublisher:
         Raises:
             NonFiniteWeights: a tensor is not finite; nothing of the version is applied.
         """
-        self._is_out = True
+        self._is_out, self._evaluates = True, evaluate
         dtype = DTYPES[self.config.rollout.dtype]
         if not self.policy.meshes.in_first_replica:
             return  # those that hold rank 0's copy gather it
@@ -66,10 +66,17 @@ class WeightPublisher:
             return
         self._publisher.start_publish(version, tensors, digests, evaluate=evaluate)
 
-    def wait(self) -> PublishReport | None:
-        """Wait for the last broadcast, at most weight_bus.deadline_s; None without one."""
+    def wait(self, *, last: bool = False) -> PublishReport | None:
+        """Wait for the last broadcast, at most weight_bus.deadline_s; None without one.
+
+        With replay.async_lag above 0 a newer version may take the place of one that a slow engine still receives, so
+        unless it is evaluated the step goes on without its report (None).
+        """
         was_out, self._is_out = self._is_out, False
         if self._publisher is None or not was_out:
+            return None
+        may_go_on = self.config.replay.async_lag > 0 and not self._evaluates and not last
+        if may_go_on and not self._publisher.settled:
             return None
         report = self._publisher.wait()
         late = [name for name, reason in report.failed.items() if "[silent]" in reason or "[slow]" in reason]

@@ -33,9 +33,9 @@ from pathlib import Path
 
 import zmq.auth
 
-from configs.command import program
 from configs.errors import SlipstreamError
 from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER, SHARED, KeysError, load_keys
+from slipstream.runtime.program import program
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ENDS = (PUBLIC, OLD, SECRET)

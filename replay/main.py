@@ -18,23 +18,24 @@ from pathlib import Path
 
 import uvloop
 
-from configs.command import program
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
-from replay import hang, player
+from replay import player
 from replay.channel import AsyncRouter, ChannelError, Limits, load_keys
-from replay.fingerprint import FingerprintError, run_fingerprint
+from replay.data import DataError, prompt_source, read_rows
 from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter
-from replay.journal.apply import boot_fields
 from replay.journal.format import Record, segments
-from replay.lifeline import CHECKPOINT, RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import TO_REPLAY
 from replay.player import PlayedJournal
-from replay.prompts import DataError, prompt_source, read_rows
 from replay.serve import flush, keep_company, serve
 from replay.service import Service
+from replay.state.apply import boot_fields
 from replay.timeline import FILE, Timeline
-from replay.vitals.watch import Vitals
+from slipstream.runtime import hang
+from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint
+from slipstream.runtime.lifeline import CHECKPOINT, RUN_FAILED, die_with_parent, set_up_logging
+from slipstream.runtime.program import program
+from slipstream.runtime.vitals.watch import Vitals
 
 log = logging.getLogger(__name__)
 

@@ -73,13 +73,10 @@ class Refused(Message):
 class Heartbeat(Message):
     """Sent by peers every `network.heartbeat_s` and answered by replay with one of its own."""
 
-    activity: str = ""
+    activity: str = ""  # what the sender is doing, in words such as `waiting for leases`, and for how long
     since_s: float = 0.0
-    """What the sender is doing, in words such as `waiting for leases`, and for how long."""
-    gauges: dict[str, float] = field(default_factory=dict)
-    """Numbers for the live view (tokens per second, running trajectories, idle seconds); none leaves the last ones."""
-    blocked: str = ""
-    """From replay: `disk` while it waits for the disk of its journal, and so answers nothing."""
+    gauges: dict[str, float] = field(default_factory=dict)  # numbers for the live view; none leaves the last ones
+    blocked: str = ""  # from replay: `disk` while it waits for the disk of its journal, and so answers nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +89,9 @@ class Goodbye(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRequest(Message):
-    """Ask for Status."""
+    """Ask for Status, or for replay's `clock` alone."""
+
+    clock: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

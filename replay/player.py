@@ -4,13 +4,13 @@ import logging
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from replay.desks.leases import GroupId
-from replay.desks.line import Line, LineStep, Taken
 from replay.journal import Journal, JournalError, JournalReader, Location, Record
-from replay.journal.apply import check_boot
-from replay.journal.snapshot import group_id_of, line_from
 from replay.messages import EvaluationResult, Group
-from replay.run import Run
+from replay.state.apply import check_boot
+from replay.state.leases import GroupId
+from replay.state.line import Line, LineStep, Taken
+from replay.state.run import Run
+from replay.state.snapshot import group_id_of, line_from
 
 log = logging.getLogger(__name__)
 

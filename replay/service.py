@@ -1,7 +1,7 @@
 """What replay does with each message: the whole protocol, without sockets and with time as an argument.
 
 A pure state machine that tests drive with any order of messages and any clock: `handle` and `tick` put answers into
-`outbox`. replay/journal/apply.py builds its state again from the journal.
+`outbox`. replay/state/apply.py builds its state again from the journal.
 """
 
 import logging
@@ -14,25 +14,25 @@ from configs.errors import coded
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import Message, WireError, may_be, shown
+from replay.data import PromptSource, Row
 from replay.desks.batch_desk import BatchDesk
 from replay.desks.evaluation_desk import EvaluationDesk
-from replay.desks.evaluation_parts import parts_of
 from replay.desks.granting import Granting
 from replay.desks.incarnations import Incarnations
 from replay.desks.intake import Intake
-from replay.desks.leases import SlotState
 from replay.endings import NoServer
-from replay.hang import expired
 from replay.journal import Journal, JournalError, JournalReadOnly
-from replay.journal.apply import record, restore
 from replay.journal.format import Frames, Record
-from replay.journal.snapshot import snapshot_of
-from replay.lifeline import BoundedLog
-from replay.peers import Peer, Peers, learner_keys
-from replay.prompts import PromptSource, Row
-from replay.run import Run
+from replay.state.apply import record, restore
+from replay.state.evaluation_parts import parts_of
+from replay.state.leases import SlotState
+from replay.state.peers import Peer, Peers, learner_keys
+from replay.state.run import Run
+from replay.state.snapshot import snapshot_of
 from replay.status import StatusReport
 from replay.timeline import ENDED, Timeline
+from slipstream.runtime.hang import expired
+from slipstream.runtime.lifeline import BoundedLog
 
 log = logging.getLogger(__name__)
 
@@ -143,8 +143,8 @@ class Service:
             self._hello(identity, message, now, sender)
             return
         if isinstance(message, m.StatusRequest):
-            state = self.report.of(now, ended=self.ended, no_server_since=self.no_server_since)
-            self._send(identity, m.Status(state=state))
+            clock = {"unix_s": time.time()}
+            self._send(identity, m.Status(state=clock if message.clock else self._state(now)))
             return
         peer = self.peers.get(identity)
         if peer is None:
@@ -374,14 +374,15 @@ class Service:
 
     def _expired(self, what: str, owed_by: Sequence[str], waited_s: float, key: str) -> str:
         """Report a wait of replay that was too long, in a thread of its own; what to add to the message."""
-        return expired(what, owed_by=owed_by, waited_s=waited_s, key=key, status=self._state, ends=False)
+        state = partial(self._state, time.monotonic())
+        return expired(what, owed_by=owed_by, waited_s=waited_s, key=key, status=state, ends=False)
 
     def _say_hung(self, what: str, owed_by: Sequence[str], waited_s: float, key: str) -> None:
         if said := self._expired(what, owed_by, waited_s, key):
             self._bounded.warning("hung", "replay: waited %g s for %s (%s)%s [slow]", waited_s, what, key, said)
 
-    def _state(self) -> dict[str, Any]:
-        return self.report.of(time.monotonic(), ended=self.ended, no_server_since=self.no_server_since)
+    def _state(self, now: float) -> dict[str, Any]:
+        return self.report.of(now, ended=self.ended, no_server_since=self.no_server_since)
 
     def advance(self, now: float) -> None:
         """Hand out what can be handed out: leases, evaluations, the batch that the ranks ask for."""

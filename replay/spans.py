@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from replay.desks.batch_desk import BatchDesk
-from replay.desks.leases import GroupId, SlotState
-from replay.run import Run
-from replay.trace import Recorder, now_ns, to_ns
+from replay.state.leases import GroupId, SlotState
+from replay.state.run import Run
+from slipstream.runtime.trace import Recorder, now_ns, to_ns
 
 MIN_TURN_NS = 100_000
 """Shorter turns of the loop are not worth a span."""

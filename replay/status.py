@@ -1,22 +1,23 @@
 """Replay's view of the run as plain data, for the live view, for tests and for people."""
 
 import time
+from collections import Counter
 from typing import Any
 
 from configs.schema import Config
-from replay.desks import answers
 from replay.desks.batch_desk import BatchDesk
-from replay.desks.buffer import drops
 from replay.desks.granting import Granting
 from replay.desks.intake import Intake
-from replay.desks.leases import SlotState
-from replay.lifeline import Cores
-from replay.peers import Peers
-from replay.run import Run
-from replay.vitals.latency import UpdateLatency
-from replay.vitals.merging import merged
-from replay.vitals.watch import Vitals
+from replay.state import answers
+from replay.state.buffer import drops
+from replay.state.leases import SlotState
+from replay.state.peers import Peers
+from replay.state.run import Run
 from replay.waits import Waits
+from slipstream.runtime.lifeline import Cores
+from slipstream.runtime.vitals.latency import UpdateLatency
+from slipstream.runtime.vitals.merging import merged
+from slipstream.runtime.vitals.watch import Vitals
 
 LEFT_OUT = ("prompt_too_long", "prompt_not_rendered", "broken_row")
 """Reasons of drops that lie in the data."""
@@ -39,6 +40,7 @@ class StatusReport:
         """The state that a Status message carries (schema: docs/protocol.md)."""
         buffer = self.run.buffer
         missing = buffer.oldest_missing()
+        leases = Counter(slot.server for slot in buffer.slots.values())
         return {
             "unix_s": time.time(),
             "version": buffer.version,
@@ -67,7 +69,7 @@ class StatusReport:
                     "activity": peer.activity,
                     "since_s": max(0.0, now - peer.since),
                     "silent_s": now - peer.last_heard,
-                    "leases": sum(slot.server == peer.identity for slot in buffer.slots.values()),
+                    "leases": leases[peer.identity],
                     "groups_accepted": peer.groups_accepted,
                     "gauges": peer.gauges,
                 }

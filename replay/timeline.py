@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from replay.desks.batch_desk import BatchDesk
-from replay.desks.leases import SlotState
-from replay.lifeline import BoundedLog
-from replay.peers import Peer, Peers
-from replay.run import Run
 from replay.spans import ReplaySpans
-from replay.trace import Recorder
+from replay.state.leases import SlotState
+from replay.state.peers import Peer, Peers
+from replay.state.run import Run
+from slipstream.runtime.lifeline import BoundedLog
+from slipstream.runtime.trace import Recorder
 
 log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from configs.schema import Config
 from replay.desks.batch_desk import BatchDesk
-from replay.desks.leases import SlotState
-from replay.peers import Peer, Peers
-from replay.run import Run
+from replay.state.leases import SlotState
+from replay.state.peers import Peer, Peers
+from replay.state.run import Run
 
 SLOW_REWARD_S = 5.0
 """Age of the oldest call of a reward from which on it is named."""

@@ -9,14 +9,9 @@ from typing import Any
 import numpy as np
 
 from replay import messages as m
-from replay.desks.answers import ERRORS
-from replay.pictures import packed
-from replay.prompts import stream_seed
+from replay.data import stream_seed
+from replay.state.answers import ERRORS
 from rollout_server.engines.base import Partial
-from rollout_server.environments.pool import Environments
-from rollout_server.environments.process import FAILED, Outcome
-from rollout_server.environments.recorder import Sample
-from rollout_server.environments.session import Limits, Session
 from rollout_server.generate import (
     EVALUATION_TRIES,
     Generator,
@@ -27,8 +22,13 @@ from rollout_server.generate import (
     result_of,
     together,
 )
-from rollout_server.tasks import TaskError
+from rollout_server.tasks.environments.pool import Environments
+from rollout_server.tasks.environments.process import FAILED, Outcome
+from rollout_server.tasks.environments.recorder import Sample
+from rollout_server.tasks.environments.session import Limits, Session
 from rollout_server.tasks.pictures import Seen
+from rollout_server.tasks.task import TaskError
+from slipstream.families.pictures import packed
 
 BETWEEN = "\n--------\n"
 """Between the texts of two samples."""

@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast
 
 from configs.schema import Config
 from replay.channel import load_keys
-from replay.hang import expired
-from replay.trace import Recorder, now_ns, to_ns
 from rollout_server.engines import Engine, staging_in
 from rollout_server.engines.base import PauseMode
+from slipstream.runtime.hang import expired
+from slipstream.runtime.trace import Recorder, now_ns, to_ns
 from weight_bus.control import wake_quickly
 from weight_bus.digest import combined
 from weight_bus.errors import BusClosed

@@ -12,13 +12,13 @@ import numpy as np
 
 from configs.schema import Config
 from replay import messages as m
-from replay.pictures import packed
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling, first_error
 from rollout_server.progress import prefixes_of
-from rollout_server.rewards import Rewards, Sample
-from rollout_server.tasks import PromptTooLong, Task, TaskError
 from rollout_server.tasks.failed import LeaseFailed as LeaseFailed
 from rollout_server.tasks.pictures import Prompt
+from rollout_server.tasks.rewards import Rewards, Sample
+from rollout_server.tasks.task import PromptTooLong, Task, TaskError
+from slipstream.families.pictures import packed
 
 T = TypeVar("T")
 EVALUATION_TRIES = 3

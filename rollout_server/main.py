@@ -14,35 +14,35 @@ from functools import partial
 
 import uvloop
 
-from configs.command import program
 from configs.errors import SlipstreamError, Unexpected
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments
 from configs.schema import Config
-from replay import hang
 from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_keys
-from replay.fingerprint import FingerprintError, run_fingerprint
-from replay.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
 from replay.messages import FROM_REPLAY, Goodbye
-from replay.vitals import device
-from replay.vitals.watch import Vitals
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
-from rollout_server.environments import EnvironmentFailed
-from rollout_server.environments.pool import environments_of
 from rollout_server.episodes import EpisodeGenerator
 from rollout_server.generate import Generator
-from rollout_server.rewards import RewardError, Rewards
-from rollout_server.rewards.process import key_variables
-from rollout_server.rewards.remote.beside import rewards_of
 from rollout_server.serve import serve
 from rollout_server.server import RolloutServer
-from rollout_server.tasks import Task, TaskError
+from rollout_server.tasks.environments import EnvironmentFailed
+from rollout_server.tasks.environments.pool import environments_of
+from rollout_server.tasks.rewards import RewardError, Rewards
+from rollout_server.tasks.rewards.process import key_variables
+from rollout_server.tasks.rewards.remote.beside import rewards_of
+from rollout_server.tasks.task import Task, TaskError
+from slipstream.runtime import hang
+from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint
+from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
+from slipstream.runtime.program import program
+from slipstream.runtime.vitals import device
+from slipstream.runtime.vitals.watch import Vitals
 from weight_bus import Subscriber
 from weight_bus.errors import NotAvailable
 
 log = logging.getLogger(__name__)
 
-CHILDREN = {"rollout_server.rewards.worker": "reward", "rollout_server.environments.worker": "environment"}
+CHILDREN = {"rollout_server.tasks.rewards.worker": "reward", "rollout_server.tasks.environments.worker": "environment"}
 """Roles of child processes by their command line; others are the engine's."""
 
 

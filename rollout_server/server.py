@@ -12,15 +12,15 @@ from typing import Any
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import AsyncDealer, ChannelError, Message, WireError
-from replay.hang import expired
-from replay.lifeline import Cores
-from replay.trace import ClockProbe, Part, Recorder, now_ns, to_ns
-from replay.vitals.watch import Vitals
 from rollout_server.engines.base import Engine, EngineError
 from rollout_server.follower import WeightFollower
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.leases import EvaluationKey, Leases, evaluation_key, request_id
 from rollout_server.progress import LeaseKey, lease_key
+from slipstream.runtime.hang import expired
+from slipstream.runtime.lifeline import Cores
+from slipstream.runtime.trace import ClockProbe, Part, Recorder, now_ns, to_ns
+from slipstream.runtime.vitals.watch import Vitals
 from weight_bus import Subscriber
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class RolloutServer:
             self.leases.beat(time.monotonic(), gauges, self.generator, sampled=self._tokens)
             await self.flush()
             if self.recorder.on and self._probe.ask(time.time()):
-                await self.dealer.send(m.StatusRequest())
+                await self.dealer.send(m.StatusRequest(clock=True))
 
     async def _gauges(self) -> dict[str, float]:
         health = await self.engine.health()

@@ -22,14 +22,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from configs.command import program
 from configs.loading import ConfigError, Parser, add_arguments, find, load, overrides_of
 from configs.schema import Config
+from replay.data import DataError, prompt_source, read_rows
 from replay.desks.shaping import penalty
-from replay.prompts import DataError, prompt_source, read_rows
-from rollout_server.rewards import RewardError, RewardOutcome, Sample
-from rollout_server.rewards.remote.beside import rewards_of
-from rollout_server.tasks import Task, TaskError, load_tokenizer
+from rollout_server.tasks.rewards import RewardError, RewardOutcome, Sample
+from rollout_server.tasks.rewards.remote.beside import rewards_of
+from rollout_server.tasks.task import Task, TaskError, load_tokenizer
+from slipstream.runtime.program import program
 
 SHOWN_CHARS = 60
 STEPS = "rollouts/step_*"
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point: 0, 1 where a call failed, 2 where nothing could be judged."""
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    logging.getLogger("rollout_server.rewards").setLevel(logging.INFO)  # what reward code prints
+    logging.getLogger("rollout_server.tasks.rewards").setLevel(logging.INFO)  # what reward code prints
     try:
         config = load(_config_of(args), overrides_of(args))
         is_run = Path(args.file).is_dir()

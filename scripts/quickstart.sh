@@ -87,4 +87,4 @@ if ((code)); then
   exit "$code"
 fi
 seconds=$("$python" -c "import time; print(time.time() - $started)")
-"$python" -m learner.report.summary "runs/$name" --train-seconds "$seconds"
+"$python" -m learner.record.summary "runs/$name" --train-seconds "$seconds"

@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from replay.hang import registry
+from slipstream.runtime.hang import registry
 from tests.support.waiting import until
 
 # a busy machine takes longer for one example than any bound that would say something

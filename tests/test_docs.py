@@ -16,25 +16,25 @@ from pathlib import Path
 import pytest
 
 from configs.base import ConfigError
-from configs.command import COMMANDS as COMMANDS_BY_NAME
-from configs.command import available
 from configs.loading import add_arguments, from_arguments, leaf_keys, load
 from configs.schema import Config
-from configs.translate.names import ALIASES, WITHOUT
 from learner import main as launcher
 from replay import messages as replay_messages
-from replay.vitals import page as metrics_page
-from replay.vitals.catalogue import catalogue
+from scripts import metrics_page as metrics_page
+from slipstream.command import COMMANDS as COMMANDS_BY_NAME
+from slipstream.command import available
+from slipstream.runtime.vitals.catalogue import catalogue
+from slipstream.translate.names import ALIASES, WITHOUT
 from weight_bus import messages as bus_messages
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("configs", "replay", "rollout_server", "learner", "weight_bus")
+PACKAGES = ("configs", "slipstream", "replay", "rollout_server", "learner", "weight_bus")
 FOLDERS = tuple(ROOT / "docs" / name for name in (".", "howto", "recipes", "migration", "reference", "tutorials"))
 PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted(folder.glob("*.md")))]
 GENERATED = {"configuration.md", "metrics.md"}
 MAPPINGS = ("rollout.sglang.", "network.env.")
 """Sections whose keys are those of SGLang and of processes."""
-RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "learner.launch.doctor"}
+RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "slipstream.launch.doctor"}
 PASSED_ON = {"scripts/start_learner.sh": "learner.main", "scripts/start_rollout_nodes.sh": "rollout_server.main"}
 FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 
@@ -232,17 +232,17 @@ PREFIXES += " weight_sync reward episode answers metrics guards checkpoint rollo
 NAME = re.compile(rf"({'|'.join(PREFIXES.split())})(/[^/\s*]+)+")
 
 
-MEASURED = ("learner", "replay", "weight_bus")
+MEASURED = ("learner", "replay", "weight_bus", "slipstream/runtime")
 
 
 def test_docs_and_code_have_the_same_metric_names():
     listed = [metric for metric in catalogue() if metric.when != "at endpoints alone"]
     documented = [re.sub(r"<[^>]*>", "…", metric.name) for metric in listed]
-    assert len(documented) == len(set(documented)), "a name stands twice in replay/vitals/catalogue.yaml"
+    assert len(documented) == len(set(documented)), "a name stands twice in slipstream/runtime/vitals/catalogue.yaml"
     sources = [path.read_text(encoding="utf-8") for name in MEASURED for path in (ROOT / name).rglob("*.py")]
     spans = {f"timing_s/{name}" for source in sources for name in re.findall(r"\b_?span\(\"(\w+)\"", source)}
     in_code = spans | {name for name in texts_in_the_code(MEASURED) if NAME.fullmatch(name)} - {"timing_s/…"}
-    assert in_code - set(documented) == set(), "add these to replay/vitals/catalogue.yaml"
+    assert in_code - set(documented) == set(), "add these to slipstream/runtime/vitals/catalogue.yaml"
     assert set(documented) - in_code == set(), "no module writes these; remove them from catalogue.yaml"
 
 

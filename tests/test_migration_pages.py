@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from configs.loading import load
-from configs.translate import __main__ as translate
-from learner.check import checks
+from slipstream.check import checks
+from slipstream.translate import __main__ as translate
 from tests.test_docs import FENCE, ROOT, name_of
 from tests.test_recipe_pages import commands, downloads, run
 
@@ -55,10 +55,10 @@ def test_a_page_shows_what_the_command_prints_and_writes(page, tmp_path, monkeyp
 def test_what_a_page_translates_passes_a_dry_run(page, downloads, monkeypatch, capfd):
     pytest.importorskip("math_verify", reason="needs the package math-verify (extra math)")
     monkeypatch.chdir(downloads)
-    monkeypatch.setattr("learner.launch.machine.count_gpus", lambda: 8)
-    monkeypatch.setattr("learner.launch.machine.torch_has_cuda", lambda: True)
+    monkeypatch.setattr("slipstream.launch.machine.count_gpus", lambda: 8)
+    monkeypatch.setattr("slipstream.launch.machine.torch_has_cuda", lambda: True)
     monkeypatch.setattr("learner.policy.memory.gpu_bytes", lambda: 80 * 10**9)
-    monkeypatch.setattr("learner.check.checks.CHECKS", checks.OF_THE_RUN)
+    monkeypatch.setattr("slipstream.check.checks.CHECKS", checks.OF_THE_RUN)
     write_files(page, downloads)
     (downloads / "gsm8k.yaml").unlink(missing_ok=True)
     assert translate.main(translation(page)) == 0

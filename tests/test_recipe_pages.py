@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 from configs.loading import load
 from examples.random_qwen3 import write_tokenizer
-from learner.check import checks
-from rollout_server.sandbox.probe import isolation
+from rollout_server.tasks.sandbox.probe import isolation
+from slipstream.check import checks
 from tests.test_docs import FENCE, ROOT, name_of
 
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
@@ -108,21 +108,21 @@ def test_a_recipe_can_be_followed(
         pytest.skip(f"this machine: {isolation()}")
     monkeypatch.chdir(downloads)
     shutil.rmtree("keys", ignore_errors=True)
-    monkeypatch.setattr("learner.launch.machine.count_gpus", lambda: 8)
-    monkeypatch.setattr("learner.launch.machine.torch_has_cuda", lambda: True)
+    monkeypatch.setattr("slipstream.launch.machine.count_gpus", lambda: 8)
+    monkeypatch.setattr("slipstream.launch.machine.torch_has_cuda", lambda: True)
     monkeypatch.setattr("learner.policy.memory.gpu_bytes", lambda: 80 * 10**9)
     # The machine of a recipe has a larger disk than this one, and packages of GPUs.
-    monkeypatch.setattr("learner.check.checks.CHECKS", checks.OF_THE_RUN)
+    monkeypatch.setattr("slipstream.check.checks.CHECKS", checks.OF_THE_RUN)
     runs, problems = 0, []
     for words in commands(page):
-        if words[0] in MADE_ELSEWHERE or words[:1] == ["rollout_server.sandbox"]:
+        if words[0] in MADE_ELSEWHERE or words[:1] == ["rollout_server.tasks.sandbox"]:
             continue
         if words[0] == "learner.main" and "calculator" in words:  # a run on a CPU: tests/e2e/test_environment_runs.py
             continue
         if words[0] == "learner.main":
             words, runs = [*words, "--dry-run"], runs + 1
         elif words[0] in LAUNCHERS:
-            words, runs = ["learner.launch", LAUNCHERS[words[0]], *words[1:], "--dry-run"], runs + 1
+            words, runs = ["slipstream.launch", LAUNCHERS[words[0]], *words[1:], "--dry-run"], runs + 1
         if (code := run(words, monkeypatch)) != 0:
             problems.append((shlex.join(words), code, capfd.readouterr().err[-600:]))
     assert problems == []

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner", "scripts")
+PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner", "scripts")
 MAIN_LOOPS = {"learner/train.py", "rollout_server/serve.py", "replay/serve.py"}
 MAX_FILE_LINES = 400
 MAX_TEST_LINES = 500

@@ -30,6 +30,7 @@ from weight_bus.messages import TO_PUBLISHER, TO_SUBSCRIBER, Heartbeat
 
 REMEMBERED = 1024  # messages of the publisher whose copies are known as such
 SWITCH_S = 0.0005
+MESSAGES_PER_TURN = 256
 
 
 def wake_quickly() -> None:
@@ -113,9 +114,12 @@ class Router(_End):
         return ""
 
     def poll(self, timeout_s: float) -> list[tuple[str, Envelope | WireError]]:
-        """What has arrived within `timeout_s`; corrupt messages as their error, the bus must go on."""
+        """What has arrived within `timeout_s`, at most MESSAGES_PER_TURN: a flood must not hold up what is due.
+
+        Corrupt messages come as their error, the bus must go on.
+        """
         arrived: list[tuple[str, Envelope | WireError]] = []
-        while self._arrives(0.0 if arrived else timeout_s):
+        while len(arrived) < MESSAGES_PER_TURN and self._arrives(0.0 if arrived else timeout_s):
             # of any run: a peer of another run gets an answer that says so
             identity, received = self._arrivals.take(self._socket.recv_multipart(copy=False), None)
             arrived.append((identity, received))

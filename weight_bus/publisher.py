@@ -163,6 +163,12 @@ class Publisher(AbstractContextManager["Publisher"]):
             self._raise_failure()
             return self._board.report(offer, time.monotonic())
 
+    @property
+    def settled(self) -> bool:
+        """Whether no subscriber is waited for any more."""
+        with self._board.changed:
+            return self._last is None or self._last.report is not None
+
     def members(self) -> dict[str, tuple[str, int]]:
         """Subscribers by name: what each is doing, and the version it verifiably serves (-1 for none)."""
         with self._board.changed:

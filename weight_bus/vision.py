@@ -1,7 +1,7 @@
 """What of a vision-language model no update carries: the vision tower, which both ends read from the model's folder.
 
 It is frozen: features of a picture are the same in every version, and the bus has the decoder's tensors alone. That
-both ends hold the same tower is checked at Hello, by a hash of its tensors (replay/fingerprint.py).
+both ends hold the same tower is checked at Hello, by a hash of its tensors (slipstream/runtime/fingerprint.py).
 """
 
 import json

@@ -76,7 +76,7 @@ class ConfigError(
     """What was given cannot be used; the message names the key, file or option, the value, and a way out."""
 
     unknown: Sequence[str] = ()
-    """Keys that are none of ours: another framework may have them (configs/translate/refusals.py)."""
+    """Keys that are none of ours: another framework may have them (slipstream/translate/refusals.py)."""
 
 
 class UnknownKey(

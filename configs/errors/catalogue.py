@@ -33,7 +33,7 @@ AREAS = {
 }
 HEAD = """# Errors
 
-<!-- Written by configs/docs.py from the classes; do not edit. -->
+<!-- Written by scripts/pages.py from the classes; do not edit. -->
 
 Each error has a code, which stands in brackets at the end of the first line of its message: in logs, in the last line
 of a process and in the events that the launcher shows. `slipstream explain` with a code prints what stands here.

@@ -32,9 +32,9 @@ from urllib.parse import urlsplit
 
 from textarena_games import STYLES, after, begun  # beside this file
 
-from rollout_server.environments import EnvironmentFailed, EpisodeOver, Trajectory
-from rollout_server.environments.client import Client
-from rollout_server.environments.protocol import MAX_BYTES, shown
+from rollout_server.tasks.environments import EnvironmentFailed, EpisodeOver, Trajectory
+from rollout_server.tasks.environments.client import Client
+from rollout_server.tasks.environments.protocol import MAX_BYTES, shown
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, ClientWebSocketResponse

@@ -16,8 +16,8 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from rollout_server.environments import EnvironmentFailed, EpisodeOver, Trajectory
-from rollout_server.environments.client import Client
+from rollout_server.tasks.environments import EnvironmentFailed, EpisodeOver, Trajectory
+from rollout_server.tasks.environments.client import Client
 
 OPTIONS = {"game", "players", "style", "max_turn_tokens", "settings"}
 STYLES = ("chat", "text")

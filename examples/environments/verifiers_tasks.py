@@ -21,15 +21,15 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from replay.prompts.rows import RowError
-from rollout_server.agents.program import variables
-from rollout_server.agents.requests import MODEL, Rules
-from rollout_server.environments import EnvironmentFailed, Trajectory
-from rollout_server.environments.client import Client
-from rollout_server.environments.protocol import shown
+from replay.data.rows import RowError
+from rollout_server.tasks.agents.program import variables
+from rollout_server.tasks.agents.requests import MODEL, Rules
+from rollout_server.tasks.environments import EnvironmentFailed, Trajectory
+from rollout_server.tasks.environments.client import Client
+from rollout_server.tasks.environments.protocol import shown
 
 if TYPE_CHECKING:
-    from rollout_server.agents.endpoint import Access, Endpoint
+    from rollout_server.tasks.agents.endpoint import Access, Endpoint
 
 KEY = "environment.options"
 OPTIONS = {"taskset", "env", "seat", "sampling", "allow_unisolated"}
@@ -122,7 +122,7 @@ def _check_isolation(vf: Any, config: Any) -> None:
 
 async def _endpoint(temperature: float) -> "Endpoint":
     """The endpoint of this process, started for its first episode together with verifiers' servers."""
-    from rollout_server.agents.endpoint import Endpoint
+    from rollout_server.tasks.agents.endpoint import Endpoint
 
     (played,) = _played
     async with _starting:

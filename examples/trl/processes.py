@@ -10,11 +10,11 @@ import threading
 from collections.abc import Mapping
 
 from configs.schema import Config
-from learner.launch.children import Child
-from learner.launch.launcher import FAREWELL_S, Launcher
-from learner.launch.servers import RunFailed
-from learner.launch.terminal import say
-from learner.report.live_view import LiveView
+from slipstream.launch.children import Child
+from slipstream.launch.launcher import FAREWELL_S, Launcher
+from slipstream.launch.servers import RunFailed
+from slipstream.launch.terminal import say
+from slipstream.view.live_view import LiveView
 
 TORCHRUN_NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),

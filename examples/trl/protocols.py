@@ -20,9 +20,9 @@ from configs.schema import Config
 from examples.trl.agreement import agreed
 from examples.trl.run import TrlRun
 from examples.trl.samples import OutOfStep
-from learner.check import checks
-from learner.launch.run_folder import claim_run_dir, with_free_name
-from learner.launch.terminal import say
+from slipstream.check import checks
+from slipstream.launch.run_folder import claim_run_dir, with_free_name
+from slipstream.launch.terminal import say
 
 GIVEN = "the configuration given to connect()"
 

@@ -23,15 +23,15 @@ from examples.trl.samples import Sample, SampleQueue, samples_of
 from learner.advantages import advantages_of, build_advantage
 from learner.batches import BatchReader
 from learner.dialog import RunEnded
-from learner.ledger import Ledger
 from learner.policy.sharding import DTYPES
-from learner.report.metrics import Metrics
+from learner.record.ledger import Ledger
+from learner.record.metrics import Metrics
 from learner.rows import check as check_batch
 from learner.trainer import check_rewards, inputs_of
 from learner.weights import numbers_of
 from replay import messages as m
 from replay.channel import ChannelError, load_keys
-from replay.fingerprint import read_json, run_fingerprint
+from slipstream.runtime.fingerprint import read_json, run_fingerprint
 from weight_bus import Event, PublishReport
 from weight_bus.digest import combined, slice_digest
 from weight_bus.errors import WeightBusError

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from configs.errors import Contradiction, InputMissing
 from configs.schema import Config
-from replay.fingerprint import ARCHITECTURE_KEYS, read_json
+from slipstream.runtime.fingerprint import ARCHITECTURE_KEYS, read_json
 
 
 def check_folders(config: Config) -> None:

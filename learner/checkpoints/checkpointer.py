@@ -59,8 +59,8 @@ from learner.optimizer import Optimizer
 from learner.policy import lora
 from learner.policy.model import Policy
 from learner.policy.sharding import DTYPES, Shard
-from replay.hang import expired
-from replay.progress import Progress
+from slipstream.runtime.hang import expired
+from slipstream.runtime.progress import Progress
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")

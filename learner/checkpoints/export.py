@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from learner.checkpoints.folders import sync_file, write_json
 from learner.policy.pretrained import has_tower
 from learner.policy.sharding import DTYPES, Shard, gather_pieces
-from replay.progress import Progress
+from slipstream.runtime.progress import Progress
 from weight_bus.vision import read_tower
 
 Layout = Sequence[tuple[str, str, tuple[int, ...]]]

@@ -21,7 +21,7 @@ from learner.checkpoints.folders import (
     weights_only,
     write_json,
 )
-from learner.report.metrics import FILE, GIVEN_UP, read_rows
+from learner.record.metrics import FILE, GIVEN_UP, read_rows
 
 log = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from configs.machine import gpu_bytes
 from configs.schema import Config
 from learner.policy.divisibility import head_dim_of, problem_with_kernel
 from replay.desks.sharing import COPIES_PER_TOKEN
-from replay.fingerprint import read_json
-from replay.pictures import decoder_of
+from slipstream.families.pictures import decoder_of
+from slipstream.runtime.fingerprint import read_json
 
 Recompute = Literal["none", "selective", "full"]
 GIB = 1024**3

@@ -16,9 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwe
 from configs.errors import SlipstreamError
 from learner.policy.rotary import MultimodalRotary, is_multimodal
 from learner.policy.sharding import Shard
-from replay.pictures import FAMILIES as WITH_PICTURES
-from replay.pictures import TOWER, decoder_of, vision_of
-from replay.progress import Progress
+from slipstream.families.pictures import FAMILIES as WITH_PICTURES
+from slipstream.families.pictures import TOWER, decoder_of, vision_of
+from slipstream.runtime.progress import Progress
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 """Of decoders; those of WITH_PICTURES are Qwen2."""

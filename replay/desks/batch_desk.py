@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from replay import messages as m
-from replay.desks import batches, sharing
+from replay.desks import sharing
 from replay.desks.granting import Granting
 from replay.desks.shaping import shape
 from replay.endings import StrayCommit
-from replay.journal.apply import record
-from replay.peers import Peer, Peers
-from replay.run import Run
+from replay.state import batches
+from replay.state.apply import record
+from replay.state.peers import Peer, Peers
+from replay.state.run import Run
 
 
 class BatchDesk:

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from replay import messages as m
 from replay.channel.frames import encode
-from replay.desks.evaluation_parts import Part, Work
-from replay.desks.evaluations import Evaluation, Result
-from replay.desks.validation import problem_with_evaluation
-from replay.journal.apply import record
 from replay.journal.format import Frames
-from replay.peers import Peer, Peers
-from replay.run import Run
+from replay.state.apply import record
+from replay.state.evaluation_parts import Part, Work
+from replay.state.evaluations import Evaluation, Result
+from replay.state.peers import Peer, Peers
+from replay.state.run import Run
+from replay.state.validation import problem_with_evaluation
 
 log = logging.getLogger(__name__)
 

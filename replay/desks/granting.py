@@ -6,15 +6,15 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 
 from replay import messages as m
-from replay.desks.buffer import drops
-from replay.desks.leases import GroupId, Leases, Shares, Slot, SlotState
-from replay.desks.validation import Bounds
+from replay.data import BROKEN, stream_seed
 from replay.endings import NothingToTrain
-from replay.journal.apply import record
-from replay.lifeline import BoundedLog
-from replay.peers import Peer, Peers
-from replay.prompts import BROKEN, stream_seed
-from replay.run import Run
+from replay.state.apply import record
+from replay.state.buffer import drops
+from replay.state.leases import GroupId, Leases, Shares, Slot, SlotState
+from replay.state.peers import Peer, Peers
+from replay.state.run import Run
+from replay.state.validation import Bounds
+from slipstream.runtime.lifeline import BoundedLog
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from replay import messages as m
 from replay.desks.batch_desk import BatchDesk
 from replay.desks.evaluation_desk import EvaluationDesk
 from replay.desks.granting import Granting
-from replay.desks.leases import SlotState
 from replay.endings import Diverged, NoLearner
-from replay.journal.apply import record
-from replay.journal.snapshot import snapshot_of
-from replay.peers import Peer, Peers
-from replay.run import Run
+from replay.state.apply import record
+from replay.state.leases import SlotState
+from replay.state.peers import Peer, Peers
+from replay.state.run import Run
+from replay.state.snapshot import snapshot_of
 
 log = logging.getLogger(__name__)
 

@@ -8,16 +8,16 @@ import numpy as np
 
 from replay import messages as m
 from replay.channel.frames import encode
-from replay.desks.answers import ERRORS, ErrorRate, counts_of, kept
 from replay.desks.granting import RELEASES, Granting
-from replay.desks.leases import GroupId, Slot, SlotState
-from replay.desks.line import Policy
-from replay.desks.validation import Bounds, problem_with
 from replay.endings import EnvironmentsFail, RewardsFail
-from replay.journal.apply import record
 from replay.journal.format import Frames
-from replay.peers import Peer, Peers
-from replay.run import Run
+from replay.state.answers import ERRORS, ErrorRate, counts_of, kept
+from replay.state.apply import record
+from replay.state.leases import GroupId, Slot, SlotState
+from replay.state.line import Policy
+from replay.state.peers import Peer, Peers
+from replay.state.run import Run
+from replay.state.validation import Bounds, problem_with
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,1 @@
-"""Tasks: from dataset rows to prompts, and from answers to samples for the reward."""
-
-from rollout_server.tasks.task import PromptTooLong, Task, TaskError, load_tokenizer
-
-__all__ = ["PromptTooLong", "Task", "TaskError", "load_tokenizer"]
+"""Tasks: rows, prompts, rewards, environments and agents. Imports nothing: processes of user code start below it."""

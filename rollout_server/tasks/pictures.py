@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 
 from configs.errors import SlipstreamError
-from replay.fingerprint import read_json
-from replay.pictures import Picture, PictureError, Vision, decode, opened, vision_of
 from rollout_server.engines.base import Pictures
+from slipstream.families.pictures import Picture, PictureError, Vision, decode, opened, vision_of
+from slipstream.runtime.fingerprint import read_json
 from weight_bus.vision import Pixels
 
 

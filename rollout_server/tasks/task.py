@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
-from replay.fingerprint import TEMPLATE_ERRORS, resolve_chat_template, stop_token_ids, template_failure
-from rollout_server.rewards import Sample
 from rollout_server.tasks.pictures import Looker, Prompt, Seen
 from rollout_server.tasks.pictures import TaskError as TaskError
+from rollout_server.tasks.rewards import Sample
+from slipstream.runtime.fingerprint import TEMPLATE_ERRORS, resolve_chat_template, stop_token_ids, template_failure
 
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes that are nothing but their tokenizer.json."""

@@ -20,9 +20,9 @@ from configs.machine import visible_devices
 from configs.plan import NCCL_DEFAULTS
 from configs.schema import Config
 from replay.channel.interfaces import bind_collectives
-from replay.lifeline import PARENT, die_with_parent
 from scripts.bench.core import output_of
 from scripts.chaos.report import conclude
+from slipstream.runtime.lifeline import PARENT, die_with_parent
 
 WARM_UP, REPEAT = 3, 12
 TIMEOUT_S, LIMIT_S = 60.0, 90.0
@@ -37,7 +37,7 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
         visible = visible_devices(os.environ)
         chosen = [share.learner[0], *receivers]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in chosen)
-    words = ["-m", "learner.launch.torchrun", "--standalone", f"--nproc-per-node={len(receivers) + 1}"]
+    words = ["-m", "slipstream.launch.torchrun", "--standalone", f"--nproc-per-node={len(receivers) + 1}"]
     words += ["-m", "scripts.bench.broadcast", str(num_bytes), str(config.weight_bus.bucket_bytes)]
     words += [config.weight_bus.backend, config.network.host]
     said = output_of("the raw broadcast", words, LIMIT_S, **environment)

@@ -28,8 +28,6 @@ import torch
 from configs import loading
 from configs.schema import Config
 from examples.random_qwen3 import SHAPES, make
-from learner.launch import children
-from replay.lifeline import die_with_parent, set_up_logging
 from rollout_server.engines import Sampling
 from rollout_server.engines.torch.weights import read_folder
 from rollout_server.follower import WeightFollower
@@ -38,6 +36,8 @@ from scripts.bench.broadcast import raw_broadcast
 from scripts.bench.core import CaseFailed, Processes, Row
 from scripts.bench.server import make_engine
 from scripts.chaos.report import conclude
+from slipstream.launch import children
+from slipstream.runtime.lifeline import die_with_parent, set_up_logging
 from weight_bus import Publisher
 from weight_bus.digest import Digester, Part
 from weight_bus.transports import set_nccl_defaults
@@ -67,6 +67,7 @@ def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
         "run": {"name": RUN, "dir": str(folder)},
         "model": {"path": str(path)},
         "data": {"train": "unused", "max_prompt_tokens": 16},
+        "reward": {"function": "exact"},
         "rollout": rollout,
         "weight_bus": bus | ({"stage_in": "engine"} if args.device == "cuda" else {}),
         "placement": {"device": args.device, "split": f"{args.receivers}:1"},

@@ -18,10 +18,10 @@ import psutil
 
 from configs.base import ConfigError
 from configs.errors import SlipstreamError
-from learner.launch import children
-from learner.launch.children import Child
-from learner.report.metrics import MetricsError
+from learner.record.metrics import MetricsError
 from scripts.chaos.polling import Hung, replace_text, wait_until
+from slipstream.launch import children
+from slipstream.launch.children import Child
 
 LOG_LINES, LOG_WIDTH = 15, 240
 Row = Mapping[str, Any]

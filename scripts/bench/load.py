@@ -28,8 +28,8 @@ from learner.batches import BatchReader
 from replay import keys as make_keys
 from replay import messages as m
 from replay.channel import Limits, Message, configure, decode, encode, load_keys, routing_id
-from replay.fingerprint import run_fingerprint
 from scripts.bench.core import CaseFailed
+from slipstream.runtime.fingerprint import run_fingerprint
 
 RUN_ID = "bench"
 POLL_MS = 20

@@ -8,7 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from learner.report.metrics import FILE, read_rows, tokens_by_lag
+from learner.record.metrics import FILE, read_rows, tokens_by_lag
 from scripts.bench.core import Row, median, medians, quantile, versions
 from scripts.bench.train import Finished, Phase
 

@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 from configs import loading
 from configs.schema import Config
 from examples.random_qwen3 import SHAPES, write_prompts
-from learner.launch.launcher import Launcher
-from learner.launch.servers import RunFailed
 from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
 from scripts.bench.core import say, write_json
 from scripts.bench.numbers import result_of, with_raw, with_stream
 from scripts.bench.train import PLAN, RESULT, Finished, Plan
 from scripts.chaos.report import conclude
+from slipstream.launch.launcher import Launcher
+from slipstream.launch.servers import RunFailed
 
 STREAM_LAG = 8
 FIGURES = "bench_result.json"

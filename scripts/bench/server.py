@@ -19,7 +19,7 @@ import numpy as np
 
 from configs.schema import Config
 from replay import messages as m
-from replay.prompts import stream_seed
+from replay.data import stream_seed
 from rollout_server import main as rollout_server
 from rollout_server.engines import Completion, EngineError, Health, Partial, Sampling, build_engine
 from rollout_server.engines.sglang.engine import SGLangEngine

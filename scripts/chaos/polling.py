@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from learner.launch.children import Tail
+from slipstream.launch.children import Tail
 
 POLL_S = 0.01
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from stat import S_ISSOCK
 
 import psutil
 
-from replay.hang.processes import of
+from slipstream.runtime.hang.processes import of
 
 TORCHRUN = r" learner\.launch\.torchrun "
 ROLES = {"replay": r" replay\.main ", "learner": rf"^(?!.*{TORCHRUN}).* learner\.train ", "torchrun": TORCHRUN}

@@ -141,7 +141,7 @@ SOURCE = {
 }
 
 
-PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner", "scripts")
+PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner", "scripts")
 
 
 def holders(root, text):

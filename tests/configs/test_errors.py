@@ -19,18 +19,18 @@ from configs.errors import (
     Contradiction,
     SlipstreamError,
     UnknownKey,
-    __main__,
     catalogue,
     coded,
 )
 from configs.loading import load
 from replay.channel.frames import WireError
 from replay.channel.keys import ChannelError, KeysError, PeerSilent, QueueFull
-from replay.lifeline import LogForm
-from replay.prompts.rows import DataError, RowError
+from replay.data.rows import DataError, RowError
+from slipstream.command import errors as __main__
+from slipstream.runtime.lifeline import LogForm
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("configs", "replay", "weight_bus", "rollout_server", "learner", "examples/trl")
+PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner", "examples/trl")
 ENTRIES = catalogue.entries()
 
 NOT_OURS = {
@@ -78,7 +78,7 @@ def test_every_code_is_whole_and_used_once():
 
 def test_the_page_has_every_code_once():
     page = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
-    assert page == catalogue.page(), "run python -m configs.docs"
+    assert page == catalogue.page(), "run python -m scripts.pages"
     assert Counter(re.findall(r"SLIP-[A-Z]+-\d\d", page)) == Counter(entry.code for entry in ENTRIES)
 
 

@@ -10,9 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from configs import Config, ConfigError, docs, load, loading
+from configs import Config, ConfigError, load, loading
 from configs.loading import FLAGS, PRESETS, Parser, add_arguments, dump, leaf_keys, parse
 from configs.placement import node_devices
+from scripts import pages as docs
 
 STAGED = ["rollout.engine=sglang", "weight_bus.stage_in=engine"]
 BEST = ["checkpoint.keep_best=1", "checkpoint.best_metric=val-core/sort6/greedy"]
@@ -299,7 +300,7 @@ def test_every_key_is_documented_in_place_and_there_are_not_too_many():
 
 
 def test_the_page_of_keys_is_up_to_date(tmp_path, monkeypatch):
-    assert docs.main(["--check"]) == 0, "run python -m configs.docs"
+    assert docs.main(["--check"]) == 0, "run python -m scripts.pages"
     text = docs.PAGE.read_text(encoding="utf-8")
     assert [key for key in leaf_keys() if f"\n| `{key}` |" not in text] == []
     monkeypatch.setattr(docs, "PAGE", tmp_path / "configuration.md")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rollout_server.environments.client import Client
+from rollout_server.tasks.environments.client import Client
 
 
 async def ask_again(row: dict[str, Any], client: Client) -> float:

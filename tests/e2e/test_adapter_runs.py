@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from examples import sort6 as quickstart
-from learner.report.summary import summarize
+from learner.record.summary import summarize
 from replay.journal.reader import JournalReader
 from replay.messages import Group
 from tests.support.runs import ROOT, Input, Run, Runs, processes
@@ -123,7 +123,7 @@ def checked(run: Run) -> list[Group]:
 def environment_process(run: Run) -> int:
     """The one that runs episodes, below its supervisor."""
     server = json.loads((run.folder / "processes" / "rollout-0.json").read_text())["pid"]
-    needle = f"rollout_server.environments.worker {server}"
+    needle = f"rollout_server.tasks.environments.worker {server}"
     return max(pid for pid, command in processes() if needle in command)
 
 

@@ -135,7 +135,7 @@ def stopped_by(launch, folder, text):
     return run.text().splitlines()[-1]
 
 
-@pytest.mark.slow  # by default: test_what_follows_from_the_exit_code_of_a_server of tests/learner/test_children.py
+@pytest.mark.slow  # by default: test_what_follows_from_the_exit_code_of_a_server of tests/slipstream/test_children.py
 def test_a_reward_function_of_no_known_signature_stops_the_run_without_restarts(launch, tmp_path):
     # bound twice, so that preflight, which does not run it, leaves it to the rollout server
     text = "def reward(answer, truth):\n    return 1.0\n\nreward = reward\n"

@@ -18,15 +18,15 @@ from tokenizers.models import WordLevel
 
 from configs import load
 from learner import main as launcher
-from learner.check import checks, links, machine, memory
-from learner.check.examination import of_places
-from learner.check.finding import Finding, as_json, report, verdict
-from learner.check.places import Asked, ProbeFailed, ended
-from learner.launch import doctor
-from learner.launch.doctor import places_of
-from learner.launch.hosts import here
 from replay import keys as make_keys
 from replay.channel import load_keys
+from slipstream.check import checks, links, machine, memory
+from slipstream.check.examination import of_places
+from slipstream.check.finding import Finding, as_json, report, verdict
+from slipstream.check.places import Asked, ProbeFailed, ended
+from slipstream.launch import doctor
+from slipstream.launch.doctor import places_of
+from slipstream.launch.hosts import here
 from tests.security import served_replay
 from tests.support.namespaces import switched
 from tests.support.runs import ROOT
@@ -118,7 +118,7 @@ def test_a_shell_for_rollout_servers_with_another_cumem_is_named(monkeypatch, ca
 
 
 def test_a_place_that_does_not_answer_is_named_and_its_probe_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("learner.check.examination.START_S", 2.0)
+    monkeypatch.setattr("slipstream.check.examination.START_S", 2.0)
     python = interpreter(tmp_path, f"echo $$ >{tmp_path}/pid; echo a line of no account; exec sleep 60")
     config = load("quickstart", SETTINGS)
     (finding,), _ = of_places(config, places_of(config, None, python)[1:], [])
@@ -296,7 +296,7 @@ def test_a_wrong_curve_key_is_named_and_the_right_one_passes(examine, tmp_path):
 def test_the_part_of_every_start_takes_less_than_a_second_and_loads_no_torch(tmp_path):
     """Of its own and its children's processor time; it has no connection to wait for."""
     program = (
-        "import os, socket, sys; from configs import load; from learner.check import checks;"
+        "import os, socket, sys; from configs import load; from slipstream.check import checks;"
         "config = load('quickstart', sys.argv[1:]); socket.socket = None; before = sum(os.times()[:4]);"
         "some = [one for one in checks.OF_THIS_MACHINE if one is not checks.port];"
         "found = list(checks.found(config, some)); took = sum(os.times()[:4]) - before;"

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from configs import ConfigError, load
-from learner.launch import doctor
-from learner.launch.hosts import allocation, slurm
-from learner.launch.hosts.allocation import Allocation
-from learner.launch.hosts.host_file import Host
+from slipstream.launch import doctor
+from slipstream.launch.hosts import allocation, slurm
+from slipstream.launch.hosts.allocation import Allocation
+from slipstream.launch.hosts.host_file import Host
 
 pytestmark = [pytest.mark.e2e]
 TWO = ("placement.split=null", "placement.learner='node0:0'", "placement.rollout='node1:0'", "network.insecure=true")
@@ -78,7 +78,7 @@ def test_a_probe_runs_on_every_node_of_the_allocation(slurm_commands: Path, exam
     assert set(found["facts"]) == {"learner of node0", "rollout of node1"}
     assert {"clock", "versions", "link"} <= {each["code"] for each in found["findings"]}, lines
     steps = slurm_commands.read_text().splitlines()
-    probes = [step for step in steps if "learner.check.probe" in step]
+    probes = [step for step in steps if "slipstream.check.probe" in step]
     assert [step.split("--nodelist=")[1].split()[0] for step in probes] == ["m1", "m2"]
     for step in steps:
         assert (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from learner.report.summary import summarize
+from learner.record.summary import summarize
 from tests.support.runs import ROOT, Input, Runs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from configs import load
-from learner.launch import earlier_run
 from replay.journal import JournalReader
+from slipstream.launch import earlier_run
 from tests.support.runs import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]

@@ -1,5 +1,5 @@
 """A leak that is planted in a process of each role of a real run is named, with its role. A cheap witness by default is
-tests/replay/test_vitals.py."""
+tests/slipstream/test_vitals.py."""
 
 import importlib.util
 import re
@@ -15,8 +15,8 @@ PLANT = """
 import sys, threading, time
 
 LEAKS = {
-    "rollout_server.rewards.worker": "memory",
-    "rollout_server.environments.worker": "descriptors",
+    "rollout_server.tasks.rewards.worker": "memory",
+    "rollout_server.tasks.environments.worker": "descriptors",
     "multiprocessing.spawn import spawn_main": "memory",
     "rollout_server.main": "threads",
     "replay.main": "descriptors",

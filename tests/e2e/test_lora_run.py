@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from learner.report.check_export import check
-from learner.report.summary import summarize
+from learner.record.summary import summarize
+from slipstream.view.check_export import check
 from tests.support.runs import Runs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]

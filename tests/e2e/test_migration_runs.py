@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.translate import __main__ as translate
+from slipstream.translate import __main__ as translate
 from tests.support import tiny_gsm8k
 from tests.support.runs import Runs
 from tests.test_migration_pages import PAGES, translation, write_files

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.report.top import Folder
-from replay.hang import __main__ as by_hand
 from replay.keys import make
+from slipstream.runtime.hang import __main__ as by_hand
+from slipstream.view.top import Folder
 from tests.support.runs import Run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

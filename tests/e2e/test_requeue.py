@@ -1,6 +1,6 @@
 """A job that its scheduler starts again resumes its run: a requeued Slurm job, a Kubernetes job with new pods.
 
-By default: tests/learner/test_launch_ssh.py (what a start resumes), tests/learner/test_launch_files.py (the files).
+By default: tests/slipstream/test_launch_ssh.py (what a start resumes) and test_launch_files.py (the files).
 """
 
 import contextlib

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from learner.report.metrics import evaluation_scores
-from learner.report.summary import summarize
-from replay.vitals.catalogue import catalogue, find
+from learner.record.metrics import evaluation_scores
+from learner.record.summary import summarize
+from slipstream.runtime.vitals.catalogue import catalogue, find
 from tests.support.runs import ROOT, Runs
 from tests.support.traces import parsed, problems
 
@@ -155,7 +155,7 @@ def test_every_set_is_measured_from_the_rows_that_were_written(clean):
 
 
 def test_the_exported_folder_answers_as_the_last_evaluation_says(clean):
-    from learner.report.check_export import check
+    from slipstream.view.check_export import check
 
     result = check(clean.folder)
     assert (result["step"], result["prompts"]) == (STEPS, 64 + 16)
@@ -220,7 +220,7 @@ def test_a_resumed_run_goes_on_from_the_newest_whole_checkpoint_and_makes_no_cod
     for each in (clean, run):
         noted = {path.stem: json.loads(path.read_text())["pid"] for path in (each.folder / "processes").glob("*.json")}
         assert {name for name, pid in noted.items() if (audit / f"live-{pid}").exists()} == PROCESSES
-    assert any("rollout_server.rewards.worker" in record["command"] for record in told(audit, "live"))
+    assert any("rollout_server.tasks.rewards.worker" in record["command"] for record in told(audit, "live"))
     # the resume read a checkpoint, whose metadata is a pickle of ours: the hook sees such things
     allowed = {(record["event"], record["where"]) for record in told(audit, "allowed")}
     assert ("pickle.find_class", "/torch/distributed/checkpoint/") in allowed

@@ -9,9 +9,9 @@ from typing import Any
 
 from replay import messages as m
 from replay.journal import JournalReader, JournalWriter
-from replay.journal.apply import boot_fields
 from replay.journal.format import FORMAT
 from replay.service import Service
+from replay.state.apply import boot_fields
 from tests.replay.simulated_run import bare_service, finishes, joins, learner, lease, make_step
 from tests.replay.simulation.world import comparable
 

@@ -12,10 +12,10 @@ import torch
 
 from configs.schema import Config
 from examples.pictures import IDS, main, save_model
-from replay.prompts import load_rows
+from replay.data import load_rows
 from rollout_server.engines.base import Partial, Sampling
 from rollout_server.generate import shown
-from rollout_server.tasks import Task
+from rollout_server.tasks.task import Task
 from tests.gpu.test_sglang_cuda import Buckets, run, started, update
 from tests.support.runs import ROOT, Run, environment
 from tests.support.waiting import eventually

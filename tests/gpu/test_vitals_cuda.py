@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from learner.policy.communication import Communication
-from learner.report.device import readings
-from replay.vitals import device
+from learner.record.device import readings
+from slipstream.runtime.vitals import device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

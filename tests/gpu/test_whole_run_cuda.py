@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.report.summary import summarize
+from learner.record.summary import summarize
 from tests.support.runs import ROOT, Run, environment
 from tests.support.traces import parsed, problems
 
@@ -80,7 +80,7 @@ def run(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_the_doctor_finds_a_gpu_that_can_run_it(words: list[str]) -> None:
-    command = [sys.executable, "-m", "learner.launch.doctor", *words, "--backends", "nccl,gloo", "--json"]
+    command = [sys.executable, "-m", "slipstream.launch.doctor", *words, "--backends", "nccl,gloo", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     found = json.loads(done.stdout)
     for finding in found["findings"]:

@@ -16,13 +16,13 @@ from configs.algorithm import WIDE_ANSWER_CLIP, Algorithm, LossTraits
 from learner.advantages import ADVANTAGES, AdvantageInputs, advantages_of, build_advantage
 from learner.advantages.base import whiten
 from learner.advantages.gae import gae
-from learner.check import checks
-from learner.check.functions import declared_loss
 from learner.losses import LOSSES, LossError, LossInputs, LossOutput, build_loss
 from learner.objective.aggregation import token_weights
 from learner.objective.corrections import CORRECTIONS, Rho, build_correction, within
 from learner.objective.kl import ESTIMATORS, estimate
 from learner.trainer import objective_of
+from slipstream.check import checks
+from slipstream.check.functions import declared_loss
 from tests.learner import algorithm_reference as reference
 
 LENGTHS = (5, 1, 9, 3, 7)

@@ -13,13 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs import ConfigError
-from learner.report import evaluation, live_text
-from learner.report.evaluation import Evaluations, pass_at
-from learner.report.metrics import evaluation_scores
-from learner.report.summary import curves, evaluations, summarize
-from learner.sweep import check_set, numbers_of
+from learner.record import evaluation
+from learner.record.evaluation import Evaluations, pass_at
+from learner.record.metrics import evaluation_scores
+from learner.record.summary import curves, evaluations, summarize
+from replay.data import DataError
 from replay.messages import EvaluationResult
-from replay.prompts import DataError
+from slipstream.sweep import check_set, numbers_of
+from slipstream.view import live_text
 from tests.learner.tiny_models import make_config
 
 AIME = [{"prompt": f"{i}+1=", "answer": str(i), "data_source": "math"} for i in range(3)]
@@ -164,7 +165,7 @@ def test_readers_know_sets_apart(tmp_path):
 
 
 def test_a_sweep_takes_the_accuracy_of_a_set(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("learner.sweep.report", lambda folder: {"mean_lag": 1.0})
+    monkeypatch.setattr("slipstream.sweep.report", lambda folder: {"mean_lag": 1.0})
     step = {"step": 1, "response_length/mean": 7.0, "timing_s/step": 1.0}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, step]))
     assert numbers_of(tmp_path, "aime")["accuracy"] == pytest.approx((0.1 + 0.2 + 0.5) / 3, abs=1e-4)

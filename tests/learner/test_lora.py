@@ -216,7 +216,7 @@ class Chain:
     async def publish(self, version: int) -> tuple[dict[str, int], Any]:
         digests = self.bus.digests()
         self.bus.start(version, digests, evaluate=False)
-        report = await asyncio.to_thread(self.bus.wait)
+        report = await asyncio.to_thread(self.bus.wait, last=True)
         assert sorted(report.served) == sorted(f"server-{i}" for i in range(len(self.ends))), report
         return digests, report
 

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs import ConfigError
 from configs.learner import Mesh
 from examples.random_qwen3 import SHAPES
-from learner.check import checks, model_folders
 from learner.policy.divisibility import problem_with
 from learner.policy.model import build_policy
 from learner.policy.pretrained import PolicyError
 from learner.policy.sharding import Shard
+from slipstream.check import checks, model_folders
 from tests.learner import mesh_ranks
 from tests.learner.recorded import random_step
 from tests.learner.reference import train

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from configs.data import Tracking
-from learner.report.metrics import Metrics, MetricsError, Spans, evaluation_scores, read_rows
+from learner.record.metrics import Metrics, MetricsError, Spans, evaluation_scores, read_rows
 
 
 def open_metrics(folder: Path, resume_step: int | None = None, **tracking: Any) -> Metrics:

@@ -11,9 +11,9 @@ from examples.pictures import IDS, save_model, save_pictures
 from learner.pictures import Looker
 from learner.policy.model import Policy, build_policy
 from learner.rows import Row, lay_out
-from replay.fingerprint import read_json
 from replay.messages import Batch
-from replay.pictures import PictureError, decode, opened, packed, vision_of
+from slipstream.families.pictures import PictureError, decode, opened, packed, vision_of
+from slipstream.runtime.fingerprint import read_json
 from tests.learner.recorded import batch_of
 from tests.learner.reference import Recorded
 from tests.learner.tiny_models import make_config, process_group

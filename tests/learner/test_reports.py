@@ -1,4 +1,4 @@
-"""learner.report.lag and plots/summary.png on run folders written here."""
+"""learner.record.lag and plots/summary.png on run folders written here."""
 
 import json
 import shutil
@@ -11,8 +11,9 @@ from PIL import Image
 from configs import load
 from configs.loading import dump
 from examples import sort6
-from learner.report import check_export, lag, plot
-from learner.report.metrics import MetricsError
+from learner.record import lag
+from learner.record.metrics import MetricsError
+from slipstream.view import check_export, plot
 
 STEP: dict[str, Any] = {"step": 1, "time": 1000.0, "critic/score/mean": 0.4, "rollout/idle_ratio": 0.3}
 STEP |= {"training/lag_histogram": {"0": 10, "1": 990}, "trainer/idle_ratio": 0.1}

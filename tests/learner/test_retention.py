@@ -13,8 +13,8 @@ from configs.learner import Checkpoint
 from learner.checkpoints.folders import MARK, CheckpointError, incomplete, latest_complete, mark_complete, weights_only
 from learner.checkpoints.retention import Best, choose, prune
 from learner.learner import Learner
-from learner.report.check_export import newest_checkpoint
 from replay.messages import Checkpointed
+from slipstream.view.check_export import newest_checkpoint
 
 SCORE = "val-core/sort6/greedy"
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.ledger import FILE, Ledger, read
-from learner.report import evaluation, rollouts
+from learner.record import evaluation, rollouts
+from learner.record.ledger import FILE, Ledger, read
+from replay.data import DataError
 from replay.messages import EvaluationResult
-from replay.prompts import DataError
 from tests.learner.recorded import batch_of, random_step, rows_of
 from tests.learner.tiny_models import make_config
 

@@ -17,11 +17,12 @@ from learner.objective import Objective
 from learner.rows import BatchError, check
 from learner.trainer import prepare
 from replay import messages as m
-from replay.desks import batches, sharing
-from replay.desks.answers import kept
-from replay.desks.leases import Slot
+from replay.desks import sharing
 from replay.desks.shaping import shape
-from replay.desks.validation import Bounds, problem_with
+from replay.state import batches
+from replay.state.answers import kept
+from replay.state.leases import Slot
+from replay.state.validation import Bounds, problem_with
 from tests.replay.simulation.samples import make_group
 
 STEP, SIZE, LIMIT = 4, 3, 40
@@ -234,7 +235,7 @@ def gradients_of(groups: list[m.Group], ranks: int, settled: Config) -> list[tup
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("advantage", [*ADVANTAGES, "gae"])
 @settings(max_examples=5)
-@given(st.integers(0, 10_000), st.integers(1, 7), st.integers(0, SIZE - 1))
+@given(st.integers(0, 10_000), st.integers(1, 20), st.integers(0, SIZE - 1))
 def test_a_group_with_a_masked_answer_has_the_gradient_of_the_group_without_it(
     advantage: str, loss: str, seed: int, ranks: int, gone: int
 ) -> None:

@@ -15,9 +15,9 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from configs.base import ConfigError
 from configs.data import Tracking
 from configs.loading import load
-from learner.report import trackers
-from learner.report.metrics import Metrics, MetricsError
-from learner.report.trackers import SERVICES, Place, plain, read_ids
+from learner.record import trackers
+from learner.record.metrics import Metrics, MetricsError
+from learner.record.trackers import SERVICES, Place, plain, read_ids
 from tests.support.waiting import until
 
 CONFIG = {"run": {"seed": 7, "name": "a"}, "learner": {"betas": [0.9, 0.95], "mesh": {"tensor": 1}}}

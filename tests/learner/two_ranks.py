@@ -35,7 +35,7 @@ from learner.policy.model import Policy, build_policy
 from learner.policy.sharding import Shard, digests, gather, row_range
 from learner.step import accumulate_gradients
 from learner.trainer import Trainer
-from replay.lifeline import die_with_parent
+from slipstream.runtime.lifeline import die_with_parent
 from tests.learner import beside_ranks, mesh_ranks
 from tests.learner.recorded import batch_of, random_step, rows_of, train_on
 from tests.learner.tiny_models import CPU, built, make_config, process_group, row_of, saved

@@ -6,9 +6,9 @@ import numpy as np
 
 from configs import Config
 from replay import messages as m
-from replay.desks.evaluation_parts import Part
-from replay.prompts import PromptSource
+from replay.data import PromptSource
 from replay.service import Service
+from replay.state.evaluation_parts import Part
 from tests.replay.simulation.journal import SimulatedJournal
 from tests.replay.simulation.samples import make_group
 from tests.replay.simulation.world import rows

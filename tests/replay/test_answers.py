@@ -8,8 +8,8 @@ from hypothesis import given as drawn
 from hypothesis import strategies as st
 
 from replay import messages as m
-from replay.desks.answers import WINDOW, ErrorRate, kept
-from replay.desks.leases import SlotState
+from replay.state.answers import WINDOW, ErrorRate, kept
+from replay.state.leases import SlotState
 from tests.replay.simulated_run import bare_service, lease, sent, service
 from tests.replay.simulation.samples import make_group
 

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replay import messages as m
-from replay.desks.batches import assign, build, trained
-from replay.desks.leases import Slot
 from replay.desks.sharing import Members
-from replay.desks.validation import Bounds, problem_with
+from replay.state.batches import assign, build, trained
+from replay.state.leases import Slot
+from replay.state.validation import Bounds, problem_with
 from tests.replay.simulated_run import config
 from tests.replay.simulation.samples import make_group
 

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.evaluation import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, PromptSet
-from learner.report.evaluation import Evaluations
+from learner.record.evaluation import Evaluations
 from replay import messages as m
-from replay.desks.evaluation_parts import parts_of, prompts_at_once
-from replay.desks.evaluations import EvaluationBoard
-from replay.journal.snapshot import snapshot_of, take_over
+from replay.state.evaluation_parts import parts_of, prompts_at_once
+from replay.state.evaluations import EvaluationBoard
+from replay.state.snapshot import snapshot_of, take_over
 from tests.replay.simulated_run import answering, bare_service, config, joins, learner, sent
 from tests.replay.simulation.samples import make_result
 from tests.replay.simulation.world import rows

@@ -15,8 +15,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from replay.prompts import DataError, PromptSource, load_rows, read_rows
-from replay.prompts.formats import columns, jsonl
+from replay.data import DataError, PromptSource, load_rows, read_rows
+from replay.data.formats import columns, jsonl
 from tests.replay.test_prompts import CONVENTIONS
 from tests.replay.test_prompts import jsonl as write_jsonl
 
@@ -38,7 +38,7 @@ def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def make_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.prompts.formats.WHOLE_BYTES", 0)
+    monkeypatch.setattr("replay.data.formats.WHOLE_BYTES", 0)
     monkeypatch.setattr(jsonl, "WHOLE_BYTES", 0)
     monkeypatch.setattr(columns, "ROWS_PER_BATCH", 7)
 
@@ -229,7 +229,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 
 def test_broken_rows_of_a_large_file_wait_for_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_large(monkeypatch)
-    monkeypatch.setattr("replay.prompts.dataset.SAMPLED", 3)
+    monkeypatch.setattr("replay.data.dataset.SAMPLED", 3)
     rows: list[Any] = [*RAW]
     rows[17] = '{"prompt": "cut'
     source = PromptSource(load_rows(write_jsonl(tmp_path, *rows)), shuffle=False, seed=0)
@@ -345,8 +345,8 @@ def test_what_is_held_does_not_grow_with_the_rows(tmp_path: Path, monkeypatch: p
     """An index or an order in memory would be 240 kB each."""
     make_large(monkeypatch)
     monkeypatch.setattr(columns, "ROWS_PER_BATCH", 4096)
-    monkeypatch.setattr("replay.prompts.dataset.SAMPLED", 64)
-    monkeypatch.setattr("replay.prompts.order.SORTED_ROWS", 1000)
+    monkeypatch.setattr("replay.data.dataset.SAMPLED", 64)
+    monkeypatch.setattr("replay.data.order.SORTED_ROWS", 1000)
     given = write(tmp_path, [{"prompt": "x", "answer": 1}] * 30_000)
     load_rows(given)  # imports and the index
     arrow = pyarrow.total_allocated_bytes()

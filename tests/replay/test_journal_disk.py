@@ -377,7 +377,7 @@ def test_a_power_failure_takes_nothing_that_was_synced(tmp_path_factory, seed, f
 
 def test_a_log_on_a_full_disk_writes_no_tracebacks():
     code = (
-        "import logging; from replay.lifeline import set_up_logging; set_up_logging('x', None);"
+        "import logging; from slipstream.runtime.lifeline import set_up_logging; set_up_logging('x', None);"
         " logging.getLogger().addHandler(logging.FileHandler('/dev/full')); logging.getLogger('a').error('here')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

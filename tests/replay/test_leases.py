@@ -3,7 +3,7 @@
 import pytest
 
 from replay import messages as m
-from replay.desks.leases import WAIT_FOR_OTHERS_S, Shares, SlotState
+from replay.state.leases import WAIT_FOR_OTHERS_S, Shares, SlotState
 from tests.replay.simulated_run import (
     answering,
     finishes,

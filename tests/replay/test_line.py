@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from replay import messages as m
-from replay.desks.leases import SlotState
-from replay.desks.line import Line, LineStep, Taken
 from replay.journal import Location
+from replay.state.leases import SlotState
+from replay.state.line import Line, LineStep, Taken
 from tests.replay.simulated_run import (
     answering,
     gives_back,

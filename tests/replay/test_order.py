@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay.prompts import DataError, Part, PromptSource, Rows, load_rows
-from replay.prompts import order as orders
-from replay.prompts.order import WINDOW, ByLevel, Scattered
+from replay.data import DataError, Part, PromptSource, Rows, load_rows
+from replay.data import order as orders
+from replay.data.order import WINDOW, ByLevel, Scattered
 from tests.replay.simulation.world import rows as rows_of
 from tests.replay.test_prompts import jsonl
 
@@ -124,8 +124,8 @@ def test_a_column_orders_every_pass_and_a_row_without_it_is_named() -> None:
 def test_a_long_reading_of_a_column_says_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("replay.prompts.order.SHOWN_EVERY_S", -1.0)
-    with caplog.at_level("INFO", "replay.prompts.order"):
+    monkeypatch.setattr("replay.data.order.SHOWN_EVERY_S", -1.0)
+    with caplog.at_level("INFO", "replay.data.order"):
         PromptSource(graded(3), shuffle=True, seed=0, curriculum="difficulty")
     assert caplog.messages[1].endswith("sorting by 'difficulty': 1 of 3 rows read")
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replay.desks.leases import Slot
-from replay.desks.partials import ANSWER_BYTES, TOKEN_BYTES, Partials, Told
-from replay.desks.validation import Bounds
 from replay.messages import Renew
+from replay.state.leases import Slot
+from replay.state.partials import ANSWER_BYTES, TOKEN_BYTES, Partials, Told
+from replay.state.validation import Bounds
 
 N, MOST, VOCABULARY, NEWEST = 3, 10, 50, 7
 BOUNDS = Bounds(NEWEST, VOCABULARY)

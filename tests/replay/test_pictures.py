@@ -15,8 +15,17 @@ from PIL import Image
 
 from replay import messages as m
 from replay.channel import frames
-from replay.pictures import PictureError, Vision, decode, decoder_of, opened, packed, problem_with, unpacked
-from replay.prompts import DataError, load_rows
+from replay.data import DataError, load_rows
+from slipstream.families.pictures import (
+    PictureError,
+    Vision,
+    decode,
+    decoder_of,
+    opened,
+    packed,
+    problem_with,
+    unpacked,
+)
 
 VISION = Vision(image_token=9, video_token=8, merge=2)
 SAID = [{"type": "image"}, {"type": "text", "text": " what?"}]
@@ -104,7 +113,7 @@ def test_refusals_name_row_column_and_value(tmp_path: Path, row: dict[str, Any],
 
 
 def test_a_large_picture_must_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.prompts.pictures.INLINE_BYTES", 32)
+    monkeypatch.setattr("replay.data.pictures.INLINE_BYTES", 32)
     assert load_rows(dataset(tmp_path, {"prompt": user("x"), "images": ["a.png"]}))[0]["images"]
     with pytest.raises(DataError, match="store it as a file"):
         load_rows(dataset(tmp_path, {"prompt": user("x"), "images": [URL]}))
@@ -113,7 +122,7 @@ def test_a_large_picture_must_be_a_file(tmp_path: Path, monkeypatch: pytest.Monk
 def test_pictures_that_are_none_of_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PictureError, match="not a readable picture"):
         decode(opened(png()[:40]))
-    monkeypatch.setattr("replay.pictures.MAX_PIXELS", 15)
+    monkeypatch.setattr("slipstream.families.pictures.MAX_PIXELS", 15)
     with pytest.raises(PictureError, match="4 x 4 pixels, at most 15"):
         decode(opened(png()))
 
@@ -143,14 +152,17 @@ def test_a_group_has_the_pictures_of_its_prompt(tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(png())
     row = {"images": [str(tmp_path / "a.png"), png(colour=1)]}
     group: Any = Arrived(**packed([opened(image) for image in row["images"]]))
-    assert problem_with(group, row) is None and problem_with(Arrived([], np.zeros(0, np.uint8)), {}) is None  # type: ignore[arg-type]
-    assert "2 pictures for a prompt with 0" in str(problem_with(group, {}))
+    assert (
+        problem_with(group.pictures, group.picture_bytes, row) is None
+        and problem_with([], np.zeros(0, np.uint8), {}) is None
+    )
+    assert "2 pictures for a prompt with 0" in str(problem_with(group.pictures, group.picture_bytes, {}))
     for other in ([str(tmp_path / "b.png"), png(colour=1)], [str(tmp_path / "a.png"), png(colour=2)]):
-        assert "is not that of its prompt" in str(problem_with(group, {"images": other}))
+        assert "is not that of its prompt" in str(problem_with(group.pictures, group.picture_bytes, {"images": other}))
     group.pictures = [group.pictures[0], group.pictures[1].replace(":", ":9", 1)]
-    assert "bytes of pictures" in str(problem_with(group, row))
+    assert "bytes of pictures" in str(problem_with(group.pictures, group.picture_bytes, row))
     group.pictures = ["x", "y"]
-    assert "expected digest:size:path" in str(problem_with(group, row))
+    assert "expected digest:size:path" in str(problem_with(group.pictures, group.picture_bytes, row))
 
 
 @given(

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from replay.prompts import DataError, PromptSource, load_rows, read_rows
-from replay.prompts.formats import jsonl as jsonl_format
-from replay.prompts.rows import Place, plain
+from replay.data import DataError, PromptSource, load_rows, read_rows
+from replay.data.formats import jsonl as jsonl_format
+from replay.data.rows import Place, plain
 from tests.replay.simulation.world import rows as rows_of
 from tests.support.waiting import until
 
@@ -176,8 +176,8 @@ def test_a_file_that_is_changed_is_named_and_one_in_its_place_does_not_matter(tm
 
 
 def test_a_long_read_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.progress.EVERY_S", 0.02)
-    monkeypatch.setattr("replay.prompts.formats.WHOLE_BYTES", 0)
+    monkeypatch.setattr("slipstream.runtime.progress.EVERY_S", 0.02)
+    monkeypatch.setattr("replay.data.formats.WHOLE_BYTES", 0)
     said: list[str] = []
     path = many(tmp_path, 4, 10)
     size = path.stat().st_size

@@ -11,12 +11,12 @@ from learner.batches import BatchReader
 from learner.rows import check, lags_of
 from replay import messages as m
 from replay.channel import AsyncRouter
-from replay.desks.leases import SlotState
 from replay.journal import JournalError, JournalReadOnly
-from replay.journal.apply import boot_fields
 from replay.main import open_journal
 from replay.player import whole_line
 from replay.serve import keep_company
+from replay.state.apply import boot_fields
+from replay.state.leases import SlotState
 from tests.replay.simulated_run import (
     bare_service,
     finishes,

@@ -9,8 +9,8 @@ import pytest
 from configs.shared import shared_values
 from replay import messages as m
 from replay.channel import WireError
-from replay.desks.leases import SlotState
 from replay.serve import beat
+from replay.state.leases import SlotState
 from tests.replay.simulated_run import (
     answering,
     bare_service,

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay import messages as m
-from replay.desks import batches
 from replay.desks.sharing import COPIES_PER_TOKEN, SHORTEST, Members, Wanted, assign, sharers
+from replay.state import batches
 from tests.replay.simulated_run import group_message, lease, sent, service
 
 

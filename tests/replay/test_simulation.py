@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from replay.desks.buffer import GroupBuffer
+from replay.state.buffer import GroupBuffer
 from tests.replay.simulation import __main__ as simulate
 
 

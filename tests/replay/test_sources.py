@@ -7,13 +7,13 @@ import pytest
 
 from configs.loading import ConfigError, load
 from replay import messages as m
-from replay.desks.line import Taken
+from replay.data import Part, PromptSource, load_rows
+from replay.data.formats import jsonl as jsonl_format
 from replay.journal import JournalError
-from replay.journal.apply import boot_fields
-from replay.prompts import Part, PromptSource, load_rows
-from replay.prompts.formats import jsonl as jsonl_format
 from replay.service import Service
-from rollout_server.rewards.loading import load_function
+from replay.state.apply import boot_fields
+from replay.state.line import Taken
+from rollout_server.tasks.rewards.loading import load_function
 from tests.replay.simulated_run import config, group_message, joins, learner, lease, make_step
 from tests.replay.simulation.journal import SimulatedJournal
 from tests.replay.simulation.world import comparable, rows
@@ -78,9 +78,9 @@ def test_another_weight_or_curriculum_is_refused() -> None:
 
 
 def large(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: Any) -> PromptSource:
-    monkeypatch.setattr("replay.prompts.formats.WHOLE_BYTES", 0)
+    monkeypatch.setattr("replay.data.formats.WHOLE_BYTES", 0)
     monkeypatch.setattr(jsonl_format, "WHOLE_BYTES", 0)
-    monkeypatch.setattr("replay.prompts.dataset.SAMPLED", 2)
+    monkeypatch.setattr("replay.data.dataset.SAMPLED", 2)
     made = load_rows(jsonl(folder, *lines), cache=folder / "cache")
     return PromptSource(made, shuffle=False, seed=0)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from replay import messages as m
-from replay.desks.leases import SlotState
+from replay.state.leases import SlotState
 from tests.replay.simulated_run import config, group_message, lease, sent, service
 
 OPTIONS = {"replay__on_stale": "substitute", "replay__substitute_after_s": 5.0, "replay__lease_s": 100}

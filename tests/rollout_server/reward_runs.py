@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from configs.data import Reward
-from rollout_server.rewards import RewardOutcome, Sample
-from rollout_server.rewards.pool import RewardPool
+from rollout_server.tasks.rewards import RewardOutcome, Sample
+from rollout_server.tasks.rewards.pool import RewardPool
 
 
 def sample(completion: str = "42", truth: Any = "42", **changes: Any) -> Sample:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from replay.lifeline import die_with_parent
+from slipstream.runtime.lifeline import die_with_parent
 
 if TYPE_CHECKING:
     from tests.rollout_server.sglang_served import Served

@@ -9,8 +9,8 @@ from configs import Config
 from replay import messages as m
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
-from rollout_server.rewards.pool import RewardPool
-from rollout_server.tasks import Task
+from rollout_server.tasks.rewards.pool import RewardPool
+from rollout_server.tasks.task import Task
 from scripts.bench.server import ForcedLengths
 
 PROMPT = {"prompt": "w5 w9 w300", "ground_truth": "", "data_source": "bench", "extra_info": {}, "columns": {}}

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from configs.rewards import Code
-from rollout_server.rewards import RewardError
-from rollout_server.rewards.built_in import code
-from rollout_server.rewards.built_in.code_asserts import Names, Rest, rest
-from rollout_server.rewards.built_in.code_tests import Checks, Streams, read_tests
-from rollout_server.sandbox import probe
-from rollout_server.sandbox.probe import Isolation, isolation
+from rollout_server.tasks.rewards import RewardError
+from rollout_server.tasks.rewards.built_in import code
+from rollout_server.tasks.rewards.built_in.code_asserts import Names, Rest, rest
+from rollout_server.tasks.rewards.built_in.code_tests import Checks, Streams, read_tests
+from rollout_server.tasks.sandbox import probe
+from rollout_server.tasks.sandbox.probe import Isolation, isolation
 from tests.rollout_server.reward_runs import sample, score
 
 OPTIONS = Code(timeout_s=20.0, total_s=40.0).model_dump(exclude={"weight"})

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from configs.rewards import Code
-from rollout_server.rewards.built_in import code
-from rollout_server.rewards.built_in.code_inside import encoded
-from rollout_server.rewards.built_in.code_values import Value, decoded
-from rollout_server.sandbox.box import run
-from rollout_server.sandbox.probe import isolation
+from rollout_server.tasks.rewards.built_in import code
+from rollout_server.tasks.rewards.built_in.code_inside import encoded
+from rollout_server.tasks.rewards.built_in.code_values import Value, decoded
+from rollout_server.tasks.sandbox.box import run
+from rollout_server.tasks.sandbox.probe import isolation
 from tests.rollout_server.reward_runs import sample
 
 OPTIONS = Code(timeout_s=20.0, total_s=40.0).model_dump(exclude={"weight"})

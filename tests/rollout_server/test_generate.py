@@ -15,14 +15,14 @@ import pytest
 from configs import Config
 from examples.random_qwen3 import SHAPES, make
 from replay import messages as m
-from replay.lifeline import CANNOT_START
 from rollout_server import main as rollout_main
 from rollout_server.engines import Completion, EngineError, Sampling
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.leases import policies_of
-from rollout_server.rewards import RewardOutcome, Sample
 from rollout_server.tasks.pictures import Prompt
+from rollout_server.tasks.rewards import RewardOutcome, Sample
 from scripts.bench.server import forced_length
+from slipstream.runtime.lifeline import CANNOT_START
 from tests.rollout_server.small_generator import PROMPT, config_of, evaluation_lease, generating
 from tests.rollout_server.torch_served import Gates
 from tests.support.waiting import eventually

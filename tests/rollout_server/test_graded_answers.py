@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from rollout_server.rewards.built_in.mathematics import _alarm, _TooLong
-from rollout_server.rewards.built_in.mathematics import reward as mathematics
-from rollout_server.rewards.built_in.numeric import reward as numeric
+from rollout_server.tasks.rewards.built_in.mathematics import _alarm, _TooLong
+from rollout_server.tasks.rewards.built_in.mathematics import reward as mathematics
+from rollout_server.tasks.rewards.built_in.numeric import reward as numeric
 from tests.rollout_server.reward_runs import sample
 
 CASES = [

@@ -16,9 +16,9 @@ from configs import Config
 from examples.random_qwen3 import SHAPES, make
 from replay import messages as m
 from replay.channel.frames import decode, encode
-from replay.desks.leases import Slot, SlotState
-from replay.desks.partials import Partials
-from replay.desks.validation import Bounds, problem_with
+from replay.state.leases import Slot, SlotState
+from replay.state.partials import Partials
+from replay.state.validation import Bounds, problem_with
 from rollout_server.engines import Completion, Partial
 from rollout_server.progress import ProgressReports, prefixes_of
 from rollout_server.server import RolloutServer

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from configs.loading import load
 from examples.pictures import IDS, save_model, save_pictures
-from replay.fingerprint import read_json
-from replay.pictures import PictureError, grid_of, vision_of
-from replay.prompts import load_rows
-from replay.prompts.pictures import MARK
+from replay.data import load_rows
+from replay.data.pictures import MARK
 from rollout_server.engines.base import Completion, EngineError, Partial, Sampling
 from rollout_server.engines.sglang import process
 from rollout_server.engines.sglang.process import image_data
 from rollout_server.engines.torch.engine import TorchEngine
-from rollout_server.tasks import Task, TaskError
 from rollout_server.tasks.pictures import Looker, Prompt
+from rollout_server.tasks.task import Task, TaskError
+from slipstream.families.pictures import PictureError, grid_of, vision_of
+from slipstream.runtime.fingerprint import read_json
 from tests.support.waiting import eventually
 
 IMAGE = IDS["<|image_pad|>"]

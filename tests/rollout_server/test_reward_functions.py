@@ -17,14 +17,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_server.children.frames import pack, unpack
-from rollout_server.rewards import RewardError, Sample
-from rollout_server.rewards.built_in.exact import reward as exact
-from rollout_server.rewards.built_in.numeric import final_number
-from rollout_server.rewards.built_in.numeric import reward as numeric
-from rollout_server.rewards.judging import NotAReward, Verdict, judge, reward_of
-from rollout_server.rewards.loading import adapt, load_function
-from rollout_server.rewards.protocol import REPLY_LIMITS, read_answer, read_verdicts
+from rollout_server.tasks.rewards import RewardError, Sample
+from rollout_server.tasks.rewards.built_in.exact import reward as exact
+from rollout_server.tasks.rewards.built_in.numeric import final_number
+from rollout_server.tasks.rewards.built_in.numeric import reward as numeric
+from rollout_server.tasks.rewards.judging import NotAReward, Verdict, judge, reward_of
+from rollout_server.tasks.rewards.loading import adapt, load_function
+from rollout_server.tasks.rewards.protocol import REPLY_LIMITS, read_answer, read_verdicts
+from rollout_server.tasks.workers.frames import pack, unpack
 from tests.rollout_server.reward_runs import sample
 from tests.support.runs import ROOT
 
@@ -34,9 +34,9 @@ def test_a_neighbour_of_a_reward_file_hides_no_package_of_ours(tmp_path: Path) -
     for name in ("configs", "learner", "replay"):
         (tmp_path / f"{name}.py").write_text("", encoding="utf-8")
     file = tmp_path / "graded.py"
-    imports = "import configs.machine, learner.ledger, replay.fingerprint\n"
+    imports = "import configs.machine, learner.record.ledger, slipstream.runtime.fingerprint\n"
     file.write_text(imports + "async def reward(sample):\n    return 1.0\n", encoding="utf-8")
-    load = "import sys; from rollout_server.rewards.loading import load_function; load_function(sys.argv[1])"
+    load = "import sys; from rollout_server.tasks.rewards.loading import load_function; load_function(sys.argv[1])"
     subprocess.run([sys.executable, "-c", load, f"{file}:reward"], check=True, timeout=60, cwd=ROOT)
 
 

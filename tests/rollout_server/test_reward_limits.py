@@ -20,11 +20,11 @@ from typing import Any
 import pytest
 
 from configs.data import Reward
-from rollout_server.children.frames import pack
-from rollout_server.children.process import MAX_LOGGED_LINES, without_secrets
-from rollout_server.rewards import RewardError
-from rollout_server.rewards.process import RewardProcess
-from rollout_server.rewards.protocol import MAX_ERROR_CHARS
+from rollout_server.tasks.rewards import RewardError
+from rollout_server.tasks.rewards.process import RewardProcess
+from rollout_server.tasks.rewards.protocol import MAX_ERROR_CHARS
+from rollout_server.tasks.workers.frames import pack
+from rollout_server.tasks.workers.process import MAX_LOGGED_LINES, without_secrets
 from tests.rollout_server.reward_runs import alive, check_culprits, pool_of, runs, sample, score
 from tests.support.waiting import eventually
 
@@ -267,7 +267,7 @@ async def test_asynchronous_functions_run_at_once_and_keep_their_loop(
     grader: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for slow, kills, grace_s in (("wait 600", False, 20.0), ("hang", True, 0.3)):
-        monkeypatch.setattr("rollout_server.rewards.process.ASYNC_GRACE_S", grace_s)
+        monkeypatch.setattr("rollout_server.tasks.rewards.process.ASYNC_GRACE_S", grace_s)
         async with pool_of(f"{grader}:later", timeout_s=0.8) as pool:
             outcomes = await pool.score([sample("ok")] * 20)
             assert [outcome.score for outcome in outcomes] == [1.0] * 20
@@ -300,7 +300,7 @@ def test_trl_functions_see_the_whole_group(grader: str) -> None:
 
 
 def test_prints_are_logged_and_bounded(grader: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="rollout_server.children.process"):
+    with caplog.at_level(logging.INFO, logger="rollout_server.tasks.workers.process"):
         outcomes = score(f"{grader}:grade", *["print"] * 300)
     assert [outcome.score for outcome in outcomes] == [1.0] * 300
     lines = [record.getMessage() for record in caplog.records]
@@ -358,7 +358,7 @@ async def test_a_worker_that_was_killed_while_idle_costs_nothing(grader: str) ->
 
 
 async def test_messages_are_bounded(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollout_server.rewards.pool.MAX_REQUEST_BYTES", 100_000)
+    monkeypatch.setattr("rollout_server.tasks.rewards.pool.MAX_REQUEST_BYTES", 100_000)
     samples = [sample("score 1", prompt="x" * size) for size in (60_000, 60_000, 60_000, 200_000)]
     async with pool_of(f"{grader}:grade") as pool:
         outcomes = await pool.score(samples)
@@ -372,7 +372,7 @@ def test_workers_die_with_their_parent(grader: str, text: str) -> None:
     code = f"""
 import asyncio
 from configs.data import Reward
-from rollout_server.rewards.pool import RewardPool
+from rollout_server.tasks.rewards.pool import RewardPool
 
 async def main():
     async with RewardPool(Reward(function={grader + ":grade"!r}, timeout_s=60)) as pool:

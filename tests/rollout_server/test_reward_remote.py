@@ -14,10 +14,10 @@ import pytest
 
 from configs.data import Reward
 from configs.rewards import Judge, RemoteModel
-from rollout_server.rewards import RewardError, RewardOutcome, Sample
-from rollout_server.rewards.remote import judge, scoring
-from rollout_server.rewards.remote.beside import rewards_of
-from rollout_server.rewards.remote.judge import NoVerdict
+from rollout_server.tasks.rewards import RewardError, RewardOutcome, Sample
+from rollout_server.tasks.rewards.remote import judge, scoring
+from rollout_server.tasks.rewards.remote.beside import rewards_of
+from rollout_server.tasks.rewards.remote.judge import NoVerdict
 from tests.rollout_server.openai_stand_in import Reply, Served, serving, slowly, verdict
 from tests.rollout_server.reward_runs import sample
 
@@ -206,7 +206,7 @@ def test_replies_are_read_on_a_thread_of_their_own(monkeypatch: pytest.MonkeyPat
         return real(text, **keys)
 
     with serving(lambda *_: GOOD) as served:
-        monkeypatch.setattr("rollout_server.rewards.remote.asker.json.loads", watched)
+        monkeypatch.setattr("rollout_server.tasks.rewards.remote.asker.json.loads", watched)
         judged(served, "x")
     assert "remote rewards" in threads and "MainThread" not in threads
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server.sandbox import SandboxError, box, memory, probe
-from rollout_server.sandbox.box import Ended, Limits, run
+from rollout_server.tasks.sandbox import SandboxError, box, memory, probe
+from rollout_server.tasks.sandbox.box import Ended, Limits, run
 from tests.rollout_server.reward_runs import alive
 
 SECRET = "slipstream-test-secret-f2b1"

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from replay.lifeline import die_with_parent
+from slipstream.runtime.lifeline import die_with_parent
 
 pytestmark = [
     pytest.mark.slow,

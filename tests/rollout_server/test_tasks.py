@@ -11,11 +11,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from configs.loading import load
-from replay.fingerprint import model_fingerprint
-from replay.prompts import load_rows
+from replay.data import load_rows
 from rollout_server.generate import Generator, LeaseFailed
-from rollout_server.rewards.built_in.exact import reward as exact
-from rollout_server.tasks import PromptTooLong, Task, TaskError
+from rollout_server.tasks.rewards.built_in.exact import reward as exact
+from rollout_server.tasks.task import PromptTooLong, Task, TaskError
+from slipstream.runtime.fingerprint import model_fingerprint
 
 SPECIAL = ["<pad>", "<eos>", "<unk>", "<bos>", "<|im_start|>", "<|im_end|>"]
 SYMBOLS = [*SPECIAL, *"0123456789=?+ abcdefghijklmnopqrstuvwxyz\n"]

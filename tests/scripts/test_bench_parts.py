@@ -25,12 +25,12 @@ from examples import random_qwen3
 from learner.learner import Learner
 from learner.rows import lay_out
 from replay import messages as m
-from replay.desks.leases import Slot
-from replay.desks.validation import Bounds, problem_with
+from replay.state.leases import Slot
+from replay.state.validation import Bounds, problem_with
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.generate import Generator
-from rollout_server.tasks import Task
+from rollout_server.tasks.task import Task
 from scripts.bench import bus, load, pipeline, replay
 from scripts.bench import learner as bench_learner
 from scripts.bench.core import CaseFailed, cost_of, quantile, resident_bytes, spread, table, written_bytes
@@ -251,9 +251,6 @@ def test_groups_are_random_different_and_of_lognormal_lengths() -> None:
         # ids below 151,936 fill 17.2 of 32 bits, logprobs about 26 of 32
         assert all(len(zlib.compress(content)) > 0.5 * len(content) for content in list(contents)[:6])
     assert prepare(4)[3].arrays["token_ids"].tobytes() == pool[3].arrays["token_ids"].tobytes(), "one load"
-    texts = {text for prepared in pool[:6] for text in prepared.arrays["texts"]}
-    assert len(texts) == 6 * load.GROUP_SIZE
-    assert len(zlib.compress("".join(texts).encode())) > 0.7 * sum(map(len, texts))
 
 
 def test_groups_pass_replays_checks_and_have_versions_a_token(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = {"configs", "replay", "weight_bus", "rollout_server", "learner"}
+PACKAGES = {"configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner"}
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
 
 
@@ -52,5 +52,5 @@ def test_an_installed_wheel_runs_its_commands_outside_a_clone(wheel: Path, tmp_p
     assert python("-m", "learner.main", "--help").returncode == 0
     made = python(str(target / "bin" / "slipstream"), "keys", "--out", "keys")
     assert made.returncode == 0 and (tmp_path / "keys" / "server.key").is_file(), made
-    planned = python("-m", "learner.launch", "learner", "--slurm", "--dry-run", "--config", "quickstart")
+    planned = python("-m", "slipstream.launch", "learner", "--slurm", "--dry-run", "--config", "quickstart")
     assert planned.returncode == 0 and "step learner" in planned.stdout, planned

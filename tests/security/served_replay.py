@@ -19,8 +19,8 @@ from configs import Config
 from replay import keys as make_keys
 from replay.channel import AsyncRouter, Dealer, Envelope, Keys, Limits, WireError, load_keys, registry
 from replay.channel.frames import Message
+from replay.data import PromptSource
 from replay.messages import FROM_REPLAY, TO_REPLAY, StatusRequest
-from replay.prompts import PromptSource
 from replay.serve import serve
 from replay.service import Service
 from scripts.bench import core

@@ -32,10 +32,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 TORCHRUN_POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 PRELOADED = f"""
-learner.learner learner.launch.launcher learner.launch.earlier_run replay.service rollout_server.server
+learner.learner slipstream.launch.launcher slipstream.launch.earlier_run replay.service rollout_server.server
 torch.distributed.run {TORCHRUN_POPEN} transformers.models.qwen3.modeling_qwen3
 """
-FORKED = (*("learner.main", "learner.launch.torchrun", "learner.train", "replay.main", "rollout_server.main"),)
+FORKED = (*("learner.main", "slipstream.launch.torchrun", "learner.train", "replay.main", "rollout_server.main"),)
 """Programs that are forked when another forked program starts them; everything else is started for real."""
 PADDING = 4000
 READY_S = 60.0

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from unittest.mock import patch
 
-from configs.command import main as slipstream
+from slipstream.command import main as slipstream
 
 
 def run(words: Sequence[str]) -> tuple[int, str]:

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
-from learner.launch.children import Tail
 from scripts.chaos.processes import commands
+from slipstream.launch.children import Tail
 from tests.support.forking import Started, Zygote
 from tests.support.waiting import PATIENT_S
 

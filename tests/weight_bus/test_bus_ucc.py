@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import Backend
 from configs import ConfigError
 from configs.infrastructure import WeightBus
 from configs.loading import load
-from learner.check.checks import check_available
+from slipstream.check.checks import check_available
 from tests.support import bus_receiver as bus
 from tests.support import runs
 from weight_bus import TransportError, WeightBusError

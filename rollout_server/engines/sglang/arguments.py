@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from configs.schema import Config
-from replay.pictures import decoder_of
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import folder_tensors
+from slipstream.families.pictures import decoder_of
 from weight_bus.manifest import ITEM_SIZES
 
 LOADER = "rollout_server.engines.sglang.update.loader.apply"

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from configs.schema import Config
-from replay.fingerprint import read_json
-from replay.hang import expired
-from replay.pictures import PictureError, Vision, vision_of
-from replay.progress import Progress
 from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, EngineStartFailed, Pictures, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
 from rollout_server.engines.sglang.cpu import prepare_cpu
 from rollout_server.engines.sglang.requests import Part
+from slipstream.families.pictures import PictureError, Vision, vision_of
+from slipstream.runtime.fingerprint import read_json
+from slipstream.runtime.hang import expired
+from slipstream.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
 

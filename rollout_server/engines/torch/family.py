@@ -13,8 +13,8 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from replay.pictures import FAMILIES, Vision, decoder_of, vision_of
 from rollout_server.engines.base import EngineError
+from slipstream.families.pictures import FAMILIES, Vision, decoder_of, vision_of
 
 CONFIG_CLASSES: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from replay.pictures import PictureError, Vision
 from rollout_server.engines.base import EngineError, Pictures
 from rollout_server.engines.torch.rows import Look
+from slipstream.families.pictures import PictureError, Vision
 from weight_bus.vision import VisionError, VisionTower
 
 

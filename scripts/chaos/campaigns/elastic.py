@@ -15,7 +15,7 @@ from signal import Signals
 from statistics import median
 from typing import Any
 
-from learner.report.summary import evaluations, summarize
+from learner.record.summary import evaluations, summarize
 from scripts.chaos import checker
 from scripts.chaos.cluster import Cluster, make_data
 from scripts.chaos.polling import JsonLines

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from replay import messages as m
-from replay.desks.leases import GroupId
+from replay.data import PromptSource
 from replay.journal import Record
-from replay.prompts import PromptSource
+from replay.state.leases import GroupId
 
 
 class Violation(AssertionError):

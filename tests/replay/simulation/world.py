@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 from configs import Config
-from replay.desks.leases import SlotState
+from replay.data import PromptSource
 from replay.journal import JournalError
-from replay.journal.apply import boot_fields
-from replay.journal.snapshot import snapshot_of
-from replay.prompts import PromptSource
 from replay.service import Service
+from replay.state.apply import boot_fields
+from replay.state.leases import SlotState
+from replay.state.snapshot import snapshot_of
 from tests.replay.simulation.books import Books, Violation, as_group, expect
 from tests.replay.simulation.bus import SimulatedBus
 from tests.replay.simulation.journal import SimulatedJournal

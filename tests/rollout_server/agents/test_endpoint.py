@@ -18,11 +18,11 @@ from examples.calculator import CALL, IDS, save_tokenizer
 from replay import messages as m
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
-from rollout_server.environments import EnvironmentFailed
-from rollout_server.environments.pool import environments_of
 from rollout_server.episodes import EpisodeGenerator
-from rollout_server.rewards import RewardOutcome, Sample
-from rollout_server.tasks import Task
+from rollout_server.tasks.environments import EnvironmentFailed
+from rollout_server.tasks.environments.pool import environments_of
+from rollout_server.tasks.rewards import RewardOutcome, Sample
+from rollout_server.tasks.task import Task
 from tests.rollout_server.small_generator import evaluation_lease
 from tests.rollout_server.torch_oracle import hf_tensors, make_model
 from tests.support.waiting import eventually
@@ -267,7 +267,7 @@ async def test_the_page_s_agent_runs_as_it_stands(talking: Path, tmp_path: Path)
     ],
 )
 def test_an_agent_that_cannot_be_used_is_refused_at_the_start(options: dict[str, Any], said: str) -> None:
-    from rollout_server.agents.episode import prepare
+    from rollout_server.tasks.agents.episode import prepare
 
     environment = {"function": "agent", "options": options}
     with pytest.raises((ValueError, EnvironmentFailed), match=re.escape(said)):
@@ -275,8 +275,8 @@ def test_an_agent_that_cannot_be_used_is_refused_at_the_start(options: dict[str,
 
 
 async def test_a_relay_names_the_session_of_each_request() -> None:
-    from rollout_server.agents.endpoint import Endpoint
-    from rollout_server.agents.requests import Rules
+    from rollout_server.tasks.agents.endpoint import Endpoint
+    from rollout_server.tasks.agents.requests import Rules
 
     endpoint = Endpoint(Rules(temperature=1.0))
     await endpoint.start()

@@ -17,9 +17,9 @@ pytest.importorskip("openai", reason="the client package is not installed")
 
 from examples.calculator import CALL, IDS, save_tokenizer
 from rollout_server.engines.base import Completion, Sampling
-from rollout_server.environments.pool import environments_of
 from rollout_server.episodes import EpisodeGenerator
-from rollout_server.tasks import Task
+from rollout_server.tasks.environments.pool import environments_of
+from rollout_server.tasks.task import Task
 from tests.rollout_server.agents.test_endpoint import HERE, Judge, answers_of, lease
 
 pytestmark = pytest.mark.slow

@@ -10,14 +10,14 @@ from hypothesis import strategies as some
 
 from configs import Config
 from examples.calculator import save_tokenizer
-from learner.check.functions import problem_with_agent
-from rollout_server.agents.answers import CHUNK_CHARS, message_of, stream, whole
-from rollout_server.agents.program import AgentFailed, play, reward_of
-from rollout_server.agents.requests import Asked, Refused, Rules, read
-from rollout_server.environments import Turn
-from rollout_server.environments import tool_calls as parsing
-from rollout_server.environments.conversation import Conversation
-from rollout_server.tasks import Task
+from rollout_server.tasks.agents.answers import CHUNK_CHARS, message_of, stream, whole
+from rollout_server.tasks.agents.program import AgentFailed, play, reward_of
+from rollout_server.tasks.agents.requests import Asked, Refused, Rules, read
+from rollout_server.tasks.environments import Turn
+from rollout_server.tasks.environments import tool_calls as parsing
+from rollout_server.tasks.environments.conversation import Conversation
+from rollout_server.tasks.task import Task
+from slipstream.check.functions import problem_with_agent
 
 NAMES = ("model", "messages", "prompt", "tools", "n", "stream", "logprobs", "max_tokens", "stop", "tool_choice", "x")
 TEXTS = ("", "auto", "policy", "user", "x")

@@ -6,8 +6,8 @@ import os
 import time
 from typing import Any
 
-from rollout_server.environments import Trajectory
-from rollout_server.environments.client import Client
+from rollout_server.tasks.environments import Trajectory
+from rollout_server.tasks.environments.client import Client
 
 stuttered: list[bool] = []
 

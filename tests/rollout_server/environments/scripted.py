@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollout_server.children.frames import pack
-from rollout_server.environments import NoMoreTurns, Turn
-from rollout_server.environments.tool_calls import message_of
+from rollout_server.tasks.environments import NoMoreTurns, Turn
+from rollout_server.tasks.environments.tool_calls import message_of
+from rollout_server.tasks.workers.frames import pack
 
 
 class Scripted:

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from configs import Config
-from rollout_server.children.frames import pack
 from rollout_server.engines.base import Completion, Sampling
-from rollout_server.environments import ContextFull, NoMoreTurns
-from rollout_server.environments.conversation import MARK, Conversation
-from rollout_server.environments.session import Limits, Session
-from rollout_server.tasks import Task, TaskError
+from rollout_server.tasks.environments import ContextFull, NoMoreTurns
+from rollout_server.tasks.environments.conversation import MARK, Conversation
+from rollout_server.tasks.environments.session import Limits, Session
+from rollout_server.tasks.task import Task, TaskError
+from rollout_server.tasks.workers.frames import pack
 from tests.rollout_server.test_tasks import CHAT, row, save_tokenizer, task_of
 
 CHATML = (
@@ -267,7 +267,7 @@ async def test_turns_and_room_end(task: Task) -> None:
 
 
 def test_calls_of_a_turn_are_read() -> None:
-    from rollout_server.environments.tool_calls import message_of
+    from rollout_server.tasks.environments.tool_calls import message_of
 
     hermes = 'so <tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><tool_call>{"name": 3}</tool_call>'
     message = message_of(hermes, 2)

@@ -21,16 +21,16 @@ import pytest
 from configs import Config, ConfigError
 from configs.environment import BUILT_IN
 from replay import messages as m
-from replay.desks.leases import Slot
-from replay.desks.validation import Bounds, problem_with
+from replay.state.leases import Slot
+from replay.state.validation import Bounds, problem_with
 from rollout_server.engines.torch.engine import TorchEngine
-from rollout_server.environments import EnvironmentFailed
-from rollout_server.environments.conversation import Conversation
-from rollout_server.environments.pool import environments_of
 from rollout_server.episodes import EpisodeGenerator
 from rollout_server.generate import LeaseFailed
-from rollout_server.rewards import RewardOutcome, Sample
-from rollout_server.tasks import Task
+from rollout_server.tasks.environments import EnvironmentFailed
+from rollout_server.tasks.environments.conversation import Conversation
+from rollout_server.tasks.environments.pool import environments_of
+from rollout_server.tasks.rewards import RewardOutcome, Sample
+from rollout_server.tasks.task import Task
 from tests.rollout_server.small_generator import PROMPT, PROMPT_TOKENS, config_of, evaluation_lease
 from tests.support.waiting import eventually
 

@@ -10,8 +10,8 @@ from typing import Any
 from replay import messages as m
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.environments.pool import Slots
 from rollout_server.server import RolloutServer
+from rollout_server.tasks.environments.pool import Slots
 from tests.rollout_server.environments.test_episodes import CAP, lease, playing
 from tests.rollout_server.small_generator import PROMPT, evaluation_lease
 from tests.support.waiting import eventually

@@ -6,10 +6,10 @@ import numpy as np
 
 from configs import Config
 from examples import calculator as example
-from rollout_server.environments.conversation import Conversation
-from rollout_server.environments.tool_calls import message_of
-from rollout_server.environments.tools import calculator
-from rollout_server.tasks import Task
+from rollout_server.tasks.environments.conversation import Conversation
+from rollout_server.tasks.environments.tool_calls import message_of
+from rollout_server.tasks.environments.tools import calculator
+from rollout_server.tasks.task import Task
 
 
 def test_the_warm_up_shows_what_the_tool_loop_will_ask(tmp_path: Path) -> None:

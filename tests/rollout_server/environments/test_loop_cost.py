@@ -10,9 +10,9 @@ import numpy as np
 
 from configs.environment import Environment
 from rollout_server.engines.base import Completion, Sampling
-from rollout_server.environments.pool import environments_of
-from rollout_server.environments.session import Limits, Session
-from rollout_server.tasks import Task
+from rollout_server.tasks.environments.pool import environments_of
+from rollout_server.tasks.environments.session import Limits, Session
+from rollout_server.tasks.task import Task
 from tests.rollout_server.environments.test_drift import task as task
 
 FUNCTIONS = Path(__file__).with_name("functions.py")

@@ -15,7 +15,7 @@ from tests.rollout_server.environments.scripted import Scripted
 pytest.importorskip("aiohttp", reason="the extra `openenv` is not installed")
 import openenv_servers as openenv
 
-from rollout_server.environments import EnvironmentFailed, Trajectory
+from rollout_server.tasks.environments import EnvironmentFailed, Trajectory
 
 HERE = Path(__file__).parent
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "Play."}], "columns": {"seed": 4}}

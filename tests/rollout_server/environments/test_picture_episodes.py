@@ -11,14 +11,14 @@ import torch
 
 from examples.pictures import IDS, save_model, save_pictures
 from replay import messages as m
-from replay.desks.leases import Slot
-from replay.desks.validation import Bounds, problem_with
-from replay.prompts import load_rows
+from replay.data import load_rows
+from replay.state.leases import Slot
+from replay.state.validation import Bounds, problem_with
 from rollout_server.engines.base import Completion, Engine, Sampling
-from rollout_server.environments.conversation import Conversation
-from rollout_server.environments.session import Limits, Session
-from rollout_server.tasks import Task, TaskError
+from rollout_server.tasks.environments.conversation import Conversation
+from rollout_server.tasks.environments.session import Limits, Session
 from rollout_server.tasks.pictures import Prompt
+from rollout_server.tasks.task import Task, TaskError
 from tests.rollout_server.environments.test_episodes import playing
 from tests.rollout_server.small_generator import config_of, evaluation_lease
 from tests.rollout_server.test_picture_prompts import IMAGE, reference

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from replay.desks.leases import INTERRUPTIONS
+from replay.state.leases import INTERRUPTIONS
 from rollout_server.episodes import EpisodeGenerator
 from tests.rollout_server.environments.test_episodes import GROUP, ending_of, lease, playing
 from tests.support.waiting import eventually

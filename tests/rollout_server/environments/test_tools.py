@@ -10,11 +10,11 @@ from typing import Any, Literal, Optional
 import pytest
 import textarena_games
 
-from rollout_server.environments import EnvironmentFailed, tool_loop, tools
-from rollout_server.environments.threads import NoThread
-from rollout_server.environments.tools import calculator, tool_of
-from rollout_server.sandbox import probe
-from rollout_server.sandbox.probe import Isolation, isolation
+from rollout_server.tasks.environments import EnvironmentFailed, tool_loop, tools
+from rollout_server.tasks.environments.threads import NoThread
+from rollout_server.tasks.environments.tools import calculator, tool_of
+from rollout_server.tasks.sandbox import probe
+from rollout_server.tasks.sandbox.probe import Isolation, isolation
 from tests.rollout_server.environments.scripted import Scripted
 
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "48+27"}], "columns": {}, "ground_truth": "75"}

@@ -16,8 +16,8 @@ pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
 import verifiers_chat
 import verifiers_tasks
 
-from replay.prompts import load_rows
-from rollout_server.environments import EnvironmentFailed, NoMoreTurns, Turn
+from replay.data import load_rows
+from rollout_server.tasks.environments import EnvironmentFailed, NoMoreTurns, Turn
 
 TASKS = {"id": "sum_tasks"}
 TRIES = {"taskset": TASKS, "env": {"id": "two_tries"}}

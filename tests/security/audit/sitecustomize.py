@@ -19,7 +19,10 @@ from pathlib import Path
 
 WATCHED = {"pickle.find_class", "marshal.loads", "marshal.load", "exec", "compile", "code.__new__", "os.system"}
 ROOT = str(Path(__file__).resolve().parents[3])
-OURS = tuple(f"{ROOT}/{name}/" for name in ("configs", "replay", "weight_bus", "rollout_server", "learner", "scripts"))
+OURS = tuple(
+    f"{ROOT}/{name}/"
+    for name in ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner", "scripts")
+)
 IMPORTS = ("<frozen importlib", "<frozen zipimport", "<frozen runpy", "<frozen posixpath")
 CODE = {"exec", "compile"}
 ALLOWED = {
@@ -27,7 +30,7 @@ ALLOWED = {
     "/torch/distributed/checkpoint/": (WATCHED, "our own checkpoints, and what their ranks tell each other"),
     "/torch/fx/operator_schemas.py": (CODE, "names of types in the schemas of torch's own operators"),
     "/packaging/_parser.py": ({"compile"}, "ast.literal_eval of quoted words in what installed packages require"),
-    f"{ROOT}/learner/check/functions.py": ({"compile"}, "ast.parse of the user's reward.function: never run"),
+    f"{ROOT}/slipstream/check/functions.py": ({"compile"}, "ast.parse of the user's reward.function: never run"),
     f"{ROOT}/tests/support/forking.py": (CODE, "runs this file in programs that it forks"),
     f"{os.path.dirname(os.__file__)}/typing.py": (CODE, "get_type_hints: annotations of classes that were imported"),
 }

@@ -135,7 +135,7 @@ def serve(channel: socket.socket, group: Group) -> int:
 
 
 def _end_with(parent: int) -> None:
-    """As replay.lifeline.die_with_parent, which the weight bus does not import."""
+    """As slipstream.runtime.lifeline.die_with_parent, which the weight bus does not import."""
     if sys.platform.startswith("linux"):
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:

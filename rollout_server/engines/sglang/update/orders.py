@@ -21,9 +21,9 @@ import torch
 from safetensors import safe_open
 
 from configs.learner import Lora
-from replay.pictures import TOWER, decoder_of, vision_of
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.folders import weight_files
+from slipstream.families.pictures import TOWER, decoder_of, vision_of
 from weight_bus.adapters import SCALE
 from weight_bus.digest import add
 from weight_bus.remote import RemoteUpdate

@@ -1,0 +1,88 @@
+"""A dataset class of your own: `path/to/file.py:Class?option=value`, with `__len__` and `__getitem__`.
+
+Its rows are mappings in any of the column conventions. It runs in the processes that read data: the launcher, replay
+and, for evaluation sets, the learner. A `__len__` that is missing says that rows are made without end.
+"""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from configs.errors import kind_of
+from replay.data.formats.base import ENDLESS, WHOLE_ROWS, Raw
+from replay.data.rows import DataError, Place, RowError
+from replay.data.spec import Spec
+
+FORM = "`__getitem__(number)` that returns a mapping, and `__len__()`"
+
+
+class Custom:
+    """Rows of a user's class, made anew in each process."""
+
+    def __init__(self, spec: Spec) -> None:
+        """Load and construct it. Raises DataError: not found, not importable, or of another form."""
+        self.source = spec.text
+        location, _, name = spec.name.rpartition(":")
+        self._file, self._label = Path(location).expanduser(), name
+        self.form = f"class {name}"
+        self._made = _construct(spec, self._file, name)
+        if not hasattr(self._made, "__getitem__"):
+            raise DataError(f"{self.source}: {name} has no __getitem__; give it {FORM}")
+        self._size = ENDLESS
+        if hasattr(self._made, "__len__"):
+            self._size = int(_guarded(self.source, "__len__", lambda: len(self._made)))
+        self.is_whole = self._size <= WHOLE_ROWS
+        if not self._size:
+            raise DataError(f"{self.source}: has no rows; give a class with one prompt a row")
+
+    def __len__(self) -> int:
+        return self._size
+
+    def raw(self, number: int) -> Raw:
+        place = Place(self.source, number + 1, self._label)
+        try:
+            row = self._made[number]
+        except Exception as error:  # code of the user: whatever it raises, this row is named
+            raise RowError(f"{self.source}: row {place.row}: {type(error).__name__}: {error}") from error
+        if not isinstance(row, Mapping):
+            raise RowError(f"{self.source}: row {place.row}: expected a mapping, found {kind_of(row)}")
+        return place, row
+
+    def rows(self) -> Iterator[Raw]:
+        return (self.raw(number) for number in range(len(self)))
+
+    def fingerprint(self) -> str:
+        """Its own `fingerprint`, text that changes with its rows, where it has one; else that of its code."""
+        own = getattr(self._made, "fingerprint", None)
+        if own is not None:
+            return blake2b(str(own() if callable(own) else own).encode(), digest_size=16).hexdigest()
+        return blake2b(self._file.read_bytes() + self.source.encode(), digest_size=16).hexdigest()
+
+
+def _construct(spec: Spec, file: Path, name: str) -> Any:
+    if not file.is_file():
+        raise DataError(f"{spec.text}: no file {str(file)!r} (looked from {Path.cwd()})")
+    description = importlib.util.spec_from_file_location(f"dataset_file_{file.stem}", file)
+    assert description is not None and description.loader is not None
+    module = importlib.util.module_from_spec(description)
+    sys.modules[description.name] = module
+    loader = description.loader
+    _guarded(spec.text, "importing it", lambda: loader.exec_module(module))
+    made = getattr(module, name, None)
+    if not callable(made):
+        own = [
+            key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+        ]
+        raise DataError(f"{spec.text}: {file} has no class {name!r}; it has {', '.join(own) or 'none'}")
+    return _guarded(spec.text, f"{name}({', '.join(spec.options)})", lambda: made(**spec.options))
+
+
+def _guarded(source: str, what: str, call: Any) -> Any:
+    try:
+        return call()
+    except (Exception, SystemExit) as error:  # code of the user: whatever it raises, the run does not begin
+        raise DataError(f"{source}: {what} fails: {type(error).__name__}: {error}") from error

@@ -1,0 +1,176 @@
+"""Rows that reasoning_gym makes, without end, the same for (seed, number): `reasoning_gym:chain_sum?seed=1`.
+
+Options are the fields of the family's configuration. `level` takes the family's curriculum at that level in all its
+attributes in place of them; with data.curriculum pass_rate the level goes on from there. `form=text` gives the question
+as plain text, for a model without a chat template.
+
+Row n is row n % 500 of a dataset of its own seed, a hash of (seed, n // 500): the package draws row i of seed s as row
+i - 1 of seed s + 1, so that training on seed 1 would see nearly all of an evaluation on seed 2, and some families end
+at row 500.
+"""
+
+import dataclasses
+import datetime
+import functools
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from types import ModuleType
+from typing import Any
+
+from replay.data.formats.base import ENDLESS, Raw
+from replay.data.rows import DataError, Place, RowError, plain
+from replay.data.spec import GENERATED, Spec
+
+CHUNK = 500
+VERSION = "1"
+"""Of the way from (seed, number) to a row."""
+OWN = ("seed", "level", "form")
+KEPT = 8
+"""Datasets of one chunk each that are kept: the levels and chunks in use."""
+
+
+class Generated:
+    """One family. Its rows carry what their reward makes the same entry from."""
+
+    is_whole = False
+
+    def __init__(self, spec: Spec) -> None:
+        """Check family and options. Raises DataError: unknown, refused by the family, or the package is missing."""
+        self.source, self.family = spec.text, spec.name
+        self.form = f"{GENERATED}'s {spec.name}"
+        options = {key: value for key, value in spec.options.items() if key not in OWN}
+        # As rows carry them: what these make, the reward makes again.
+        self._options: dict[str, Any] = plain(options, "options", Place(spec.text, 1))
+        self._seed, self._level = spec.options.get("seed", 0), spec.options.get("level")
+        self._as_text = spec.options.get("form", "chat") == "text"
+        self._check(spec)
+        self._dataset = functools.lru_cache(maxsize=KEPT)(self._make)
+        self._dataset(self._seed_of(0), self._level)
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def usable_levels(self) -> int:
+        """Levels from the lowest up to the first that the family cannot make; some have such. Raises DataError: none.
+
+        A level that is above the highest of an attribute takes its highest.
+        """
+        levels = self._levels()
+        for level in range(levels):
+            try:
+                self.at_level(0, level)
+            except RowError:
+                if level == 0:
+                    raise
+                return level
+        return levels
+
+    def _levels(self) -> int:
+        """Levels of the family's curriculum; 0 where it has none."""
+        factory = _package(self.source).factory
+        if not factory.has_curriculum(self.family):
+            return 0
+        attributes = factory.create_curriculum(self.family).attributes.values()
+        return max((len(attribute.levels) for attribute in attributes), default=0)
+
+    @property
+    def first_level(self) -> int | None:
+        """`level`, where it was given."""
+        return self._level
+
+    def at_level(self, number: int, level: int | None) -> Raw:
+        """A row at a level of the curriculum. Raises RowError: the family cannot make it."""
+        chunk, index = divmod(number, CHUNK)
+        seed, place = self._seed_of(chunk), Place(self.source, number + 1)
+        try:
+            entry = self._dataset(seed, level)[index]
+        except Exception as error:  # of a hundred families: whatever one raises, this row is named
+            raise RowError(f"{self.source}: row {place.row}: {type(error).__name__}: {error}") from error
+        recipe = {"family": self.family, "seed": seed, "index": index, "level": level, "options": self._options}
+        row = {"question": entry["question"], "answer": _as_answer(entry["answer"])}
+        if self._as_text:
+            row = {"prompt": row.pop("question"), **row}
+        return place, row | {"extra_info": {GENERATED: recipe}, "data_source": self.family}
+
+    def raw(self, number: int) -> Raw:
+        return self.at_level(number, self._level)
+
+    def rows(self) -> Iterator[Raw]:
+        return (self.raw(number) for number in range(ENDLESS))
+
+    def fingerprint(self) -> str:
+        """Of the options, the package's version and the first row, which other versions of a family may draw anew."""
+        import importlib.metadata
+
+        text = f"{VERSION} {self.source} {importlib.metadata.version('reasoning_gym')} {self.raw(0)[1]}"
+        return blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def _make(self, seed: int, level: int | None) -> Any:
+        return make_dataset(self.family, seed, level, self._options)
+
+    def _seed_of(self, chunk: int) -> int:
+        """Below 2^31, which every family takes."""
+        digest = blake2b(f"{self._seed}:{chunk}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+    def _check(self, spec: Spec) -> None:
+        package = _package(self.source)
+        families = sorted(package.factory.DATASETS)
+        if self.family not in families:
+            raise DataError(f"{self.source}: {GENERATED} has no family {self.family!r}; it has {', '.join(families)}")
+        if type(self._seed) is not int:
+            raise DataError(f"{self.source}: seed is {self._seed!r}; give an integer")
+        if spec.options.get("form", "chat") not in ("chat", "text"):
+            raise DataError(f"{self.source}: form is {spec.options['form']!r}; take chat or text")
+        levels = self._levels()
+        if self._level is not None and not (type(self._level) is int and 0 <= self._level < levels):
+            hint = f"take 0 to {levels - 1}" if levels else "this family has no curriculum; leave it out"
+            raise DataError(f"{self.source}: level is {self._level!r}; {hint}")
+        self._call(lambda: self._make(0, self._level))
+
+    def _call(self, make: Callable[[], Any]) -> Any:
+        try:
+            return make()
+        except Exception as error:  # of a hundred families: whatever one raises, the run does not begin
+            raise DataError(f"{self.source}: the family refuses this: {type(error).__name__}: {error}") from error
+
+
+def make_dataset(family: str, seed: int, level: int | None, options: dict[str, Any]) -> Any:
+    """A dataset of reasoning_gym, of CHUNK rows. Raises what the family raises for options that it refuses."""
+    package = _package(family)
+    options = _with_dates(package.factory.DATASETS[family][1], options)
+    if level is None:
+        return package.create_dataset(family, seed=seed, size=CHUNK, **options)
+    curriculum = package.factory.create_curriculum(family)
+    for name, attribute in curriculum.attributes.items():
+        curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
+    configuration = curriculum.generate_configuration({**options, "seed": seed, "size": CHUNK})
+    taken = [key for key, value in options.items() if getattr(configuration, key) != value]
+    if taken:
+        raise ValueError(f"{taken[0]} follows from the level; leave it out")
+    return package.factory.DATASETS[family][0](config=configuration)
+
+
+def _with_dates(configuration: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Rows carry dates and times as ISO text; families that have such fields compare with them. Raises ValueError."""
+    defaults = {field.name: field.default for field in dataclasses.fields(configuration)}
+    kinds = {key: type(one) for key, one in defaults.items() if isinstance(one, (datetime.date, datetime.time))}
+    return {
+        key: kinds[key].fromisoformat(value) if key in kinds and isinstance(value, str) else value
+        for key, value in options.items()
+    }
+
+
+def _as_answer(answer: Any) -> Any:
+    return answer if answer is None or isinstance(answer, (str, int, float)) else str(answer)
+
+
+def _package(source: str) -> ModuleType:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise DataError(
+            f"{source}: needs the package reasoning_gym; install the extra: pip install 'slipstream-rl[reasoning-gym]'"
+        ) from error
+    module: ModuleType = reasoning_gym
+    return module

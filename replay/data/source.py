@@ -1,0 +1,286 @@
+"""Walks the rows of one or several datasets pass by pass, in an order that can be resumed."""
+
+import hashlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import msgpack
+
+from configs.schema import Config
+from replay.data.dataset import Rows, broken
+from replay.data.formats.base import Report
+from replay.data.order import SORTED_ROWS, ByColumn, ByLevel, ByPassRate, Order, column_of
+from replay.data.rows import DataError, Row, RowError
+
+PLAIN_SCHEMA, STATE_SCHEMA = 1, 2
+"""Of the state: 1 for one dataset whose every row is hashed and sorted into a pass, as since the beginning; 2 for what
+came later: several datasets, curricula, datasets too large for that."""
+SETTINGS = {
+    "schema": "data.train (schema of its order and hash)",
+    "rows": "data.train (number of rows)",
+    "fingerprint": "data.train (hash of the contents)",
+    "shuffle": "data.shuffle",
+    "seed": "run.seed",
+    "order": "data.train (weights) and data.curriculum",
+}
+"""What a state must have in common with the source that goes on from it, and how the user calls it."""
+PASS_RATE = "pass_rate"
+ENDLESS_PASS = 4096
+"""What counts as a pass over rows without end, where a whole pass of drops ends the run."""
+
+
+class Part(NamedTuple):
+    """A dataset and its share of the prompts: `weight` of the sum of all weights, None for its number of rows."""
+
+    name: str
+    rows: Sequence[Row]
+    weight: float | None = None
+
+
+class Walk:
+    """One dataset: how many of its rows were handed out, and in which order the next ones come."""
+
+    def __init__(self, part: Part, *, shuffle: bool, seed: int, curriculum: str) -> None:
+        self.name, self.rows = part.name, part.rows
+        self.is_endless = isinstance(part.rows, Rows) and part.rows.is_endless
+        self.weight = float(len(part.rows)) if part.weight is None else part.weight
+        self.order = _order(part.rows, shuffle=shuffle, seed=seed, curriculum=curriculum)
+        self.is_plain = type(self.order) is Order and not self.is_endless and len(part.rows) <= SORTED_ROWS
+        self.is_plain = self.is_plain and (not isinstance(part.rows, Rows) or part.rows.table.is_whole)
+        self.fingerprint = part.rows.fingerprint if isinstance(part.rows, Rows) else _fingerprint(part.rows)
+        self.drawn = 0
+        self._turn()
+
+    def peek(self) -> tuple[int, int]:
+        """(pass, row) of what comes next."""
+        pass_, offset = divmod(self.drawn, len(self.rows))
+        return pass_, int(self._indices[offset])
+
+    def advance(self) -> None:
+        """What `peek` gave is handed out."""
+        self.drawn += 1
+        if self.drawn % len(self.rows) == 0:
+            self.order.turn()
+            self._turn()
+
+    def row(self, index: int) -> Row:
+        """A row, or what stands for one that cannot be used. Raises DataError: the file was changed."""
+        try:
+            level = self.order.level_of(index)
+            if level is not None and isinstance(self.rows, Rows):
+                return self.rows.at_level(index, level)
+            return self.rows[index]
+        except RowError as error:
+            return broken(error)
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, **self.order.state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        drawn = state["drawn"]
+        if type(drawn) is not int or drawn < 0:
+            raise ValueError(f"{drawn!r} rows handed out of {self.name!r}")
+        self.order.restore(state)
+        self.drawn = drawn
+        self._turn()
+
+    def _turn(self) -> None:
+        self._indices = self.order.of(self.drawn // len(self.rows))
+
+
+class PromptSource:
+    """Hands out rows; each pass over a dataset covers every row of it exactly once. Not thread-safe.
+
+    Of several datasets, the one that is furthest behind its share comes next, so that none is ever ahead of it by a
+    whole prompt. A prompt's index is its row's number times the number of datasets, plus its dataset's.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row] | Sequence[Part], *, shuffle: bool, seed: int, curriculum: str = "none"
+    ) -> None:
+        """Raises DataError: no rows, weights that are missing, or the curriculum does not fit."""
+        if not rows:
+            raise DataError("a prompt source needs at least one row")
+        parts = _parts(rows)
+        self.walks = [Walk(part, shuffle=shuffle, seed=seed, curriculum=curriculum) for part in parts]
+        self.shuffle, self.seed, self.curriculum = shuffle, seed, curriculum
+        self.is_rated = curriculum == PASS_RATE
+        """Whether the order depends on `scored`."""
+        self.seconds = 0.0
+        """Spent reading rows."""
+        first = self.walks[0]
+        self.is_plain = len(self.walks) == 1 and first.is_plain
+        self.fingerprint = first.fingerprint if len(self.walks) == 1 else _fingerprint_of(self.walks)
+        if len(self.walks) > 1:
+            _check_weights(parts, self.walks)
+
+    def __len__(self) -> int:
+        """Prompts of a pass over all datasets; of those without end, ENDLESS_PASS."""
+        return sum(ENDLESS_PASS if walk.is_endless else len(walk.rows) for walk in self.walks)
+
+    def next(self) -> tuple[int, int, Row]:
+        """The next prompt as (pass, prompt index, row); the first two are its group id."""
+        walk = self._next_walk()
+        pass_, index = self.peek()
+        walk.advance()
+        return pass_, index, self.row(index)
+
+    def peek(self) -> tuple[int, int]:
+        """(pass, prompt index) of what `next` gives next."""
+        walk = self._next_walk()
+        pass_, number = walk.peek()
+        return pass_, number * len(self.walks) + self.walks.index(walk)
+
+    def row(self, index: int) -> Row:
+        """The row of a prompt index. Raises DataError: there is no such row, or its file was changed."""
+        number, which = divmod(index, len(self.walks))
+        walk = self.walks[which]
+        if not 0 <= number < len(walk.rows):
+            raise DataError(f"prompt index {index}: the dataset has {len(self)} rows")
+        started = time.perf_counter()
+        row = walk.row(number)
+        self.seconds += time.perf_counter() - started
+        return row
+
+    def scored(self, index: int, rate: float) -> None:
+        """A group of this prompt is here, with this share of right answers."""
+        number, which = divmod(index, len(self.walks))
+        walk = self.walks[which]
+        walk.order.scored(number, rate, walk.drawn)
+
+    def measured(self) -> dict[str, float]:
+        """Numbers for metrics.jsonl: rows handed out of each of several datasets, and their level."""
+        found = {}
+        for walk in self.walks:
+            if len(self.walks) > 1:
+                found[f"prompts/drawn/{walk.name}"] = float(walk.drawn)
+            if isinstance(walk.order, ByLevel):
+                found[f"prompts/level/{walk.name}" if walk.name else "prompts/level"] = float(walk.order.level)
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """Position and identity of the data, in types that JSON and msgpack carry; see `restore`."""
+        first = self.walks[0]
+        pass_, offset = divmod(first.drawn, len(first.rows))
+        state = {
+            "schema": PLAIN_SCHEMA if self.is_plain else STATE_SCHEMA,
+            "pass": pass_,
+            "offset": offset,
+            "rows": len(self),
+            "fingerprint": self.fingerprint,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+        if self.is_plain:
+            return state
+        return state | {"order": self._order_text(), "walks": [walk.state() for walk in self.walks]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on exactly where `state` was taken.
+
+        Raises DataError: the state belongs to other data or another order, or is broken; nothing has changed then.
+        """
+        mine = self.state()
+        if state.get("schema") not in (PLAIN_SCHEMA, STATE_SCHEMA):
+            raise DataError(f"prompt state of schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
+        for key, setting in SETTINGS.items():
+            if state.get(key) != mine.get(key):
+                raise DataError(
+                    f"{setting}: the run was {state.get(key)!r} and is now {mine.get(key)!r}, so its prompts cannot be"
+                    " continued without losing or repeating some; go back to what it was, or start a new run"
+                )
+        before = [walk.state() for walk in self.walks]
+        try:
+            for walk, given in zip(self.walks, self._walk_states(state), strict=True):
+                walk.restore(given)
+        except (DataError, KeyError, TypeError, ValueError) as error:
+            for walk, own in zip(self.walks, before, strict=True):
+                walk.restore(own)
+            raise DataError(f"prompt state is broken: {error}") from error
+
+    def _walk_states(self, state: dict[str, Any]) -> list[dict[str, Any]]:
+        if not self.is_plain:
+            return list(state["walks"])
+        pass_, offset, rows = state.get("pass"), state.get("offset"), len(self)
+        if type(pass_) is not int or type(offset) is not int or pass_ < 0 or not 0 <= offset < rows:
+            raise ValueError(f"pass {pass_!r}, offset {offset!r} of {rows} rows")
+        return [{"drawn": pass_ * rows + offset}]
+
+    def _next_walk(self) -> Walk:
+        """The dataset that is furthest behind its share; of several, the first."""
+        if len(self.walks) == 1:
+            return self.walks[0]
+        count, whole = sum(walk.drawn for walk in self.walks) + 1, sum(walk.weight for walk in self.walks)
+        return max(self.walks, key=lambda walk: count * walk.weight / whole - walk.drawn)
+
+    def _order_text(self) -> str:
+        shares = [f"{walk.name}:{walk.weight:g}" for walk in self.walks] if len(self.walks) > 1 else []
+        return ", ".join([*shares, f"curriculum {self.curriculum}"])
+
+
+def prompt_source(config: Config, report: Report | None = None) -> PromptSource:
+    """The prompts of data.train in their order. Raises DataError."""
+    data = config.data
+    cache = None if data.cache is None else Path(data.cache)
+    parts = [Part(name, Rows(one.path, report, cache=cache), one.weight) for name, one in data.train_sets.items()]
+    return PromptSource(parts, shuffle=data.shuffle, seed=config.run.seed, curriculum=data.curriculum)
+
+
+def _parts(rows: Sequence[Row] | Sequence[Part]) -> list[Part]:
+    """One dataset is a part without a name. Endless rows are not walked through to find out."""
+    if not isinstance(rows, Rows) and isinstance(rows[0], Part):
+        return cast(list[Part], list(rows))
+    return [Part("", cast(Sequence[Row], rows))]
+
+
+def _order(rows: Sequence[Row], *, shuffle: bool, seed: int, curriculum: str) -> Order:
+    endless = isinstance(rows, Rows) and rows.is_endless
+    if curriculum == "none":
+        return Order(len(rows), seed=seed, shuffle=shuffle)
+    if curriculum != PASS_RATE:
+        if endless:
+            raise DataError(
+                f"data.curriculum: {curriculum!r}: rows that are made without end cannot be sorted; take pass_rate"
+            )
+        return ByColumn(
+            column_of(rows, curriculum, rows.source if isinstance(rows, Rows) else ""), seed=seed, shuffle=shuffle
+        )
+    if not endless:
+        return ByPassRate(len(rows), seed=seed, shuffle=shuffle)
+    assert isinstance(rows, Rows)
+    levels = rows.num_levels()
+    if not levels:
+        raise DataError(
+            f"data.curriculum: pass_rate needs rows that come again, or levels of difficulty, and {rows.source} has"
+            " neither; set data.curriculum none"
+        )
+    return ByLevel(seed=seed, first=rows.first_level, num_levels=levels)
+
+
+def _check_weights(parts: Sequence[Part], walks: Sequence[Walk]) -> None:
+    without = [part.name for part in parts if part.weight is None]
+    endless = [walk.name for walk in walks if walk.is_endless]
+    if without and (endless or len(without) < len(parts)):
+        why = f"{endless[0]} has rows without end" if endless else "others have one"
+        raise DataError(f"data.train.{without[0]}: has no weight, and {why}; give every dataset a weight")
+
+
+def _fingerprint_of(walks: Sequence[Walk]) -> str:
+    text = " ".join(f"{walk.name}={walk.fingerprint}" for walk in walks)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _fingerprint(rows: Sequence[Row]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(cast(bytes, msgpack.packb(row)))
+    return digest.hexdigest()
+
+
+def stream_seed(seed: int, a: int, b: int) -> int:
+    """A random stream of its own for each prompt of each pass, below 2^31."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + a * 0xBF58476D1CE4E5B9 + b * 0x94D049BB133111EB + 1) & ((1 << 64) - 1)
+    mixed ^= mixed >> 31
+    return (mixed * 0xD6E8FEB86659FD93 & ((1 << 64) - 1)) >> 33

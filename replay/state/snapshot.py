@@ -1,0 +1,119 @@
+"""The whole state of replay as plain data, groups by their place in the journal, and back. No socket."""
+
+from collections import deque
+from typing import Any
+
+import msgpack
+
+from configs.schema import Config
+from replay.journal.format import Location
+from replay.state.evaluation_parts import Part
+from replay.state.evaluations import Evaluation, Result
+from replay.state.leases import GroupId, Slot, SlotState
+from replay.state.line import Line, LineStep, Lost, Taken
+from replay.state.run import Run
+
+KEPT = ("min_version", "async_lag", "attempt", "server", "stale_retries", "failures", "interruptions", "voided")
+"""Of a slot, as it is."""
+
+
+def settings_of(config: Config) -> dict[str, Any]:
+    """What a run must keep for its journal to go on, beside its data."""
+    return {
+        "groups_per_step": config.rollout.groups_per_step,
+        "group_size": config.rollout.group_size,
+        "async_lag": config.replay.async_lag,
+        "on_stale": config.replay.on_stale,
+        "seed": config.run.seed,
+        "temperature": config.rollout.temperature,
+    }
+
+
+def snapshot_of(run: Run) -> dict[str, Any]:
+    buffer, board, policies = run.buffer, run.board, run.policies
+    return {
+        "run": settings_of(run.config),
+        "version": buffer.version,
+        "incarnation": policies.incarnation,
+        "bus_address": run.bus_address,
+        "started": list(run.started),
+        "source": run.source.state(),
+        "again": list(run.again),
+        "gone": list(policies.lost),
+        "published": policies.published,
+        "flat_drops": run.flat_drops,
+        "fruitless": buffer.fruitless,
+        "proceeding": run.proceeding,
+        "counters": dict(run.counters),
+        "slots": [_plain_slot(slot) for slot in buffer.slots.values()],
+        "initial": buffer.line.initial,
+        "line": [
+            [step, made.digest, made.async_lag, made.is_masked, made.packed]
+            for step, made in sorted(buffer.line.steps.items())
+        ],
+        "async_lag": [buffer.async_lag, buffer.configured_lag],
+        "evaluations": {
+            "open": [[e.version, list(e.open_parts), list(e.tried), e.server] for e in board.open.values()],
+            "closed": [[version, reason] for version, reason in board.closed.items()],
+            "results": [
+                [version, part, *each] for version, parts in board.results.items() for part, each in parts.items()
+            ],
+        },
+    }
+
+
+def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
+    """The inverse of `snapshot_of`, but for the groups themselves, which stay in the journal."""
+    buffer, board, policies = run.buffer, run.board, run.policies
+    buffer.version, run.flat_drops, run.proceeding = fields["version"], fields["flat_drops"], fields["proceeding"]
+    buffer.fruitless = fields["fruitless"]
+    async_lag, configured = fields["async_lag"]
+    buffer.async_lag = async_lag if configured == buffer.configured_lag else buffer.async_lag
+    policies.incarnation, policies.published = fields["incarnation"], fields["published"]
+    policies.lost = [Lost(*lost) for lost in fields["gone"]]
+    run.bus_address, run.started = fields["bus_address"], list(fields["started"])
+    run.source.restore(fields["source"])
+    run.again = deque(group_id_of(group) for group in fields["again"])
+    run.counters.clear()
+    run.counters.update(fields["counters"])
+    buffer.slots = {slot.group_id: slot for slot in (_slot_of(run, plain, now) for plain in fields["slots"])}
+    line_from(buffer.line, fields)
+    for version, parts, tried, server in fields["evaluations"]["open"]:
+        board.open[version] = Evaluation(version, [Part.of(part) for part in parts], now, server, list(tried))
+    board.closed.update({version: reason for version, reason in fields["evaluations"]["closed"]})
+    for version, part, place, asked in fields["evaluations"]["results"]:
+        board.results.setdefault(version, {})[Part.of(part)] = Result(Location.of(place), asked)
+
+
+def line_from(line: Line, fields: dict[str, Any]) -> None:
+    line.steps.clear()
+    line.initial = (fields["initial"][0], fields["initial"][1]) if fields["initial"] is not None else None
+    for step, digest, async_lag, is_masked, packed in fields["line"]:
+        taken = [taken_of(plain) for plain in msgpack.unpackb(packed)]
+        line.steps[step] = LineStep(taken, async_lag, is_masked, digest)
+
+
+def _plain_slot(slot: Slot) -> dict[str, Any]:
+    plain = {"group": slot.group_id, "state": slot.state.value, "location": slot.location}
+    return plain | {name: getattr(slot, name) for name in KEPT}
+
+
+def _slot_of(run: Run, plain: dict[str, Any], now: float) -> Slot:
+    group_id = group_id_of(plain["group"])
+    slot = Slot(group_id, run.source.row(group_id[1]), plain["min_version"], SlotState(plain["state"]))
+    for name in KEPT:
+        setattr(slot, name, plain[name])
+    slot.location = Location.of(plain["location"]) if plain["location"] is not None else None
+    slot.leased_at = slot.progress_at = now
+    slot.begun_at = now if slot.attempt else None
+    return slot
+
+
+def taken_of(plain: list[Any]) -> Taken:
+    group, attempt, min_version, location = plain
+    return Taken(group_id_of(group), attempt, min_version, Location.of(location))
+
+
+def group_id_of(plain: list[int]) -> GroupId:
+    pass_, index = plain
+    return int(pass_), int(index)

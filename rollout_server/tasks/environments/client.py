@@ -1,0 +1,108 @@
+"""What an environment's function asks for turns, within its process."""
+
+import asyncio
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_server.tasks.environments import Turn
+from rollout_server.tasks.environments.protocol import OVER
+
+Send = Callable[[list[Any]], None]
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """The engine, for one episode. Several turns may be asked for at once."""
+
+    seed: int
+    """The episode's own: for what it draws by itself."""
+    prompt_seed: int
+    """That of all episodes of the prompt: for the task that they have in common, such as the state of a game."""
+    options: Mapping[str, Any]
+    """environment.options."""
+    temperature: float
+    """rollout.temperature, at which answers are sampled; an evaluation has its own."""
+    turn_timeout_s: float
+    """environment.turn_timeout_s: for what the function does between two turns."""
+    _episode: int
+    _send: Send
+    _calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    _next: int = 0
+
+    async def generate(
+        self,
+        context: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_new_tokens: int | None = None,
+    ) -> Turn:
+        """Sample an answer: a turn of the episode.
+
+        Args:
+            context: everything so far: messages, text, or token ids. What begins as an earlier turn's context and
+                answer goes on with those very ids; only the rest is encoded.
+            tools: JSON schemas of functions, for the chat template.
+            max_new_tokens: of this answer; without it, all that is left.
+
+        A call that is cancelled aborts its request in the engine; its tokens are not recorded.
+
+        Raises:
+            ContextFull, NoMoreTurns: no turn is possible any more.
+            ValueError: the engine's side refuses the context, or it cannot be sent.
+        """
+        arguments = {
+            "context": _sendable(context),
+            "tools": None if tools is None else list(tools),
+            "max_new_tokens": max_new_tokens,
+        }
+        return Turn(**await self._ask("turn", arguments))
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of text as it stands, without special tokens of the tokenizer's own."""
+        ids: list[int] = await self._ask("encode", {"text": text})
+        return ids
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of token ids, without special tokens."""
+        text: str = await self._ask("decode", {"token_ids": list(token_ids)})
+        return text
+
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
+        """Text of each token by itself; U+FFFD for what is no whole character."""
+        texts: list[str] = await self._ask("pieces", {"token_ids": list(token_ids)})
+        return texts
+
+    async def _ask(self, what: str, arguments: dict[str, Any]) -> Any:
+        call, self._next = self._next, self._next + 1
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls[call] = future
+        try:
+            self._send(["ask", self._episode, call, what, arguments])
+            return await future
+        except asyncio.CancelledError:
+            self._send(["leave", self._episode, call])
+            raise
+        finally:
+            del self._calls[call]
+
+    def answered(self, call: int, value: Any) -> None:
+        """The server has answered."""
+        if (future := self._calls.get(call)) is not None and not future.done():
+            future.set_result(value)
+
+    def over(self, call: int, kind: str, text: str) -> None:
+        """The server refuses: the episode can have no further turn."""
+        if (future := self._calls.get(call)) is not None and not future.done():
+            future.set_exception(OVER[kind](text) if kind in OVER else ValueError(text))
+
+
+def _sendable(context: str | Sequence[Any]) -> Any:
+    """Text and messages as they are, ids as the bytes of int32. Raises ValueError: none of these."""
+    if isinstance(context, str) or not context or not all(type(part) is int for part in context):
+        return context if isinstance(context, str) else list(context)
+    try:
+        return array("i", context).tobytes()
+    except OverflowError as error:
+        raise ValueError(f"a context is text, token ids or messages; an id is above 2 ** 31: {error}") from error

@@ -1,0 +1,151 @@
+"""The environment processes of a rollout server, and which episode runs in which of them."""
+
+import asyncio
+import heapq
+import itertools
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+from typing import Any
+
+from configs.environment import Environment
+from rollout_server.tasks.environments import EnvironmentFailed
+from rollout_server.tasks.environments.process import FAILED, EnvironmentProcess, Outcome
+from rollout_server.tasks.environments.session import Session
+from rollout_server.tasks.environments.suspects import Suspects, prompt_of
+from rollout_server.tasks.failed import LeaseFailed
+
+
+class Slots:
+    """So many at once; `first` ones are served before all others that wait, which are served in their order."""
+
+    def __init__(self, number: int) -> None:
+        self.free, self._numbers = number, itertools.count()
+        self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for one."""
+        return sum(not mine.done() for *_, mine in self._waiting)
+
+    async def take(self, *, first: bool) -> None:
+        """Wait for one of them."""
+        if self.free:
+            self.free -= 1
+            return
+        mine = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (not first, next(self._numbers), mine))
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():  # it was given a slot in the same moment
+                self.give_back()
+            raise
+
+    def give_back(self) -> None:
+        """The next one that waits has it."""
+        while self._waiting:
+            *_, next_one = heapq.heappop(self._waiting)
+            if not next_one.done():
+                next_one.set_result(None)
+                return
+        self.free += 1
+
+
+class Environments:
+    """Runs episodes in environment.workers processes, at most environment.max_episodes at once.
+
+    One more process starts once prompts have to run alone (environments/suspects.py).
+    """
+
+    def __init__(
+        self, environment: Environment, hidden: frozenset[str] = frozenset(), *, temperature: float = 1.0
+    ) -> None:
+        self._suspects = Suspects()
+        *self._processes, self._apart = [
+            EnvironmentProcess(
+                environment, f"environment process {number}", hidden, self._suspects, temperature=temperature
+            )
+            for number in range(environment.num_workers + 1)
+        ]
+        self._slots = Slots(environment.max_episodes)
+
+    async def start(self) -> None:
+        """Start all processes. Raises EnvironmentFailed: the function cannot be loaded; none is left."""
+        results = await asyncio.gather(*(process.ensure() for process in self._processes), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                await self.close()
+                raise result
+
+    async def run(self, row: dict[str, Any], session: Session) -> Outcome:
+        """One episode, in the process with the fewest. Raises LeaseFailed, EngineError, TaskError: it has failed."""
+        prompt = prompt_of(session.name)
+        async with AsyncExitStack() as places:
+            is_suspect = self._suspects.has(prompt)
+            if is_suspect:
+                enter, leave = partial(self._suspects.enter, prompt), partial(self._suspects.leave, prompt)
+                await places.enter_async_context(_place(session, enter, leave))
+            # an evaluation may keep the next version waiting (SGLang), training episodes do not
+            take = partial(self._slots.take, first=session.pinned is not None)
+            await places.enter_async_context(_place(session, take, self._slots.give_back))
+            session.has_begun = True
+            process = self._apart if is_suspect else min(self._processes, key=lambda one: one.load)
+            try:
+                await process.ensure()
+            except EnvironmentFailed as error:
+                raise LeaseFailed(FAILED, str(error)) from error
+            if session.aborted:
+                raise LeaseFailed("aborted", "the episode was called off")
+            try:
+                return await process.run(row, session)
+            finally:
+                session.has_ended = True
+
+    async def close(self) -> None:
+        """Kill the processes; episodes that still run fail."""
+        await asyncio.gather(*(process.stop() for process in (*self._processes, self._apart)))
+
+
+@asynccontextmanager
+async def _place(
+    session: Session, take: Callable[[], Coroutine[Any, Any, Any]], give_back: Callable[[], None]
+) -> AsyncIterator[None]:
+    """A place; the wait for it ends where the episode is called off. Raises LeaseFailed: it was."""
+    taking = asyncio.create_task(take())
+
+    def called_off() -> None:
+        taking.cancel()
+
+    session.on_abort = called_off
+    try:
+        if not session.aborted:
+            await asyncio.wait([taking])
+        if session.aborted:
+            raise LeaseFailed("aborted", "the episode was called off")
+        yield
+    finally:
+        if taking.done() and not taking.cancelled():
+            give_back()
+        taking.cancel()
+
+
+@asynccontextmanager
+async def environments_of(
+    environment: Environment, hidden: frozenset[str], *, temperature: float = 1.0
+) -> AsyncIterator[Environments | None]:
+    """The environments of a run until the end of the block; None without environment.function.
+
+    Functions see none of the `hidden` variables, which hold keys of services, and rollout.temperature.
+
+    Raises EnvironmentFailed: the function cannot be loaded.
+    """
+    if environment.function is None:
+        yield None
+        return
+    environments = Environments(environment, hidden, temperature=temperature)
+    await environments.start()
+    try:
+        yield environments
+    finally:
+        await environments.close()

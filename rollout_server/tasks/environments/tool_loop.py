@@ -1,0 +1,104 @@
+"""The built-in tool loop: `environment.function: tools`. Turns and tools alternate until an answer calls none.
+
+options  tools: names of environments/tools.py, `path/to/file.py:function`, `mcp:command with arguments`
+         system: text of a system message, put before the prompt
+         max_tool_chars: what a tool says is cut there (default 4096)
+         tool_timeout_s: a tool that takes longer has failed (default 20); its wait for a thread does not count
+         allow_unisolated: let the Python tool run programs where the machine cannot isolate them (default no)
+
+What is wrong with a call (no JSON, an unknown tool, an exception) is what the tool says: the episode goes on, and the
+policy may learn from it. The last answer is judged by reward.function.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_server.tasks.environments import EnvironmentFailed, EpisodeOver, Trajectory
+from rollout_server.tasks.environments.client import Client
+from rollout_server.tasks.environments.threads import NoThread, Threads
+from rollout_server.tasks.environments.tool_calls import Tool, sendable
+from rollout_server.tasks.environments.tools import load_tools
+
+OPTIONS = {"tools", "system", "max_tool_chars", "tool_timeout_s", "allow_unisolated"}
+MAX_THREADS = 64
+"""Calls of tools without `async` that run at once, over all episodes of the process; further ones wait."""
+WAIT = 0.9
+"""Of environment.turn_timeout_s, for a thread; past the whole of it the server fails the episode, and knows no tool."""
+_tools: dict[str, Tool] = {}
+_threads: list[Threads] = []
+
+
+def prepare(options: Mapping[str, Any]) -> None:
+    """Load the tools. Raises EnvironmentFailed: an option or a tool cannot be used."""
+    if strange := sorted(set(options) - OPTIONS):
+        raise EnvironmentFailed(f"environment.options.{strange[0]}: unknown; the tool loop has {sorted(OPTIONS)}")
+    _tools.clear()
+    _threads[:] = [Threads(MAX_THREADS)]
+    allowed = options.get("allow_unisolated", False) is True
+    tools = options.get("tools") or ["calculator"]
+    _tools.update(load_tools([tools] if isinstance(tools, str) else tools, allow_unisolated=allowed))
+
+
+async def rollout(row: dict[str, Any], client: Client) -> Trajectory:
+    """One conversation with tools; reward.function judges its last answer."""
+    messages = [{"role": "system", "content": client.options["system"]}] if "system" in client.options else []
+    prompt = row["prompt"]
+    messages += [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    tools = [tool.schema for tool in _tools.values()]
+    counts = {"episode/tool_calls": 0.0, "episode/tool_errors": 0.0}
+    while True:
+        try:
+            turn = await client.generate(messages, tools=tools)
+        except EpisodeOver as over:
+            if not counts["episode/tool_calls"]:
+                raise
+            return Trajectory(metrics={**counts, f"episode/{type(over).__name__}": 1.0})
+        calls = turn.message.get("tool_calls")
+        if not calls or turn.finish_reason == "length":
+            return Trajectory(metrics=counts)
+        said = await asyncio.gather(*(use(call, client) for call in calls))
+        counts["episode/tool_calls"] += len(calls)
+        counts["episode/tool_errors"] += sum(failed for _, failed in said)
+        names = [(call["id"], call["function"]["name"]) for call in calls]
+        results = [
+            {"role": "tool", "tool_call_id": number, "name": name, "content": text}
+            for (number, name), (text, _) in zip(names, said, strict=True)
+        ]
+        messages = [*messages, turn.message, *results]
+
+
+async def use(call: Mapping[str, Any], client: Client) -> tuple[str, bool]:
+    """What a tool says to a call, and whether it has failed. Never raises for what the policy has written.
+
+    Raises NoThread: other calls hold all threads, and do not return.
+    """
+    name, arguments, options = call["function"]["name"], call["function"]["arguments"], client.options
+    most, limit_s = int(options.get("max_tool_chars", 4096)), float(options.get("tool_timeout_s", 20.0))
+    if name not in _tools:
+        known = ", ".join(_tools)
+        return (f"error: no tool {name!r}; there are {known}" if name else "error: the call is no JSON"), True
+    try:
+        values = json.loads(arguments) if arguments.strip() else {}
+        if not isinstance(values, dict):
+            return "error: the arguments are no JSON object", True
+        said = await _said(name, values, limit_s, WAIT * client.turn_timeout_s)
+        return sendable(str(said)[:most]), False
+    except NoThread:
+        raise
+    except TimeoutError:
+        return f"error: {name} took longer than {limit_s:g} s", True
+    except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
+        return sendable(f"error: {type(error).__name__}: {error}"[:most]), True
+
+
+async def _said(name: str, values: Mapping[str, Any], limit_s: float, wait_s: float) -> Any:
+    """What a tool returns. Raises TimeoutError: it took longer than `limit_s` from its start on; NoThread."""
+    tool = _tools[name]
+    if tool.in_thread:
+        running = await _threads[0].start(name, tool.call, values, wait_s)
+    else:
+        running = tool.call(**values)
+    async with asyncio.timeout(limit_s):
+        return await running

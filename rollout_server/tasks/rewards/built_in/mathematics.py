@@ -1,0 +1,156 @@
+r"""Reward `math`: what stands in the last `\boxed{}` is mathematically the ground truth (package math-verify).
+
+The policy writes what is parsed here. Only LaTeX is parsed: math-verify's other way, through sympy's parse_expr, would
+evaluate Python. Numbers that would take for ever to compute are refused before, and the rest has a limit of time; both
+score 0 and count in `gave_up`.
+"""
+
+import contextlib
+import functools
+import logging
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from rollout_server.tasks.rewards import RewardError, Sample
+from rollout_server.tasks.rewards.built_in.numeric import BOXED, MARKER, final_number, inside
+
+MAX_CHARS = 600
+"""Of an answer's box; what is longer is no final answer."""
+REPEAT_S = 0.05
+"""sympy catches exceptions in places: the alarm rings again until it gets through."""
+HUGE = re.compile(
+    # an exponent of 6 digits, a power in an exponent, a factorial of 5 digits, or one of a factorial
+    r"(?:\^|\*\*)\s*[{(\s]*[-+]?[\d,]{6,}|(?:\^|\*\*)\s*(?:[{(][^{}()]*|\d+\s*)(?:\^|\*\*)|\d{5,}\s*[})]*\s*!|!\s*[})]*\s*!"
+)
+SPACING = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\\d?t?ext(?:bf|it|rm)?(?=\{)|\\math(?:rm|bf)(?=\{)|[\s$]+")
+WORD = re.compile(r"[A-Za-z]{3,}")
+SENTENCE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+
+
+class _TooLong(BaseException):
+    """The comparison takes longer than it may; no `except Exception` of a library stops it."""
+
+
+def reward(sample: Sample, boxed: bool = True, seconds: float = 3.0) -> dict[str, float]:
+    """`score` 1.0 for the same value; `has_answer` 1.0 where there is one, `gave_up` 1.0 where it was not compared.
+
+    Raises:
+        ValueError: the row has no ground truth that is text or a number.
+        RewardError: math-verify is not installed.
+    """
+    truth = sample["ground_truth"]
+    if isinstance(truth, bool) or not isinstance(truth, (str, int, float)) or not str(truth).strip():
+        raise ValueError(f"ground_truth is {truth!r}; the reward 'math' needs text or a number in every row")
+    wanted = _final(str(truth), boxed=False) or str(truth)
+    found = _final(sample["completion"], boxed=boxed)
+    if found is None:
+        return {"score": 0.0, "has_answer": 0.0, "gave_up": 0.0}
+    if _plain(found) == _plain(wanted):
+        return {"score": 1.0, "has_answer": 1.0, "gave_up": 0.0}
+    if WORD.fullmatch(_plain(wanted)):  # as a formula it would be a product of letters, in any order
+        return {"score": 0.0, "has_answer": 1.0, "gave_up": 0.0}
+    if len(found) > MAX_CHARS or HUGE.search(found):
+        return {"score": 0.0, "has_answer": 1.0, "gave_up": 1.0}
+    try:
+        with _alarm(seconds):
+            return {"score": float(_equal(wanted, found)), "has_answer": 1.0, "gave_up": 0.0}
+    except _TooLong:
+        return {"score": 0.0, "has_answer": 1.0, "gave_up": 1.0}
+
+
+def _final(text: str, *, boxed: bool) -> str | None:
+    """The last box; where none is asked for, else the line after `####`, the last formula or the last number."""
+    box = text.rfind(BOXED)
+    if box >= 0:
+        return inside(text, box + len(BOXED)).strip() or None
+    if boxed:
+        return None
+    marker = text.rfind(MARKER)
+    if marker >= 0:
+        return text[marker + len(MARKER) :].strip().partition("\n")[0] or None
+    formulas = FORMULA.findall(text[-4 * MAX_CHARS :])
+    if formulas:
+        return next(filter(None, formulas[-1])).strip() or None
+    if len(text) <= MAX_CHARS and "\n" not in text.strip() and not SENTENCE.search(text):
+        return text.strip(" $") or None
+    number = final_number(text)
+    return None if number is None else str(number)
+
+
+def _plain(text: str) -> str:
+    """The text without spacing, fonts and the braces of words: `\\text{ (B) }` and `(B)` are one."""
+    bare = SPACING.sub("", text).removesuffix(".")
+    return bare[1:-1] if bare.startswith("{") and bare.endswith("}") and bare.count("{") == 1 else bare
+
+
+def _equal(wanted: str, found: str) -> bool:
+    from math_verify import verify
+
+    parsed = _parsed(found)
+    return bool(parsed) and bool(verify(_truth(wanted), parsed, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=1024)
+def _truth(text: str) -> list[Any]:
+    return _parsed(text)
+
+
+def _parsed(text: str) -> list[Any]:
+    """[expression, text] of a formula, or an empty list."""
+    parse, targets = _library()
+    found: list[Any] = parse("$" + text.replace("$", " ") + "$", targets, parsing_timeout=None)
+    return found
+
+
+@functools.cache
+def _library() -> tuple[Any, list[Any]]:
+    """Raises RewardError: not installed."""
+    try:
+        from math_verify import LatexExtractionConfig, parse
+    except ImportError as error:
+        raise RewardError(
+            "reward.function: 'math' needs math-verify, which is not installed; install the extra: pip install"
+            " 'slipstream-rl[math]'"
+        ) from error
+    for name in ("math_verify", "latex2sympy2_extended"):  # they warn of every answer that is no formula
+        logging.getLogger(name).setLevel(logging.ERROR)
+    return parse, [LatexExtractionConfig()]
+
+
+def prepare() -> None:
+    """Load math-verify, which takes a second. Raises RewardError: not installed."""
+    _library()
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Raise _TooLong in this thread, the main one, when the time is over."""
+    deadline = time.monotonic() + seconds
+
+    def ring(_: int, __: FrameType | None) -> None:
+        if time.monotonic() >= deadline:
+            raise _TooLong
+
+    def ignored(unraisable: "sys.UnraisableHookArgs") -> None:
+        if unraisable.exc_type is not _TooLong:  # that one rang in a weakref callback; it rings again
+            hook(unraisable)
+
+    hook, sys.unraisablehook = sys.unraisablehook, ignored
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
+    try:
+        yield
+    finally:
+        is_set = True
+        while is_set:  # it may ring right here
+            with contextlib.suppress(_TooLong):
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                signal.signal(signal.SIGALRM, before)
+                is_set = False
+        sys.unraisablehook = hook

@@ -1,0 +1,132 @@
+"""Finds a function that `reward.function` names and tells by its signature how to call it.
+
+| convention | signature                                                                            |
+|------------|--------------------------------------------------------------------------------------|
+| sample     | `async def reward(sample) -> float or dict` (or without async)                        |
+| verl       | `compute_score(data_source, solution_str, ground_truth, extra_info=None)`            |
+| trl        | `(prompts, completions, **columns) -> list of float or None`, one call for all        |
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from configs.errors import did_you_mean
+from configs.signatures import SIGNATURES, VERL_NAMES
+from rollout_server.tasks.rewards import RewardError, Sample
+from rollout_server.tasks.rewards.built_in import FUNCTIONS
+from rollout_server.tasks.workers.loading import LoadError, module_of
+
+Convention = Literal["sample", "verl", "trl"]
+Parameters = Mapping[str, inspect.Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A loaded function. `call` takes one sample, with convention `trl` a list of them."""
+
+    convention: Convention
+    is_async: bool
+    call: Callable[[Any], Any]
+
+
+def load_function(spec: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Load a built-in function by its name, `package.module:function` or `path/to/file.py:function`.
+
+    A module with a function `prepare` has it called with the options, to load or check what the reward needs.
+    Raises RewardError: not found, not importable, of a signature that is none of the three, or not usable here.
+    """
+    location, _, name = FUNCTIONS.get(spec, spec).rpartition(":")
+    if not location or not name:
+        hint = did_you_mean(spec, FUNCTIONS) or f"take {', '.join(FUNCTIONS)}, 'module:function' or 'f.py:function'"
+        raise RewardError(f"reward.function: {spec!r} names no function; {hint}")
+    try:
+        module = module_of("reward.function", spec, location)
+    except LoadError as error:
+        raise RewardError(str(error)) from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        hint = did_you_mean(name, own) or f"it has {', '.join(sorted(own)[:8]) or 'no functions'}"
+        raise RewardError(f"reward.function: {spec!r}: {location} has no function {name!r}; {hint}")
+    if spec in FUNCTIONS and (prepare := getattr(module, "prepare", None)) is not None:
+        prepare(**_accepted(inspect.signature(prepare).parameters, dict(options or {})))
+    return adapt(function, spec, options)
+
+
+def adapt(function: Callable[..., Any], name: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
+    """Tell by the parameters which convention a function follows; options are given to each call as keywords.
+
+    Raises RewardError: none, or an option that the function does not take.
+    """
+    options = options or {}
+    try:
+        takes = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward.function: {name!r} shows no signature ({error}); wrap it in a function") from error
+    is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+    if strange := next((key for key in options if key not in takes and not is_open), None):
+        raise RewardError(f"reward.function: {name!r} takes no option {strange!r}; it has ({', '.join(takes)})")
+    parameters = {key: one for key, one in takes.items() if key not in options}
+    open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in open_ended]
+    positional = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    if options:
+        function = partial(_with_options, function, options)
+    convention: Convention
+    call: Callable[[Any], Any]
+    if "completions" in parameters:
+        convention, call = "trl", partial(_call_trl, function, parameters)
+        refused = [key for key in required if key == "completion_ids"]
+    elif "solution_str" in parameters:
+        convention, call = "verl", partial(_call_verl, function, parameters)
+        refused = [key for key in required if key not in VERL_NAMES]
+    elif positional and required == positional[:1]:
+        convention, call, refused = "sample", function, []
+    else:
+        raise RewardError(f"reward.function: {name!r} has the parameters ({', '.join(parameters)}); {SIGNATURES}")
+    if refused:
+        raise RewardError(f"reward.function: {name!r} asks for {refused[0]!r}, which no function gets; {SIGNATURES}")
+    return RewardFunction(convention, is_async, call)
+
+
+def _with_options(function: Callable[..., Any], options: Mapping[str, Any], *given: Any, **named: Any) -> Any:
+    """A column of the data may have the name of an option, which counts."""
+    return function(*given, **{**named, **options})
+
+
+def _call_verl(function: Callable[..., Any], parameters: Parameters, sample: Sample) -> Any:
+    given = {
+        "data_source": sample["data_source"],
+        "solution_str": sample["completion"],
+        "ground_truth": sample["ground_truth"],
+        "extra_info": sample["extra_info"],
+    }
+    return function(**_accepted(parameters, given))
+
+
+def _call_trl(function: Callable[..., Any], parameters: Parameters, samples: Sequence[Sample]) -> Any:
+    # Columns of the row win: a dataset may well call one of its own columns `ground_truth`.
+    rows = [
+        {key: sample[key] for key in ("ground_truth", "data_source", "extra_info")} | sample["columns"]
+        for sample in samples
+    ]
+    given: dict[str, Any] = {key: [row.get(key) for row in rows] for key in dict.fromkeys(itertools.chain(*rows))}
+    given["prompts"] = [sample["prompt"] for sample in samples]
+    # TRL gives the answer in the form of the prompt.
+    given["completions"] = [
+        s["completion"] if isinstance(s["prompt"], str) else [{"role": "assistant", "content": s["completion"]}]
+        for s in samples
+    ]
+    return function(**_accepted(parameters, given))
+
+
+def _accepted(parameters: Parameters, given: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments that the function takes as keywords."""
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return given
+    return {key: value for key, value in given.items() if key in parameters}

@@ -1,0 +1,55 @@
+"""Messages between this process and a child: 4 bytes of length, little-endian, then that much msgpack."""
+
+import os
+import reprlib
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import msgpack
+
+from rollout_server.tasks.workers.supervisor import let_go_of_stdin
+
+if TYPE_CHECKING:
+    import asyncio  # takes 40 ms, which a child may do without
+
+LENGTH = struct.Struct("<I")
+
+
+def pack(value: Any) -> bytes:
+    """One frame."""
+    body = cast(bytes, msgpack.packb(value))
+    return LENGTH.pack(len(body)) + body
+
+
+def unpack(body: bytes, limits: Mapping[str, Any]) -> Any:
+    """What a frame holds. Raises ValueError: no msgpack, or past the `limits` of msgpack.unpackb."""
+    try:
+        return msgpack.unpackb(body, **limits)
+    except msgpack.exceptions.UnpackException as error:
+        raise ValueError(f"not msgpack: {error}") from error
+
+
+async def receive(reader: "asyncio.StreamReader", max_bytes: int, limits: Mapping[str, Any]) -> Any:
+    """The next message. Raises ValueError: too long, or see `unpack`; IncompleteReadError: the other side is gone."""
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if length > max_bytes:
+        raise ValueError(f"a message of {length} bytes, at most {max_bytes} are read")
+    return unpack(await reader.readexactly(length), limits)
+
+
+def private_channel() -> socket.socket:
+    """In a child: move the socket away from stdin; prints go to stderr line by line."""
+    channel = socket.socket(fileno=os.dup(0))
+    os.dup(0)  # stays open to the very end: the other side takes a hang-up for a death, and asks how this has ended
+    let_go_of_stdin()
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    return channel
+
+
+def shown(value: Any) -> str:
+    """A decoded value for a message: few levels, and few items of each."""
+    return reprlib.repr(value)[:200]

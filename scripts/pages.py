@@ -1,0 +1,143 @@
+"""`python -m scripts.pages [--check]`: docs/configuration.md and docs/reference/errors.md, in a clone."""
+
+import argparse
+import json
+import sys
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from configs.errors import catalogue
+from configs.loading import FLAGS, PRESETS, QUICKSTART, leaf_keys
+from configs.rewards import SECTIONS
+from configs.schema import Config
+from slipstream.translate.names import FRAMEWORKS, ROWS, WITHOUT
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "configuration.md"
+HEAD = """# Configuration
+
+<!-- Written by scripts/pages.py from the schema; do not edit. -->
+
+One YAML file holds one run. `--config` takes a file or the name of a preset; `--set section.key=value` overrides one
+key and may be repeated; values are YAML. Unknown keys are refused, with a suggestion. The resolved configuration is
+written to `runs/<name>/config.yaml` and can be given to `--config` again.
+
+Presets: {presets}.
+
+Flags that are short for one key:
+
+{flags}
+There are {count} keys.
+"""
+REWARDS = """## Options of built-in rewards
+
+Given in `reward.function`, as in {numeric: {weight: 1, tolerance: 0.01}}; all have `weight`, 1.0: what the score counts
+in the sum. What each is for: [rewards](howto/rewards.md).
+"""
+FOREIGN = """## Names of other frameworks
+
+They are answered with the key here, in a file, in `--set` and as an option. Of long names, this is the end.
+"""
+UNNAMED = """## Names without a key here
+
+They are answered with the reason.
+
+"""
+SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", types.NoneType: "null"}
+
+
+def page() -> str:
+    flags = table(("flag", "key"), [(f"`{flag}`", f"`{key}`") for flag, key in FLAGS.items()])
+    presets = ", ".join(f"`{path.stem}`" for path in sorted(PRESETS.glob("*.yaml")))
+    presets = presets.replace(f"`{QUICKSTART}`", f"`{QUICKSTART}` (the default)")
+    parts = [HEAD.format(presets=presets, flags=flags, count=len(leaf_keys()))]
+    for name, field in Config.model_fields.items():
+        section: Any = field.annotation
+        parts += [f"## {name}\n\n{' '.join(section.__doc__.split())}\n"]
+        parts += [table(("key", "type", "default", "meaning"), rows_of(section, f"{name}."))]
+    options = [
+        row for name, section in SECTIONS.items() for row in rows_of(section, f"{name}.") if "weight`" not in row[0]
+    ]
+    parts += [REWARDS, table(("option", "type", "default", "meaning"), options)]
+    foreign = [(f"`{key}`", *(f"`{name}`" if name else "–" for name in names)) for key, *names in ROWS]
+    parts += [FOREIGN, table(("key", *FRAMEWORKS), foreign)]
+    without = [
+        (why, ", ".join(f"`{name}`" for name, reason in WITHOUT.items() if reason == why))
+        for why in dict.fromkeys(WITHOUT.values())
+    ]
+    return "\n".join([*parts, UNNAMED + table(("here", "names elsewhere"), without)])
+
+
+def rows_of(section: Any, prefix: str) -> Iterator[Sequence[str]]:
+    """A row for each key, those of sections within in their place."""
+    for key, one in section.model_fields.items():
+        if isinstance(one.annotation, type) and issubclass(one.annotation, BaseModel):
+            yield from rows_of(one.annotation, f"{prefix}{key}.")
+        else:
+            meaning = " ".join((one.description or "").split())
+            yield f"`{prefix}{key}`", type_text(one), default_text(one), meaning
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    top, *rest = [f"| {' | '.join(line)} |\n" for line in lines]
+    return f"{top}|{'---|' * len(head)}\n{''.join(rest)}"
+
+
+def type_text(field: FieldInfo) -> str:
+    """The type of a key in words, with the bounds of its value."""
+    bounds = [f"{SIGNS[name]} {getattr(b, name)}" for b in field.metadata for name in SIGNS if hasattr(b, name)]
+    return ", ".join([in_words(field.annotation), *bounds])
+
+
+def in_words(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal:
+        return " or ".join(f"`{value}`" for value in arguments)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(map(in_words, arguments))
+    if origin is tuple:
+        return f"list of {len(arguments)} {in_words(arguments[0])}s"
+    if origin is not None:
+        return f"{origin.__name__} of {', '.join(map(in_words, arguments))}"
+    return TYPES.get(hint) or str(hint.__name__)
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as it would be written in YAML; `required` where there is none."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return f"`{value if isinstance(value, str) else json.dumps(value)}`"
+
+
+def keep(pages: Mapping[Path, str], program: str, described: str | None, argv: Sequence[str] | None) -> int:
+    """Command line of pages that `program` generates: write them, or with --check compare; returns the exit code."""
+    parser = argparse.ArgumentParser(program, description=described)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail when a page is out of date")
+    check, code = parser.parse_args(argv).check, 0
+    for path, wanted in pages.items():
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(wanted, encoding="utf-8")
+            sys.stdout.write(f"{path}\n")
+        elif not path.is_file() or path.read_text(encoding="utf-8") != wanted:
+            sys.stderr.write(f"{path.name} is out of date: run {program}\n")
+            code = 1
+    return code
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    pages = {PAGE: page(), DOCS / "reference" / "errors.md": catalogue.page()}
+    return keep(pages, "python -m scripts.pages", __doc__, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

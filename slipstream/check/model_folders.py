@@ -1,0 +1,96 @@
+"""Model folders before a run: files, headers, and whether the run's lengths and mesh fit. Imports no torch."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from configs.errors import Contradiction, InputMissing
+from configs.schema import Config
+from learner.beside.folders import check_folders
+from learner.checkpoints.folders import MARK, incomplete
+from learner.policy.divisibility import problem_with
+from slipstream.check.pictures import problem_with_pictures
+from slipstream.families.pictures import decoder_of
+from slipstream.runtime.fingerprint import model_fingerprint, read_json
+
+REWARD = "reward.model.path"
+HEAD = "ForSequenceClassification"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+SAMPLED_ROWS = 64
+
+
+def check_policy(config: Config) -> None:
+    """The policy's folder, and the reference's and the critic's.
+
+    Raises:
+        ConfigError: model folder missing, weights cut short, too few positions, or sizes that learner.mesh does not
+            divide.
+        FingerprintError: a file of the model folder is missing or broken.
+    """
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise InputMissing(
+            f"model.path: no folder {config.model.path!r}; give a Hugging Face folder with config.json, safetensors and"
+            f" a tokenizer; of a model of the Hub: hf download {config.model.path} --local-dir models/{folder.name}"
+        )
+    checkpoint = folder.parent if folder.name == "hf" else folder
+    if any((checkpoint / name).exists() for name in ("dcp", "state.json", MARK)) and (reason := incomplete(checkpoint)):
+        raise InputMissing(
+            f"model.path: checkpoint {checkpoint} is not complete ({reason}); its run clears or completes it with"
+            " --resume; take another step_N beside it"
+        )
+    _check_weights(folder, "model.path")
+    model_fingerprint(config.model.path, config.model.chat_template)
+    raw = read_json(folder / "config.json")
+    model = decoder_of(raw)
+    if problem := problem_with_pictures(config, raw) or problem_with(config.learner.mesh, model):
+        raise Contradiction(problem)
+    limit, prompt = model.get("max_position_embeddings"), config.data.max_prompt_tokens
+    answers = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
+    answers |= {f"{one.key}: max_new_tokens": one.max_new_tokens for one in config.evaluation_sets}
+    for key, answer in answers.items():
+        if isinstance(limit, int) and prompt + answer > limit:
+            raise Contradiction(
+                f"{key}: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
+                f" {folder / 'config.json'} has max_position_embeddings {limit}; lower one of them"
+            )
+    check_folders(config)
+
+
+def _check_weights(folder: Path, key: str) -> None:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise InputMissing(
+            f"{key}: {str(folder)!r} has no *.safetensors file; copy or download the folder again, or save the model"
+            " with save_pretrained"
+        )
+    for file in files:
+        try:
+            header_of(file)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+            raise InputMissing(f"{key}: {file} is broken ({error}); copy or download the file again") from error
+
+
+def header_of(file: Path) -> dict[str, Any]:
+    """The header: by tensor its dtype, shape and place (8 bytes of length, then JSON).
+
+    Raises OSError, ValueError, struct.error: it is cut short, or no header.
+    """
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        size = file.stat().st_size
+        if length > size:
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        header = json.loads(stream.read(length))
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        expected = 8 + length + max((entry["data_offsets"][1] for entry in _entries(header)), default=0)
+        if size != expected:
+            raise ValueError(f"{size} bytes, its header says {expected}")
+        return header
+
+
+def _entries(header: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    return (entry for name, entry in header.items() if name != "__metadata__")

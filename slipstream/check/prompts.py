@@ -1,0 +1,195 @@
+"""Whether prompts of the data files can be used: the first rows are rendered and tokenised before anything starts.
+
+The rollout servers do this again for every prompt. A file of which no prompt fits would be leased and dropped pass
+after pass there; here it is refused in a second, without torch.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from configs.base import ConfigError
+from configs.errors import Contradiction, InputMissing
+from configs.rewards import Exact, Mathematics, Numeric
+from configs.schema import Config
+from replay.data import DataError, Row, read_rows
+from replay.data.order import column_of
+from replay.data.source import PASS_RATE
+from slipstream.check.finding import Finding, ok, warn
+from slipstream.check.pictures import PictureCheck
+from slipstream.runtime.fingerprint import TEMPLATE_ERRORS, read_json, resolve_chat_template, template_failure
+
+CHECKED_ROWS = 50_000
+"""Rows that are read and checked here, if they can be in CHECKED_S; replay checks more."""
+CHECKED_S = 3.0
+"""Rows that are made as they are asked for may take much longer than those of a file."""
+COMPARE = (Exact, Numeric, Mathematics)
+"""Built-in rewards that compare with the row's answer."""
+SAMPLED_ROWS = 64
+"""Rows of these that are rendered and tokenised."""
+
+
+def files(config: Config) -> Iterator[Finding]:
+    """Of every training and evaluation set. Raises as `check_prompts`, of an evaluation set with its key."""
+    for train in config.data.train_sets.values():
+        yield from check_prompts(config, train.path, config.data.curriculum)
+    for one in config.evaluation_sets:
+        try:
+            yield from check_prompts(config, one.path)
+        except (ConfigError, DataError) as error:
+            if not one.name:
+                raise
+            raise type(error)(f"{one.key}: {error}") from error
+
+
+def check_prompts(config: Config, path: str, curriculum: str = "none") -> Iterator[Finding]:
+    """Read the first rows of a data file and tokenise a sample of them.
+
+    Raises:
+        DataError: the file is missing, has a broken row, or one of the sampled rows has no number to sort by.
+        ConfigError: none of the sampled rows can be rendered, or none fits into data.max_prompt_tokens; or pictures of
+            a step do not fit into memory.
+    """
+    said: list[str] = []
+    rows = read_rows(path, said.append)
+    sample = list(itertools.islice(rows, SAMPLED_ROWS))
+    yield ok("data", " ".join(said))
+    if curriculum not in ("none", PASS_RATE):
+        column_of(sample, curriculum, path)
+    encode = PromptEncoder(config)
+    lengths: list[int] = []
+    problems: list[str] = []
+    for row in sample:
+        try:
+            lengths.append(encode.length(row))
+        except ConfigError as error:
+            problems.append(str(error))
+    if not lengths:
+        raise InputMissing(f"{path}: none of the first {len(sample)} rows can be rendered; row 1: {problems[0]}")
+    check_template(encode, sample, path)
+    check_answers(config, sample, path)
+    limit = config.data.max_prompt_tokens
+    if min(lengths) > limit:
+        raise Contradiction(
+            f"data.max_prompt_tokens: {limit}, but none of the first {len(sample)} rows of {path} fits: their prompts"
+            f" have {min(lengths)} to {max(lengths)} tokens; raise it to {max(lengths)} or more, or shorten the prompts"
+        )
+    if too_long := sum(length > limit for length in lengths):
+        yield warn(
+            "prompt-length",
+            f"{path}: {too_long} of the first {len(sample)} prompts have more than data.max_prompt_tokens {limit}"
+            f" tokens, up to {max(lengths)}; they are left out, and counted as prompts/left_out/prompt_too_long",
+        )
+    if shown := encode.pictures.report(path, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+        yield ok("data", shown)
+    until = time.monotonic() + CHECKED_S
+    for _ in itertools.takewhile(lambda _: time.monotonic() < until, itertools.islice(rows, CHECKED_ROWS)):
+        pass
+
+
+def check_answers(config: Config, sample: Sequence[Row], path: str) -> None:
+    """Raises ConfigError: the rows have no answer, and reward.function compares with it."""
+    compares = [part.label for part in config.reward.parts if isinstance(part.settings, COMPARE) and part.weight]
+    judged = config.environment.function in (None, "tools")  # others mostly give the reward themselves
+    if not compares or not judged or any(_is_answer(row["ground_truth"]) for row in sample):
+        return
+    raise InputMissing(
+        f"{path}: the answers of the first {len(sample)} rows are all empty, and reward.function {compares[0]!r}"
+        " compares with them, so every answer would get the same reward; fill their column (docs/howto/data.md has the"
+        " names that are read), or take a reward that needs no answer"
+    )
+
+
+def _is_answer(truth: object) -> bool:
+    return truth is not None and str(truth).strip() != ""
+
+
+def check_template(encode: "PromptEncoder", sample: Sequence[Row], path: str) -> None:
+    """Raises ConfigError: the chat template leaves out every system message, or every user message."""
+    for role in ("system", "user"):
+        shown = [found for row in sample if (found := encode.shows(row, role)) is not None]
+        if shown and not any(shown):
+            raise InputMissing(
+                f"model.chat_template: it leaves out the {role} message of the {len(shown)} rows of {path} that have"
+                " one (of those looked at), so the policy would never read it; set model.chat_template to one that"
+                " shows it (Jinja text or a file), or move that text into another message"
+            )
+
+
+class PromptEncoder:
+    """Counts the tokens of prompts as rollout_server.tasks does, except for a bos token."""
+
+    def __init__(self, config: Config) -> None:
+        folder = Path(config.model.path)
+        self.pictures = PictureCheck(config, read_json(folder / "config.json"))
+        self._template = resolve_chat_template(config.model.path, config.model.chat_template)
+        self._options = config.model.chat_template_options
+        # Tokenizers of other files are built by transformers, which takes too long to load here.
+        self._tokenizer = load_tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None
+        settings = folder / "tokenizer_config.json"
+        found = read_json(settings) if settings.exists() else {}
+        tokens = [(key, value) for key, value in found.items() if key.endswith("_token") and value is not None]
+        self._special = {key: value.get("content") if isinstance(value, dict) else value for key, value in tokens}
+
+    def length(self, row: Row) -> int:
+        """Tokens of the prompt, its pictures' included; 0 where the tokenizer is not in tokenizer.json.
+
+        Raises ConfigError.
+        """
+        prompt = row["prompt"]
+        of_pictures = self.pictures.tokens(row) - len(row.get("images", ()))  # each has one in the text
+        text = prompt if isinstance(prompt, str) else self._render(prompt)
+        if self._tokenizer is None:
+            return 0
+        return of_pictures + len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def shows(self, row: Row, role: str) -> bool | None:
+        """Whether the rendered prompt has the texts of its messages of this role; None where it has no such text."""
+        prompt = row["prompt"]
+        messages = [] if isinstance(prompt, str) else prompt
+        texts = [each["content"] for each in messages if each.get("role") == role]
+        texts = ["".join(text.split()) for text in texts if isinstance(text, str) and text.strip()]
+        if not texts:
+            return None
+        try:
+            rendered = "".join(self._render(messages).split())  # templates strip and join lines
+        except ConfigError:
+            return None
+        return all(text in rendered for text in texts)
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        if self._template is None:
+            raise InputMissing(
+                "the prompt is a list of chat messages, and the tokenizer has no chat template; set model.chat_template"
+                " (Jinja text or a file), or give prompts as plain text"
+            )
+        # here, because it loads transformers, which plain text does without
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered, _ = render_jinja_template(
+                [messages],
+                chat_template=self._template,
+                add_generation_prompt=True,
+                **self._special,
+                **self._options,
+            )
+        except TEMPLATE_ERRORS as error:
+            raise InputMissing(template_failure(messages, error)) from error
+        return str(rendered[0])
+
+
+def load_tokenizer(file: Path) -> Tokenizer:
+    """The tokenizer of a tokenizer.json, without truncation and padding. Raises ConfigError."""
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the tokenizers library raises bare Exception on a broken file
+        raise InputMissing(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

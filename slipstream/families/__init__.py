@@ -1,0 +1,1 @@
+"""Facts of model families, which both ends ask for. No torch."""

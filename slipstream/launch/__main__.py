@@ -1,0 +1,191 @@
+"""`python -m slipstream.launch learner|rollout`: one side of a run: here, over ssh, under Slurm, in Kubernetes.
+
+Without --hosts, --slurm or --kubernetes it is this host's: `learner` takes the arguments of `python -m learner.main`,
+`rollout` starts `--servers N` with the arguments of `python -m rollout_server.main`. `--dry-run` shows what would run.
+PORT (default 5757) is replay's port where network.replay_port is 0; REPLAY is its address for rollout servers.
+"""
+
+import argparse
+import logging
+import os
+import shlex
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from configs.errors import BadOption
+from configs.loading import ConfigError, add_arguments, dump, from_arguments, overrides_of, parse
+from configs.plan import Machine, Plan, Process, Role, assign, table
+from configs.schema import Config
+from replay.channel import KeysError
+from slipstream.launch import earlier_run
+from slipstream.launch.hosts import here, kubernetes, slurm, ssh
+from slipstream.launch.hosts.host_file import Host, read_hosts
+from slipstream.launch.hosts.job_files import JobFiles
+from slipstream.launch.hosts.key_files import keys_for
+from slipstream.launch.hosts.node_spec import NodeRole, NodeSpec, config_of, hosts_of
+from slipstream.launch.terminal import say
+from slipstream.runtime.program import program
+from slipstream.translate.refusals import AnsweringParser, refused
+
+DEFAULT_PORT = "5757"
+SHOWN: dict[NodeRole, tuple[Role, ...]] = {"learner": ("replay", "learner"), "rollout": ("rollout",)}
+EVERYTHING: tuple[Role, ...] = ("replay", "learner", "rollout")
+
+
+def main() -> int:
+    """Entry point."""
+    parser = _parser()
+    args, unknown = parser.parse_known_args()
+    port = os.environ.get("PORT", DEFAULT_PORT)
+    if args.hosts is None and not args.slurm and not args.kubernetes:
+        if sys.argv[1] != args.role:
+            parser.error(f"{args.role!r} comes first: python -m slipstream.launch {args.role} ...")
+        words = sys.argv[2:]
+        if args.role == "learner":
+            here.become_learner(words, port)
+        return here.run_servers(words, os.environ.get("REPLAY", f"tcp://127.0.0.1:{port}"))
+    if unknown:
+        parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
+    logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
+    args.replay = args.replay or os.environ.get("REPLAY") or None
+    try:
+        config = _configuration(args, port)
+        if args.hosts is not None:
+            return _over_ssh(args, config)
+        return _with_files(args, *(_for_slurm(args, config) if args.slurm else _for_kubernetes(args, config)))
+    except (ConfigError, KeysError) as error:
+        say(refused(error))
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = AnsweringParser(
+        prog=program("slipstream.launch"),
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("role", choices=["learner", "rollout"], help="which side to start")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--hosts", metavar="FILE", type=Path, help="over ssh: lines `name address [ssh=user@host] [gpus=8]`"
+    )
+    where.add_argument("--slurm", action="store_true", help="write a file for sbatch")
+    where.add_argument("--kubernetes", action="store_true", help="write manifests of a JobSet")
+    add("--dry-run", action="store_true", help="show what would run where; start and write nothing")
+    add("--out", metavar="PATH", type=Path, help="where Slurm's file or Kubernetes' folder is written")
+    add("--replay", help="address of replay (default: first learner node and network.replay_port)")
+    add("--resume", metavar="RUN_DIR", help="go on from the newest complete checkpoint of this run")
+    add("--gpus-per-node", type=int, help="Slurm: GPUs of a node (default: as placed)")
+    add("--image", default="slipstream:latest", help="Kubernetes: container image (default: %(default)s)")
+    add("--claim", default="slipstream", help="Kubernetes: PersistentVolumeClaim (default: %(default)s)")
+    add_arguments(parser)
+    return parser
+
+
+def _configuration(args: argparse.Namespace, port: str) -> Config:
+    """What is shipped to every node."""
+    if args.resume is None:
+        config = from_arguments(args)
+        if config.placement.device == "auto" and config.placement.rollout is None:
+            raise BadOption(
+                "placement.device: 'auto' with placement.split would take the device of this machine for that of the"
+                " run's; give --set placement.device=cuda, or cpu"
+            )
+    elif args.hosts is not None:
+        config = earlier_run.resumed(Path(args.resume), overrides_of(args))
+    else:
+        raise BadOption(
+            "--resume: only with --hosts, or on the first learner node with `python -m learner.main --resume`; the"
+            " files for Slurm and Kubernetes always begin a new run"
+        )
+    overrides = ["placement.local_rollouts=false", "network.host=127.0.0.1"]
+    if config.network.replay_port == 0:
+        overrides.append(f"network.replay_port={port}")
+    return config_of(dump(config), overrides)
+
+
+def _plan(args: argparse.Namespace, config: Config, machines: Mapping[str, Machine], python: str) -> Plan:
+    """Every process with the configuration file that its node writes."""
+    plan = assign(config, machines, config_file="", python=python, replay=args.replay, resume=args.resume is not None)
+
+    def with_own_file(process: Process) -> Process:
+        role = "rollout" if process.role in SHOWN["rollout"] else "learner"
+        command, place = list(process.command), process.command.index("--config") + 1
+        command[place] = f"{config.run_dir}/launch/{process.node}-{role}.yaml"
+        return replace(process, command=tuple(command))
+
+    return replace(plan, processes=tuple(map(with_own_file, plan.processes)))
+
+
+def _over_ssh(args: argparse.Namespace, config: Config) -> int:
+    hosts = hosts_of(config, read_hosts(args.hosts))
+    for name, host in hosts.items():  # each will bind its own address
+        parse(dump(config), name, [f"network.host={host.address}"])
+    plan = _plan(args, config, {name: host.machine() for name, host in hosts.items()}, sys.executable)
+    specs = [(_spec_of(args, config, plan, name, hosts), hosts[name]) for name in plan.nodes(args.role)]
+    if not args.dry_run:
+        return ssh.run(specs, args.role, config.run_dir)
+    _show(table(plan, SHOWN[args.role]))
+    for spec, host in specs:
+        _show(f"\n{spec.node}: {shlex.join(ssh.command_line(spec, host))}")
+        for name in sorted(spec.keys):
+            _show(f"  copies {config.network.keys}/{name} (mode 0600)")
+    say(f"dry run: {config.arithmetic()}")
+    return 0
+
+
+def _spec_of(args: argparse.Namespace, config: Config, plan: Plan, node: str, hosts: Mapping[str, Host]) -> NodeSpec:
+    return NodeSpec(
+        role=args.role,
+        node=node,
+        config=dump(config),
+        hosts="".join(f"{host.name} {host.address}\n" for host in hosts.values()),
+        replay=args.replay,
+        resume=args.resume,
+        # a rollout server beside replay finds the learner's keys there, and takes them
+        keys=keys_for(config.network.keys, node, serves=node == plan.first_node),
+    )
+
+
+def _for_slurm(args: argparse.Namespace, config: Config) -> tuple[Config, Plan, JobFiles]:
+    plan = _plan(args, config, slurm.machines(config), sys.executable)
+    return config, plan, slurm.files(config, plan, args.role, path=args.out, gpus=args.gpus_per_node)
+
+
+def _for_kubernetes(args: argparse.Namespace, config: Config) -> tuple[Config, Plan, JobFiles]:
+    keys: dict[NodeRole, dict[str, str]] = {}
+    if config.network.keys is not None:
+        keys["learner"] = keys_for(config.network.keys, "learner", serves=True)
+        keys["rollout"] = keys_for(config.network.keys, "rollout", serves=False)
+        config = config_of(dump(config), [f"network.keys={kubernetes.KEYS}"])
+    run_name = config.run.name + (time.strftime("-%Y%m%d-%H%M%S") if args.role == "learner" else "")
+    pods = kubernetes.Pods(config, args.role, args.image, args.claim, keys, args.replay, run_name)
+    return config, _plan(args, config, kubernetes.machines(config), "python"), pods.files(args.out)
+
+
+def _with_files(args: argparse.Namespace, config: Config, plan: Plan, files: JobFiles) -> int:
+    """Write what a scheduler starts the run from, or show it."""
+    if args.dry_run:
+        _show(table(plan, EVERYTHING if args.role == "learner" else SHOWN["rollout"]))
+        for path, text in files.texts.items():
+            _show(f"\n# {path}\n{text}")
+        for path in files.secrets:
+            _show(f"# {path}: a Secret with key files, not shown here; written with mode 0600")
+        say(f"dry run: {config.arithmetic()}")
+        return 0
+    files.write()
+    say(f"wrote {', '.join(map(str, [*files.texts, *files.secrets]))}; start the run with: {files.command}")
+    return 0
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,213 @@
+"""`slipstream doctor --config P`: what would stop or spoil a run, and what mends it.
+
+It makes the checks of a start, and looks closer: packages and environment of each role side by side, GPUs and their
+links, ports and clocks, and test groups of the weight bus between the learner's node and every rollout node. With
+--hosts it does so over ssh on all machines of the placement, as `slipstream launch` goes there, with --slurm by steps
+of srun on those of the allocation that it runs in; with --replay ADDRESS it looks at this machine as one for rollout
+servers of a run that listens there.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from configs.errors import BadHosts
+from configs.loading import ConfigError, Parser, add_arguments, dump, from_arguments
+from configs.plan import Plan, assign
+from configs.schema import Config
+from slipstream.check import checks, facts, links
+from slipstream.check.examination import of_places
+from slipstream.check.finding import Finding, as_json, ok, refused, report, stop, verdict
+from slipstream.check.places import Place
+from slipstream.check.probe import unreachable
+from slipstream.launch.hosts.allocation import of_this_process
+from slipstream.launch.hosts.host_file import FORM, Host, read_hosts
+from slipstream.launch.hosts.node_spec import config_of, hosts_of
+from slipstream.launch.hosts.ssh import over_ssh
+from slipstream.launch.machine import this_machine
+from slipstream.launch.quickstart import input_is_missing
+from slipstream.runtime.program import program
+
+ROLES = ("learner", "rollout")
+DEFAULT_PORT = 5757
+PYTHON = "SLIPSTREAM_PYTHON"
+NONE = "none"
+STYLES = {"stop": "bold red", "warn": "bold", "ok": "dim"}
+"""Readable on dark and on light."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; exit code 1: a run would stop, 0: it can start, 2: bad arguments."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
+    started = time.monotonic()
+    seen: dict[str, object] = {}
+    try:
+        config = from_arguments(args)
+    except ConfigError as error:
+        found = [stop("configuration", line) for line in str(error).splitlines()]
+    else:
+        found, seen = _examined(args, config)
+    if args.json:
+        sys.stdout.write(as_json(found, seen) + "\n")
+    else:
+        show(found, f"{verdict(found)} ({time.monotonic() - started:.1f} s)")
+    return int(any(each.severity == "stop" for each in found))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog=program("slipstream.launch.doctor"), description=__doc__)
+    add_arguments(parser)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--hosts", metavar="FILE", type=Path, help="all machines of the placement, over ssh")
+    where.add_argument("--slurm", action="store_true", help="the same inside an allocation of Slurm, by srun")
+    where.add_argument("--replay", metavar="ADDRESS", help="this machine is for rollout servers of that run")
+    parser.add_argument("--brief", action="store_true", help="only what every start looks at")
+    parser.add_argument(
+        "--backends",
+        metavar="A,B",
+        type=_backends,
+        help="of test groups: gloo, nccl, ucc, none (default: the run's, and gloo)",
+    )
+    parser.add_argument("--rollout-python", metavar="PATH", help=f"interpreter of rollout servers (default: ${PYTHON})")
+    parser.add_argument("--json", action="store_true", help="one object of JSON in place of lines")
+    return parser
+
+
+def _backends(text: str) -> list[str]:
+    names = [name for name in text.split(",") if name != NONE]
+    if strange := [name for name in names if name not in links.MEND]:
+        raise argparse.ArgumentTypeError(f"{strange[0]!r} is none of {', '.join(links.MEND)}, {NONE}")
+    return names
+
+
+def _examined(args: argparse.Namespace, config: Config) -> tuple[list[Finding], dict[str, object]]:
+    if args.replay is not None:
+        return beside(config, args.replay), {}
+    has_input = not input_is_missing(config, args.config)
+    if args.brief:
+        return list(checks.found(config, checks.AT_START, has_input=has_input)), {}
+    found = list(checks.found(config, (*checks.OF_THE_RUN, checks.run_folder, checks.packages), has_input=has_input))
+    try:
+        places = _places(args, config)
+    except ConfigError as error:
+        return [*found, refused("placement", error)], {}
+    tested = links.backends(config) if args.backends is None else args.backends
+    more, seen = of_places(config, places, tested, has_input=has_input)
+    return found + more, seen
+
+
+def _places(args: argparse.Namespace, config: Config) -> list[Place]:
+    """Raises ConfigError."""
+    python = args.rollout_python or _rollout_python(config)
+    if args.slurm:
+        allocated = of_this_process(config)
+        return places_of(config, allocated.hosts(config), python, allocated.over_srun)
+    return places_of(config, None if args.hosts is None else read_hosts(args.hosts), python)
+
+
+def _rollout_python(config: Config) -> str:
+    """The launcher starts its rollout servers with its own interpreter, the start scripts with SLIPSTREAM_PYTHON."""
+    return sys.executable if config.placement.local_rollouts else os.environ.get(PYTHON, sys.executable)
+
+
+def beside(config: Config, address: str) -> list[Finding]:
+    """This machine for rollout servers of a run elsewhere."""
+    problem = unreachable(address, config)
+    if problem is None:
+        link = ok("link", f"replay answers at {address}")
+    else:
+        mend = "" if "network.keys" in problem else "compare with `replay ready at` in logs/replay.log; open the port"
+        link = stop("link", problem, why="a rollout server would wait for it, and end", mend=mend)
+    its = facts.fingerprint(config.model.path, config.model.chat_template)
+    model = stop("model", its["error"]) if "error" in its else ok("model", json.dumps(its))
+    return [link, model, *checks.shell(config, "stop"), *checks.found(config, (checks.limits, checks.versions))]
+
+
+def show(found: Sequence[Finding], last: str) -> None:
+    """Lines on standard output: coloured and wrapped on a terminal, else one line a finding and its reason."""
+    console = Console(highlight=False, soft_wrap=True)
+    width = shutil.get_terminal_size().columns if console.is_terminal else None
+    for severity, line in report(found, width):
+        console.print(Text(line, style=STYLES[severity]))
+    console.print(Text(last))
+
+
+# ---- places -----------------------------------------------------------------------------------------------
+
+Over = Callable[[Host, Sequence[str]], list[str]]
+"""A command on a host, as a command of this machine."""
+
+
+def places_of(
+    config: Config, known: Mapping[str, Host] | None, rollout_python: str, over: Over = over_ssh
+) -> list[Place]:
+    """A place for each node and role, the learner's first.
+
+    Args:
+        config: of the run.
+        known: machines by the names of nodes; none is this one alone.
+        rollout_python: interpreter of rollout servers.
+        over: how commands get to those machines.
+
+    Raises ConfigError.
+    """
+    hosts: dict[str, Host] | None = None
+    if known is None:
+        nodes = [share.node for share in config.shares]
+        if len(nodes) > 1:
+            raise BadHosts(
+                f"placement: {', '.join(nodes)} are several machines, and doctor looks at others over ssh; give --hosts"
+                f" FILE with lines `{FORM}`, or --slurm inside an allocation"
+            )
+        plan = assign(config, {nodes[0]: this_machine(config)}, config_file="")
+        configs = {nodes[0]: config}
+    else:
+        if config.network.replay_port == 0:
+            config = config_of(dump(config), [f"network.replay_port={DEFAULT_PORT}"])
+        hosts = hosts_of(config, known)
+        plan = assign(config, {name: host.machine() for name, host in hosts.items()}, config_file="")
+        configs = {n: config_of(dump(config), [f"network.host={host.address}"]) for n, host in hosts.items()}
+    return [
+        _place(plan, node, role, own, None if hosts is None else (hosts[node], over), rollout_python)
+        for role in ROLES
+        for node, own in configs.items()
+        if _processes(plan, node, role)
+    ]
+
+
+def _processes(plan: Plan, node: str, role: str) -> list[Any]:
+    roles = ("learner", "replay") if role == "learner" else ("rollout",)
+    return [process for process in plan.processes if process.node == node and process.role in roles]
+
+
+def _place(
+    plan: Plan, node: str, role: str, config: Config, reached: tuple[Host, Over] | None, rollout_python: str
+) -> Place:
+    processes = _processes(plan, node, role)
+    first = next(process for process in processes if process.role == role) if plan.of(node, role) else processes[0]  # type: ignore[arg-type]
+    keys = {"replay": "network.replay_port", "weight bus": "weight_bus.port"}
+    keys |= {"rendezvous": "placement.rendezvous_port"}
+    ports = {keys[what]: port for process in processes for what, port in process.ports.items()}
+    python = rollout_python if role == "rollout" else sys.executable
+    words = [python, "-m", "slipstream.check.probe"]
+    if reached is not None:
+        host, over = reached
+        settings = [f"{name}={value}" for name, value in first.environment.items()]
+        words = over(host, ["env", *settings, *words])
+    planned = frozenset(first.environment) - config.network.env.keys()
+    return Place(node, role, config, ports, tuple(words), first.environment, planned, is_here=reached is None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

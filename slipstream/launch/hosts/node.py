@@ -1,0 +1,277 @@
+"""`python -m slipstream.launch.hosts.node`: one node's part of a run, under whatever started it.
+
+Over ssh its order comes as the first line of stdin, and the end of stdin (the ssh session or the start script is gone)
+ends everything here. Slurm and Kubernetes give it files instead, and end it themselves.
+"""
+
+import argparse
+import json
+import logging
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from configs.errors import BadHosts
+from configs.loading import ConfigError
+from configs.schema import Config, is_loopback
+from replay.channel import ChannelError
+from replay.channel.keys import PeerSilent
+from replay.status_client import ask_replay
+from slipstream.check.checks import check_available
+from slipstream.launch import children
+from slipstream.launch.children import Child, Tail
+from slipstream.launch.hosts.key_files import write_keys
+from slipstream.launch.hosts.node_spec import (
+    REFUSED,
+    Assignment,
+    add_spec_arguments,
+    read_spec,
+    resolve,
+    spec_of_arguments,
+)
+from slipstream.launch.servers import LocalServers, RunFailed
+from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, write_line
+from slipstream.runtime import hang
+from slipstream.runtime.lifeline import PARENT
+
+POLL_S = 0.1
+LOOK_S = 5.0
+SPEC_S = 60.0
+"""How long the order may take to come."""
+PATIENCE_S = 30.0
+"""The launcher writes a checkpoint within 15 s and its children end within 5 s; a rollout server leaves in order."""
+STARTED = "launch/start.json"
+"""Written before replay starts, so a node that replay answers reads what this start of the job decided."""
+
+
+def main() -> int:
+    """Entry point: 0 when this node's part ended well."""
+    parser = argparse.ArgumentParser(prog="python -m slipstream.launch.hosts.node", description=__doc__)
+    parser.add_argument("--stdin", action="store_true", help="the order is the first line of stdin; its end ends all")
+    add_spec_arguments(parser)
+    parser.add_argument(
+        "--resume-if-begun", action="store_true", help="run.name is this job's own: where its folder is, resume it"
+    )
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
+    catch_signals()
+    try:
+        spec = read_spec(first_line()) if args.stdin else spec_of_arguments(args)
+        assignment = resolve(spec, host=args.host, renumber=args.renumber)
+        check_address(assignment.config, spec.node)
+        write_keys(assignment.config.network.keys, spec.keys)
+        node = Node(assignment, lifeline=args.stdin, resume_if_begun=args.resume_if_begun)
+        return node.run_learner() if spec.role == "learner" else node.run_servers()
+    except PeerSilent as silence:  # a scheduler may start the nodes hours apart: unlike a refusal, another start helps
+        show(str(silence))
+        return 1
+    except (ConfigError, ChannelError) as error:
+        show(f"refused: {error}")
+        return REFUSED
+    except RunFailed as failure:
+        show(str(failure))
+        return 1
+    except Interrupted as ended:
+        show(f"ended: {ended}")
+        return 130
+
+
+def check_address(config: Config, node: str) -> None:
+    """Raises ConfigError: the node's name means a loopback address on this machine, where no other node reaches it."""
+    host = config.network.host
+    if len(config.shares) < 2:
+        return
+    try:
+        found = sorted({str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        return  # what binds it names it; a name server of a cluster may be late
+    if all(map(is_loopback, found)):
+        raise BadHosts(
+            f"host file: {host!r}, the address of {node}, is {found[0]} on that machine, where no other node reaches"
+            f" it; write the machine's address on the network into the host file (`hostname -I` on {node} shows it), or"
+            f" take {host!r} out of the loopback line of its /etc/hosts"
+        )
+
+
+class Node:
+    """The processes of one role on this machine."""
+
+    def __init__(self, assignment: Assignment, *, lifeline: bool, resume_if_begun: bool = False) -> None:
+        check_available(assignment.config, runs_servers=assignment.spec.role == "rollout")
+        self.assignment, self.config = assignment, assignment.config
+        self._lifeline, self._resume_if_begun = lifeline, resume_if_begun
+        self._tails: dict[Path, Tail] = {}
+        self._parent = ("--parent", str(os.getpid()))
+
+    def run_learner(self) -> int:
+        """Replay, the launcher and rank 0 on the first learner node, ranks alone on the others; the exit code."""
+        child = self._launcher() if self.assignment.is_first else self._ranks()
+        try:
+            while child.exit_code() is None:
+                self._breathe()
+            self._show_logs()
+        finally:
+            ignore_signals()
+            children.stop([child], PATIENCE_S)
+        if child.exit_code() == REFUSED and self.assignment.is_first:
+            show(child.root_cause())
+            return REFUSED
+        if child.exit_code() != 0:
+            raise RunFailed(child.root_cause())
+        return 0
+
+    def run_servers(self) -> int:
+        """Rollout servers, started again as the launcher does, until the run ends. Raises RunFailed if one fails."""
+        plan, node = self.assignment.plan, self.assignment.spec.node
+        by_name = {process.name: process for process in plan.of(node, "rollout")}
+        logs = Path(self.config.run_dir) / "logs"
+
+        def start(name: str) -> Child:
+            command = [*by_name[name].command, *self._parent]
+            return self._child(name, command, logs / f"{name}.log", by_name[name].environment)
+
+        servers = LocalServers(self.config.rollout, start, show)
+        try:
+            for name in by_name:
+                servers.add(name)
+            while not servers.all_over:
+                servers.watch(run_is_over=True)
+                self._breathe()
+            self._show_logs()
+        finally:
+            ignore_signals()
+            children.stop(servers.children, PATIENCE_S)
+        if servers.failures:
+            raise RunFailed(f"given up: {', '.join(servers.failures)}")
+        return 0
+
+    def _launcher(self) -> Child:
+        spec, run_dir = self.assignment.spec, Path(self.config.run_dir)
+        resume = spec.resume
+        if resume is None and self._resume_if_begun and decide(run_dir, show):
+            resume = str(run_dir)
+        write_start(run_dir, resumes=resume is not None)
+        network = self.config.network
+        settings = [f"network.host={network.host}", f"network.replay_port={network.replay_port}"]
+        # a resumed run as well: all ranks of one start have the configuration of the job, whatever the folder has
+        source = ["--config", str(self.assignment.config_file), *(["--resume", resume] if resume else [])]
+        command = [sys.executable, "-m", "learner.main", *source, *self._parent]
+        command += [word for setting in (*settings, "placement.local_rollouts=false") for word in ("--set", setting)]
+        return self._child("launcher", command, run_dir / "launch" / f"{spec.node}-launcher.log", {})
+
+    def _ranks(self) -> Child:
+        node = self.assignment.spec.node
+        (process,) = self.assignment.plan.of(node, "learner")
+        run_name = self._wait_for_run_name()
+        run_dir = Path(self.config.run.dir) / run_name
+        if not (run_dir / "config.yaml").is_file():
+            raise BadHosts(
+                f"run.dir: {self.config.run.dir!r} on {node} does not have run {run_name!r} of the first learner node;"
+                " it must be on a file system that all learner nodes share, or checkpoints would lack this node's part"
+            )
+        command = [*process.command, "--set", f"run.name={run_name}"]
+        if self.assignment.spec.resume is None and read_start(Path(self.config.run_dir)):
+            command += ["--resume"]
+        environment = {**process.environment, PARENT: str(os.getpid())}
+        return self._child(f"learner-{node}", command, run_dir / "logs" / f"learner-{node}.log", environment)
+
+    def _wait_for_run_name(self) -> str:
+        """The first learner node chooses the name of the run (a taken one is passed over); replay knows it.
+
+        Raises:
+            ChannelError: replay does not answer within rollout.wait_for_servers_s.
+        """
+        limit, address = self.config.rollout.wait_for_servers_s, self.assignment.plan.replay
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            answer = ask_replay(self.config, address, 1.0)
+            if answer is not None:
+                return answer.run_name
+            self._breathe()
+        key = "rollout.wait_for_servers_s"
+        raise ChannelError(
+            f"{self.assignment.spec.node} waited {limit:g} s for replay at {address} ({key}): nothing came; is it"
+            " started, and does a firewall let this node through?"
+            f"{self._report(f'replay at {address}', limit, key)}",
+            "silent",
+        )
+
+    def _report(self, what: str, waited_s: float, key: str) -> str:
+        """The hang report of this node, which is noted as a process of the run only now that it has waited in vain."""
+        name = f"node-{self.assignment.spec.node}"
+        hang.begin(name, self.config.run_dir, replay=self.assignment.plan.replay, keys=self.config.network.keys)
+        return hang.expired(what, owed_by=("replay",), waited_s=waited_s, key=key)
+
+    def _child(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
+        self._tails.setdefault(log, Tail.from_end(log))
+        return children.start(name, command, log, environment)
+
+    def _breathe(self) -> None:
+        """Show what the children wrote, and end with what started this node."""
+        self._show_logs()
+        if self._lifeline and select.select([0], [], [], 0)[0] and not os.read(0, 1 << 16):
+            raise Interrupted("the session that started this node is over")
+        time.sleep(POLL_S)
+
+    def _show_logs(self) -> None:
+        for tail in self._tails.values():
+            for line in tail.new_lines():
+                write_line(sys.stdout, line)
+
+
+def first_line() -> str:
+    """The first line of stdin. Raises ConfigError when none comes."""
+    deadline, found = time.monotonic() + SPEC_S, b""
+    while not found.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([0], [], [], left)[0]:
+            raise BadHosts(f"no order came on stdin within {SPEC_S:g} s")
+        piece = os.read(0, 1 << 16)
+        if not piece:
+            raise BadHosts("stdin ended before the order was whole")
+        found += piece
+    return found.decode("utf-8", "replace")
+
+
+def show(text: str) -> None:
+    """Write one line to standard output, which may have no reader any more."""
+    write_line(sys.stdout, f"slipstream: {text}")
+
+
+# ---- a job that its scheduler starts again ------------------------------------------------------------------
+
+
+def decide(run_dir: Path, say: Callable[[str], object]) -> bool:
+    """Whether this start of a job resumes the job's run folder; says which, and why.
+
+    Slurm requeues a preempted job, Kubernetes recreates its pods. The run has a name that no other job has, so its
+    folder was made by an earlier start of the same job. One that ended before replay opened its journal leaves nothing
+    but config.yaml: it is removed, and the run begins under its own name.
+    """
+    kept = ("journal/*.seg", "checkpoints/step_*/COMPLETE")
+    if (run_dir / "config.yaml").is_file() and any(any(run_dir.glob(pattern)) for pattern in kept):
+        say(f"{run_dir} was begun by an earlier start of this job: resumes it from its journal and newest checkpoint")
+        return True
+    (run_dir / "config.yaml").unlink(missing_ok=True)
+    say(f"{run_dir} has no journal and no complete checkpoint: begins the run")
+    return False
+
+
+def write_start(run_dir: Path, *, resumes: bool) -> None:
+    """Leave the first learner node's decision for the others."""
+    path = run_dir / STARTED
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"resumes": resumes}) + "\n", encoding="utf-8")
+
+
+def read_start(run_dir: Path) -> bool:
+    """Whether the first learner node resumes the run. Raises OSError when the file is not there."""
+    return bool(json.loads((run_dir / STARTED).read_text(encoding="utf-8"))["resumes"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

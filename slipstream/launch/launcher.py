@@ -1,0 +1,344 @@
+"""The launcher: starts replay, the learner ranks and local rollout servers, and watches over them.
+
+A child that dies is named in one line. A rollout server is started again (N times, with backoff), then the run waits
+for any server; replay and a learner that was killed are started again in place: replay goes on from its journal, the
+learner from its newest checkpoint and the journalled steps after it. What refuses to go on ends the run.
+"""
+
+import logging
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from configs.loading import dump
+from configs.plan import Machine, Plan, assign
+from configs.schema import Config
+from learner.checkpoints.folders import latest_complete
+from learner.record import ledger
+from replay import messages as m
+from replay.channel import ChannelError, Dealer, WireError, load_keys
+from slipstream.launch import children
+from slipstream.launch.announcements import Announcements
+from slipstream.launch.children import Child, RowTail, Tail
+from slipstream.launch.machine import this_machine
+from slipstream.launch.run_folder import RunFolder
+from slipstream.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
+from slipstream.runtime.lifeline import CHECKPOINT, PARENT, RUN_FAILED
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+STATUS_S = 0.5
+REPLAY_START_S = 60.0
+OVER_S = 1.0
+STOP_LINE = re.compile(r" ERROR (\w+ rank \d+ (?:stops|breaks off): .*)")
+LEAVES_S = 3.0
+"""The ranks have this long to leave after one of them; torchrun itself waits for 30 s."""
+CANNOT_GO_ON = 2
+"""Exit code of a replay that refuses its configuration, data or journal: another start would as well."""
+CHECKPOINT_S = 15.0
+"""How long a run that is told to end may take for a last checkpoint: the end of a step, the next one, and the copy."""
+FAREWELL_S = 20.0
+"""How long the others have to leave after the learner has finished."""
+
+
+class View(Protocol):
+    """What shows the run to a person (slipstream/view/live_view.py)."""
+
+    def event(self, text: str) -> None:
+        """Say something that happened beside the steps."""
+
+    def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show replay's status, None before it has answered, and the newest rows of metrics.jsonl."""
+
+    def close(self, summary: str) -> None:
+        """Show the last state, and how the run ended."""
+
+
+@dataclass(slots=True)
+class Launcher:
+    """One run on this machine."""
+
+    config: Config
+    resume: bool
+    view: View
+    learner_module: str = "learner.train"
+    """What the learner ranks run; benchmarks take the loop of this one with phases of their own."""
+    server_command: tuple[str, ...] = ("rollout_server.main",)
+    """What rollout servers run: a module and its first arguments."""
+    play: str | None = None
+    """Run folder whose journal is played back instead of rolling out."""
+    address: str = ""
+    """Of replay, once it listens."""
+    replay: Child = field(init=False)
+    learner: Child = field(init=False)
+    servers: LocalServers = field(init=False)
+    processes: dict[str, Child] = field(default_factory=dict)
+    """The present process of each name."""
+    _machine: Machine = field(init=False)
+    _run_id: str = ""
+    _replay_restarts: Restarts = field(init=False)
+    _learner_restarts: Restarts = field(init=False)
+    _metrics: RowTail = field(init=False)
+    _announcements: Announcements = field(init=False)
+    _started_at: float = field(default_factory=time.time)
+    _status: dict[str, Any] | None = None
+    _status_asked: float = 0.0
+    _rank_tails: list[Tail] = field(default_factory=list)
+    _ending: tuple[float, str] | None = None
+    """When the first rank logged why it ends, and that line; None once it was shown."""
+    _rank_logs: dict[Path, int] = field(default_factory=dict)
+    """Where the present learner's part of each rank's log begins."""
+
+    def __post_init__(self) -> None:
+        self._machine = this_machine(self.config)
+        self._replay_restarts = Restarts(self.config.replay.restarts)
+        # A learner that only ever waits for its first batch is not running well.
+        patience = 2 * self.config.learner.batch_deadline_s
+        self._learner_restarts = Restarts(self.config.learner.restarts, good_run_s=max(GOOD_RUN_S, patience))
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run."""
+        return Path(self.config.run_dir)
+
+    @property
+    def node(self) -> str:
+        """What the placement calls this machine: replay and rank 0 are where the launcher is."""
+        return self.config.shares[0].node
+
+    def plan(self) -> Plan:
+        """The processes of this node; has replay's address once known. Raises ConfigError."""
+        return assign(
+            self.config,
+            {self.node: self._machine},
+            config_file=str(self.run_dir / "config.yaml"),
+            python=sys.executable,
+            replay=self.address or None,
+            resume=self.resume,
+            only=self.node,
+            learner_module=self.learner_module,
+            server_command=self.server_command,
+        )
+
+    def start(self) -> None:
+        """Start all processes of the run. Raises RunFailed when replay does not come up."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        if not (self.run_dir / "config.yaml").exists():  # `python -m learner.main` has written it to claim the folder
+            (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
+        self._metrics = RowTail(self.run_dir / "metrics.jsonl", newest=self._started_at)
+        self._announcements = Announcements(self.run_dir / "logs")
+        self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
+        parent = ("--parent", str(os.getpid()))
+        # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
+        self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
+        self._start_learner()
+        by_name = {server.name: server for server in self.plan().of(self.node, "rollout")}
+        self.servers = LocalServers(
+            self.config.rollout,
+            lambda name: self._start(name, [*by_name[name].command, *parent], by_name[name].environment),
+            self.view.event,
+        )
+        if self.config.placement.local_rollouts:
+            for name in by_name:
+                self.servers.add(name)
+
+    def watch(self) -> None:
+        """Watch until the learner has finished.
+
+        Raises:
+            RunFailed: replay or the learner died, no rollout server is left, or the run folder is gone.
+        """
+        keys, folder = load_keys(self.config.network.keys), RunFolder(self.run_dir)
+        with Dealer(self.address, f"launcher.{secrets.token_hex(4)}", m.FROM_REPLAY, keys=keys) as dealer:
+            while (code := self.learner.exit_code()) != 0:
+                folder.check()  # first: processes that die of it name some file
+                try:
+                    self._watch_once(dealer, code)
+                except FileNotFoundError as error:
+                    folder.check_after(error)
+                time.sleep(POLL_S)
+            self._look(dealer)
+
+    def _watch_once(self, dealer: Dealer, code: int | None) -> None:
+        """Look at everything; `code` is the learner's exit code."""
+        self._look(dealer)
+        if self.replay.exit_code() is not None:
+            self._replay_died()
+        if code is not None:
+            self._learner_died(dealer)
+        self.servers.watch(self._run_is_over())
+
+    def leave(self) -> None:
+        """Wait for the other processes to exit after the learner's Goodbye."""
+        deadline = time.monotonic() + FAREWELL_S
+        leaving = list(self.processes.values())
+        while time.monotonic() < deadline and any(child.exit_code() is None for child in leaving):
+            time.sleep(POLL_S)
+        for child in leaving:
+            if said := children.late(child, FAREWELL_S):
+                self.view.event(f"{child.name} (pid {child.pid}) has not left after the last step{said} [slow]")
+
+    def write_checkpoint(self, why: str) -> None:
+        """Have the learner write a checkpoint of its next step, for at most CHECKPOINT_S. Raises Interrupted."""
+        if "learner" not in self.processes or self.learner.exit_code() is not None or self.play is not None:
+            return
+        before, lines = latest_complete(self.run_dir)[0], ledger.read(self.run_dir)
+        if not lines or (before is not None and before.name == f"step_{lines[-1]['step']}"):
+            return
+        self.view.event(f"{why}: a checkpoint is written, for at most {CHECKPOINT_S:g} s; another signal ends at once")
+        self.replay.process.send_signal(CHECKPOINT)
+        deadline = time.monotonic() + CHECKPOINT_S
+        while time.monotonic() < deadline and self.learner.exit_code() is None:
+            if latest_complete(self.run_dir)[0] != before:
+                return
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """End everything that is left, by pid."""
+        children.stop(list(reversed(self.processes.values())))
+
+    # ---- in place ---------------------------------------------------------------------------------------
+
+    def _replay_died(self) -> None:
+        """Restart replay in place, from its journal. Raises RunFailed when that cannot help."""
+        restarts = self._replay_restarts
+        if restarts.due is None:
+            cause = self.replay.root_cause()
+            if not self._replay_was_killed() or self.play is not None:
+                if not self._learner_leaves():
+                    raise RunFailed(cause)
+                return
+            self.view.event(f"{restarts.begin(cause, 'replay.restarts')} in place, from its journal")
+        if not restarts.is_due():
+            return
+        self.resume = True
+        try:
+            self._start_replay("--port", self.address.rpartition(":")[2])
+        except RunFailed:
+            if not self._replay_was_killed():  # else, while it read its journal: the next look starts it again
+                raise
+
+    def _learner_died(self, dealer: Dealer) -> None:
+        """Restart the learner from its newest checkpoint. Raises RunFailed when that cannot help."""
+        restarts = self._learner_restarts
+        if restarts.due is None:
+            cause = self._learner_root_cause()
+            if len(self.config.learner_nodes) > 1 or self._stop_lines() or self._replay_says_over(dealer):
+                raise RunFailed(cause)
+            self.view.event(f"{restarts.begin(cause, 'learner.restarts')} from its newest checkpoint")
+            children.stop([self.learner])  # torchrun has ended; nothing of its process group stays
+        if restarts.is_due():
+            self.resume = True
+            self._start_learner()
+
+    def _learner_leaves(self) -> bool:
+        """Whether the learner ends by itself within a deadline; its log then names the cause."""
+        deadline = time.monotonic() + (FAREWELL_S if self.replay.exit_code() == 0 else 2.0)
+        while self.learner.exit_code() is None and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return self.learner.exit_code() is not None
+
+    def _replay_says_over(self, dealer: Dealer) -> bool:
+        """Whether replay reports, within OVER_S, that the learner has ended the run."""
+        deadline = time.monotonic() + OVER_S
+        self._status = None
+        while time.monotonic() < deadline:
+            self._ask_status(dealer, every_s=0.0)
+            if self._run_is_over():
+                return not self._replay_was_killed()
+            time.sleep(POLL_S)
+        return False
+
+    def _replay_was_killed(self) -> bool:
+        return self.replay.exit_code() not in (None, 0, CANNOT_GO_ON, RUN_FAILED)
+
+    def _run_is_over(self) -> bool:
+        return bool(self._status and self._status.get("ended")) or self.replay.exit_code() is not None
+
+    # ---- starting --------------------------------------------------------------------------------------
+
+    def _start(self, name: str, command: list[str], environment: Mapping[str, str]) -> Child:
+        self.processes[name] = children.start(name, command, self.run_dir / "logs" / f"{name}.log", environment)
+        return self.processes[name]
+
+    def _start_replay(self, *arguments: str) -> str:
+        """Start replay; returns its address. Raises RunFailed when it does not come up."""
+        (process,) = self.plan().of(self.node, "replay")
+        own = ("--run-id", self._run_id, "--parent", str(os.getpid()), *arguments)
+        self.replay = self._start("replay", [*process.command, *own], process.environment)
+        # It reads its data and journal first; the learner waits as long for a batch.
+        limit = max(REPLAY_START_S, self.config.learner.batch_deadline_s)
+        pattern, progress = r"^replay ready at (\S+)$", r" INFO progress: (.*)$"
+        ready = children.wait_for_line(self.replay, pattern, limit, progress=progress, show=self.view.event)
+        if ready is None:
+            raise DidNotStart(f"replay did not start: {self.replay.how_it_ended()}{children.late(self.replay, limit)}")
+        return ready[1]
+
+    def _start_learner(self) -> None:
+        if self.resume:
+            self.say_fallback()
+        (process,) = self.plan().of(self.node, "learner")
+        logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
+        self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
+        self._rank_tails, self._ending = [Tail.from_end(path) for path in logs], None
+        environment = {**process.environment, PARENT: str(os.getpid())}
+        self.learner = self._start("learner", list(process.command), environment)
+
+    def say_fallback(self) -> None:
+        """Show which checkpoints are passed over, and where the learner continues."""
+        found, passed_over = latest_complete(self.run_dir)
+        for line in passed_over:
+            there = f"from {found.name}" if found is not None else "without a checkpoint"
+            self.view.event(f"{line}; the learner goes on {there}")
+
+    # ---- watching --------------------------------------------------------------------------------------
+
+    def _look(self, dealer: Dealer) -> None:
+        """Ask replay how the run stands, and show it with the newest metrics."""
+        self._ask_status(dealer)
+        rows = self._metrics.new_rows()
+        for line in self._announcements.new():
+            self.view.event(line)
+        self._look_for_an_end()
+        self.view.update(self._status, rows)
+
+    def _look_for_an_end(self) -> None:
+        """Show why a rank has ended as soon as another one does not leave, which torchrun waits for."""
+        found = [
+            match[1] for tail in self._rank_tails for line in tail.new_lines() if (match := STOP_LINE.search(line))
+        ]
+        if found:
+            self._ending = self._ending or (time.monotonic(), found[0])
+        if self._ending is not None and time.monotonic() - self._ending[0] > LEAVES_S:
+            self.view.event(f"{self._ending[1]}; another rank does not leave, and is ended by force")
+            self._ending = None
+
+    def _ask_status(self, dealer: Dealer, every_s: float = STATUS_S) -> None:
+        try:
+            while (envelope := dealer.poll(0)) is not None:
+                if isinstance(envelope.message, m.Status):
+                    self._status = envelope.message.state
+            if time.monotonic() - self._status_asked > every_s:
+                self._status_asked = time.monotonic()
+                dealer.send(m.StatusRequest())
+        except (WireError, ChannelError) as error:
+            log.warning("status of replay: %s", error)
+
+    def _learner_root_cause(self) -> str:
+        """The rank that was killed, or else the first that stopped; others fail in consequence."""
+        killed = children.killed_rank(self.learner.log_path, self.learner.offset)
+        stops = self._stop_lines() or self._stop_lines("breaks off")
+        if killed or stops:
+            return f"the learner stopped: {killed or children.without_time(min(stops))}"
+        return self.learner.root_cause()
+
+    def _stop_lines(self, verb: str = "stops") -> list[str]:
+        """Lines in which ranks say why they stop (for good) or break off."""
+        return [line for path, offset in self._rank_logs.items() for line in children.stop_lines(path, offset, verb)]

@@ -1,0 +1,1 @@
+"""What all processes share: their end with their parent, hang reports, vitals, traces. No torch."""

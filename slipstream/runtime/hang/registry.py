@@ -1,0 +1,92 @@
+"""Each process of a run notes itself in `<run>/processes/` at its start, and answers a signal with its stacks.
+
+`NAME.json` says which process it is, `NAME.stacks` gets what faulthandler writes: the stacks of all threads, also of
+one that holds the interpreter's lock in a collective or a kernel.
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import signal
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slipstream.runtime.hang import processes
+
+log = logging.getLogger(__name__)
+
+FOLDER = "processes"
+SIGNAL = signal.SIGUSR1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A process of the run. Example: Member(name="rollout-0", pid=71, host="node1", started=81723, ...)."""
+
+    name: str
+    pid: int
+    host: str
+    started: int
+    replay: str | None
+    """Address of replay, as this process knows it."""
+    keys: str | None
+    """Folder of CURVE keys."""
+
+    def is_here(self) -> bool:
+        """Whether it runs on this host, and is still the same process."""
+        found = processes.of(self.pid) if self.host == socket.gethostname() else None
+        return found is not None and found.started == self.started and found.state not in "ZX"
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """This process within its run."""
+
+    run_dir: Path
+    member: Member
+
+
+own: Own | None = None
+
+
+def begin(name: str, run_dir: str | Path, *, replay: str | None = None, keys: str | None = None) -> None:
+    """Note this process in the run folder. Called once, at its start; where that cannot be, a warning says so."""
+    try:
+        _begin(name, Path(run_dir), replay, keys)
+    except OSError as error:
+        log.warning("%s: hang reports will be without this process: %s/%s: %s", name, run_dir, FOLDER, error)
+
+
+def _begin(name: str, run_dir: Path, replay: str | None, keys: str | None) -> None:
+    global own
+    folder = run_dir / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    found = processes.of(os.getpid())
+    member = Member(
+        name=name,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        started=found.started if found is not None else 0,
+        replay=replay,
+        keys=keys,
+    )
+    # a bare descriptor, never closed: the handler writes to it until the process ends, and a fork must not close it
+    stacks = os.open(folder / f"{name}.stacks", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    faulthandler.register(SIGNAL, file=stacks, all_threads=True)
+    noted = folder / f".{name}.{os.getpid()}"
+    noted.write_text(json.dumps(asdict(member)), encoding="utf-8")  # complete only after its signal is caught:
+    noted.replace(folder / f"{name}.json")  # without a handler, the signal would end the process
+    own = Own(run_dir, member)
+
+
+def members(run_dir: Path) -> list[Member]:
+    """All that were noted in a run folder, the last of each name, dead or alive."""
+    found = []
+    for path in sorted((run_dir / FOLDER).glob("*.json")):
+        try:
+            found.append(Member(**json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, TypeError):
+            continue  # half written by a full disk, or of another version
+    return found

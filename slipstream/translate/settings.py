@@ -1,0 +1,140 @@
+"""One setting of another framework, and the file that it stands in."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from configs.errors import ConfigError
+
+Framework = str
+"""One of slipstream.translate.names.FRAMEWORKS."""
+
+
+class Untranslatable(
+    ConfigError,
+    code="SLIP-CONFIG-14",
+    cause="The file is none of verl, slime, prime-rl or TRL, cannot be parsed, or starts no GRPO training there.",
+    mend="Give what starts the training there: docs/migration.md shows a file of each framework.",
+):
+    """A file of another framework cannot be translated."""
+
+
+class Undecided(
+    ConfigError,
+    code="SLIP-CONFIG-15",
+    cause="A setting of the file has no value here of its own: the reward, the GPU split, a length in epochs, a"
+    " learning rate of another optimizer than AdamW.",
+    mend="Give each of the keys that are named with --set; nothing is chosen in their place.",
+):
+    """Keys of a translation that the user has to give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of a file with settings of another model, which are named as those of the policy are."""
+
+    model: str
+    words: tuple[str, ...]
+    """Parts of names that mean that model alone."""
+    switch: str = ""
+    """What turns a model on that there is none of here; empty of a teacher: its section alone."""
+
+
+REWARD_WORDS = ("reward_model", "reward_manager", "reward_kwargs", "reward_fn_key", "overlong_buffer", "sandbox_fusion")
+SECTIONS: Mapping[Framework, Mapping[str, Section]] = {
+    "verl": {
+        "critic": Section("critic", ("critic", "cliprange_value")),
+        "reward_model": Section("reward model", (*REWARD_WORDS, "overlong_buffer_cfg")),
+        "reward.reward_model": Section("reward model", ("reward_model",)),
+        "actor_rollout_ref.ref": Section("reference model", ("ref",)),
+        "actor_rollout_ref.model.lora": Section("Megatron adapter", ("lora",), "actor_rollout_ref.model.lora.rank"),
+        "distillation": Section("teacher", ("distillation",), "distillation.enabled"),
+    },
+    "prime-rl": {
+        "orchestrator.eval": Section("evaluation", ("eval",)),
+        "orchestrator.teacher": Section("teacher", ()),
+        "orchestrator.teacher_model": Section("teacher", ()),
+        "teacher_inference": Section("teacher", ()),
+    },
+}
+"""By framework and beginning of the names."""
+
+
+def section_of(framework: Framework, name: str) -> Section | None:
+    """The section of another model that a setting stands in; None: the name is the policy's, or the run's."""
+    found = SECTIONS.get(framework, {}).items()
+    return next((section for start, section in found if name == start or name.startswith(f"{start}.")), None)
+
+
+def can_mean(framework: Framework, name: str, end: str) -> bool:
+    """Whether this end of a name says enough: in another model's section it has to hold that section's word.
+
+    Example: of critic.optim.lr, `critic.optim.lr` does, and `optim.lr` would be the policy's.
+    """
+    section = section_of(framework, name)
+    return section is None or any(word in section.words for word in end.split("."))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A name and its value, as the file has them.
+
+    Example: Setting("actor_rollout_ref.rollout.n", 5, shown="actor_rollout_ref.rollout.n: 5")
+    """
+
+    name: str
+    value: Any
+    shown: str
+    open: str = ""
+    """What the value depends on and the file does not say, such as `$DATA`."""
+
+
+@dataclass(slots=True)
+class Foreign:
+    """The settings of a file, in its order."""
+
+    framework: Framework
+    sources: tuple[str, ...]
+    settings: list[Setting] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    """What was read in a way that the reader has to know of."""
+
+    def value(self, *names: str, default: Any = None) -> Any:
+        """The value of the last setting whose name ends like one of these, whole parts compared.
+
+        A null gives way to a value under another full name, as files of verl have old and new names of a setting.
+        """
+        found = list(self._values(*names).values())
+        given = [value for value in found if value is not None]
+        return (given or found)[-1] if found else default
+
+    def is_on(self, *names: str) -> bool:
+        """Whether one of several names of a switch is on; the last value of each counts."""
+        return any(self._values(*names).values())
+
+    def _values(self, *names: str) -> dict[str, Any]:
+        """Full names and values, the one that was given last at the end."""
+        found: dict[str, Any] = {}
+        for setting in self.settings:
+            name = setting.name.lstrip("-").replace("-", "_")
+            ends = (end for end in names if name == end or name.endswith(f".{end}"))
+            if not setting.open and any(can_mean(self.framework, name, end) for end in ends):
+                found.pop(name, None)
+                found[name] = setting.value
+        return found
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "", number: int = 0) -> Iterator[tuple[str, Any, int]]:
+    """(dotted name, value, number) of every value that is no mapping.
+
+    Tables in a list are named without their number, which counts from 0.
+    """
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{name}.", number)
+        elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
+            for at, item in enumerate(value):
+                yield from leaves(item, f"{name}.", max(number, at))
+        else:
+            yield name, value, number

@@ -1,0 +1,319 @@
+"""Every setting of a file as a line: a key here, a reason why there is none, or a key that the user has to decide.
+
+Nothing is guessed: a key whose value follows from several settings, from the data or from the machine is named with
+the reason, and has to be given with --set before a file is written.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import Any, Literal
+
+from configs.loading import apply_override, inline, leaf_keys
+from slipstream.translate.names import BY_FRAMEWORK, NO_COUNTERPART, NOT_NEEDED, TABLES, ends, plain
+from slipstream.translate.settings import Foreign, Setting, can_mean, section_of
+
+Kind = Literal["key", "not needed", "no counterpart", "open", "unknown"]
+SECRET = re.compile(r"(wandb|api|access|auth|hub|hf|swanlab|comet)_?(key|token)\b|password|secret", re.IGNORECASE)
+NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+"""What the name of a run or of a dataset cannot have."""
+DECISIONS = {name: (key, names[0]) for key, names in TABLES["decisions"].items() for name in names[1:]}
+"""End of a name: (key that the user decides, why)."""
+FOLLOWS = {"eps_clip_high": "eps_clip", "epsilon_high": "epsilon"}
+"""Names that are, unset, what another name has."""
+SWITCHES: Mapping[str, str] = TABLES["switches"]
+VALUES: Mapping[str, Mapping[Any, Any]] = TABLES["values"]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One setting and what became of it."""
+
+    shown: str
+    kind: Kind
+    pairs: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    decides: str = ""
+    """Of kind `open`: the key that the user has to give."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A file as lines and as a configuration."""
+
+    foreign: Foreign
+    lines: tuple[Line, ...]
+    defaults: tuple[Line, ...]
+    """Of what the file does not set, where the framework's default is not ours."""
+    tree: dict[str, Any]
+    sources: Mapping[str, str]
+    """Key to the setting that it comes from."""
+    undecided: Mapping[str, str]
+    """Keys that the user has to give, with the reason."""
+
+
+def translate(foreign: Foreign, overrides: Sequence[str] = ()) -> Translation:
+    """Translate settings, then defaults that differ; overrides count most. Raises ConfigError."""
+    lines = tuple(_line(setting, foreign) for setting in foreign.settings)
+    chosen = {override.partition("=")[0].strip() for override in overrides}
+    pairs, sources = _merged(lines)
+    # a learning rate that the file gives is that of its own optimizer
+    settled = {*chosen, *pairs} - ({"learner.lr"} - chosen)
+    undecided = {line.decides: line.note for line in lines if line.decides and line.decides not in settled}
+    defaults = tuple(_defaults(foreign, {*pairs, *chosen, *undecided}, pairs))
+    for line in defaults:
+        pairs |= line.pairs
+        sources |= dict.fromkeys(line.pairs, line.shown)
+    if not {"reward.function", "environment.function"} & {*pairs, *chosen}:
+        undecided.setdefault("reward.function", "the data decides there; name what judges the answers")
+    tree: dict[str, Any] = {}
+    for key, value in pairs.items():
+        if key not in undecided:
+            _put(tree, key, value)
+    for override in overrides:
+        apply_override(tree, override)
+        sources[override.partition("=")[0].strip()] = "--set"
+    return Translation(foreign, lines, defaults, tree, sources, undecided)
+
+
+def _merged(lines: Sequence[Line]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Keys with their values and sources; the last one counts, one key's own setting over one of two keys."""
+    pairs: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for line in sorted(lines, key=lambda line: -len(line.pairs)):
+        pairs |= line.pairs
+        sources |= dict.fromkeys(line.pairs, line.shown)
+    return pairs, sources
+
+
+def _put(tree: dict[str, Any], key: str, value: Any) -> None:
+    *sections, leaf = key.split(".")
+    for section in sections:
+        tree = tree.setdefault(section, {})
+    tree[leaf] = value
+
+
+def _line(setting: Setting, foreign: Foreign) -> Line:
+    if SECRET.search(plain(setting.name)):
+        return Line(f"{setting.name} ...", "not needed", note="a secret is not copied")
+    # both become comments of one line
+    setting = replace(setting, shown=" ".join(setting.shown.split()), open=" ".join(setting.open.split()))
+    names = list(_ends(setting.name, foreign))
+    if setting.open:
+        keys = BY_FRAMEWORK[foreign.framework]
+        key = next((keys[end] for end in names if end in keys), "")
+        other = None if key else _of_another_model(setting, foreign)
+        return other or Line(setting.shown, "open", note=setting.open, decides=key)
+    for look in (_by_value, _by_name):
+        for end in names:
+            if (found := look(end, setting, foreign)) is not None:
+                return found
+    if setting.name in leaf_keys():
+        return Line(setting.shown, "key", {setting.name: setting.value})
+    return _of_another_model(setting, foreign) or Line(setting.shown, "unknown")
+
+
+def _by_value(end: str, setting: Setting, foreign: Foreign) -> Line | None:
+    """What this value means there, where that is not itself."""
+    shown, value = setting.shown, setting.value
+    if end in SWITCHES and not foreign.is_on(SWITCHES[end]):
+        return Line(shown, "not needed", note=f"{SWITCHES[end]} is off there")
+    special = _special(VALUES.get(end, {}), value)
+    if isinstance(special, str):
+        return Line(shown, "not needed", note=special)
+    if special is not None:
+        return Line(shown, "key", special)
+    return CONVERTERS[end](shown, value, foreign) if end in CONVERTERS else None
+
+
+def _by_name(end: str, setting: Setting, foreign: Foreign) -> Line | None:
+    """The key with the value as it is, or why there is none."""
+    shown, value = setting.shown, setting.value
+    if end in DECISIONS:
+        key, why = DECISIONS[end]
+        return Line(shown, "open", note=why, decides=key)
+    if key := BY_FRAMEWORK[foreign.framework].get(end):
+        if key.startswith("critic.") and not _has_critic(foreign):
+            return Line(shown, "not needed", note="grpo has no critic")
+        return Line(shown, "key", {key: value})
+    if end in NO_COUNTERPART:
+        return Line(shown, "no counterpart", note=NO_COUNTERPART[end])
+    return Line(shown, "not needed", note=NOT_NEEDED[end]) if end in NOT_NEEDED else None
+
+
+def _special(meanings: Mapping[Any, Any], value: Any) -> Any:
+    """The meaning of a value; True and 1 are two values."""
+    same = (
+        meaning
+        for one, meaning in meanings.items()
+        if one == value and isinstance(one, bool) == isinstance(value, bool)
+    )
+    return next(same, None)
+
+
+def _ends(name: str, foreign: Foreign) -> Iterator[str]:
+    """The ends of a name that the tables may be asked for."""
+    return (end for end in ends(name) if can_mean(foreign.framework, plain(name), end))
+
+
+def _of_another_model(setting: Setting, foreign: Foreign) -> Line | None:
+    """What a setting of another model's section is that has no key; None: the policy's, or one that has to be named."""
+    section = section_of(foreign.framework, plain(setting.name))
+    if section is None or section.model == "evaluation":
+        return None
+    if section.switch or section.model == "teacher":
+        is_missed = not section.switch or foreign.is_on(section.switch)
+        kind: Kind = "no counterpart" if is_missed else "not needed"
+        return Line(setting.shown, kind, note=f"the {section.model}'s, which there is none of here")
+    parts = plain(setting.name).split(".")
+    if section.model == "critic" and _has_critic(foreign) and ("optim" in parts or "grad_clip" in parts):
+        note = "the critic's; here it has the settings of the learner, but for critic.lr"
+        return Line(setting.shown, "no counterpart", note=note)
+    is_about_rewards = any(word != "reward_model" and word in section.words for word in parts[1:])
+    if section.model == "reward model" and is_about_rewards:
+        return None
+    return Line(setting.shown, "not needed", note=f"the {section.model}'s, and not needed here")
+
+
+def _has_critic(foreign: Foreign) -> bool:
+    default = TABLES["defaults"][foreign.framework].get("algorithm.adv_estimator", "grpo")
+    return foreign.value("adv_estimator", "advantage_estimator", default=default) in ("gae", "ppo")
+
+
+def _defaults(foreign: Foreign, decided: set[str], pairs: Mapping[str, Any]) -> Iterator[Line]:
+    """Lines for names that the file does not have, unless their keys are decided already."""
+    named = {end for setting in foreign.settings for end in ends(setting.name)}
+    loss = pairs.get("algorithm.loss", "ppo_clip")
+    for name, value in TABLES["defaults"][foreign.framework].items():
+        end = plain(name)
+        if end in named or (end.rpartition(".")[2] in named and "." not in end):
+            continue
+        value = foreign.value(FOLLOWS.get(end, end), default=value)
+        line = _line(Setting(name, value, f"{name}: {inline(value)}"), foreign)
+        # a bound of the framework's default loss is none of another loss, where it would be refused
+        missing = {
+            key: one
+            for key, one in line.pairs.items()
+            if key not in decided and (loss == "ppo_clip" or not key.startswith("algorithm.clip_"))
+        }
+        if missing:
+            yield Line(line.shown, "key", missing, line.note)
+
+
+# ---- exact values that are made of several words -----------------------------------------------------------
+
+
+def _prompts(key: str) -> Callable[[str, Any, Foreign], Line]:
+    def convert(shown: str, value: Any, foreign: Foreign) -> Line:
+        if foreign.framework == "slime" and isinstance(value, list) and len(value) % 2 == 0:
+            return Line(shown, "key", {key: dict(zip(value[::2], value[1::2], strict=True))})
+        if not isinstance(value, list):
+            return Line(shown, "key", {key: str(value)})
+        paths = [str(path) for path in value]
+        if len(paths) == 1:
+            return Line(shown, "key", {key: paths[0]})
+        names = [PurePosixPath(path).parent.name or PurePosixPath(path).stem for path in paths]
+        if len(set(names)) < len(paths):
+            names = [NO_NAME.sub("-", path.rpartition(".")[0] or path).strip("-._") for path in paths]
+        return Line(shown, "key", {key: dict(zip(names, paths, strict=True))})
+
+    return convert
+
+
+def _betas(shown: str, value: Any, foreign: Foreign) -> Line:
+    if not isinstance(value, list):
+        first = foreign.value("adam_beta1", "betas1", default=0.9)
+        value = [first, foreign.value("adam_beta2", "betas2", default=0.999)]
+    return Line(shown, "key", {"learner.betas": value})
+
+
+def _both_clips(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {"algorithm.clip_low": value, "algorithm.clip_high": value})
+
+
+def _undivided(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Whether the deviation divides is a setting of its own there, and a name of an advantage here."""
+    is_divided = value if "norm_adv" in shown else not value
+    is_grpo = foreign.value("adv_estimator", "advantage_estimator", default="grpo") == "grpo"
+    if is_divided or not is_grpo:
+        return Line(shown, "not needed", note="as the estimator of advantages says")
+    return Line(shown, "key", {"algorithm.advantage": "dr_grpo"}, "without the deviation")
+
+
+def _advantage(shown: str, value: Any, foreign: Foreign) -> Line:
+    undivided = foreign.value("norm_adv_by_std_in_grpo", default=True) is False or foreign.value(
+        "disable_grpo_std_normalization", default=False
+    )
+    return Line(shown, "key", {"algorithm.advantage": "dr_grpo" if value == "grpo" and undivided else value})
+
+
+def _kl_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {"algorithm.kl": "k3", "algorithm.kl_in": "loss", "algorithm.kl_coef": value})
+
+
+def _reward_of_verl(shown: str, value: Any, foreign: Foreign) -> Line:
+    name = foreign.value("custom_reward_function.name", default="compute_score")
+    return Line(shown, "key", {"reward.function": f"{value}:{name}"}, "a function with verl's arguments, as it is")
+
+
+def _rewards_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
+    weights = foreign.value("reward_weights") or [1.0] * len(value)
+    alone = len(value) == 1 and weights[0] == 1
+    function = value[0] if alone else dict(zip(value, weights, strict=False))
+    return Line(shown, "key", {"reward.function": function}, "functions with TRL's arguments, as they are")
+
+
+VERIFIERS = "examples/environments/verifiers_tasks.py:rollout"
+"""Of a clone of this repository."""
+
+
+def _environment(shown: str, value: Any, foreign: Foreign) -> Line:
+    pairs = {"environment.function": VERIFIERS, "environment.options": {"taskset": {"id": value}}}
+    return Line(shown, "key", pairs, f"its tasks are the rows: data.train verifiers:{value} (extra `verifiers`)")
+
+
+def _reference_of_slime(shown: str, value: Any, foreign: Foreign) -> Line:
+    note = "Megatron's format; algorithm.reference_path is a Hugging Face folder, unset the model itself"
+    return Line(shown, "no counterpart", note=note)
+
+
+def _trackers(shown: str, value: Any, foreign: Foreign) -> Line:
+    names = ["wandb"] if value is True else [str(one) for one in (value if isinstance(value, list) else [value])]
+    kept = [one for one in names if one != "console"]
+    return Line(shown, "key", {"tracking.trackers": kept}, "the terminal shows every step" if kept != names else "")
+
+
+def _run_name(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {"run.name": NO_NAME.sub("-", str(value)).strip("-._") or "run"})
+
+
+CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
+    "data.train_files": _prompts("data.train"),
+    "data.val_files": _prompts("data.eval"),
+    "eval_prompt_data": _prompts("data.eval"),
+    "optim.betas": _betas,
+    "adam_beta1": _betas,
+    "adam_beta2": _betas,
+    "trainer.optim.betas1": _betas,
+    "trainer.optim.betas2": _betas,
+    "ref_load": _reference_of_slime,
+    "actor.clip_ratio": _both_clips,
+    "norm_adv_by_std_in_grpo": _undivided,
+    "disable_grpo_std_normalization": _undivided,
+    "adv_estimator": _advantage,
+    "advantage_estimator": _advantage,
+    "beta": _kl_of_trl,
+    "custom_reward_function.path": _reward_of_verl,
+    "reward_funcs": _rewards_of_trl,
+    "train.env.id": _environment,
+    "train.env.taskset.id": _environment,
+    "trainer.logger": _trackers,
+    "use_wandb": _trackers,
+    "report_to": _trackers,
+    "trainer.experiment_name": _run_name,
+    "wandb_group": _run_name,
+    "wandb.name": _run_name,
+    "run_name": _run_name,
+}
+"""By end of the name."""

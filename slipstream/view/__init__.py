@@ -1,0 +1,1 @@
+"""What people see of a run: live view, top, status, dashboard, trace and plots."""

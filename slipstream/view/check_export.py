@@ -1,0 +1,139 @@
+"""`slipstream check-export RUN_DIR`: does the exported folder answer as the last evaluation reported?
+
+Loads the newest checkpoint's hf/ folder with transformers alone, renders every prompt of
+evaluations/version_N_greedy.jsonl with the run's chat template, continues it greedily, and compares the texts. Where
+they part at two tokens that are about equally likely it is a tie, which the engine's arithmetic decides. The last line
+is JSON; the exit code is 1 when more than one prompt in 512 differs.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from configs import Config, ConfigError, load
+from configs.errors import InputMissing
+from learner.checkpoints.folders import CheckpointError, incomplete, numbered, step_of
+from learner.record.evaluation import file_of
+from slipstream.runtime.fingerprint import resolve_chat_template
+from slipstream.runtime.program import program
+
+BATCH = 128
+TIE = {"float32": 0.02, "bfloat16": 0.3, "float16": 0.3}
+"""Nats between two tokens that an engine of this dtype may take for equal."""
+
+
+def check(run_dir: Path) -> dict[str, Any]:
+    """Compare; the result names every prompt whose answer differs.
+
+    Raises:
+        ConfigError: the folder is no run, or has no evaluation of single greedy answers of its newest checkpoint.
+        CheckpointError: it has no checkpoint.
+    """
+    config = load(run_dir / "config.yaml")
+    newest = newest_checkpoint(run_dir)
+    step, folder = step_of(newest), newest / "hf"
+    if not any(one.greedy for one in config.evaluation_sets):
+        raise InputMissing(f"{run_dir}: it evaluates nothing greedily (data.eval, evaluation.greedy); name another run")
+    if config.environment.function is not None:
+        raise InputMissing(f"{run_dir}: it evaluates episodes (environment.function), which are no single answers")
+    reported, limits = list[dict[str, Any]](), list[int]()
+    for one in (one for one in config.evaluation_sets if one.greedy):
+        file = file_of(run_dir, step, one.name, greedy=True)
+        if not file.is_file():
+            raise InputMissing(f"{file} is missing: the newest checkpoint was not evaluated; wait, or name another run")
+        lines = [json.loads(line) for line in file.read_bytes().splitlines()]  # of text also at U+2028
+        reported += lines
+        limits += [one.max_new_tokens] * len(lines)
+    exported = Exported(folder, config)
+    prompts = [exported.encode(report["prompt"]) for report in reported]
+    ties, different = 0, []
+    for report, prompt, answer in zip(reported, prompts, exported.continued(prompts, limits), strict=True):
+        text = exported.text(answer)
+        if text == report["text"]:
+            continue
+        gap = exported.gap(prompt, answer, report["text"])
+        if gap < TIE[config.rollout.dtype]:
+            ties += 1
+        else:
+            found = {"exported": text, "evaluation": report["text"], "nats": round(gap, 3)}
+            different.append({"index": report["index"], "prompt": report["prompt"], **found})
+    return {"step": step, "prompts": len(reported), "ties": ties, "different": different}
+
+
+class Exported:
+    """The folder, as a user loads it."""
+
+    def __init__(self, folder: Path, config: Config) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self._template = resolve_chat_template(config.model.path, config.model.chat_template)
+        self._options = config.model.chat_template_options
+
+    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
+        """Token ids of a text, or of messages in the run's chat template."""
+        text = prompt
+        if not isinstance(prompt, str):
+            text = self.tokenizer.apply_chat_template(
+                prompt, chat_template=self._template, add_generation_prompt=True, tokenize=False, **self._options
+            )
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def text(self, answer: list[int]) -> str:
+        """As the rollout servers decode it."""
+        return str(self.tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def continued(self, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
+        """Greedy answers of transformers' own generate, prompts of equal length and limit of new tokens together."""
+        answers: list[list[int]] = [[] for _ in prompts]
+        for length, limit in sorted({(len(ids), limit) for ids, limit in zip(prompts, limits, strict=True)}):
+            same = [i for i, ids in enumerate(prompts) if (len(ids), limits[i]) == (length, limit)]
+            for chosen in (same[first : first + BATCH] for first in range(0, len(same), BATCH)):
+                batch = torch.tensor([prompts[i] for i in chosen])
+                mask = torch.ones_like(batch)
+                made = self.model.generate(batch, attention_mask=mask, max_new_tokens=limit, do_sample=False)
+                for i, row in zip(chosen, made, strict=True):
+                    answers[i] = row[length:].tolist()
+        return answers
+
+    @torch.no_grad()
+    def gap(self, prompt: list[int], answer: list[int], other: str) -> float:
+        """Nats by which the answer's token is likelier than the other text's, where the two part; inf where none is."""
+        ids = list(self.tokenizer(other, add_special_tokens=False)["input_ids"])
+        pairs = zip(answer, ids, strict=False)
+        place = next((i for i, (mine, its) in enumerate(pairs) if mine != its), None)
+        if place is None:
+            return float("inf")
+        logits = self.model(torch.tensor([prompt + answer[:place]])).logits[0, -1]
+        return float(logits[answer[place]] - logits[ids[place]])
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The newest that is complete and was not rolled back. Raises CheckpointError."""
+    found = [folder for folder in numbered(run_dir / "checkpoints") if not incomplete(folder)]
+    if not found:
+        said = "no checkpoint is complete yet; wait for one, or name another run"
+        raise CheckpointError(f"{run_dir}/checkpoints: {said}")
+    return found[0]
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog=program("slipstream.view.check_export"), description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    args = parser.parse_args()
+    try:
+        result = check(args.run_dir)
+    except (ConfigError, CheckpointError) as error:
+        sys.stderr.write(f"check_export: {error}\n")
+        return 2
+    sys.stdout.write(json.dumps(result, ensure_ascii=False) + "\n")
+    return int(len(result["different"]) > max(1, result["prompts"] // 512))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,363 @@
+"""An index of the saved trajectories and evaluation answers of a run: filters, orders, pages.
+
+Numbers of every line are in memory (some 50 bytes each), texts stay in their files and are read a page at a time. A
+thread builds the index, newest step first, so a page is there at once; what it found is kept in the user's cache.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from configs.errors import SlipstreamError
+from slipstream.view.dashboard.kept_index import KeptIndex
+
+Array = np.ndarray[Any, Any]
+
+COLUMNS = np.dtype([
+    ("offset", "<i8"), ("step", "<i4"), ("reward", "<f4"), ("advantage", "<f4"), ("length", "<i4"), ("lag", "<i2"),
+    ("turns", "<i2"), ("ratio", "<f4"), ("index", "<i4"), ("trajectory", "<i4"), ("problem", "i1"), ("kind", "i1"),
+])  # fmt: skip
+SORTABLE = ("step", "reward", "advantage", "length", "lag", "turns", "ratio", "index")
+KINDS = ("trained", "evaluation")
+FILES = (
+    ("rollouts/step_*/rank_*.jsonl", re.compile(r"rollouts/step_(\d{1,9})/rank_\d+\.jsonl")),
+    ("evaluations/version_*.jsonl", re.compile(r"evaluations/version_(\d{1,9})(_.+)?\.jsonl")),
+)
+"""Of each kind: what is looked at, and which of that has a step or version."""
+BAD_LINE = (ValueError, LookupError, TypeError, ArithmeticError)
+"""What a line that is not as the learner writes it may raise."""
+PROBLEMS = ("none", "cut", "no_signal", "drifted", "masked")
+"""Cut at rollout.max_new_tokens; advantage 0, so it teaches nothing; a token whose ratio left [0.5, 2]; sampled tokens
+that are outside the loss (too old, a turn that was left out). The first that applies."""
+DRIFTED = 2.0
+MAX_PAGE = 200
+TEXT_CHARS = 160
+"""Of prompt and answer in a page."""
+
+
+class GoneError(
+    SlipstreamError,
+    ValueError,
+    code="SLIP-REPORT-04",
+    cause="A file of trajectories was deleted, or written anew by a resumed run, after the dashboard had indexed it.",
+    mend="Draw the page again. A run deletes no trajectories: see what else cleans its folder.",
+):
+    """A line that the index has is no longer in its file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """One file of lines."""
+
+    path: Path
+    kind: int
+    step: int
+    """Of trained ones; of an evaluation, the version."""
+    stamp: tuple[int, int]
+    """Size and modification time in ns: another one is another file."""
+
+
+class Trajectories:
+    """The index of one run. Safe to use from several threads."""
+
+    def __init__(self, folder: Path, max_new_tokens: int, *, keep: bool) -> None:
+        self.folder, self.max_new_tokens = folder, max_new_tokens
+        self._kept = KeptIndex(folder, COLUMNS) if keep else None
+        self._lock = threading.Lock()
+        self._parts: dict[Path, tuple[Source, Array]] = {}
+        self._orders: dict[tuple[str, int], Array] = {}
+        self._table: tuple[int, list[Source], Array, Array] = (-1, [], np.zeros(0, COLUMNS), np.zeros(0, np.int32))
+        self._generation = 0
+        self._files = 0
+        self._broken = ""
+        """The first line that is left out."""
+        self._left_out: list[str] = []
+        """Files that the last scan could not take in, and why."""
+        self._unreadable = 0
+        """Of them those that are counted in `_files`."""
+        self._scanning: threading.Thread | None = None
+        self._closed = False
+
+    def scan(self) -> None:
+        """Look for new files in a thread of its own, unless one looks already."""
+        with self._lock:
+            if self._closed or (self._scanning is not None and self._scanning.is_alive()):
+                return
+            self._scanning = threading.Thread(target=self._scan, name="trajectory-index", daemon=True)
+            self._scanning.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the scan that runs ended within so many seconds."""
+        thread = self._scanning
+        if thread is not None:
+            thread.join(timeout_s)
+        return thread is None or not thread.is_alive()
+
+    def close(self) -> None:
+        """Have a scan that runs end soon."""
+        self._closed = True
+
+    def page(
+        self, filters: Mapping[str, tuple[float, float]], *, kind: str, problem: str, sort: str, descending: bool,
+        first: int, count: int,
+    ) -> dict[str, Any]:  # fmt: skip
+        """`count` lines from the `first` one on, of those whose columns lie within `filters` (bounds included).
+
+        Raises:
+            KeyError: an unknown column, kind or problem.
+        """
+        self.scan()
+        generation, sources, rows, files = self._joined()
+        chosen = np.ones(len(rows), bool)
+        for column, (low, high) in filters.items():
+            values = rows[SORTABLE[_place(SORTABLE, column)]]
+            chosen &= (values >= low) & (values <= high)
+        if kind:
+            chosen &= rows["kind"] == _place(KINDS, kind)
+        if problem:
+            chosen &= rows["problem"] == _place(PROBLEMS, problem)
+        order = self._order(generation, rows, sort)
+        order = order[chosen[order]]
+        if descending:
+            known = ~np.isnan(rows[sort][order])  # lines that have no such number come last either way
+            order = np.concatenate([order[known][::-1], order[~known]])
+        shown = order[first : first + min(count, MAX_PAGE)].tolist()
+        gone: list[str] = []
+        briefs = [self._brief(sources[files[i]], rows[i], gone) for i in shown]
+        return {
+            "total": len(rows),
+            "found": len(order),
+            "files": self._files,
+            "files_read": len(sources) + self._unreadable,
+            "broken": next(filter(None, [*gone, self._broken, *self._left_out]), ""),
+            "rows": briefs,
+        }
+
+    def one(self, name: str) -> dict[str, Any]:
+        """The whole line of an id that a page gave: file and offset, both of which the index must have.
+
+        Raises:
+            KeyError: it has not.
+            GoneError: the file was deleted or written anew since.
+        """
+        _, sources, rows, files = self._joined()
+        file, _, offset = name.rpartition(":")
+        number = next((i for i, source in enumerate(sources) if self._relative(source) == file), None)
+        found = np.zeros(0, np.int64)
+        if number is not None and offset.isdecimal() and len(offset) < 18:
+            found = np.flatnonzero((files == number) & (rows["offset"] == int(offset)))
+        if number is None or not found.size:
+            raise KeyError(f"{name}: no line there; if it was, its file was deleted or written anew since")
+        row = rows[int(found[0])]
+        return {
+            **self._numbers(sources[number], row),
+            "samples": self._samples(sources, rows, files, row),
+            "line": self._line(sources[number], int(offset)),
+        }
+
+    def _samples(self, sources: Sequence[Source], rows: Array, files: Array, row: Array) -> list[str]:
+        """Ids of all samples of a line's trajectory, the line itself included: one, mostly."""
+        if row["kind"] != KINDS.index("trained"):
+            return []
+        alike = (rows["kind"] == row["kind"]) & (rows["step"] == row["step"])
+        places = np.flatnonzero(alike & (rows["trajectory"] == row["trajectory"])).tolist()
+        found = sorted((self._relative(sources[files[i]]), int(rows["offset"][i])) for i in places)
+        return [f"{file}:{offset}" for file, offset in found]
+
+    def _joined(self) -> tuple[int, list[Source], Array, Array]:
+        """Generation, sources, and the lines of all of them with their source's number; newest file last."""
+        with self._lock:
+            if self._table[0] != self._generation:
+                parts = list(self._parts.values())
+                rows = np.concatenate([np.zeros(0, COLUMNS), *(part for _, part in parts)])
+                files = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for _, part in parts])
+                self._table = (self._generation, [source for source, _ in parts], rows, files)
+                self._orders.clear()
+            return self._table
+
+    def _order(self, generation: int, rows: Array, sort: str) -> Array:
+        """Places of the lines in ascending order of a column; ties by place, so pages never overlap."""
+        column = SORTABLE[_place(SORTABLE, sort)]
+        known = self._orders.get((column, generation))
+        if known is None:
+            known = np.argsort(rows[column], kind="stable").astype(np.int32)
+            with self._lock:
+                self._orders[(column, generation)] = known
+        return known
+
+    def _line(self, source: Source, offset: int) -> dict[str, Any]:
+        """Raises GoneError: it is no longer where the index has it."""
+        try:
+            with source.path.open("rb") as file:
+                file.seek(offset)
+                found = json.loads(file.readline())
+        except FileNotFoundError:
+            why = "was deleted since this page listed it; a run deletes none, so see what else cleans its folder"
+        except ValueError:
+            why = "was written anew since this page listed it, as by --resume; draw the page again"
+        else:
+            return found if isinstance(found, dict) else {}
+        raise GoneError(f"{self._relative(source)} {why}")
+
+    def _brief(self, source: Source, row: Array, gone: list[str]) -> dict[str, Any]:
+        """A line of a page; of one that is no longer in its file the numbers, and why among the `gone`."""
+        line: Mapping[str, Any] = {}
+        try:
+            line = self._line(source, int(row["offset"]))
+        except GoneError as error:
+            gone.append(str(error))
+        prompt, text = _prompt(line), str(line.get("text", ""))
+        return {**self._numbers(source, row), "prompt": prompt[:TEXT_CHARS], "text": text[:TEXT_CHARS]}
+
+    def _numbers(self, source: Source, row: Array) -> dict[str, Any]:
+        numbers = {column: _plain(row[column]) for column in SORTABLE}
+        words = {"kind": KINDS[int(row["kind"])], "problem": PROBLEMS[int(row["problem"])]}
+        file = self._relative(source)
+        return {"id": f"{file}:{row['offset']}", **numbers, **words, "file": file}
+
+    def _relative(self, source: Source) -> str:
+        return str(source.path.relative_to(self.folder))
+
+    def _scan(self) -> None:
+        left_out: list[str] = []
+        sources = self._sources(left_out)
+        self._files = len(sources)
+        known = self._kept.load() if self._kept and not self._parts else {}
+        self._forget_deleted()
+        new = unreadable = 0
+        for source in sources:
+            if self._closed:
+                return
+            with self._lock:
+                before = self._parts.get(source.path)
+            if before is not None and before[0].stamp == source.stamp:
+                continue
+            kept = known.get((self._relative(source), *source.stamp))
+            try:
+                rows = self._read(source) if kept is None else kept
+            except (OSError, *BAD_LINE) as error:
+                left_out.append(_why_not(self._relative(source), error))
+                unreadable += 1
+                continue
+            new += len(rows) if kept is None else 0
+            with self._lock:
+                self._parts[source.path] = (source, rows)
+                self._generation += 1
+        self._left_out, self._unreadable = left_out, unreadable
+        if new and self._kept:
+            with self._lock:
+                every = [(str(path.relative_to(self.folder)), s, rows) for path, (s, rows) in self._parts.items()]
+                parts = {(name, *s.stamp): rows for name, s, rows in every}
+            self._kept.save(parts)
+
+    def _forget_deleted(self) -> None:
+        """Leave out lines of files that are there no more; those of files that a disk refuses stay."""
+        deleted = []
+        for path in list(self._parts):
+            try:
+                path.stat()
+            except FileNotFoundError:
+                deleted.append(path)
+            except OSError:
+                continue  # `_sources` names it
+        with self._lock:
+            for path in deleted:
+                del self._parts[path]
+            self._generation += bool(deleted)
+
+    def _sources(self, left_out: list[str]) -> list[Source]:
+        """The newest first; what is no file of a step or version, or cannot be looked at, is `left_out` by name."""
+        found = []
+        for step, kind, path in sorted(self._named(left_out), reverse=True):
+            try:
+                stat = path.stat()
+            except OSError as error:  # pruned meanwhile, or a disk
+                left_out.append(_why_not(str(path.relative_to(self.folder)), error))
+            else:
+                found.append(Source(path, kind, step, (stat.st_size, stat.st_mtime_ns)))
+        return found
+
+    def _named(self, left_out: list[str]) -> Iterator[tuple[int, int, Path]]:
+        """Step or version, kind and path of each file whose name says them."""
+        for kind, (pattern, name) in enumerate(FILES):
+            for path in self.folder.glob(pattern):
+                relative = str(path.relative_to(self.folder))
+                match = name.fullmatch(relative)
+                if match is None:
+                    left_out.append(f"{relative} is left out: it is not named as {pattern.replace('*', 'N')}")
+                else:
+                    yield int(match[1]), kind, path
+
+    def _read(self, source: Source) -> Array:
+        rows: list[tuple[float, ...]] = []
+        offset = 0
+        with source.path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    try:
+                        rows.append((offset, source.step, *self._measure(json.loads(line), source), source.kind))
+                    except BAD_LINE as error:
+                        self._broken = self._broken or _why_not(f"{self._relative(source)}, line {number}", error)
+                offset += len(line)
+        return np.array(rows, COLUMNS)
+
+    def _measure(self, line: Mapping[str, Any], source: Source) -> tuple[float, ...]:
+        """The columns from `reward` to `problem` of a line."""
+        reward = float(line["reward"])
+        if source.kind == 1:
+            cut = line.get("finish_reason") == "length"
+            numbers = (int(line["tokens"]), 0, 1, np.nan, int(line["index"]), -1)
+            return reward, np.nan, *numbers, PROBLEMS.index("cut") if cut else 0
+        mask, versions = line["loss_mask"], line["versions"]
+        sampled = [bool(trained or logprob) for trained, logprob in zip(mask, line["logprobs"], strict=True)]
+        oldest = min((v for v, trained in zip(versions, mask, strict=True) if trained), default=source.step - 1)
+        turns = sum(1 for before, now in zip([False, *sampled], sampled, strict=False) if now and not before)
+        ratio, advantage = _largest_ratio(line), float(line["advantage"])
+        problem = 0
+        if self.max_new_tokens and len(mask) >= self.max_new_tokens:
+            problem = PROBLEMS.index("cut")
+        elif advantage == 0:
+            problem = PROBLEMS.index("no_signal")
+        elif ratio > DRIFTED:
+            problem = PROBLEMS.index("drifted")
+        elif sum(sampled) > sum(mask):
+            problem = PROBLEMS.index("masked")
+        place = (int(line["group"][1]), int(line["trajectory"]))
+        return reward, advantage, len(mask), source.step - 1 - oldest, turns, ratio, *place, problem
+
+
+def _why_not(what: str, error: Exception) -> str:
+    return f"{what} is left out: {type(error).__name__}: {error}"
+
+
+def _largest_ratio(line: Mapping[str, Any]) -> float:
+    """Of a token's ratio of trainer and behaviour probability or its inverse, the largest; NaN without any."""
+    pairs = zip(line.get("trainer_logprobs") or (), line["logprobs"], strict=False)
+    largest = max((abs(trainer - behaviour) for trainer, behaviour in pairs if trainer is not None), default=np.nan)
+    return float(np.exp(min(largest, 80.0)))
+
+
+def _prompt(line: Mapping[str, Any]) -> str:
+    """As text; of chat messages, what they say."""
+    prompt = line.get("prompt", "")
+    if isinstance(prompt, list):
+        return "\n".join(str(message.get("content", "")) for message in prompt if isinstance(message, dict))
+    return str(prompt)
+
+
+def _place(names: Sequence[str], name: str) -> int:
+    """Raises KeyError: it is none of the names."""
+    if name not in names:
+        raise KeyError(f"{name!r} is none of {', '.join(names)}")
+    return names.index(name)
+
+
+def _plain(value: Any) -> float | int | None:
+    number = value.item()
+    return None if number != number else round(number, 6)

@@ -1,0 +1,132 @@
+"""`python -m slipstream.view.top RUN_DIR`: the live view of a run, from its folder, in any terminal on that machine.
+
+It reads metrics.jsonl and the logs, and asks replay how the run stands, as the launcher does, which changes nothing.
+Without a terminal it writes a line a step. It ends with the run, or by Ctrl-C, which ends nothing else.
+"""
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from configs.errors import InputMissing
+from configs.loading import ConfigError, load
+from configs.schema import Config
+from learner.record.metrics import FILE
+from replay.channel import ChannelError
+from replay.status_client import ask_replay
+from slipstream.launch.announcements import Repeats, launchers_last
+from slipstream.launch.children import RowTail, Tail, without_time
+from slipstream.runtime.ending import read
+from slipstream.runtime.program import program
+from slipstream.view.live_view import LiveView
+
+LOOK_S = 1.0
+ANSWER_S = 1.0
+SILENT_LOOKS = 10
+"""Times in a row that replay does not answer before its run counts as over: it may be starting again."""
+LOG_BYTES = 64 * 1024
+"""Of the end of each log, where events of before are found."""
+READY = re.compile(r"replay ready at (\S+)")
+EVENT = re.compile(r" (?:ERROR|CRITICAL|WARNING (?=guard: )) ?(.*)")
+
+
+class Folder:
+    """A run folder, as far as it was read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.config = folder, _config(folder)
+        self._metrics = RowTail(folder / FILE)
+        self._logs = folder / "logs"
+        self._tails: dict[Path, Tail] = {}
+        self._repeats = Repeats()
+        self._address = ""
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Those that came since the last call."""
+        return self._metrics.new_rows()
+
+    def events(self) -> Iterator[str]:
+        """Errors and guards of all processes since the last call, each once; at first, of the end of each log."""
+        for path in launchers_last(self._logs):
+            if path not in self._tails:
+                found = path.stat()
+                self._tails[path] = Tail(path, max(0, found.st_size - LOG_BYTES), found.st_ino)
+            for line in self._tails[path].new_lines():
+                if (match := EVENT.search(line)) is not None:
+                    text = without_time(match[1])
+                    if self._repeats.is_new(path, line, text):
+                        yield f"{path.stem}: {text[:200]}"
+
+    def status(self) -> dict[str, Any] | None:
+        """Replay's, None where it does not answer. Raises ChannelError: it refuses the keys of this node."""
+        log = self._logs / "replay.log"
+        if log.exists() and (found := READY.findall(log.read_text(encoding="utf-8", errors="replace"))):
+            self._address = str(found[-1])
+        answer = ask_replay(self.config, self._address, ANSWER_S) if self._address else None
+        return None if answer is None else answer.state
+
+    @property
+    def silence(self) -> str:
+        """Why there is no status: how the run has ended, where its launcher could say it."""
+        if (ending := read(self.path)) is not None:
+            return ending.said
+        where = f"replay at {self._address} does not answer" if self._address else "logs/replay.log names no address"
+        return f"{where}: the run has ended, or runs on another machine"
+
+
+def _config(folder: Path) -> Config:
+    if not (folder / "config.yaml").is_file():
+        raise InputMissing(f"{folder}/config.yaml is missing; name the folder of a run, such as runs/quickstart")
+    return load(folder / "config.yaml")
+
+
+def watch(folder: Folder, view: LiveView, *, once: bool) -> None:
+    """Show the run until it ends, or once."""
+    silent = 0
+    while True:
+        status = folder.status()
+        silent = 0 if status is not None else silent + 1
+        over = status is not None and bool(status.get("ended"))
+        if silent and (once or silent >= SILENT_LOOKS or not view.status):
+            status, over = {**view.status, "waits": [], "ended": folder.silence}, True
+        for event in folder.events():
+            view.event(event)
+        rows = folder.rows()
+        if once:  # the present state, not the way there
+            view.recall(rows[:-1])
+            rows = rows[-1:]
+        view.update(status if status is not None else view.status, rows)
+        if once or over:
+            view.say_waits()
+        if over or once:
+            view.close(str(status["ended"]) if over and status else "")
+            return
+        time.sleep(LOOK_S)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; exit code 2 where there is no run."""
+    parser = argparse.ArgumentParser(prog=program("slipstream.view.top"), description=__doc__)
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run folder, such as runs/quickstart")
+    parser.add_argument("--once", action="store_true", help="show the present state and end")
+    parser.add_argument("--plain", action="store_true", help="a line a step, also on a terminal")
+    args = parser.parse_args(argv)
+    try:
+        folder = Folder(args.run_dir)
+        begun = (args.run_dir / "config.yaml").stat().st_mtime
+        view = LiveView(folder.config, "plain" if args.plain else "auto", age_s=max(0.0, time.time() - begun))
+        watch(folder, view, once=args.once)
+    except (ConfigError, ChannelError) as error:
+        sys.stderr.write(f"slipstream: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,231 @@
+"""What doctor makes of facts: side by side, of devices, of links; and how it reads them from a machine."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from configs import load
+from learner.policy.memory import GIB, Sizes
+from slipstream.check import compare, facts, machine
+from slipstream.check.finding import Finding
+from slipstream.check.machine import disk as room
+from slipstream.check.places import Place
+from slipstream.launch.doctor import places_of
+from slipstream.launch.hosts.host_file import read_hosts
+
+CONFIG = load("quickstart", ["placement.device=cpu", "weight_bus.backend=gloo"])
+OVER_NCCL = load("quickstart", ["placement.device=cuda", "weight_bus.backend=nccl"])
+ITS = {
+    "python": "3.11.7",
+    "versions": {"torch": "2.13.0", "nccl": "2.27.3", "transformers": "5.12.1"},
+    "pins": [],
+    "code": "aa",
+    "environment": {"NCCL_CUMEM_ENABLE": "0", "CUDA_VISIBLE_DEVICES": "0"},
+    "model": {"tokenizer": "t", "chat_template": "c", "vocab_size": "64", "eos_token_ids": "2", "architecture": "a"},
+    "keys": None,
+}
+LEARNER, ROLLOUT = (replace(place, planned=frozenset()) for place in places_of(CONFIG, None, "python"))
+
+
+def side_by_side(config: Any = CONFIG, **its: Any) -> list[Finding]:
+    """Of a learner with ITS and a rollout place that differs by `its`."""
+    found = compare.compared(config, {LEARNER: ITS, ROLLOUT: {**ITS, **its}}, {LEARNER: (0.0, 0.01)})
+    return [finding for finding in found if finding.severity != "ok"]
+
+
+def test_what_is_alike_is_in_order_and_own_devices_do_not_count():
+    assert (
+        side_by_side(environment={"NCCL_CUMEM_ENABLE": "0", "CUDA_VISIBLE_DEVICES": "1", "NCCL_IB_HCA": "mlx5_1"}) == []
+    )
+
+
+@pytest.mark.parametrize(
+    ("its", "severity", "words"),
+    [
+        (
+            {"environment": {"NCCL_CUMEM_ENABLE": "1"}},
+            "stop",
+            ["is 0 at learner of node0, 1 at rollout", "network.env"],
+        ),
+        (
+            {"environment": ITS["environment"] | {"UCX_TLS": "tcp"}},
+            "warn",
+            ["UCX_TLS is not set at learner", "tcp at ro"],
+        ),
+        (
+            {"versions": ITS["versions"] | {"nccl": "2.28.9"}},
+            "stop",
+            ["nccl is 2.27.3 at learner", "same PyTorch on both"],
+        ),
+        (
+            {"versions": ITS["versions"] | {"torch": "2.11.0"}},
+            "warn",
+            ["torch is 2.13.0 at", "pip install the same torch"],
+        ),
+        ({"code": "bb"}, "warn", ["slipstream's own code is aa at learner", "same release on all nodes"]),
+        ({"pins": ["sglang wants torch==2.11.0, 2.13.0 is installed"]}, "warn", ["rollout of node0: sglang wants"]),
+        ({"model": ITS["model"] | {"eos_token_ids": "3"}}, "stop", ["eos_token_ids differs", "copy one model folder"]),
+        ({"model": {"error": "config.json: missing"}}, "stop", ["model: rollout of node0: config.json: missing"]),
+    ],
+)
+def test_what_differs_is_named_with_both_values_and_a_way_out(its, severity, words):
+    (finding,) = side_by_side(OVER_NCCL, **its)
+    assert finding.severity == severity and [word for word in words if word not in finding.line] == [], finding.line
+
+
+def test_keys_of_another_folder_and_clients_that_are_not_admitted():
+    mine = {"server": "S" * 40, "client": "L", "name": "learner", "admits": ["L", "N"]}
+    its = {LEARNER: ITS | {"keys": mine}}
+    good = list(compare.keys({**its, ROLLOUT: ITS | {"keys": {**mine, "client": "N", "admits": []}}}))
+    assert [finding.severity for finding in good] == ["ok"]
+    wrong = {"server": "T" * 40, "client": "X", "name": "node1", "admits": []}
+    found = list(compare.keys({**its, ROLLOUT: ITS | {"keys": wrong}}))
+    assert ["copy server.key" in found[0].line, "--export-node node1" in found[1].line] == [True, True]
+
+
+def test_a_clock_counts_by_more_than_it_was_measured_with():
+    def severity(ahead: float, doubt: float) -> list[str]:
+        return [finding.severity for finding in compare.clock({ROLLOUT: (ahead, doubt)})]
+
+    assert (severity(1.5, 0.1), severity(-1.5, 0.1), severity(1.5, 0.6)) == (["warn"], ["warn"], ["ok"])
+
+
+# ---- a machine ------------------------------------------------------------------------------------------
+
+TOPOLOGY = """\
+\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
+GPU0\t X \tNV18\tSYS\tPIX\t0-31\t0
+GPU1\tNV18\t X \tSYS\tPIX\t0-31\t0
+GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1
+NIC0\tPIX\tPIX\tSYS\t X
+
+Legend:
+  X    = Self
+  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
+"""
+GPU = {"index": "0", "name": "NVIDIA H200", "memory.total": "143771", "memory.used": "4", "driver_version": "570"}
+
+
+def devices(**its: Any) -> dict[str, str]:
+    """The first finding of each check, of three GPUs."""
+    found = {"gpus": [GPU] * 3, "links": {}, "peer_access": {}, "infiniband": {}, **its}
+    listed = [(each.code, f"{each.severity} {each.line}") for each in machine.devices(OVER_NCCL, found, 3, "")]
+    return dict(reversed(listed))
+
+
+def test_the_matrix_of_nvidia_smi_is_read_by_pairs():
+    assert facts.matrix(TOPOLOGY) == {"GPU0-GPU1": "NV18", "GPU0-GPU2": "SYS", "GPU1-GPU2": "SYS"}
+    assert facts.matrix("") == facts.matrix("No devices were found\n") == {}
+
+
+def test_devices_that_are_busy_mixed_far_or_without_peer_access():
+    assert devices()["gpu"] == "ok gpu: 3 x NVIDIA H200, 143771 MiB"
+    far = devices(links=facts.matrix(TOPOLOGY))["nvlink"]
+    assert far.startswith("warn nvlink: no NVLink between GPU0-GPU2, GPU1-GPU2 (SYS)")
+    assert devices(links={"GPU0-GPU1": "NV18"})["nvlink"] == "ok nvlink: pairs of GPUs: 1 x NV18"
+    assert "NCCL_P2P_DISABLE" in devices(links={"GPU0-GPU1": "NV18"}, peer_access={"GPU0-GPU1": "CNS"})["p2p"]
+    assert devices(gpus=[GPU, GPU | {"memory.used": "40960"}, GPU])["gpu"].startswith("warn gpu: GPU 0 has 40.0 GiB in")
+    assert devices(gpus=[GPU] * 2)["gpu"].startswith("stop gpu: 3 GPU(s) are placed here, nvidia-smi shows 2")
+    assert devices(gpus=[GPU, GPU, GPU | {"name": "T4"}])["gpu"].startswith("warn gpu: several kinds")
+    assert devices(gpus=[])["gpu"] == (
+        "stop gpu: 3 GPU(s) are placed here, nvidia-smi shows 0; correct placement, or the driver and the container's"
+        " --gpus"
+    )
+
+
+def test_infiniband_ports_are_read_and_one_that_is_down_is_named(tmp_path: Path):
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        for file, text in (("state", state), ("link_layer", "InfiniBand"), ("rate", "400 Gb/sec (4X NDR)")):
+            (port / file).write_text(text + "\n")
+    found = facts.infiniband(tmp_path)
+    assert found["mlx5_0:1"] == "ACTIVE InfiniBand 400 Gb/sec (4X NDR)"
+    assert devices(infiniband=found)["infiniband"].startswith("warn infiniband: not active: mlx5_1:1; ibstat")
+    assert "infiniband" not in devices(), "one machine needs none"
+
+
+SIZES = Sizes.of(
+    {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
+    | {"num_attention_heads": 32, "num_key_value_heads": 8}
+)  # 8B
+ON_GPUS = ("placement.device=cuda", "rollout.engine=sglang")
+
+
+def test_shared_memory_and_disks_are_held_against_what_a_run_writes(tmp_path: Path):
+    config = load("quickstart", [*ON_GPUS, "weight_bus.backend=gloo", f"run.dir={tmp_path}"])
+    found = [machine.shared_memory(config, SIZES, free * GIB, 1, "") for free in (64, 12, 1)]
+    assert [each.severity for each in found] == ["ok", "warn", "stop"] and "docker run --shm-size" in found[2].line
+    assert "one checkpoint and the journal take" in room(config, replace(SIZES, layers=100_000)).line
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "weights"),
+    [
+        ([], 12, 2),
+        (["checkpoint.hf_dtype=float32"], 12, 4),
+        (["learner.lora.rank=16"], 0, 2),  # hf/ has the whole policy, adapters merged
+        (["algorithm.advantage=gae"], 24, 2),
+        (["checkpoint.keep_best=3", "checkpoint.best_metric=x", "checkpoint.keep=1"], 12, 2),
+    ],
+)
+def test_a_disk_is_held_against_all_that_checkpoints_have(monkeypatch, settings: list[str], state: int, weights: int):
+    config = load("quickstart", [*ON_GPUS, *settings])
+    trained = SIZES.adapter_parameters(config.learner.lora) * 12 if config.learner.lora.rank else 0
+    one = SIZES.parameters * (state + weights) + trained
+    assert machine.checkpoint_bytes(config, SIZES) == one
+    best = config.checkpoint.keep_best * SIZES.parameters * weights
+    whole = (config.checkpoint.keep + 1) * one + best + machine.JOURNAL_BYTES
+    found = {}
+    for free in (one, whole - 2**20, whole + 2**20):
+        said = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_files=0, f_favail=0)
+        monkeypatch.setattr(machine.os, "statvfs", lambda _, said=said: said)
+        found[free] = room(config, SIZES).severity
+    assert list(found.values()) == ["stop", "warn", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "severity"),
+    [
+        (["weight_bus.backend=nccl"], "ok"),
+        (["weight_bus.backend=gloo"], "stop"),
+        (["weight_bus.backend=ucc"], "stop"),
+        (["weight_bus.transport=disk", "weight_bus.folder=/shared", "weight_bus.backend=nccl"], "stop"),
+        (["weight_bus.backend=gloo", "weight_bus.stage_in=engine"], "ok"),
+        (["weight_bus.backend=gloo", "learner.lora.rank=16"], "ok"),
+    ],
+)
+def test_only_updates_in_host_memory_are_counted_into_shared_memory(settings: list[str], severity: str):
+    """CUDA memory goes to SGLang's processes by its handle, and with LoRA an update is adapters."""
+    found = machine.shared_memory(load("quickstart", [*ON_GPUS, *settings]), SIZES, GIB, 1, "")
+    assert found.severity == severity, found.line
+
+
+def test_a_container_of_16_gib_of_shared_memory_starts_a_run_over_nccl():
+    config = load("gsm8k-qwen2-7b-8gpu", ["placement.device=cuda"])
+    engines = machine.engines_on(config, config.shares[0].node)
+    assert engines > 1 and machine.shared_memory(config, SIZES, 16 * GIB, engines, "").severity == "ok"
+
+
+def test_pins_that_are_broken_are_found(monkeypatch: pytest.MonkeyPatch):
+    real = facts.metadata.version
+    monkeypatch.setattr(facts.metadata, "version", lambda name: "1.0.0" if name == "msgpack" else real(name))
+    assert "slipstream-rl wants msgpack>=1.0.8, 1.0.0 is installed" in facts.broken_pins()
+
+
+def test_a_place_is_made_of_the_plan(tmp_path: Path):
+    """Also over ssh: the words and the environment that the node's own processes get."""
+    settings = ["placement.split=null", "placement.learner=node0:0", "placement.rollout=node1:0-1"]
+    config = load("quickstart", [*settings, "network.insecure=true", "placement.device=cuda", "weight_bus.port=5760"])
+    (tmp_path / "hosts").write_text("node0 10.0.0.1 ssh=a\nnode1 10.0.0.2 ssh=b\n")
+    learner, rollout = places_of(config, read_hosts(tmp_path / "hosts"), "/env/bin/python")
+    assert isinstance(learner, Place) and str(learner) == "learner of node0" and str(rollout) == "rollout of node1"
+    assert dict(learner.ports) == {"network.replay_port": 5757, "weight_bus.port": 5760}
+    assert rollout.config.network.host == "10.0.0.2" and rollout.command[:-1][0] == "ssh"
+    assert "env OMP_NUM_THREADS=1 NCCL_CUMEM_ENABLE=0" in rollout.command[-1]
+    assert rollout.command[-1].endswith("CUDA_VISIBLE_DEVICES=0 /env/bin/python -m slipstream.check.probe")
+    with pytest.raises(ValueError, match="give --hosts FILE"):
+        places_of(config, None, "python")

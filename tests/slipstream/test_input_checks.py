@@ -1,0 +1,277 @@
+"""Preflight of prompts and of reward.function, by the rules of the rollout servers."""
+
+import ast
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from configs import Config, ConfigError, load
+from learner.checkpoints.folders import mark_complete
+from replay.data import DataError
+from rollout_server.tasks.rewards import RewardError, loading
+from rollout_server.tasks.task import Task
+from slipstream.check import checks, prompts
+from slipstream.check.functions import BUILT_IN, problem_with_function, problem_with_loss, problem_with_signature
+from slipstream.check.prompts import check_prompts
+from slipstream.runtime.fingerprint import run_fingerprint
+
+SYMBOLS = ["<unk>", "<eos>", *"0123456789=?+ abcdefghijklmnopqrstuvwxyz\n"]
+CHAT = (
+    "{% for m in messages %}{{ m.role }}={{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant={% endif %}"
+)
+SAID = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a tokenizer of one token a character, and without a chat template."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    tokenizer = Tokenizer(models.WordLevel({symbol: i for i, symbol in enumerate(SYMBOLS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(.|\n)"), "isolated")
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"__type": "AddedToken", "content": "<eos>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": len(SYMBOLS)}))
+    return folder
+
+
+def config_of(model: Path, *settings: str) -> Config:
+    return load("quickstart", [f"model.path={model}", *settings])
+
+
+def file_of(tmp_path: Path, *prompts: Any) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in prompts))
+    return str(path)
+
+
+def looked_at(config: Config, path: str, curriculum: str = "none") -> list[str]:
+    """What is said of the rows; raises what would stop the run."""
+    return [finding.what for finding in check_prompts(config, path, curriculum)]
+
+
+def check_input(config: Config) -> None:
+    """Model folder and data files; raises what would stop the run."""
+    for check in (checks.model, checks.data):
+        list(check(checks.Subject(config)))
+
+
+def refused(config: Config, path: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        looked_at(config, path)
+    return str(caught.value)
+
+
+def test_prompts_that_cannot_be_rendered_are_refused(model, tmp_path):
+    path = file_of(tmp_path, SAID, SAID)
+    said = refused(config_of(model), path)
+    assert f"{path}: none of the first 2 rows" in said and "no chat template; set model.chat_template" in said
+    template = json.dumps("{{ raise_exception('system messages only') }}")
+    said = refused(config_of(model, f"model.chat_template={template}"), path)
+    assert "row 1: model.chat_template: fails on messages of the roles user: system messages only" in said
+    settings = f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64"
+    assert looked_at(config_of(model, *settings), path)
+
+
+def test_prompts_that_are_all_too_long_are_refused_with_their_lengths(model, tmp_path):
+    path = file_of(tmp_path, "1" * 40, "2" * 30)
+    said = refused(config_of(model), path)
+    assert "data.max_prompt_tokens: 16" in said and "first 2 rows" in said and path in said
+    assert "30 to 40 tokens; raise it to 40" in said
+    assert looked_at(config_of(model, "data.max_prompt_tokens=30"), path)
+
+
+def test_prompts_that_are_too_long_are_counted_before_the_start(model, tmp_path):
+    first, said = looked_at(config_of(model), file_of(tmp_path, "1" * 40, "1+1=", "2" * 30))
+    assert f"rows.jsonl: read as own; the first row: prompt '{'1' * 40}', ground truth '2'" in first
+    assert "2 of the first 3 prompts have more than data.max_prompt_tokens 16 tokens, up to 40" in said
+
+
+def test_a_curriculum_that_no_row_has_is_found_before_the_start(model, tmp_path):
+    rows = file_of(tmp_path, "1+1=", "2+2=")
+    for curriculum in ("none", "pass_rate"):
+        assert looked_at(config_of(model), rows, curriculum)
+    with pytest.raises(DataError, match=r"curriculum: 'dificulty': .*rows.jsonl: row 1 has None there"):
+        looked_at(config_of(model), rows, "dificulty")
+
+
+def test_options_reach_the_chat_template_at_both_ends(model):
+    template = json.dumps("{% for m in messages %}{{ m.content }}{% endfor %}{% if brief %}brief{% endif %}")
+    plain = config_of(model, f"model.chat_template={template}")
+    brief = config_of(model, f"model.chat_template={template}", "model.chat_template_options={brief: true}")
+    row = {"prompt": SAID, "ground_truth": "", "data_source": "", "extra_info": {}, "columns": {}}
+    for config, length in ((plain, 4), (brief, 9)):
+        assert prompts.PromptEncoder(config).length(row) == len(Task(config).encode(row)) == length
+    prints = [run_fingerprint(config)["chat_template"] for config in (plain, brief)]
+    assert prints[1].startswith(prints[0] + " with "), "ends with other options are told apart at Hello"
+
+
+def test_one_usable_row_among_the_first_is_enough(model, tmp_path):
+    assert looked_at(config_of(model), file_of(tmp_path, "1" * 40, SAID, "1+1="))
+
+
+@pytest.mark.parametrize("prompt", ["1+1= ?", SAID, [{"role": "system", "content": "add\n"}, *SAID]])
+def test_lengths_are_those_of_the_rollout_servers(model, prompt):
+    config = config_of(model, f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64")
+    row = {"prompt": prompt, "ground_truth": "", "data_source": "", "extra_info": {}, "columns": {}}
+    assert prompts.PromptEncoder(config).length(row) == len(Task(config).encode(row))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("enable_padding", {"length": 64}), ("enable_truncation", {"max_length": 8})]
+)
+def test_a_tokenizer_that_pads_or_cuts_counts_tokens_all_the_same(model, tmp_path, setting, value):
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    getattr(tokenizer, setting)(**value)
+    tokenizer.save(str(model / "tokenizer.json"))
+    assert looked_at(config_of(model), file_of(tmp_path, "1+1="))
+    assert "have 20 to 20 tokens" in refused(config_of(model), file_of(tmp_path, "1" * 20))
+
+
+def test_a_broken_tokenizer_is_refused_by_file(model, tmp_path):
+    (model / "tokenizer.json").write_text('{"model": {}}')
+    said = refused(config_of(model), file_of(tmp_path, "1+1="))
+    assert "model.path" in said and f"{model}/tokenizer.json cannot be loaded" in said
+
+
+@pytest.mark.parametrize("key", ["data.train", "data.eval"])
+def test_preflight_refuses_what_no_server_could_render(model, tmp_path, key):
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    files = dict.fromkeys(("data.train", "data.eval"), file_of(tmp_path, "1+1="))
+    files[key] = str(tmp_path / "chat.jsonl")
+    Path(files[key]).write_text(json.dumps({"prompt": SAID, "answer": "2"}) + "\n")
+    with pytest.raises(ConfigError, match=rf"^{files[key]}: none of the first 1 rows"):
+        check_input(config_of(model, *map("=".join, files.items())))
+
+
+def test_a_checkpoint_is_a_model_if_it_is_whole(model, tmp_path):
+    """By its folder or by the link to the best, of which the step is kept."""
+    parent = tmp_path / "runs" / "a" / "checkpoints"
+    step = parent / "step_40"
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    step.mkdir(parents=True)
+    model.rename(step / "hf")
+    (step / "state.json").write_text("{}")
+    (parent / "best").symlink_to("step_40")
+    data = [f"{key}={file_of(tmp_path, '1+1=')}" for key in ("data.train", "data.eval")]
+    for name in ("step_40", "best", "step_40/hf"):
+        config = config_of(parent / name, *data)
+        assert config.model.path == str(step / "hf")
+        with pytest.raises(ConfigError, match=f"^model.path: checkpoint {step} is not complete .no COMPLETE."):
+            check_input(config)
+    mark_complete(step)
+    check_input(config)
+
+
+def test_preflight_names_the_set_whose_file_is_missing_or_whose_answers_are_too_long(model, tmp_path):
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    there = file_of(tmp_path, "1+1=")
+    sets = f"data.eval={{near: {there}, far: {tmp_path}/far.jsonl}}"
+    with pytest.raises(DataError, match=rf"^data\.eval\.far: {tmp_path}/far\.jsonl: no such file"):
+        check_input(config_of(model, f"data.train={there}", sets))
+    described = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 64}
+    (model / "config.json").write_text(json.dumps(described))
+    sets = f"data.eval={{near: {there}, long: {{path: {there}, max_new_tokens: 60}}}}"
+    with pytest.raises(ConfigError, match=r"^data\.eval\.long: max_new_tokens: 60 .* max_position_embeddings 64"):
+        check_input(config_of(model, f"data.train={there}", sets))
+
+
+def test_a_large_file_is_not_read_whole(model, monkeypatch):
+    rows = iter([{"prompt": "1+1=", "ground_truth": "2"}] * 10 * prompts.CHECKED_ROWS)
+    monkeypatch.setattr(prompts, "read_rows", lambda path, report: report("read") or rows)
+    looked_at(config_of(model), "rows.jsonl")
+    assert len(list(rows)) >= 8 * prompts.CHECKED_ROWS
+
+
+NAMES = ["sample", "prompts", "completions", "completion_ids", "data_source", "solution_str", "ground_truth", "x"]
+
+
+def is_accepted(source: str) -> bool:
+    namespace: dict[str, object] = {}
+    exec(source, namespace)
+    try:
+        loading.adapt(namespace["f"], "f")  # type: ignore[arg-type]
+    except RewardError:
+        return False
+    return True
+
+
+@st.composite
+def functions(draw: st.DrawFn) -> str:
+    names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=5))
+    split = draw(st.integers(0, len(names)))
+    defaults = draw(st.integers(0, split))
+    positional = [f"{name}=None" if index >= defaults else name for index, name in enumerate(names[:split])]
+    only = [f"{name}=None" if draw(st.booleans()) else name for name in names[split:]]
+    parts = [*positional, *(["*", *only] if only else []), *(["**more"] if draw(st.booleans()) else [])]
+    return f"{'async ' if draw(st.booleans()) else ''}def f({', '.join(parts)}):\n    return 1.0\n"
+
+
+@given(functions())
+@settings(max_examples=300)
+def test_parameters_are_refused_that_the_rollout_servers_refuse(source):
+    assert (problem_with_signature(ast.parse(source), "f") is None) == is_accepted(source)
+
+
+def test_names_of_rewards_are_those_of_the_rollout_server():
+    assert set(BUILT_IN) == {*loading.FUNCTIONS, "judge", "remote_model"}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import functools\n\n@functools.cache\ndef reward(a, b):\n    return 1.0\n",
+        "def reward(a, b):\n    return 1.0\n\nreward = reward\n",
+        "from elsewhere import reward\n",
+        "if True:\n    def reward(a, b):\n        return 1.0\n",
+    ],
+)
+def test_what_the_source_does_not_decide_is_left_to_the_rollout_servers(tmp_path, source):
+    (tmp_path / "mine.py").write_text(source)
+    assert problem_with_function(f"{tmp_path}/mine.py:reward") is None
+
+
+def test_unknown_parameters_are_refused_in_files_and_in_modules(tmp_path, monkeypatch):
+    folder = tmp_path / "graders_of_this_test"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (folder / "maths.py").write_text("def reward(answer, truth):\n    return 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for spec in (f"{folder}/maths.py:reward", "graders_of_this_test.maths:reward"):
+        said = problem_with_function(spec)
+        assert said is not None and "has the parameters (answer, truth); take `async def reward(sample)`" in said
+    assert problem_with_function("graders_of_this_test.others:reward") is None
+    (folder / "cut.py").write_text("def reward(sample")
+    said = problem_with_function("graders_of_this_test.cut:reward")
+    assert said is not None and said.startswith(f"{folder}/cut.py does not parse: ") and "correct the file" in said
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("mine.py:good", None),
+        ("mine.py:with_a_default", None),
+        ("mine.py:god", "no function 'god'; did you mean 'good'"),
+        ("mine.py:of_a_row", "called with the `algorithm` section alone"),
+        ("other.py:good", "no file"),
+        ("broken.py:good", "does not parse"),
+    ],
+)
+def test_a_loss_of_ones_own_is_read_before_the_start(tmp_path, place, said):
+    (tmp_path / "broken.py").write_text("def good(:\n")
+    (tmp_path / "mine.py").write_text(
+        "raise RuntimeError('run')\ndef good(algorithm): ...\ndef with_a_default(algorithm, most=4.0): ...\n"
+        "def of_a_row(algorithm, row): ...\n"
+    )
+    problem = problem_with_loss(f"{tmp_path}/{place}")
+    assert problem is None if said is None else said in problem
+    assert problem_with_loss("ppo_clip") is None

@@ -1,0 +1,273 @@
+"""The start commands' dry runs and what they write: four hosts over ssh, under Slurm and in Kubernetes."""
+
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import configs
+from configs import ConfigError
+from configs.errors import BadHosts
+from configs.loading import PRESETS
+from replay import keys as make_keys
+from slipstream.launch.__main__ import main
+from slipstream.launch.hosts import kubernetes, node_spec
+from slipstream.launch.hosts.host_file import parse_hosts
+
+FOUR = "qwen3-14b-4nodes"
+HOSTS = """# four hosts
+node0 10.0.0.1 gpus=8 ssh=ubuntu@gpu0   # replay
+node1 10.0.0.2 gpus=8
+node2 10.0.0.3 gpus=8
+
+node3 10.0.0.4
+"""
+
+
+@pytest.fixture
+def launch(monkeypatch, capsys):
+    """`python -m slipstream.launch` in this process; what it shows, or where it fails, what it says."""
+
+    def run(*words, code=0):
+        monkeypatch.setattr(sys, "argv", ["slipstream.launch", *words])
+        found, shown = main(), capsys.readouterr()
+        assert found == code, shown.err
+        return shown.out if code == 0 else shown.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("keys") / "keys"
+    make_keys.make(folder, ["node1", "nodes"], force=False)
+    return folder
+
+
+@pytest.fixture
+def four(tmp_path, keys):
+    """Arguments of a run on four hosts, with keys."""
+    return ["--config", FOUR, "--set", f"network.keys={keys}", "--set", f"run.dir={tmp_path}/runs"]
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    (tmp_path / "hosts").write_text(HOSTS)
+    return ["--hosts", str(tmp_path / "hosts")]
+
+
+def table_rows(text: str) -> list[list[str]]:
+    return [re.split(r" {2,}", line) for line in text.split("\n\n")[0].splitlines()[1:]]
+
+
+def test_a_dry_run_over_four_hosts_shows_what_would_run_where(tmp_path, launch, four, hosts):
+    shown = launch("learner", *hosts, "--dry-run", *four)
+    assert table_rows(shown) == [
+        ["node0", "10.0.0.1", "replay", "-", "replay 29500"],
+        ["node0", "10.0.0.1", "learner ranks 0-7", "0-7", "weight bus 29600, rendezvous 29400"],
+        ["node1", "10.0.0.2", "learner ranks 8-15", "0-7", "-"],
+    ]
+    assert "ubuntu@gpu0 'cd " in shown and "-m slipstream.launch.hosts.node --stdin --role learner" in shown
+    of_node0, of_node1 = shown.split("ubuntu@gpu0 '")[1].split("\nnode1: ssh")
+    assert "server.key_secret (mode 0600)" in of_node0 and "clients/learner.key_secret" in of_node0
+    assert "clients/node1.key_secret" in of_node1 and "server.key_secret" not in of_node1
+
+    shown = launch("rollout", *hosts, "--dry-run", *four)
+    rows = [row[:4] for row in table_rows(shown)]
+    assert rows[0] == ["node2", "10.0.0.3", "rollout-node2-0", "0-1"]
+    assert rows[-1] == ["node3", "10.0.0.4", "rollout-node3-3", "6-7"] and len(rows) == 8
+    assert "CUDA_VISIBLE_DEVICES=6,7" in shown and "clients/nodes.key_secret" in shown
+    assert not (tmp_path / "runs").exists(), "nothing is written"
+
+
+def test_slurm(tmp_path, launch, four):
+    launch("learner", "--slurm", *four)
+    file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
+    text = file.read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
+    assert (options["nodes"], options["gpus-per-node"], options["ntasks-per-node"]) == ("4", "8", "1")
+    (given,) = file.parent.glob("config-*.yaml")
+    assert configs.load(given).placement == configs.load(FOUR).placement and f"--config {given} --digest" in text
+
+    shown = launch("rollout", "--slurm", "--dry-run", *four)
+    alone = shown[shown.index("#!/usr/bin/env bash") :]
+    assert subprocess.run(["bash", "-n"], input=alone, text=True, check=False).returncode == 0
+    assert "#SBATCH --nodes=2" in alone and 'step rollout node2 --replay "$REPLAY"' in alone
+    assert "step learner" not in alone
+
+
+SRUN = """#!/bin/bash
+for word in "$@"; do case "$word" in --nodelist=*) machine="${word#*=}" ;; esac; done
+if [[ "$*" == *slipstream.launch.hosts.node* ]]; then
+  echo "$machine: ${*: -16}" >>"$STEPS"; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0
+fi
+echo "10.1.0.${machine#m}"
+"""
+
+
+def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_path, launch, four):
+    """With commands in place of Slurm's. Machines are asked for their addresses; the first step's end is the job's."""
+    launch("learner", "--slurm", *four)
+    file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
+    (tmp_path / "bin").mkdir()
+    for name, text in {"scontrol": "#!/bin/sh\nprintf 'm1\\nm2\\nm3\\nm4\\n'\n", "srun": SRUN}.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "m[1-4]", "SLURM_CPUS_ON_NODE": "8"}
+    variables = {**os.environ, **slurm, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "STEPS": f"{tmp_path}/steps"}
+    done = subprocess.run(["bash", str(file)], env=variables, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 7, (done.stdout, done.stderr)
+    hosts = parse_hosts(file.with_name("hosts-42").read_text(), "hosts-42")
+    assert {host.name: host.address for host in hosts.values()} == {f"node{i}": f"10.1.0.{i + 1}" for i in range(4)}
+    steps = sorted((tmp_path / "steps").read_text().splitlines())
+    placed = [(step.split(":")[0], *re.search(r"--role (\w+) --node (\w+)", step).groups()) for step in steps]
+    roles = ["learner", "learner", "rollout", "rollout"]
+    assert placed == [(f"m{i + 1}", role, f"node{i}") for i, role in enumerate(roles)]
+    assert all("--set run.name=qwen3-14b-4nodes-42" in step for step in steps)
+    assert all(step.endswith("--resume-if-begun") for step in steps)
+    assert f"job 42, start 1: run {tmp_path}/runs/{FOUR}-42" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("srun", "code", "said"),
+    [
+        ("true", 1, "slipstream: m1 shows no address; set SLIPSTREAM_INTERFACE to the interface of its network"),
+        ("echo 'srun: error: Unable to create step' >&2; exit 3", 3, "srun: error: Unable to create step"),
+    ],
+)
+def test_a_machine_without_an_address_ends_the_slurm_job_with_its_name(tmp_path, launch, four, srun, code, said):
+    launch("learner", "--slurm", *four)
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in {"scontrol": "printf 'm1\\nm2\\nm3\\nm4\\n'", "srun": srun}.items():
+        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+        (commands / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "m[1-4]", "SLURM_CPUS_ON_NODE": "2"}
+    file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
+    path = {"PATH": f"{commands}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", file], env=os.environ | job | path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr.splitlines()) == (code, [said])
+
+
+def test_jobs_of_one_name_have_their_own_configurations(tmp_path, launch, four, monkeypatch):
+    """Two jobs that are written before the first one starts, and a start after its file was edited."""
+    given = {}
+    for lr in ("1e-6", "2e-6"):
+        launch("learner", "--slurm", *four, "--set", f"learner.lr={lr}")
+        text = (tmp_path / "runs" / FOUR / "launch" / "run.sbatch").read_text()
+        given[lr] = re.search(r"--config (\S+) --digest (\w+)", text).groups()
+        launch("learner", "--kubernetes", "--out", str(tmp_path / lr), *four, "--set", f"learner.lr={lr}")
+    assert {lr: configs.load(file).learner.lr for lr, (file, _) in given.items()} == {"1e-6": 1e-6, "2e-6": 2e-6}
+
+    maps = [next(yaml.safe_load_all((tmp_path / lr / "jobset.yaml").read_text())) for lr in given]
+    assert len({each["metadata"]["name"] for each in maps}) == 2 and all(each["immutable"] for each in maps)
+
+    file, digest = given["1e-6"]
+    Path(file).write_text(Path(file).read_text().replace("lr: 1.0e-06", "lr: 2.0e-06"))
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"node{i} 10.0.0.{i}\n" for i in range(4)))
+    words = ["--role", "rollout", "--node", "node2", "--hosts", str(hosts), "--config", file, "--digest", digest]
+    parser = argparse.ArgumentParser()
+    node_spec.add_spec_arguments(parser)
+    with pytest.raises(BadHosts, match=digest):
+        node_spec.spec_of_arguments(parser.parse_args(words))
+
+
+def test_kubernetes(tmp_path, launch, four):
+    folder = tmp_path / "manifests"
+    launch("learner", "--kubernetes", "--out", str(folder), "--image", "registry/slip:1", *four)
+    config_map, jobset = yaml.safe_load_all((folder / "jobset.yaml").read_text())
+    hosts = parse_hosts(config_map["data"]["hosts"], "hosts")
+    assert hosts["node0"].address == f"{FOUR}-learner-0-0.{FOUR}"
+    assert hosts["node3"].address == f"{FOUR}-rollout-0-1.{FOUR}"
+    assert yaml.safe_load(config_map["data"]["config.yaml"])["network"]["keys"] == kubernetes.KEYS
+
+    spec = jobset["spec"]
+    assert spec["successPolicy"]["targetReplicatedJobs"] == ["learner"] and spec["network"]["subdomain"] == FOUR
+    assert spec["failurePolicy"]["maxRestarts"] == kubernetes.RESTARTS
+    jobs = {job["name"]: job["template"]["spec"] for job in spec["replicatedJobs"]}
+    completions = {name: (job["completions"], job["completionMode"]) for name, job in jobs.items()}
+    assert completions == dict.fromkeys(("learner", "rollout"), (2, "Indexed"))
+    for role, job in jobs.items():
+        pod = job["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["image"] == "registry/slip:1" and container["resources"]["limits"]["nvidia.com/gpu"] == 8
+        options = dict(itertools.pairwise(container["command"]))
+        assert container["command"][-1] == "--resume-if-begun"
+        assert re.fullmatch(rf"run\.name={FOUR}-\d{{8}}-\d{{6}}", options["--set"])
+        assert (options["--role"], options["--index"]) == (role, "$(JOB_COMPLETION_INDEX)")
+        probe = container["readinessProbe"]["exec"]["command"]
+        assert probe[:2] == ["sh", "-c"] and '"$POD_IP"' in probe[2] and "slipstream.launch.hosts.ready" in probe[2]
+        assert {volume["name"] for volume in pod["volumes"]} == {each["name"] for each in container["volumeMounts"]}
+        secret = yaml.safe_load((folder / f"keys-{role}.yaml").read_text())
+        (volume,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "keys"]
+        assert secret["metadata"]["name"] == volume["secretName"]
+        assert {item["key"] for item in volume["items"]} == set(secret["stringData"])
+        assert ("server.key_secret" in secret["stringData"]) == (role == "learner")
+        assert (folder / f"keys-{role}.yaml").stat().st_mode & 0o777 == 0o600
+    names = [kubernetes.jobset_name(configs.load("quickstart", [f"run.name={run}"])) for run in ("My_Run.7", "x" * 80)]
+    assert names == ["my-run-7", "x" * 40], "names of DNS"
+
+
+def test_a_dry_run_shows_no_secret(launch, four, keys):
+    shown = launch("learner", "--kubernetes", "--dry-run", *four)
+    secrets = [re.search(r'secret-key = "(.*)"', path.read_text()) for path in keys.rglob("*.key_secret")]
+    assert secrets and all(found and found[1] not in shown for found in secrets)
+    assert "a Secret with key files, not shown here" in shown
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
+def test_every_preset_dry_runs(name, tmp_path, launch):
+    config = configs.load(name)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("".join(f"{share.node} 10.0.0.{i + 1} gpus=8\n" for i, share in enumerate(config.shares)))
+    arguments = ["--hosts", str(hosts), "--dry-run", "--config", name, "--set", "network.insecure=true"]
+    rows = [row for role in ("learner", "rollout") for row in table_rows(launch(role, *arguments))]
+    assert sum(row[2].startswith("rollout") for row in rows) == config.num_rollout_servers
+    assert sum(row[2].startswith("learner") for row in rows) == len(config.learner_nodes)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("node0\n", ["hosts, line 1", "'node0'", "name address"]),
+        ("# a\n\nnode0 10.0.0.1 gpu=8\n", ["hosts, line 3", "'gpu=8'", "gpus=8"]),
+        ("node0 10.0.0.1 gpus=many\n", ["line 1", "gpus='many'"]),
+        ("node0 10.0.0.1\nnode0 10.0.0.2\n", ["line 2", "'node0' is there already"]),
+        ("node0 10.0.0.1\nnode1 10.0.0.1\n", ["line 2", "'10.0.0.1'", "'node0'"]),
+        ("node0 10.0.0.1 ssh=-oProxyCommand=x\n", ["line 1", "ssh="]),
+        ("node/0 10.0.0.1\n", ["line 1", "'node/0' is no name"]),
+        ("\n", ["no host"]),
+    ],
+)
+def test_a_bad_host_file_is_refused_with_its_line(text, words):
+    with pytest.raises(ConfigError) as caught:
+        parse_hosts(text, "hosts")
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "words"),
+    [
+        ("node0 10.0.0.1\n", [], ["node1", "not in the host file", "add a line"]),
+        (HOSTS.replace("gpus=8 ssh", "gpus=4 ssh"), [], ["node0:7", "needs 8 GPUs", "node0 has 4"]),
+        (HOSTS, ["network.keys=null"], ["node0", "network.host", "10.0.0.1", "network.keys"]),
+        (HOSTS, ["network.keys=no/such/keys"], ["no/such/keys", "replay.keys"]),
+    ],
+)
+def test_what_cannot_start_is_refused_before_anything_does(tmp_path, launch, four, hosts, text, settings, words):
+    (tmp_path / "hosts").write_text(text)
+    said = launch("learner", *hosts, *four, *[word for setting in settings for word in ("--set", setting)], code=2)
+    assert said.startswith("slipstream: refused: ") and [word for word in words if word not in said] == [], said
+
+
+@pytest.mark.parametrize("where", [["--slurm"], ["--kubernetes"], ["--hosts", "hosts"]])
+def test_the_device_of_another_machine_is_not_that_of_this_one(where, launch):
+    said = launch("learner", *where, "--dry-run", "--set", "placement.device=auto", code=2)
+    assert "refused: placement.device: 'auto'" in said

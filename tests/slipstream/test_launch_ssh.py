@@ -1,0 +1,353 @@
+"""Over ssh: which node's failure is named, that nothing outlives the start script, what a node does with its spec."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import configs
+from configs import ConfigError
+from configs.loading import dump
+from configs.machine import count_gpus, torch_has_cuda, visible_devices
+from configs.plan import Machine
+from replay.channel import ChannelError, KeysError
+from slipstream.launch import children
+from slipstream.launch.hosts import here, node, ssh
+from slipstream.launch.hosts.host_file import Host
+from slipstream.launch.hosts.key_files import write_keys
+from slipstream.launch.hosts.node_spec import NodeSpec, read_spec, renumbered, resolve
+from tests.support.runs import ROOT, environment, left_over, processes
+from tests.support.waiting import until
+
+NODES = ["placement.learner='node0:0'", "placement.rollout='node1:0; node2:0'", "network.insecure=true"]
+HOSTS = "node0 10.0.0.1 ssh=a\nnode1 10.0.0.2 ssh=b\nnode2 10.0.0.3 ssh=c\n"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a start script with a shell function in place of ssh: it gets TARGET and COMMAND as $1 and $2."""
+    (tmp_path / "hosts").write_text(HOSTS)
+    started = []
+
+    def popen(script, ssh, *settings, **options):
+        fake = tmp_path / "ssh"
+        fake.write_text(f"#!/usr/bin/env bash\n{ssh}\n")
+        fake.chmod(0o755)
+        words = ["bash", f"scripts/{script}.sh", "--hosts", str(tmp_path / "hosts")]
+        words += [word for each in [*NODES, f"run.dir={tmp_path}/runs", *settings] for word in ("--set", each)]
+        variables = {**environment(), "PYTHONPATH": str(ROOT), "SLIPSTREAM_SSH": str(fake)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        started.append(subprocess.Popen(words, cwd=ROOT, env=variables, text=True, **pipes, **options))
+        return started[-1]
+
+    yield popen
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize(
+    ("ssh", "settings", "reason"),
+    [
+        ("echo 'no route to host' >&2; exit 255", [], "ssh to a failed or lost its connection: no route to host"),
+        ('exec bash -c "$2"', ["placement.device=cuda"], "exit code 2: slipstream: refused: placement.device: 'cuda'"),
+        ('exec bash -c "$2" </dev/null', [], "exit code 2: slipstream: refused: stdin ended before the order"),
+    ],
+)
+def test_a_node_that_fails_is_named_with_its_reason(start, ssh, settings, reason):
+    process = start("start_learner", ssh, *settings)
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert f"[node0] {reason.partition(': ')[2]}" in said
+    assert f"node0 (10.0.0.1) failed: {reason}" in said
+
+
+def test_an_address_that_is_a_loopback_one_on_its_node_is_refused_there(start, tmp_path):
+    """127.0.1 stands for a name that the node's /etc/hosts has in its loopback line, as Debian writes it."""
+    (tmp_path / "hosts").write_text(HOSTS.replace("10.0.0.1", "127.0.1"))
+    began = time.monotonic()
+    process = start("start_learner", 'exec bash -c "$2"', "placement.device=cpu")
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 1 and time.monotonic() - began < 30
+    line = said.splitlines()[-1]
+    assert line.startswith(
+        "slipstream: node0 (127.0.1) failed: exit code 2: slipstream: refused: host file: '127.0.1'"
+    ), said
+    assert "is 127.0.0.1 on that machine, where no other node reaches it; write the machine's address" in line
+    assert line.endswith("[SLIP-CONFIG-12]")
+
+
+def test_an_address_is_looked_at_only_where_other_nodes_need_it(monkeypatch):
+    several, one = ([*NODES, "network.host=127.0.1"], ["network.host=127.0.1", "network.insecure=true"])
+    with pytest.raises(ConfigError, match=r"'127.0.1', the address of node1, is 127.0.0.1 on that machine"):
+        node.check_address(configs.load("quickstart", several), "node1")
+    node.check_address(configs.load("quickstart", one), "node0")
+
+    def late(*_, **__):
+        raise socket.gaierror("no name server yet")
+
+    monkeypatch.setattr(node.socket, "getaddrinfo", late)
+    node.check_address(configs.load("quickstart", several), "node1")
+
+
+def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_are_ended(start, tmp_path):
+    order = tmp_path / "order"
+    stays = f"head -n 1 >{order}; cat; touch {tmp_path}/bye"
+    process = start("start_rollout_nodes", f'[[ "$1" == b ]] && {{ echo broken; exit 3; }}; {stays}')
+    while "node1 (10.0.0.2) failed" not in (line := process.stdout.readline()):
+        assert line, "the output has ended"
+    assert "exit code 3: broken; the run goes on with the servers of other nodes" in line
+    until(lambda: order.exists() and order.read_text().endswith("\n"), "the order of node2")
+    assert read_spec(order.read_text()).node == "node2"
+    assert process.poll() is None and not (tmp_path / "bye").exists()
+    process.send_signal(signal.SIGINT)
+    assert "SIGINT received: ending node1, node2" in process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and (tmp_path / "bye").exists(), "its stdin has ended"
+
+
+def test_a_start_script_under_nohup_outlives_its_session(start, tmp_path):
+    stays = f'head -n 1 >{tmp_path}/"$1"; cat'
+    process = start("start_rollout_nodes", stays, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    until(lambda: all((tmp_path / name).exists() for name in "bc"), "both nodes")
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.send_signal(signal.SIGTERM)
+    assert "SIGTERM received: ending node1, node2" in process.communicate(timeout=60)[0] and process.returncode == 130
+
+
+def test_kill_9_of_the_start_script_ends_what_it_started(start, tmp_path):
+    process = start("start_rollout_nodes", 'exec bash -c "$2"', "placement.device=cpu", "rollout.wait_for_servers_s=60")
+    needle = f"{tmp_path}/runs/"
+    servers = re.compile(f"rollout_server.main.*{needle}")
+    until(lambda: sum(bool(servers.search(command)) for _, command in processes()) == 2, "two rollout servers")
+    process.kill()
+    process.wait()
+    assert left_over(needle) == []
+
+
+# ---- a node and its spec --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spec(tmp_path):
+    settings = [*NODES, "placement.device=cpu", f"run.dir={tmp_path}", "network.replay_port=5757"]
+    config = dump(configs.load("quickstart", settings))
+    return NodeSpec(role="rollout", node="node1", config=config, hosts=HOSTS)
+
+
+def test_an_order_survives_its_line_and_what_is_none_is_refused(spec):
+    with_keys = spec.model_copy(update={"keys": {"server.key": "x\ny"}})
+    assert read_spec(with_keys.line()) == with_keys
+    wrong = [{"role": "king"}, {"node": 7}, {"keys": {"a": 1}}]
+    for line in ["", "[1]\n", '{"role": "learner"}\n', *(json.dumps(spec.model_dump() | each) for each in wrong)]:
+        with pytest.raises(ConfigError, match="not valid"):
+            read_spec(line)
+
+
+def test_a_node_makes_its_part_of_the_plan_with_its_own_address(spec):
+    assignment = resolve(spec)
+    assert assignment.config.network.host == "10.0.0.2" and not assignment.is_first
+    assert assignment.plan.replay == "tcp://10.0.0.1:5757"
+    (process,) = assignment.plan.processes
+    assert process.name == "rollout-node1-0" and "network.host=10.0.0.2" in process.command
+    written = configs.load(process.command[process.command.index("--config") + 1])
+    assert dump(written) == spec.config
+
+
+def test_key_files_are_for_their_owner_alone_and_stay_in_their_folder(tmp_path):
+    folder = tmp_path / "keys"
+    write_keys(str(folder), {"server.key": "a", "clients/n.key_secret": "b"})
+    write_keys(str(folder), {"server.key": "a", "clients/n.key_secret": "c"})
+    assert (folder / "clients" / "n.key_secret").read_text() == "c"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [folder, *folder.rglob("*")]}
+    assert modes == {"keys": 0o700, "clients": 0o700, "server.key": 0o600, "n.key_secret": 0o600}
+    for name in ("../evil", "/evil", "clients/../../evil"):
+        with pytest.raises(KeysError, match="no place"):
+            write_keys(str(folder), {name: "x"})
+
+
+def test_a_container_counts_its_own_gpus_from_zero():
+    settings = ["placement.learner='n:6-7'", "placement.rollout='n:0-5'", "network.replay_port=5757"]
+    config = configs.load("quickstart", [*settings, "placement.device=cuda"])
+
+    def visible(role, **machine):
+        return renumbered(
+            config, NodeSpec(role=role, node="n", config="", hosts=""), Machine("10.0.0.1", **machine)
+        ).visible
+
+    assert visible("learner", gpus=2)[6:] == ("0", "1")
+    assert visible("rollout", gpus=6, visible=tuple("abcdef"))[:6] == tuple("abcdef")
+    with pytest.raises(ConfigError, match="n gives 6 GPUs to the rollout, this container has 2"):
+        visible("rollout", gpus=2)
+
+
+# ---- a job that is started again ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "resumes"),
+    [
+        ("", False),
+        ("config.yaml", False),
+        ("config.yaml checkpoints/step_4/state.json", False),
+        ("journal/0.seg", False),
+        ("config.yaml journal/0.seg", True),
+        ("config.yaml checkpoints/step_4/COMPLETE", True),
+    ],
+)
+def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(tmp_path, files, resumes):
+    for name in files.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    said = []
+    assert node.decide(tmp_path, said.append) is resumes
+    assert len(said) == 1 and str(tmp_path) in said[0] and ("resumes it" in said[0]) is resumes
+    assert (tmp_path / "config.yaml").exists() is resumes, "a run that begins takes its own name"
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_the_other_learner_nodes_do_as_the_first_one_has_decided(tmp_path, monkeypatch, resumes):
+    settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
+    settings += [f"run.dir={tmp_path}", "run.name=job-42", "network.replay_port=5757", "network.insecure=true"]
+    spec = NodeSpec(role="learner", node="node1", config=dump(configs.load("quickstart", settings)), hosts=HOSTS)
+    commands = []
+
+    def start_child(_self, name, command, log, _environment):
+        commands.append(command)
+        return children.start(name, ["true"], log, {})
+
+    monkeypatch.setattr(node.Node, "_wait_for_run_name", lambda _: "job-42")
+    monkeypatch.setattr(node.Node, "_child", start_child)
+    node.write_start(tmp_path / "job-42", resumes=resumes)
+    (tmp_path / "job-42" / "config.yaml").touch()
+    node.Node(resolve(spec), lifeline=False, resume_if_begun=True).run_learner()
+    assert ("--resume" in commands[0]) is resumes
+
+
+def test_a_node_that_replay_never_answers_leaves_a_hang_report(tmp_path, monkeypatch):
+    settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
+    settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
+    config = dump(configs.load("quickstart", [*settings, "rollout.wait_for_servers_s=0.2"]))
+    spec = NodeSpec(role="learner", node="node1", config=config, hosts=HOSTS)
+    monkeypatch.setattr(node, "ask_replay", lambda *_: None)
+    with pytest.raises(ChannelError, match=r"node1 waited 0.2 s for replay at tcp://10.0.0.1:5757 .*; hang report: "):
+        node.Node(resolve(spec), lifeline=False).run_learner()
+    (path,) = (tmp_path / "job").glob("hang-*.txt")
+    said = "node-node1 waited 0.2 s for replay at tcp://10.0.0.1:5757 from replay (rollout.wait_for_servers_s)"
+    assert path.read_text().splitlines()[1] == said and "STACKS OF node-node1" in path.read_text()
+
+
+@pytest.mark.parametrize(("silent", "code", "said"), [(True, 1, "waited 0.2 s"), (False, 2, "launcher (pid")])
+def test_a_scheduler_learns_what_another_start_would_refuse_again(tmp_path, capsys, monkeypatch, silent, code, said):
+    """Kubernetes ends the JobSet at exit code 2: replay may be a pod that waits for its machine, data never comes."""
+    settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
+    settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
+    settings += ["model.path=missing", "rollout.wait_for_servers_s=0.2"]
+    (tmp_path / "config.yaml").write_text(dump(configs.load("quickstart", settings)))
+    (tmp_path / "hosts").write_text(HOSTS)
+    words = ["--role", "learner", "--node", "node1" if silent else "node0", "--hosts", str(tmp_path / "hosts")]
+    monkeypatch.setattr(node, "ask_replay", lambda *_: None)
+    monkeypatch.setattr(node, "catch_signals", lambda: None)
+    monkeypatch.setattr(node, "ignore_signals", lambda: None)
+    monkeypatch.setattr("sys.argv", ["node", *words, "--config", str(tmp_path / "config.yaml")])
+    assert node.main() == code
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert said in last and "refused" not in last
+
+
+def remote(name, *command):
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return ssh.Remote(name, Host(name, "10.0.0.1", name, None), subprocess.Popen(command, **pipes))
+
+
+def test_the_first_learner_node_has_its_time_to_report_after_the_others_have_ended_well(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ssh, "FAREWELL_S", 0.3)
+    remotes = [remote("node0", "sleep", "1.5"), remote("node1", "true")]
+    try:
+        assert ssh._watch(remotes, "learner", str(tmp_path / "job")) == 0
+    finally:
+        ssh.stop(remotes)
+    assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("ended", ["true", "false"])
+def test_nodes_that_do_not_end_leave_a_hang_report(tmp_path, monkeypatch, capsys, ended):
+    monkeypatch.setattr(ssh, "FAREWELL_S", 0.3)
+    remotes = [remote("node0", ended), remote("node1", "cat")]
+    remotes = remotes if ended == "true" else remotes[::-1]
+    try:
+        assert ssh._watch(remotes, "learner", str(tmp_path / "job")) == 1
+    finally:
+        ssh.stop(remotes)
+    (path,) = (tmp_path / "job").glob("hang-*.txt")
+    said = "launch waited 0.3 s for the end of the nodes from node1 (a fixed deadline)"
+    assert path.read_text().splitlines()[1] == said
+    assert f"node1 still run 0.3 s after another node has ended; hang report: {path} [slow]" in capsys.readouterr().err
+
+
+# ---- this machine ---------------------------------------------------------------------------------------
+
+
+def shown_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """A machine whose nvidia-smi lists these GPUs, unless CUDA_VISIBLE_DEVICES reaches it."""
+    lines = "".join(f"GPU {index}: {name}\\n  MIG 1g.10gb Device 0:\\n" for index, name in enumerate(names))
+    smi = folder / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\n[ -z \"$CUDA_VISIBLE_DEVICES\" ] && printf '{lines}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "words"),
+    [
+        ("placement.split=1:1 placement.device=cpu", 0, ["-m rollout_server.main", "tcp://10.0.0.1:5757"]),
+        ("placement.split=1:1 placement.device=cuda", 78, ["placement.device", "shows no GPU"]),
+        ("placement.rollout=a:0 placement.learner=b:0", 78, ["start with --hosts FILE"]),
+    ],
+)
+def test_servers_of_this_host(tmp_path, monkeypatch, capsys, settings, code, words):
+    shown_gpus(tmp_path, monkeypatch)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    options = ["--servers", "4", "--dry-run", *(word for each in settings.split() for word in ("--set", each))]
+    assert here.run_servers(options, "tcp://10.0.0.1:5757") == code
+    said = "".join(capsys.readouterr())
+    assert [word for word in words if word not in said] == [], said
+    assert list((tmp_path / "work").iterdir()) == [], "a dry run writes nothing"
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two"])
+def test_no_server_at_all_is_refused(capsys, count):
+    with pytest.raises(SystemExit) as ended:
+        here.run_servers([f"--servers={count}"], "tcp://10.0.0.1:5757")
+    assert ended.value.code == 2 and f"--servers: {count}: give a whole number from 1 on" in capsys.readouterr().err
+
+
+def test_gpus_are_counted_whatever_is_visible(tmp_path, monkeypatch):
+    shown_gpus(tmp_path, monkeypatch, "NVIDIA H200 (UUID: GPU-1)", "NVIDIA H200 (UUID: GPU-2)")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert (count_gpus(), visible_devices(os.environ), visible_devices({})) == (2, ("1",), None)
+    assert torch_has_cuda() is (torch.version.cuda is not None)
+
+
+def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path, monkeypatch):
+    shown_gpus(tmp_path, monkeypatch, "a", "b", "c")
+    monkeypatch.setattr("slipstream.launch.machine.torch_has_cuda", lambda: True)
+    settings = ["placement.split=4:4", "placement.tensor_parallel=2", "placement.device=cuda"]
+    config = configs.load("quickstart", settings)
+    assert here.environment_of(config, 0)["CUDA_VISIBLE_DEVICES"] == "0,1"
+    with pytest.raises(ConfigError, match="rollout server 1 needs GPU 3, this machine has 3"):
+        here.environment_of(config, 1)
+    with pytest.raises(ConfigError, match="has 2 rollout servers"):
+        here.environment_of(config, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    assert here.environment_of(config, 0)["CUDA_VISIBLE_DEVICES"] == "5,7"

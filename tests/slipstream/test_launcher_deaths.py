@@ -1,0 +1,79 @@
+"""Deaths of replay and of a learner rank as the launcher sees them: stub children, which do nothing but run.
+
+Whole runs that lose them and go on: tests/e2e/test_in_place.py.
+"""
+
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from configs import load
+from configs.plan import Plan, Process
+from slipstream.launch.launcher import Launcher
+from slipstream.launch.servers import RunFailed
+from slipstream.runtime.hang import processes
+from slipstream.view.live_view import LiveView
+from tests.support.waiting import until
+
+REPLAY = "echo replay ready at tcp://127.0.0.1:9; exec sleep 600"
+RANKS = "sleep 600 & echo $! > {0}/rank.tmp; mv {0}/rank.tmp {0}/rank; wait $!; exit 1"
+
+
+class Stubbed(Launcher):
+    """A launcher whose plan has shell commands in place of our processes."""
+
+    def plan(self) -> Plan:
+        commands = {"replay": REPLAY, "learner": RANKS.format(self.run_dir)}
+        stubs = [Process(name, name, self.node, ("sh", "-c", text, name), {}) for name, text in commands.items()]
+        return dataclasses.replace(super().plan(), processes=tuple(stubs))
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    settings = ["placement.local_rollouts=false", "replay.restarts=0", "learner.restarts=0"]
+    config = load("quickstart", [f"run.dir={tmp_path}", "placement.device=cpu", *settings])
+    made = Stubbed(config, False, LiveView(config, "off"))
+    made.start()
+    until((made.run_dir / "rank").exists, "the stub rank")
+    yield made
+    made.stop()
+
+
+@pytest.mark.parametrize("role", ["replay", "learner"])
+def test_a_death_without_restarts_left_ends_the_run_by_name_and_leaves_nothing(launcher: Launcher, role: str) -> None:
+    rank = int((launcher.run_dir / "rank").read_text())
+    os.kill(launcher.replay.pid if role == "replay" else rank, signal.SIGKILL)
+    with pytest.raises(RunFailed) as failed:
+        launcher.watch()
+    assert failed.value.code == "SLIP-RUN-01" and f"{role} (pid " in str(failed.value)
+    launcher.stop()
+    assert [child.name for child in launcher.processes.values() if child.exit_code() is None] == []
+    until(lambda: (found := processes.of(rank)) is None or found.state == "Z", "the end of the rank")
+
+
+@pytest.mark.parametrize("role", ["replay", "learner"])
+def test_a_death_with_restarts_left_is_a_start_in_place(
+    launcher: Launcher, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    getattr(launcher, f"_{role}_restarts").limit = 1
+    before = launcher.processes[role]
+    os.kill(launcher.replay.pid if role == "replay" else int((launcher.run_dir / "rank").read_text()), signal.SIGKILL)
+    looks = iter(range(600))
+
+    class Over(Exception):
+        """Both run again."""
+
+    def look(*_: object) -> None:
+        now = launcher.processes[role]
+        assert next(looks) is not None
+        if now is not before and now.exit_code() is None:
+            raise Over
+
+    monkeypatch.setattr(launcher.view, "update", look)
+    with pytest.raises(Over):
+        launcher.watch()
+    assert launcher.resume, "it goes on from its journal, or from its newest checkpoint"

@@ -1,0 +1,253 @@
+"""The split advisor against arithmetic, recorded runs on GPUs, and what a user sees of it."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from configs import loading
+from configs.base import ConfigError
+from slipstream.plan import __main__ as command
+from slipstream.plan import fitting, sources
+from slipstream.plan.advice import NODE, Effort, Plan, advise, plans, table, yaml_of
+from slipstream.plan.clock import Clock
+from slipstream.plan.costs import Costs, Lognormal, Recorded, Workload
+from slipstream.plan.simulation import Engine, Fleet, Prediction, Sampled, SimulatedRun, with_lag
+
+DATA = Path(__file__).parents[2] / "docs" / "benchmarks" / "data" / "2026-11-21-h200.json"
+LONG = Workload(Recorded(((100,) * 4,)), 10, "all of 100 tokens")
+SPREAD = Workload(Lognormal(40, 0.7, 200), 10, "")
+ANSWERS = Workload(Lognormal(50, 0.5, 200), 10, "")
+TRUTH = Costs(decode_step_s=0.002, decode_answer_s=0.0001, train_token_s=4e-4, commit_s=0.01, publish_s=0.05)
+SKEWED = ["placement.split=3:1"]
+"""A rank that trains for longer than three engines sample."""
+ONE_GPU = ["placement.split=1:1", "placement.share_gpus=true"]
+
+
+def config(*overrides):
+    sizes = ["rollout.group_size=4", "rollout.groups_per_step=8", "rollout.max_new_tokens=2048"]
+    sizes += ["learner.max_tokens_per_microbatch=4096", "evaluation.every_steps=0", "placement.split=1:1"]
+    return loading.load("quickstart", [*sizes, "placement.device=cuda", *overrides])
+
+
+def predict(config, fleet, costs, workload, *, steps=16, alone=True):
+    """What a plan comes to; with `alone` also its rollouts without a learner, for eta."""
+    warmup = config.replay.async_lag + 3
+    whole = SimulatedRun(config, fleet, costs, workload).run(warmup, steps)
+    if not alone:
+        return Prediction(whole)
+    return Prediction(whole, SimulatedRun(config, fleet, costs, workload, trains=False).run(warmup, steps).step_s)
+
+
+def recorded(name):
+    cases = json.loads(DATA.read_text(encoding="utf-8"))["second_series"]["cases"]
+    return {sources.of_case(case).name: (sources.of_case(case), case["t_step"]) for case in cases}[name]
+
+
+# ---- against arithmetic -----------------------------------------------------------------------------------------
+
+
+def test_an_engine_decodes_every_token_once_and_stands_still_for_an_update():
+    clock, done, live = Clock(), [], []
+    costs = Costs(decode_step_s=0.0, decode_answer_s=1.0, train_token_s=0.0, pause_s=3.0)
+    engine = Engine(clock, costs, 2, 0.0, done.append)
+    for number, lengths in enumerate(([5, 3, 9], [4, 1])):
+        engine.submit(Sampled(number, lengths))
+    engine.update(1, lambda: live.append(clock.now))
+    while len(done) < 2:
+        clock.step()
+    tokens = 5 + 3 + 9 + 4 + 1 - 5  # the first token of each answer comes with its prefill
+    assert (clock.now, engine.busy_s, clock.decoding, live) == (tokens + 3, tokens + 3, 0, [3.0])
+    assert [group.number for group in done] == [1, 0] and [group.oldest for group in done] == [1, 0]
+
+
+def test_time_passes_slower_where_both_sides_of_a_gpu_are_busy():
+    clock, seen = Clock(sharing=2.0), []
+    clock.after(1.0, lambda: setattr(clock, "updating", True))
+    clock.decoding = 1
+    clock.after(3.0, lambda: seen.append(clock.now))
+    clock.step()
+    clock.step()
+    assert seen == [pytest.approx(1.0 + 2 * 2.0)]
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_the_lag_is_bounded_and_used(lag):
+    costs = Costs(decode_step_s=0.01, decode_answer_s=1e-4, train_token_s=2e-4, publish_s=0.2)
+    outcome = predict(config(f"replay.async_lag={lag}"), Fleet(2, 1), costs, SPREAD, steps=10, alone=False).outcome
+    assert outcome.max_lag == lag
+
+
+UPDATE = Costs(decode_step_s=0.01, decode_answer_s=0.0, train_token_s=0.6 / (8 * 4 * 110))
+"""An update of 0.6 s, rollouts of 1 s."""
+
+
+def test_a_step_is_half_of_the_slowest_answer_and_the_update():
+    """docs/benchmarks/pipeline.md: at lag 1 two steps take L + T_train, where L is longer."""
+    predicted = predict(config(), Fleet(1, 1), UPDATE, LONG)
+    assert predicted.outcome.train_s == pytest.approx(0.6, rel=0.01)
+    assert predicted.roll_s == pytest.approx(0.5, rel=0.03)
+    assert predicted.outcome.step_s == pytest.approx((1.0 + 0.6) / 2, rel=0.03)
+    assert predicted.eta == pytest.approx(0.6 / 0.8, rel=0.03)
+    outcome = predict(with_lag(config(), 0), Fleet(1, 1), UPDATE, LONG).outcome
+    assert outcome.step_s == pytest.approx(1.6, rel=0.03), "without lag nothing overlaps"
+    assert outcome.rollout_idle + outcome.learner_idle == pytest.approx(1.0, abs=0.05)
+
+
+def test_what_engine_and_learner_do_at_once_takes_twice_as_long():
+    """At lag 0 they take turns; at a higher one every second of overlap is paid."""
+    shared, steps = replace(UPDATE, sharing=2.0), {}
+    for lag in (0, 3):
+        for name, each in (("own", UPDATE), ("shared", shared)):
+            steps[lag, name] = predict(with_lag(config(), lag), Fleet(1, 1), each, LONG, alone=False).outcome
+    assert steps[0, "shared"].step_s == pytest.approx(steps[0, "own"].step_s)
+    assert steps[3, "shared"].train_wall_s == pytest.approx(1.2, rel=0.05)  # the update alone takes 0.6 s
+    assert steps[3, "shared"].step_s == pytest.approx(steps[3, "own"].step_s + 0.6, rel=0.1)
+
+
+# ---- against what was measured ----------------------------------------------------------------------------------
+
+RECORDED = [
+    ("case 0.6B@1:3, 32 groups, 512 running", ["0.6B@2:2, 32 groups, 512", "0.6B@3:1, 32 groups, 512"]),
+    ("case 1.7B@1:3, 32 groups, 512 running", ["1.7B@3:1, 32 groups, 512", "1.7B@1:1, 64 groups, 192"]),
+]
+
+
+@pytest.mark.parametrize("known, others", RECORDED)
+def test_one_recorded_split_predicts_the_others(known, others):
+    measured, took = recorded(known)
+    fitted = fitting.fit([measured])
+    for name in others:
+        other, truth = recorded(f"case {name} running")
+        fleet = Fleet(other.engines, other.config.num_learner_ranks)
+        outcome = predict(other.config, fleet, fitted.costs, other.workload, steps=12, alone=False).outcome
+        assert outcome.step_s == pytest.approx(truth, rel=0.15), name
+        assert (outcome.step_s < took) == (truth < took), name
+
+
+# ---- from a run folder ------------------------------------------------------------------------------------------
+
+
+def rows(taken, costs=TRUTH, count=20):
+    """Rows of metrics.jsonl as a run with these costs would write them, all steps alike, and what it came to."""
+    fleet = Fleet(taken.num_rollout_devices, taken.num_learner_ranks)
+    outcome = predict(taken, fleet, costs, ANSWERS, steps=8, alone=False).outcome
+    row = {
+        "rollout/idle_ratio": outcome.rollout_idle,
+        "timing_s/update_actor": outcome.train_wall_s,
+        "timing_s/param_sync": costs.commit_s,
+        "weight_sync/seconds": costs.publish_s,
+        "response_length/mean": 56.0,
+        "response_length/max": 120.0,
+        "prompt_length/mean": 10.0,
+        "perf/total_num_tokens": taken.trajectories_per_step * 66.0,
+        "reward/flat_groups_ratio": 0.0,
+    }
+    return [{"step": step, "time": 1000 + step * outcome.step_s} | row for step in range(1, count + 1)], outcome
+
+
+def run_folder(folder, taken, made):
+    folder.mkdir()
+    (folder / "config.yaml").write_text(loading.dump(taken), encoding="utf-8")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("settings", "sharing", "elsewhere"),
+    [
+        (SKEWED, 1.0, [((3, 1), 1, 0.05), ((2, 2), 1, 0.12)]),
+        (ONE_GPU, fitting.SHARING, [((1, 1), lag, 0.12) for lag in (0, 1, 2)]),
+    ],
+)
+def test_a_run_folder_is_reproduced_and_says_what_another_plan_takes(tmp_path, settings, sharing, elsewhere):
+    taken, costs = config(*settings), replace(TRUTH, sharing=sharing)
+    (measured,) = sources.read(run_folder(tmp_path / "run", taken, rows(taken, costs)[0]))
+    fitted = fitting.fit([measured], quick=True)
+    assert fitted.costs.sharing == sharing
+    for fleet, lag, error in elsewhere:
+        there = with_lag(taken, lag)
+        truth = predict(there, Fleet(*fleet), costs, ANSWERS, steps=8, alone=False).outcome
+        found = predict(there, Fleet(*fleet), fitted.costs, measured.workload, steps=8, alone=False).outcome
+        assert found.step_s == pytest.approx(truth.step_s, rel=error), (fleet, lag)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "key"),
+    [
+        (SKEWED, 9, "at least 10"),
+        (["placement.device=cpu", "placement.split=3:1"], 20, "placement.device"),
+        (["placement.share_gpus=true", "placement.split=2:1"], 20, "share_gpus"),
+        ([*SKEWED, "environment.function=env.py:play", "replay.lease_s=120"], 20, "environment.function"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(tmp_path, settings, count, key):
+    taken = config(*settings)
+    folder = run_folder(tmp_path / "run", taken, rows(config(*SKEWED), count=count)[0])
+    with pytest.raises(ConfigError, match=key):
+        sources.check(sources.read(folder)[0].config)
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [Plan(rollout=6, learner=2, lag=2, tensor_parallel=2),
+                                  Plan(rollout=20, learner=12, lag=1, tensor_parallel=4)])  # fmt: skip
+def test_the_yaml_makes_this_plan(plan, tmp_path):
+    file = tmp_path / "plan.yaml"
+    tree = loading.read_yaml(loading.dump(config("weight_bus.backend=nccl", "network.insecure=true")))
+    for section, keys in loading.read_yaml(yaml_of(config(), plan)).items():
+        tree[section] |= keys
+    if plan.gpus > NODE:
+        tree["placement"]["split"] = None
+    file.write_text(json.dumps(tree), encoding="utf-8")
+    made = loading.load(str(file))
+    assert (made.num_rollout_devices, made.num_learner_ranks) == (plan.rollout, plan.learner)
+    assert (made.placement.tensor_parallel, made.replay.async_lag) == (plan.tensor_parallel, plan.lag)
+
+
+def test_every_split_of_a_node_and_whole_nodes_above():
+    assert [p.rollout for p in plans(8, 0.5, lags=[1], tps=[1])] == list(range(1, 8))
+    assert [p.rollout for p in plans(8, 0.5, lags=[1], tps=[2])] == [2, 4, 6]
+    many = list(plans(10_000, 0.75, lags=[1], tps=[1, 2]))
+    assert len(many) > 8 and all(p.rollout % NODE == 0 and p.gpus == 10_000 for p in many)
+    shared = list(plans(4, 0.5, lags=[0, 1], tps=[1, 2, 3], shared=True))
+    assert [(p.rollout, p.learner, p.tensor_parallel, p.lag) for p in shared] == [
+        (4, 4, 1, 0), (4, 4, 1, 1), (4, 4, 2, 0), (4, 4, 2, 1)
+    ]  # fmt: skip
+    assert "share_gpus: true" in yaml_of(config(*ONE_GPU), shared[0])
+
+
+MODEL = {
+    "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_what_does_not_fit_is_refused():
+    fitted = fitting.Fitted(TRUTH, ANSWERS)
+    candidates = [Plan(rollout=8 - n, learner=n, lag=1, tensor_parallel=1) for n in (1, 4, 6)]
+    taken = config("placement.gpu_gib=80")
+    found = {a.plan.learner: a for a in advise(taken, fitted, candidates, model=MODEL, effort=Effort(steps=2, etas=1))}
+    assert "GiB" in found[1].refused and found[1].prediction is None
+    etas = [found[4].prediction.eta, found[6].prediction.eta]
+    assert sorted(eta is None for eta in etas) == [False, True]  # of the fastest one alone, as in large runs
+    assert "–" in table(list(found.values()), None)
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    folder = run_folder(tmp_path / "run", config(*SKEWED), rows(config(*SKEWED))[0])
+    out = tmp_path / "plans.json"
+    argv = [str(folder), "--splits", "3:1,2:2", "--lags", "1", "--steps", "4", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["plan", *argv, "--cost", "publish_s=0.2"])
+    assert command.main() == 0
+    shown = capsys.readouterr().out
+    assert "publish_s" in shown and "--cost" in shown and 'split: "2:2"' in shown
+    assert json.loads(shown.splitlines()[-1])["plans"] == 2
+    written = json.loads(out.read_text(encoding="utf-8"))
+    assert written["constants"]["publish_s"] == 0.2 and len(written["plans"]) == 2
+    monkeypatch.setattr(sys, "argv", ["plan", *argv, "--cost", "speed=2"])
+    assert command.main() == 2
+    assert "--cost speed: there is no such constant" in capsys.readouterr().err
