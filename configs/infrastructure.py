@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from configs.base import Own, OwnPath, Section
+from configs.base import Own, OwnPath, Secret, Section
 
 
 class WeightBus(Section):
@@ -56,7 +56,7 @@ class Network(Section):
     """Allow a non-loopback bind without keys."""
     keys: Own[str | None] = None
     """Folder of CURVE keys (`python -m replay.keys`): every socket of the run is encrypted and authenticated."""
-    env: Own[dict[str, str]] = Field(default={})
+    env: Secret[dict[str, str]] = Field(default={})
     """Environment of every process on every node, for example `{NCCL_SOCKET_IFNAME: eth0, NCCL_IB_HCA: mlx5}`."""
 
 

@@ -16,9 +16,10 @@ DIGEST = "digest "
     [
         (["learner.lr=3e-4", "algorithm.loss=gspo", "run.seed=3"], ["run.seed", "algorithm.loss", "learner.lr"]),
         (["reward.function={numeric: {tolerance: 0.1}}"], ["reward.function"]),
+        (["network.env={A: b}"], ["network.env"]),
         # of a host or a process alone: names, addresses, paths, cores, memory
         (["run.name=other", "run.dir=elsewhere", "model.path=/mnt/m", "data.train=/mnt/d.jsonl"], []),
-        (["network.host=127.0.0.2", "network.replay_port=5757", "network.env={A: b}", "weight_bus.port=7"], []),
+        (["network.host=127.0.0.2", "network.replay_port=5757", "weight_bus.port=7"], []),
         (["rollout.max_running=8", "rollout.sglang={mem_fraction_static: 0.6}", "reward.workers=4"], []),
     ],
 )
@@ -28,12 +29,17 @@ def test_what_differs_is_named_by_key(overrides: list[str], differing: list[str]
     assert [key for key in ours if ours[key] != theirs[key]] == differing
 
 
-@pytest.mark.parametrize("value", ["{tools: [calculator], api_key: hidden}", "{long: " + "x" * 300 + "}"])
-def test_secrets_and_long_values_are_compared_by_digest(value: str) -> None:
-    given: dict[str, Any] = shared_values(
-        parse(MINIMAL, "a", ["environment.function=tools", f"environment.options={value}"])
-    )
-    assert given["environment.options"].startswith(DIGEST) and "hidden" not in str(given)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("environment.options", "{tools: [calculator], api_key: hidden}"),
+        ("environment.options", "{long: " + "x" * 300 + "}"),
+        ("network.env", "{TRACKER_KEY: hidden}"),
+    ],
+)
+def test_secrets_and_long_values_are_compared_by_digest(key: str, value: str) -> None:
+    given: dict[str, Any] = shared_values(parse(MINIMAL, "a", ["environment.function=tools", f"{key}={value}"]))
+    assert given[key].startswith(DIGEST) and "hidden" not in str(given)
 
 
 def test_a_rollout_server_is_not_compared_in_what_the_learner_alone_reads() -> None:

@@ -323,13 +323,24 @@ def test_an_endpoint_serves_numbers_with_labels_and_leaves_no_target_behind(tmp_
     assert text.count("# TYPE slipstream_prompts_level gauge") == 1
 
 
-def test_a_target_of_ipv6_is_written_as_prometheus_reads_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("bound", "target"),
+    [
+        ("::1", "[::1]:9"),
+        ("127.0.0.1", "127.0.0.1:9"),
+        ("0.0.0.0", "gpu7:9"),
+        ("::", "gpu7:9"),
+        ("10.0.0.7", "10.0.0.7:9"),
+    ],
+)
+def test_a_target_is_written_as_prometheus_of_another_host_reads_it(tmp_path, monkeypatch, bound, target):
     client = pytest.importorskip("prometheus_client", reason="the extra `prometheus` is not installed")
     server = SimpleNamespace(server_port=9, shutdown=lambda: None, server_close=lambda: None)
     monkeypatch.setattr(client, "start_http_server", lambda *_, **__: (server, None))  # IPv6 may be off here
-    with Vitals(config(tmp_path, "tracking.prometheus=::1"), "replay", "replay"):
+    monkeypatch.setattr("socket.gethostname", lambda: "gpu7")
+    with Vitals(config(tmp_path, f"tracking.prometheus='{bound}'", "network.insecure=true"), "replay", "replay"):
         (found,) = json.loads((tmp_path / "a" / "prometheus" / "replay.json").read_text())
-    assert found["targets"] == ["[::1]:9"]
+    assert found["targets"] == [target] and found["labels"]["host"] == "gpu7"
 
 
 def test_without_an_address_nothing_listens_and_a_wrong_one_is_refused(tmp_path):

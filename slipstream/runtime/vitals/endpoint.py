@@ -1,12 +1,14 @@
 """Prometheus's endpoint of one process (extra `prometheus`), off unless tracking.prometheus names an address.
 
 Each process takes a free port of that address, and writes it down where Prometheus looks for targets (file_sd_configs):
-prometheus/<name>.json of the run folder. What is served are numbers and their names, to be read only.
+prometheus/<name>.json of the run folder, which several hosts may share: the label `host` tells whose loopback address
+a target is, and all addresses of a host stand there as its name. What is served are numbers, to be read only.
 """
 
 import functools
 import json
 import re
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from slipstream.runtime.vitals.catalogue import find
 TARGETS = "prometheus"
 NAMESPACE = "slipstream"
 """Of every sample."""
+EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 class Endpoint:
@@ -54,8 +57,10 @@ class Endpoint:
             raise NoRoom(
                 f"tracking.prometheus: {self._host!r} cannot be served on this machine ({error}); take 127.0.0.1"
             ) from error
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        target = {"targets": [f"{host}:{self._server.server_port}"], "labels": self._labels}
+        name = socket.gethostname()
+        reached = name if self._host in EVERY_ADDRESS else self._host
+        address = f"[{reached}]" if ":" in reached else reached
+        target = {"targets": [f"{address}:{self._server.server_port}"], "labels": {**self._labels, "host": name}}
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps([target]) + "\n", encoding="utf-8")
 
