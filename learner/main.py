@@ -7,6 +7,7 @@ only what the trace shows, and which picture or trace could not be written.
 
 import argparse
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from slipstream.launch.run_folder import claim_run_dir, with_free_name
 from slipstream.launch.servers import RunFailed
 from slipstream.launch.terminal import EVENTS, Interrupted, catch_signals, ignore_signals, keep_events, say
 from slipstream.runtime import ending as endings
-from slipstream.runtime import hang
+from slipstream.runtime import hang, packages
 from slipstream.runtime.fingerprint import FingerprintError
 from slipstream.runtime.lifeline import die_with_parent
 from slipstream.runtime.program import program
@@ -180,9 +181,9 @@ def write_reports(config: Config) -> None:
 
 def write_report(module: str, run_dir: str) -> str:
     """Write one of them and show what it says of the trace; returns why it was not written, if so."""
-    command = [sys.executable, "-m", module, run_dir]
+    command, environment = [sys.executable, "-m", module, run_dir], os.environ | packages.environment()
     try:
-        made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REPORT_S)
+        made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REPORT_S, env=environment)
     except subprocess.TimeoutExpired:
         return f"it was not ready after {REPORT_S:g} s"
     if made.returncode != 0:
