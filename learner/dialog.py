@@ -12,7 +12,7 @@ from typing import NamedTuple
 from configs.errors import SlipstreamError
 from configs.schema import Config
 from replay import messages as m
-from replay.channel import ChannelError, Message, Repeat
+from replay.channel import ChannelError, Message, PeerRefused, Repeat
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +132,8 @@ class Dialog:
         match message:
             case m.Refused(code="hello") if self._hello is not None:
                 self._come_back(self._hello, now)
+            case m.Refused(code="peer") if self.incarnation == 0:  # else another learner has taken its place
+                raise PeerRefused(f"replay refused learner rank {self.rank}: {message.reason}", "closed")
             case m.Refused():
                 raise ChannelError(f"replay refused learner rank {self.rank}: {message.reason}", "closed")
             case m.Goodbye():

@@ -31,7 +31,7 @@ from learner.ranks import Ranks, RanksError, join_ranks, named
 from learner.record.device import readings
 from learner.record.metrics import MetricsError
 from learner.rows import BatchError
-from replay.channel import ChannelError, KeysError
+from replay.channel import ChannelError, KeysError, PeerRefused
 from replay.channel.interfaces import InterfaceError
 from replay.data import DataError
 from slipstream.runtime import hang
@@ -58,6 +58,7 @@ REFUSALS = (
     RanksError,
     InterfaceError,
     KeysError,
+    PeerRefused,
 )
 """Errors that a restart would hit again: they end the run."""
 MakeLearner = Callable[[Config, Ranks, BatchReader], Learner]
@@ -102,7 +103,7 @@ def open_reader(config: Config, address: str, rank: int, vitals: Vitals | None =
     reader = BatchReader(config, address, rank=rank, fingerprint=run_fingerprint(config), vitals=vitals)
     try:
         yield reader
-    except RunEnded:
+    except (RunEnded, PeerRefused):
         raise  # replay knows
     except REFUSALS as error:
         reader.close(f"learner rank {rank} failed: {error}", failed=True)

@@ -14,7 +14,7 @@ import numpy as np
 from configs.errors import SlipstreamError
 from configs.schema import Config
 from replay import messages as m
-from replay.channel import ChannelError, Message, Repeat
+from replay.channel import ChannelError, Message, PeerRefused, Repeat
 from rollout_server.progress import LeaseKey, ProgressReports, Source, lease_key
 
 log = logging.getLogger(__name__)
@@ -119,6 +119,8 @@ class Leases:
                 self.close_evaluation(message.version)
             case m.Refused(code="hello"):
                 self.join(now)
+            case m.Refused(code="peer"):
+                raise PeerRefused(f"replay refused {self._hello.name!r}: {message.reason}", "closed")
             case m.Refused():
                 raise ChannelError(f"replay refused {self._hello.name!r}: {message.reason}", "closed")
             case m.Goodbye():

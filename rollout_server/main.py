@@ -17,7 +17,7 @@ import uvloop
 from configs.errors import SlipstreamError, Unexpected
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments
 from configs.schema import Config
-from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, load_keys
+from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, PeerRefused, load_keys
 from replay.messages import FROM_REPLAY, Goodbye
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     except ExceptionGroup as group:
         first = first_error(group)
         code = _stop(args.server_name, first)
-        return CANNOT_START if isinstance(first, NotAvailable) else code
+        return CANNOT_START if isinstance(first, NotAvailable | PeerRefused) else code
 
 
 def _stop(name: str, error: BaseException) -> int:

@@ -13,7 +13,7 @@ from replay.channel.delivery import Inventory, Repeat
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode, registry
 from replay.channel.gate import Gate
 from replay.channel.handshake import HandshakeWatch
-from replay.channel.keys import ChannelError, Keys, KeysError, load_keys
+from replay.channel.keys import ChannelError, Keys, KeysError, PeerRefused, load_keys
 from replay.channel.pulse import Pulse
 from replay.channel.sockets import AsyncDealer, AsyncRouter, Dealer, Limits, bind, configure
 
@@ -33,6 +33,7 @@ __all__ = [
     "Limits",
     "Message",
     "NotAdmitted",
+    "PeerRefused",
     "Pulse",
     "Registry",
     "Repeat",

@@ -56,6 +56,10 @@ class ChannelError(
         self.symptom = symptom
 
 
+class PeerRefused(ChannelError):
+    """This peer may not take part: its configuration, model folder or key is another; another start is no use."""
+
+
 class KeyRefused(
     ChannelError,
     code="SLIP-KEYS-04",

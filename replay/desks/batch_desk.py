@@ -35,7 +35,7 @@ class BatchDesk:
         """Idempotent: asking again for a batch that was formed gives the same answer."""
         if peer.role != "learner" or take.rank != peer.hello.rank or not 0 <= take.rank < self.num_ranks:
             reason = f"Take as rank {take.rank}: {peer.name!r} is not that rank"
-            self.peers.send(peer.identity, m.Refused(reason=reason))
+            self.peers.send(peer.identity, m.Refused(code="message", reason=reason))
             return
         peer.incarnation = self.run.policies.incarnation
         # Another rank may ask before rank 0's commit of the step before has arrived: their sockets have no order.

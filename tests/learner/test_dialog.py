@@ -7,6 +7,7 @@ import pytest
 
 from configs import Config
 from learner.dialog import Dialog, RunEnded
+from learner.train import REFUSALS
 from replay import messages as m
 from replay.channel import ChannelError
 from tests.learner.recorded import batch_of, random_step
@@ -106,8 +107,11 @@ def test_a_part_that_did_not_come_before_the_word_that_it_was_sent_is_lost(dialo
 
 
 def test_another_refusal_and_the_end_of_the_run_are_errors(dialog: Dialog) -> None:
-    with pytest.raises(ChannelError, match="any words"):
-        dialog.hear(m.Refused(reason="any words"), 1.0)
+    for incarnation, ends_the_run in ((0, True), (1, False)):
+        dialog.incarnation = incarnation
+        with pytest.raises(ChannelError, match="any words") as raised:
+            dialog.hear(m.Refused(reason="any words"), 1.0)
+        assert isinstance(raised.value, REFUSALS) is ends_the_run
     with pytest.raises(RunEnded, match="over"):
         dialog.hear(m.Goodbye(reason="over"), 1.0)
     fresh = Dialog(Config.model_validate({"model": {"path": "n"}, "data": {"train": "n"}}), 0, 0.0)

@@ -15,6 +15,7 @@ import pytest
 from configs import Config
 from examples.random_qwen3 import SHAPES, make
 from replay import messages as m
+from replay.channel import PeerRefused
 from rollout_server import main as rollout_main
 from rollout_server.engines import Completion, EngineError, Sampling
 from rollout_server.generate import Generator, LeaseFailed
@@ -137,7 +138,12 @@ def test_a_group_names_the_policies_that_were_live_while_it_ran(
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(NotAvailable("no UCC here"), CANNOT_START), (RemovedFromBus("failed 3 updates in a row"), 2)]
+    ("error", "code"),
+    [
+        (NotAvailable("no UCC here"), CANNOT_START),
+        (PeerRefused("another model folder", "closed"), CANNOT_START),
+        (RemovedFromBus("failed 3 updates in a row"), 2),
+    ],
 )
 def test_what_is_not_installed_is_not_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: RuntimeError, code: int

@@ -8,7 +8,7 @@ import pytest
 
 from configs import Config
 from replay import messages as m
-from replay.channel import ChannelError
+from replay.channel import ChannelError, PeerRefused
 from rollout_server.engines.base import Partial
 from rollout_server.generate import LeaseFailed
 from rollout_server.leases import Leases, RunEnded
@@ -241,8 +241,11 @@ def test_an_evaluation_that_fails_says_so_and_may_be_asked_for_again(leases: Lea
 def test_replay_decides_by_codes(leases: Leases) -> None:
     leases.hear(m.Refused(reason="any words", code="hello"), 1.0)
     assert [type(x) for x in leases.outbox] == [m.Hello, m.LeaseRequest]
-    with pytest.raises(ChannelError, match="any words"):
+    with pytest.raises(PeerRefused, match="any words"):
         leases.hear(m.Refused(reason="any words"), 2.0)
+    with pytest.raises(ChannelError) as raised:
+        leases.hear(m.Refused(reason="", code="message"), 2.0)
+    assert not isinstance(raised.value, PeerRefused)
     with pytest.raises(RunEnded) as ended:
         leases.hear(m.Goodbye(reason="over", failed=True), 3.0)
     assert ended.value.failed
