@@ -73,6 +73,8 @@ class Data(Section):
     """`none`; the name of a column (or of a key of extra_info) with numbers: every pass from small to large; or
     `pass_rate`: a later pass begins with prompts that were solved sometimes, and the level of reasoning_gym's rows
     follows the answers."""
+    on_broken_row: Literal["refuse", "skip"] = "refuse"
+    """A row that cannot be used: `refuse` names up to ten; `skip` counts them, and leases none."""
     cache: Own[str | None] = None
     """Folder for indexes of large files and for unpacked ones; null takes `~/.cache/slipstream/data`."""
     shuffle: bool = True

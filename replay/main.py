@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import uvloop
@@ -22,7 +21,7 @@ from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
 from replay import player
 from replay.channel import AsyncRouter, ChannelError, Limits, load_keys
-from replay.data import DataError, prompt_source, read_rows
+from replay.data import DataError, evaluation_rows, prompt_source
 from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter
 from replay.journal.format import Record, segments
 from replay.messages import TO_REPLAY
@@ -81,9 +80,9 @@ def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, rep
         service = make({}, time.monotonic(), journal=played, playback=True)
         player.play(service.run, played, Path(play))
         return service
-    evaluation_rows = {one.name: list(islice(read_rows(one.path), one.num_prompts)) for one in config.evaluation_sets}
+    evaluated = evaluation_rows(config)
     journal, records = open_journal(config, run_id, recover=recover)
-    service = make(evaluation_rows, time.monotonic(), journal=journal)
+    service = make(evaluated, time.monotonic(), journal=journal)
     service.timeline = Timeline(Path(config.run_dir) / FILE, service.run, service.peers, service.batch_desk)
     go_on(service, records)
     return service

@@ -4,7 +4,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from math import comb, nan
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from configs.evaluation import PromptSet
 from configs.schema import Config
-from replay.data import DataError, read_rows
+from replay.data import DataError, evaluation_rows
 from replay.data.rows import Row
 from replay.messages import EvaluationResult
 
@@ -24,11 +23,6 @@ Key = tuple[int, str, bool]
 """(version, name of the set, whether greedy)"""
 News = tuple[int, str, dict[str, float]]
 """(version, name of the set, numbers) of a row for metrics.jsonl."""
-
-
-def evaluation_rows(config: Config) -> dict[str, list[Row]]:
-    """The prompts of each set, as replay leases them; nothing without evaluations. Raises DataError."""
-    return {one.name: list(islice(read_rows(one.path), one.num_prompts)) for one in config.evaluation_sets}
 
 
 class Evaluations:

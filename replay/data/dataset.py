@@ -12,7 +12,8 @@ from replay.data.formats import ENDLESS, first_rows, open_table
 from replay.data.formats.base import Report, Table
 from replay.data.formats.generated import Generated
 from replay.data.pictures import row_of
-from replay.data.rows import Convention, DataError, Row, RowError, detect, shorten
+from replay.data.reading import OnBroken, Reading
+from replay.data.rows import Convention, DataError, Place, Row, RowError, detect, shorten
 from replay.data.spec import parse
 
 log = logging.getLogger(__name__)
@@ -24,50 +25,84 @@ BROKEN = "broken"
 """Key of a row that cannot be used; its value says why."""
 
 
-def read_rows(text: str, report: Report | None = None) -> Iterator[Row]:
+def read_rows(text: str, report: Report | None = None, reading: Reading | None = None) -> Iterator[Row]:
     """Normalised rows of a dataset from the first one on, without an index, so at once.
 
-    The first row tells the column convention (replay/data/rows.py), of which `report` gets a sentence. Raises
-    DataError: it names file, row (JSONL: line), column and value.
+    The first row tells the column convention (replay/data/rows.py), of which `report` gets a sentence. Rows that
+    cannot be used are left out or refused, as `reading` has it (by default they are refused). Raises DataError: it
+    names file, rows (JSONL: lines), column and value.
     """
-    convention: Convention | None = None
-    suffix = parse(str(text)).suffix
-    for place, raw in first_rows(str(text)):
-        is_first = convention is None
-        convention = convention or detect(raw, place.source)
-        row = with_suffix(row_of(raw, convention, place), suffix)
+    reading = reading or Reading(str(text))
+    normalise = _Normaliser(str(text), reading.on_broken)
+    is_first = True
+    for row in reading.rows(first_rows(str(text)), normalise):
+        if row is None:
+            continue
         if is_first and report is not None:
-            report(f"{text}: read as {convention.name}; the first row: {_shown(row, 120)}")
+            report(f"{text}: read as {normalise.name}; the first row: {_shown(row, 120)}")
+        is_first = False
         yield row
-    if convention is None:
+    if is_first:
         raise DataError(f"{text}: has no rows; give a file with one prompt a row")
+
+
+class _Normaliser:
+    """Makes rows of raw ones, in the convention of the first that has one."""
+
+    def __init__(self, text: str, on_broken: OnBroken) -> None:
+        self._suffix, self._on_broken = parse(text).suffix, on_broken
+        self._convention: Convention | None = None
+
+    @property
+    def name(self) -> str:
+        return "" if self._convention is None else self._convention.name
+
+    def __call__(self, place: Place, raw: Any) -> Row:
+        """Raises DataError: the first row has no convention; RowError: this row cannot be used."""
+        if self._convention is None:
+            try:
+                self._convention = detect(raw, place.source)
+            except DataError as error:
+                if self._on_broken == "refuse":
+                    raise
+                raise place.error("prompt", sorted(raw), "missing") from error
+        return with_suffix(row_of(raw, self._convention, place), self._suffix)
 
 
 class Rows(Sequence[Row]):
     """Rows by number, and the hash of all of them. What is kept in memory does not grow with a large dataset."""
 
-    def __init__(self, text: str | Path, report: Report | None = None, *, cache: Path | None = None) -> None:
+    def __init__(
+        self,
+        text: str | Path,
+        report: Report | None = None,
+        *,
+        cache: Path | None = None,
+        on_broken: OnBroken = "refuse",
+    ) -> None:
         """Open a dataset; check every row of a small one, and a sample of a large one.
 
         Args:
             text: see replay/data/spec.py.
             report: gets a sentence every few seconds of a long read, which is logged as well.
             cache: data.cache; None takes the default.
+            on_broken: data.on_broken_row; rows that are skipped keep their numbers.
 
         Raises:
             DataError: as `read_rows`; or the cache cannot be written.
         """
         table: Table = open_table(str(text), cache=cache, report=report)
         self.source, self.table = table.source, table
-        self._suffix = parse(str(text)).suffix
-        place, raw = next(table.rows()) if table.is_whole else table.raw(0)
-        self._convention = detect(raw, place.source)
-        first = self._row(place, raw)
-        checked = self._check_all() if table.is_whole else self._check_some()
+        self._suffix, self._row = parse(str(text)).suffix, _Normaliser(str(text), on_broken)
+        self.skips_broken = on_broken == "skip"
+        reading, self._first = Reading(self.source, on_broken), dict[str, Any]()
+        checked = self._check_all(reading) if table.is_whole else self._check_some(reading)
+        if reading.skipped:
+            log.warning("%s", reading.skipped)
         how = f"{len(self):,} rows" if not self.is_endless else "rows without end"
         log.info(
             "%s: %s of %s, read as %s, %s checked; the first one: %s",
-            *(self.source, how, table.form, self._convention.name, checked, _shown(first, 300)),
+            *(self.source, how, table.form, self._row.name, checked, _shown(self._first, 300)),
         )
 
     @property
@@ -101,23 +136,21 @@ class Rows(Sequence[Row]):
         assert isinstance(self.table, Generated)
         return self._row(*self.table.at_level(number, level))
 
-    def _row(self, place: Any, raw: Any) -> Row:
-        return with_suffix(row_of(raw, self._convention, place), self._suffix)
-
-    def _check_all(self) -> str:
+    def _check_all(self, reading: Reading) -> str:
         digest = blake2b(digest_size=16)
-        for place, raw in self.table.rows():
-            digest.update(cast(bytes, msgpack.packb(self._row(place, raw))))
+        for row in reading.rows(self.table.rows(), self._row):
+            self._first = self._first or row or {}
+            digest.update(cast(bytes, msgpack.packb(row)))
         self.fingerprint = digest.hexdigest()
         return "all"
 
-    def _check_some(self) -> str:
+    def _check_some(self, reading: Reading) -> str:
         last = len(self) - 1
         numbers = range(SAMPLED_ENDLESS)
         if not self.is_endless:
             numbers = sorted({last * part // (SAMPLED - 1) for part in range(SAMPLED)})  # type: ignore[assignment]
-        for number in numbers:
-            self[number]
+        for row in reading.rows(map(self.table.raw, numbers), self._row):
+            self._first = self._first or row or {}
         self.fingerprint = self.table.fingerprint()
         if self._suffix:
             self.fingerprint = blake2b(f"{self.fingerprint} {self._suffix}".encode(), digest_size=16).hexdigest()

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay.data.formats import ENDLESS
-from replay.data.rows import DataError, Row
+from replay.data.rows import DataError, Row, RowError
 
 log = logging.getLogger(__name__)
 
@@ -241,14 +241,21 @@ def _unpacked(text: str, size: int) -> NDArray[np.uint8]:
 def column_of(rows: Sequence[Row], column: str, source: str = "") -> NDArray[np.float64]:
     """[rows] values of a column, or of a key of extra_info. Raises DataError: a row has no number there.
 
-    Of many rows the log shows how far it is.
+    Rows that are skipped come last. Of many rows the log shows how far it is.
     """
     values = np.empty(len(rows), dtype=np.float64)
     shown = time.monotonic()
-    for number, row in enumerate(rows):
+    for number in range(len(rows)):
         if time.monotonic() - shown > SHOWN_EVERY_S:
             shown = time.monotonic()
             log.info("%s: sorting by %r: %s of %s rows read", source, column, f"{number:,}", f"{len(rows):,}")
+        try:
+            row = rows[number]
+        except RowError:
+            if not getattr(rows, "skips_broken", False):
+                raise
+            values[number] = np.inf
+            continue
         value = row["columns"].get(column, row["extra_info"].get(column))
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             of = f"{source}: " if source else ""

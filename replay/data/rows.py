@@ -48,7 +48,7 @@ class RowError(
     DataError,
     code="SLIP-DATA-02",
     cause="One row lacks its prompt or another column, or is no JSON object.",
-    mend="Mend or remove the row that the message names; data.on_bad_row decides whether such rows end the run.",
+    mend="Mend or remove the row that the message names; data.on_broken_row skip leaves such rows out.",
 ):
     """One row cannot be used; the others can."""
 

@@ -1,19 +1,23 @@
 """Walks the rows of one or several datasets pass by pass, in an order that can be resumed."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgpack
 
 from configs.schema import Config
-from replay.data.dataset import Rows, broken
+from replay.data.dataset import Rows, broken, read_rows
 from replay.data.formats.base import Report
 from replay.data.order import SORTED_ROWS, ByColumn, ByLevel, ByPassRate, Order, column_of
+from replay.data.reading import Reading
 from replay.data.rows import DataError, Row, RowError
 
+log = logging.getLogger(__name__)
 PLAIN_SCHEMA, STATE_SCHEMA = 1, 2
 """Of the state: 1 for one dataset whose every row is hashed and sorted into a pass, as since the beginning; 2 for what
 came later: several datasets, curricula, datasets too large for that."""
@@ -224,8 +228,22 @@ def prompt_source(config: Config, report: Report | None = None) -> PromptSource:
     """The prompts of data.train in their order. Raises DataError."""
     data = config.data
     cache = None if data.cache is None else Path(data.cache)
-    parts = [Part(name, Rows(one.path, report, cache=cache), one.weight) for name, one in data.train_sets.items()]
+    parts = [
+        Part(name, Rows(one.path, report, cache=cache, on_broken=data.on_broken_row), one.weight)
+        for name, one in data.train_sets.items()
+    ]
     return PromptSource(parts, shuffle=data.shuffle, seed=config.run.seed, curriculum=data.curriculum)
+
+
+def evaluation_rows(config: Config) -> dict[str, list[Row]]:
+    """The first usable prompts of each evaluation set; nothing without evaluations. Raises DataError."""
+    found = {}
+    for one in config.evaluation_sets:
+        reading = Reading(one.path, config.data.on_broken_row)
+        found[one.name] = list(islice(read_rows(one.path, reading=reading), one.num_prompts))
+        if reading.skipped:
+            log.warning("%s", reading.skipped)
+    return found
 
 
 def _parts(rows: Sequence[Row] | Sequence[Part]) -> list[Part]:

@@ -7,6 +7,7 @@ after pass there; here it is refused in a second, without torch.
 import itertools
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,17 +18,18 @@ from configs.base import ConfigError
 from configs.errors import Contradiction, InputMissing
 from configs.rewards import Exact, Mathematics, Numeric
 from configs.schema import Config
-from replay.data import DataError, Row, read_rows
+from replay.data import DataError, Reading, Row, read_rows
+from replay.data.formats import size_of_files
 from replay.data.order import column_of
 from replay.data.source import PASS_RATE
 from slipstream.check.finding import Finding, ok, warn
 from slipstream.check.pictures import PictureCheck
 from slipstream.runtime.fingerprint import TEMPLATE_ERRORS, read_json, resolve_chat_template, template_failure
 
-CHECKED_ROWS = 50_000
-"""Rows that are read and checked here, if they can be in CHECKED_S; replay checks more."""
-CHECKED_S = 3.0
-"""Rows that are made as they are asked for may take much longer than those of a file."""
+CHECKED_BYTES = 128 * 1024**2
+"""Files up to this size, shards together, are read to their end here."""
+CHECKED_ROWS, CHECKED_S = 50_000, 3.0
+"""Most rows that are read of larger files and of what is no file, and for how long."""
 COMPARE = (Exact, Numeric, Mathematics)
 """Built-in rewards that compare with the row's answer."""
 SAMPLED_ROWS = 64
@@ -48,7 +50,7 @@ def files(config: Config) -> Iterator[Finding]:
 
 
 def check_prompts(config: Config, path: str, curriculum: str = "none") -> Iterator[Finding]:
-    """Read the first rows of a data file and tokenise a sample of them.
+    """Read the rows of a data file, of a huge one the first, and tokenise a sample of them.
 
     Raises:
         DataError: the file is missing, has a broken row, or one of the sampled rows has no number to sort by.
@@ -56,7 +58,8 @@ def check_prompts(config: Config, path: str, curriculum: str = "none") -> Iterat
             a step do not fit into memory.
     """
     said: list[str] = []
-    rows = read_rows(path, said.append)
+    reading = Reading(path, config.data.on_broken_row)
+    rows = read_rows(path, said.append, reading)
     sample = list(itertools.islice(rows, SAMPLED_ROWS))
     yield ok("data", " ".join(said))
     if curriculum not in ("none", PASS_RATE):
@@ -87,9 +90,16 @@ def check_prompts(config: Config, path: str, curriculum: str = "none") -> Iterat
         )
     if shown := encode.pictures.report(path, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
         yield ok("data", shown)
+    size = size_of_files(path)
     until = time.monotonic() + CHECKED_S
-    for _ in itertools.takewhile(lambda _: time.monotonic() < until, itertools.islice(rows, CHECKED_ROWS)):
-        pass
+    if size is not None and size <= CHECKED_BYTES:
+        deque(rows, maxlen=0)
+    else:
+        deque(itertools.takewhile(lambda _: time.monotonic() < until, itertools.islice(rows, CHECKED_ROWS)), maxlen=0)
+    if reading.skipped:
+        yield warn("data", reading.skipped)
+    if size is not None and not reading.is_whole:
+        yield ok("data", f"{path}: {reading.num_rows:,} rows were read here; of the rest, replay checks a sample")
 
 
 def check_answers(config: Config, sample: Sequence[Row], path: str) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from configs.loading import ConfigError, load
 from replay import messages as m
-from replay.data import Part, PromptSource, load_rows
+from replay.data import DataError, Part, PromptSource, load_rows
 from replay.data.formats import jsonl as jsonl_format
 from replay.journal import JournalError
 from replay.service import Service
@@ -98,6 +98,28 @@ def test_a_broken_row_is_left_out_counted_and_named(tmp_path: Path, monkeypatch:
     data.restore(data.state() | {"offset": 0} | ({"walks": [{"drawn": 0}]}))
     other.restore(list(other.journal.records), 100.0)  # type: ignore[attr-defined]
     assert comparable(other) == comparable(made)
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_skipped_rows_keep_their_numbers_and_are_never_leased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_large: bool
+) -> None:
+    if is_large:
+        monkeypatch.setattr("replay.data.formats.WHOLE_BYTES", 0)
+        monkeypatch.setattr(jsonl_format, "WHOLE_BYTES", 0)
+    lines: list[Any] = [{"prompt": f"p{n}", "answer": n} for n in range(12)]
+    lines[0], lines[3], lines[4] = "{", {"prompt": 7}, {"answer": "no prompt"}
+    rows = load_rows(jsonl(tmp_path, *lines), cache=tmp_path / "cache", on_broken="skip")
+    assert len(rows) == 12 and rows[5]["ground_truth"] == 5
+    (said,) = [record.message for record in caplog.records if "cannot be used" in record.message]
+    assert "3 of 12 rows" in said and all(f"row {number}" in said for number in (1, 4, 5))
+    made = started(served(SimulatedJournal(), PromptSource(rows, shuffle=False, seed=0)))
+    assert [each.index for each in lease(made, capacity=50)] == [1, 2, 5, 6, 7, 8, 9, 10]
+    again = served(made.journal.crash(None), PromptSource(rows, shuffle=False, seed=0))  # type: ignore[attr-defined]
+    again.restore(list(again.journal.records), 100.0)  # type: ignore[attr-defined]
+    assert comparable(again) == comparable(made)
+    with pytest.raises(DataError, match=r"none of its 2 rows can be used: row 1: .*row 2"):
+        load_rows(jsonl(tmp_path, "{", "["), cache=tmp_path / "cache", on_broken="skip")
 
 
 def test_a_pass_of_broken_rows_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

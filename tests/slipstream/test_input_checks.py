@@ -187,8 +187,9 @@ def test_preflight_names_the_set_whose_file_is_missing_or_whose_answers_are_too_
 
 def test_a_large_file_is_not_read_whole(model, monkeypatch):
     rows = iter([{"prompt": "1+1=", "ground_truth": "2"}] * 10 * prompts.CHECKED_ROWS)
-    monkeypatch.setattr(prompts, "read_rows", lambda path, report: report("read") or rows)
-    looked_at(config_of(model), "rows.jsonl")
+    monkeypatch.setattr(prompts, "read_rows", lambda path, report, _: report("read") or rows)
+    monkeypatch.setattr(prompts, "size_of_files", lambda _: prompts.CHECKED_BYTES + 1)
+    assert "of the rest, replay checks a sample" in looked_at(config_of(model), "rows.jsonl")[-1]
     assert len(list(rows)) >= 8 * prompts.CHECKED_ROWS
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from configs import Config, ConfigError, load
 from examples import sort6
+from replay.data import DataError
 from slipstream.check.prompts import check_prompts
 
 SYSTEM, USER = {"role": "system", "content": "  Sort \n them. "}, {"role": "user", "content": "312="}
@@ -48,6 +49,22 @@ def test_rows_without_any_answer_are_refused_where_it_is_compared_with(
         list(check_prompts(config, file_of(tmp_path, *blank("", " ", None))))
     for one in ("0", 0, False):
         assert list(check_prompts(config, file_of(tmp_path, *blank("", one))))
+
+
+def test_broken_rows_anywhere_in_a_file_are_named_together(tmp_path: Path, model: Path) -> None:
+    rows = blank(*range(50_600))
+    for number in range(50_500, 50_512):
+        rows[number]["prompt"] = ""
+    path = file_of(tmp_path, *rows)
+    with pytest.raises(DataError) as raised:
+        list(check_prompts(config_of(model), path))
+    said = str(raised.value)
+    assert said.startswith(f"{path}: 10 of the first 50,510 rows cannot be used")
+    assert said.count("prompt is empty") == 10
+    assert all(f"row {number}, column 'prompt'" in said for number in range(50_501, 50_511))
+    found = list(check_prompts(config_of(model, data__on_broken_row="skip"), path))
+    (warned,) = [finding.what for finding in found if finding.severity == "warn"]
+    assert "12 of 50,600 rows" in warned and "row 50501," in warned
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from replay.data.formats.generated import Generated
 from replay.data.formats.saved import Saved, is_saved
 from replay.data.formats.taskset import Tasks
 from replay.data.rows import DataError
-from replay.data.spec import CUSTOM, GENERATED, HUB, TASKSET, Spec, files_of, parse
+from replay.data.spec import CUSTOM, FILES, GENERATED, HUB, TASKSET, Spec, files_of, parse
 
 PARQUET_MAGIC = b"PAR1"
 ENDINGS = (".jsonl", ".jsonl.zst", ".parquet")
@@ -52,10 +52,18 @@ def first_rows(text: str) -> Iterator[Raw]:
     """The rows from the first one on, without an index, so at once. Raises as `open_table`."""
     spec = parse(text)
     if (other := _of_another_kind(spec, None)) is not None:
-        yield from other.rows()
-        return
-    for file in _files(spec):
-        yield from (columns.rows if _is_parquet(file) else jsonl.rows)(file, str(file))
+        return other.rows()
+    return itertools.chain.from_iterable(
+        (columns.rows if _is_parquet(file) else jsonl.rows)(file, str(file)) for file in _files(spec)
+    )
+
+
+def size_of_files(text: str) -> int | None:
+    """Bytes of the files that a value names, as they are on the disk; None of what is no file of rows."""
+    spec = parse(text)
+    if spec.kind != FILES or is_saved(Path(spec.name).expanduser()):
+        return None
+    return sum(file.stat().st_size for file in _files(spec))
 
 
 def _of_another_kind(spec: Spec, cache: Path | None) -> Table | None:

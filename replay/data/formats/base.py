@@ -47,7 +47,7 @@ class Table(Protocol):
         """Raises DataError: it cannot be read any more; RowError: this row cannot be used."""
 
     def rows(self) -> Iterator[Raw]:
-        """All rows from the first one on. Raises as `raw`."""
+        """All rows from the first one on. Raises as `raw`, and goes on after a RowError."""
 
     def fingerprint(self) -> str:
         """A hash of the contents. Tables with `is_whole` are hashed by their rows instead."""

@@ -53,7 +53,7 @@ class Custom:
         return place, row
 
     def rows(self) -> Iterator[Raw]:
-        return (self.raw(number) for number in range(len(self)))
+        return map(self.raw, range(len(self)))
 
     def fingerprint(self) -> str:
         """Its own `fingerprint`, text that changes with its rows, where it has one; else that of its code."""

@@ -96,7 +96,7 @@ class Generated:
         return self.at_level(number, self._level)
 
     def rows(self) -> Iterator[Raw]:
-        return (self.raw(number) for number in range(ENDLESS))
+        return map(self.raw, range(ENDLESS))
 
     def fingerprint(self) -> str:
         """Of the options, the package's version and the first row, which other versions of a family may draw anew."""

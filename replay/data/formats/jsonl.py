@@ -91,18 +91,18 @@ class JsonLines:
         return place, _object(os.pread(self._file, stop - start, start), place)
 
     def rows(self) -> Iterator[Raw]:
-        return _rows(self.path, self.source)
+        return rows(self.path, self.source)
 
 
 def rows(path: Path, source: str) -> Iterator[Raw]:
     """The rows of a plain or compressed file, without an index. Raises DataError."""
-    return _rows_of_zstd(path, source) if path.suffix == ".zst" else _rows(path, source)
+    lines = _lines_of_zstd(path, source) if path.suffix == ".zst" else _lines(path)
 
+    def read(line: tuple[int, int, bytes]) -> Raw:
+        place = Place(source, line[0])
+        return place, _object(line[2], place)
 
-def _rows(path: Path, source: str) -> Iterator[Raw]:
-    for number, _, line in _lines(path):
-        place = Place(source, number)
-        yield place, _object(line, place)
+    return map(read, lines)
 
 
 def unpacked(
@@ -146,18 +146,18 @@ def _chunks(path: Path, source: str) -> Iterator[bytes]:
         raise DataError(f"{source}: ends in the middle of its data; copy or write the file again")
 
 
-def _rows_of_zstd(path: Path, source: str) -> Iterator[Raw]:
-    rest, number = b"", 0
+def _lines_of_zstd(path: Path, source: str) -> Iterator[tuple[int, int, bytes]]:
+    """As `_lines`, of the unpacked file."""
+    rest, number, start = b"", 0, 0
     for chunk in _chunks(path, source):
         *whole, rest = (rest + chunk).split(b"\n")
         for line in whole:
             number += 1
             if line.strip():
-                place = Place(source, number)
-                yield place, _object(line, place)
+                yield number, start, line
+            start += len(line) + 1
     if rest.strip():
-        place = Place(source, number + 1)
-        yield place, _object(rest, place)
+        yield number + 1, start, rest
 
 
 def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:

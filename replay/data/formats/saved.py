@@ -47,7 +47,7 @@ class Saved:
         return Place(self.source, number + 1, self._label), self._rows[number]
 
     def rows(self) -> Iterator[Raw]:
-        return (self.raw(number) for number in range(len(self)))
+        return map(self.raw, range(len(self)))
 
     def fingerprint(self) -> str:
         """Of the Arrow files, each read once and remembered in the cache, and of the rows that are selected of them."""
