@@ -13,8 +13,8 @@ def require_ours() -> None:
     """Raises ImportError: one of the names would be imported from elsewhere."""
     for name in NAMES:
         found = importlib.machinery.PathFinder.find_spec(name)
-        places = [] if found is None else [*(found.submodule_search_locations or [found.origin])]
-        if places and os.path.realpath(str(places[0])) != str(ROOT / name):
+        places = [] if found is None else [*(found.submodule_search_locations or [str(found.origin)])]
+        if places and os.path.realpath(places[0]) != str(ROOT / name):
             raise ImportError(
                 f"{name}: {places[0]} comes before Slipstream's own {ROOT / name}; start with `slipstream`, or from"
                 " another folder, and take that project off PYTHONPATH, or rename its package"
