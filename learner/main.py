@@ -14,7 +14,7 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from configs.loading import ConfigError, add_arguments, from_arguments, overrides_of
+from configs.loading import ConfigError, add_arguments, find, from_arguments, overrides_of
 from configs.plan import Role, table
 from configs.schema import Config
 from replay.channel import ChannelError
@@ -88,13 +88,16 @@ def prepare(args: argparse.Namespace) -> Config:
     """The checked configuration, with a free run folder or that of the resumed run."""
     has_input = True
     if args.resume is not None:
-        folder, overrides = Path(args.resume), overrides_of(args)
-        config = earlier_run.resumed(folder, overrides, args.config if args.is_config_given else None)
+        source = os.path.abspath(find(args.config)) if args.is_config_given else None
+        folder, overrides = earlier_run.go_where_it_started(Path(args.resume)), overrides_of(args)
+        args.resume = str(folder)
+        config = earlier_run.resumed(folder, overrides, source)
         changed = earlier_run.described(earlier_run.changes(folder, overrides, config))
         for line in changed:
             say(f"changed: {line}")
         say(earlier_run.goes_on(folder) + (", with what is changed" if changed else ""))
     elif args.replay is not None:
+        args.replay = str(earlier_run.go_where_it_started(Path(args.replay)))
         config = earlier_run.played_back(Path(args.replay), overrides_of(args))
     else:
         config = from_arguments(args)
