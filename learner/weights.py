@@ -79,8 +79,7 @@ class WeightPublisher:
         if may_go_on and not self._publisher.settled:
             return None
         report = self._publisher.wait()
-        late = [name for name, reason in report.failed.items() if "[silent]" in reason or "[slow]" in reason]
-        if late:
+        if late := report.late:
             key = "weight_bus.deadline_s"
             what, limit_s = f"version {report.version} to be served", report.seconds["total"]
             said = expired(what, owed_by=late, waited_s=limit_s, key=key, ends=False)

@@ -16,7 +16,7 @@ from configs.infrastructure import WeightBus
 from replay.channel import Envelope, WireError, shown
 from weight_bus import messages as m
 from weight_bus.control import Router, wake_quickly
-from weight_bus.errors import BusClosed
+from weight_bus.errors import LATE, BusClosed
 from weight_bus.membership import Admission, Member, State
 from weight_bus.offer import Board
 from weight_bus.round import Ends, Round, Sender
@@ -152,6 +152,7 @@ class Bus:
             self._board.counters["lost_peers"] += 1
             if offer is not None and offer.report is None and member.version != version:
                 offer.failed[member.name] = reason
+                offer.late |= {member.name} if symptom in LATE else set()
             self._board.emit("removed", version, member.name, reason, symptom)
 
     def _handle(self, identity: str, envelope: Envelope | WireError, now: float) -> None:

@@ -114,4 +114,6 @@ class FolderFull(
     """An update cannot be stored [full]."""
 
 
+LATE = ("silent", "slow")
+"""Symptoms of one that may still do what it owes."""
 BY_SYMPTOM = {"closed": MemberClosed, "silent": MemberSilent, "slow": MemberSlow, "full": FolderFull}

@@ -46,6 +46,8 @@ class PublishReport:
     num_bytes: int  # on the wire, to each subscriber
     spans: tuple[tuple[str, float, float], ...] = ()
     """When each phase began and ended, in monotonic seconds and order; a resend has phases of its own."""
+    late: tuple[str, ...] = ()
+    """Of `failed`, those that were silent or slow; the others have failed in another way."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,6 +68,7 @@ class Offer:
     wire_bytes: int = 0  # of the last round, to each subscriber
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    late: set[str] = field(default_factory=set)  # of them, who was silent or slow
     report: PublishReport | None = None  # set once every member is settled
     sent_at: float = 0.0
     sending_since: float = 0.0  # of a round that is under way; 0: none
@@ -148,7 +151,9 @@ class Board:
         holders = self.membership.held()
         held = {m.name: f"{m} holds an older version since {now - m.since:.1f} s: {m.hold}" for m in holders}
         failed = {name: reason for name, reason in offer.failed.items() if name not in served and name not in held}
-        for member in self.membership.unsettled(offer.version):
+        unsettled = self.membership.unsettled(offer.version)
+        late = offer.late.union(member.name for member in unsettled)
+        for member in unsettled:
             earlier = f"{failed[member.name]}; " if member.name in failed else ""
             failed[member.name] = earlier + self._laggard(member, now)
         seconds = {**offer.seconds, "total": now - offer.started_at}
@@ -172,6 +177,7 @@ class Board:
             epoch=self.membership.epoch,
             num_bytes=offer.wire_bytes or offer.manifest.num_bytes,
             spans=tuple(sorted(spans, key=lambda span: span[1])),
+            late=tuple(sorted(late.intersection(failed))),
         )
 
     def _laggard(self, member: Member, now: float) -> str:

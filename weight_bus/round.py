@@ -15,7 +15,7 @@ import torch
 from configs.infrastructure import WeightBus
 from weight_bus.control import Router
 from weight_bus.delta.changes import Change
-from weight_bus.errors import FolderFull, TransportError, WeightBusError
+from weight_bus.errors import LATE, FolderFull, TransportError, WeightBusError
 from weight_bus.membership import Member, State
 from weight_bus.messages import Abort, Begin, Epoch, describe_manifest
 from weight_bus.offer import Board, Offer
@@ -299,4 +299,5 @@ class Round:
         retry_at = now + 2 * self._config.heartbeat_s if isinstance(error, FolderFull) else now
         self._membership.release(member, now, retry_at)
         self._offer.failed[member.name] = str(error)
+        self._offer.late |= {member.name} if error.symptom in LATE else set()
         return True

@@ -141,6 +141,7 @@ def test_wait_is_bounded_and_a_slow_engine_comes_back_without_a_refill(config):
         assert 1.0 < time.monotonic() - started < 8.0
         assert report.served == ["quick"]
         assert all(words in report.failed["slow"] for words in ("'slow' (pid", "applying v1", "[slow]"))
+        assert report.late == ("slow",)
         until(lambda: "slow" not in publisher.members(), "the slow engine is removed")
         rounds = publisher.stats()["rounds"]
         release.set()
