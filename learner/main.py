@@ -7,13 +7,14 @@ only what the trace shows, and which picture or trace could not be written.
 
 import argparse
 import logging
+import os
 import subprocess
 import sys
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from configs.loading import ConfigError, add_arguments, from_arguments, overrides_of
+from configs.loading import ConfigError, add_arguments, find, from_arguments, overrides_of
 from configs.plan import Role, table
 from configs.schema import Config
 from replay.channel import ChannelError
@@ -28,7 +29,7 @@ from slipstream.launch.run_folder import claim_run_dir, with_free_name
 from slipstream.launch.servers import RunFailed
 from slipstream.launch.terminal import EVENTS, Interrupted, catch_signals, ignore_signals, keep_events, say
 from slipstream.runtime import ending as endings
-from slipstream.runtime import hang
+from slipstream.runtime import hang, packages
 from slipstream.runtime.fingerprint import FingerprintError
 from slipstream.runtime.lifeline import die_with_parent
 from slipstream.runtime.program import program
@@ -92,13 +93,16 @@ def prepare(args: argparse.Namespace) -> Config:
     """The checked configuration, with a free run folder or that of the resumed run."""
     has_input = True
     if args.resume is not None:
-        folder, overrides = Path(args.resume), overrides_of(args)
-        config = earlier_run.resumed(folder, overrides, args.config if args.is_config_given else None)
+        source = os.path.abspath(find(args.config)) if args.is_config_given else None
+        folder, overrides = earlier_run.go_where_it_started(Path(args.resume)), overrides_of(args)
+        args.resume = str(folder)
+        config = earlier_run.resumed(folder, overrides, source)
         changed = earlier_run.described(earlier_run.changes(folder, overrides, config))
         for line in changed:
             say(f"changed: {line}")
         say(earlier_run.goes_on(folder) + (", with what is changed" if changed else ""))
     elif args.replay is not None:
+        args.replay = str(earlier_run.go_where_it_started(Path(args.replay)))
         config = earlier_run.played_back(Path(args.replay), overrides_of(args))
     else:
         config = from_arguments(args)
@@ -185,9 +189,9 @@ def write_reports(config: Config) -> None:
 
 def write_report(module: str, run_dir: str) -> str:
     """Write one of them and show what it says of the trace; returns why it was not written, if so."""
-    command = [sys.executable, "-m", module, run_dir]
+    command, environment = [sys.executable, "-m", module, run_dir], os.environ | packages.environment()
     try:
-        made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REPORT_S)
+        made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=REPORT_S, env=environment)
     except subprocess.TimeoutExpired:
         return f"it was not ready after {REPORT_S:g} s"
     if made.returncode != 0:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 
+from slipstream.runtime.packages import require_ours
 from slipstream.runtime.program import NAME
 
 
@@ -85,6 +86,11 @@ def overview() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script."""
+    try:
+        require_ours()
+    except ImportError as error:
+        sys.stderr.write(f"{NAME}: refused: {error}\n")
+        return 2
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(overview() + "\n")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import CODE, coded
+from slipstream.runtime import packages
 from slipstream.runtime.hang import expired
 from slipstream.runtime.hang.processes import of
 from slipstream.runtime.hang.report import end_of
@@ -130,7 +131,7 @@ def start(name: str, command: Sequence[str], log_path: Path, environment: Mappin
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
+            env={**os.environ, **packages.environment(), **environment},
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the others in order
         )
     return Child(name, process, log_path, offset)

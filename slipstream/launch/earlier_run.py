@@ -4,6 +4,7 @@ A playback needs no engine; it runs beside the original, as long as its journal,
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -18,8 +19,9 @@ from learner.checkpoints.folders import latest_complete
 from learner.record import ledger
 from replay.journal import FolderLock, JournalError, JournalReader
 from replay.state.apply import KEPT
-from slipstream.launch.run_folder import with_free_name
+from slipstream.launch.run_folder import STARTED_IN, with_free_name
 from slipstream.launch.servers import RunFailed
+from slipstream.launch.terminal import say
 from slipstream.runtime.fingerprint import FingerprintError, model_fingerprint
 
 CHANGES = "config.changes.log"
@@ -50,6 +52,20 @@ def resumed(run_dir: Path, overrides: list[str], source: str | None = None) -> C
             " --steps, or leave it out"
         )
     return config
+
+
+def go_where_it_started(run_dir: Path) -> Path:
+    """Make the folder where the run was started the current one, for its relative paths; stay where that is gone.
+
+    Returns:
+        The run folder, absolute.
+    """
+    folder, path = Path(os.path.abspath(run_dir)), run_dir / STARTED_IN
+    before = Path(path.read_text(encoding="utf-8").rstrip("\n")) if path.is_file() else Path.cwd()
+    if before != Path.cwd() and before.is_dir():
+        os.chdir(before)
+        say(f"relative paths begin in {before}, where the run was started")
+    return folder
 
 
 def goes_on(run_dir: Path) -> str:

@@ -10,6 +10,7 @@ from configs.errors import InputMissing
 from configs.loading import QUICKSTART, find
 from configs.schema import Config
 from slipstream.launch.terminal import say
+from slipstream.runtime import packages
 
 EXAMPLES = Path(__file__).parents[2]
 """What has examples/: a clone; a wheel brings packages alone."""
@@ -42,7 +43,7 @@ def make_input(config: Config, source: str) -> bool:
     if not (EXAMPLES / "examples" / "sort6.py").exists():
         raise InputMissing(f"model.path: no folder {config.model.path!r}; examples/sort6.py of a clone makes it")
     command = [sys.executable, "-m", "examples.sort6", "--out", str(folder), "--seed", str(config.run.seed)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLES), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | packages.environment()  # the examples lie beside our packages
     try:
         made = subprocess.run(command, capture_output=True, text=True, check=False, timeout=INPUT_S, env=environment)
     except subprocess.TimeoutExpired as error:

@@ -12,6 +12,8 @@ from slipstream.launch.servers import RunFailed
 
 PARTS = ("config.yaml", "journal", "logs")
 """Of the folder; a clean-up may take them one after the other."""
+STARTED_IN = "started_in"
+"""File of the run folder with the path of the folder where the run was started: relative paths begin there."""
 SETTLED_S = 1.0
 """Within this time a clean-up that has begun has taken one of these, too."""
 
@@ -82,6 +84,8 @@ def claim_run_dir(config: Config, *, new: bool) -> Config:
                 file.write(dump(claimed))
             if not new:  # whole, or the one before: a disk that is still full must not take the run's configuration
                 beside.replace(path)
+            else:
+                (folder / STARTED_IN).write_text(f"{Path.cwd()}\n", encoding="utf-8")
             return claimed
         except OSError as error:
             if not (isinstance(error, FileExistsError) and folder.is_dir()):

@@ -215,6 +215,19 @@ def test_a_resumed_run_is_found_where_it_was(resume):
     assert resume("--set", "network.replay_port=5758").network.replay_port == 5758
 
 
+def test_a_resume_from_another_folder_finds_what_the_run_found(resume, tmp_path, monkeypatch, capsys):
+    (tmp_path / "model").mkdir()
+    config = config_in(tmp_path, model={"path": "model"})
+    (tmp_path / "same" / "config.yaml").unlink()
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    claim_run_dir(config, new=True)
+    monkeypatch.chdir("elsewhere")
+    config = resume("--resume", "../same")
+    assert Path(config.run_dir) == tmp_path / "same" and Path(config.model.path).is_dir()
+    assert str(tmp_path) in capsys.readouterr().err.splitlines()[0]
+
+
 def test_what_a_resume_changes_is_shown_and_logged(resume, tmp_path, capsys):
     changed = ["--set", "learner.lr=2e-5", "--set", "evaluation={every_steps: 4}", "--set", "learner.warmup_steps=2"]
     config = resume(*changed)

@@ -59,7 +59,7 @@ async def play(
     """
     said = _as_json(row)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", LAUNCH, str(os.getpid()), PACKAGE_ROOT, *_filled(command, row),
+        sys.executable, "-P", "-m", LAUNCH, str(os.getpid()), PACKAGE_ROOT, *_filled(command, row),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None

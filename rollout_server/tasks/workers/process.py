@@ -201,7 +201,7 @@ def _spawn(channel: int, hidden: frozenset[str], module: str) -> subprocess.Pope
     Must be called from a thread that lives as long as the child shall: the parent-death signal follows it.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", "rollout_server.tasks.workers.worker", module, str(os.getpid())],
+        [sys.executable, "-P", "-m", "rollout_server.tasks.workers.worker", module, str(os.getpid())],
         stdin=channel,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -12,12 +12,15 @@ import sys
 
 from rollout_server.tasks.workers.frames import private_channel
 from rollout_server.tasks.workers.supervisor import supervise
+from slipstream.runtime.packages import SAFE_PATH
 
 
 def main() -> int:
     """Entry point."""
     module, asker = sys.argv[1:]
     supervise(int(asker))
+    os.environ.pop(SAFE_PATH, None)  # for programs that code of the user starts
+    sys.path.append(os.getcwd())  # last, for its modules that are named without a path
     code: int = importlib.import_module(module).work(private_channel())
     sys.stdout.flush()
     os._exit(code)  # threads and loops of the user must not hold up the end

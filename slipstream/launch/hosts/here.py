@@ -20,6 +20,7 @@ from slipstream.launch.children import wait_or_kill
 from slipstream.launch.machine import this_machine
 from slipstream.launch.quickstart import make_input
 from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, say
+from slipstream.runtime import packages
 from slipstream.runtime.lifeline import CANNOT_START
 from slipstream.runtime.program import program
 
@@ -31,6 +32,7 @@ PATIENCE_S = 15.0
 def become_learner(words: Sequence[str], port: str) -> NoReturn:
     """Go on as `python -m learner.main`, with replay at this port and rollout servers elsewhere."""
     settings = ["--set", "placement.local_rollouts=false", "--set", f"network.replay_port={port}"]
+    os.environ.update(packages.environment())
     os.execv(sys.executable, [sys.executable, "-m", "learner.main", *settings, *words])
 
 
@@ -65,10 +67,11 @@ def run_servers(words: Sequence[str], replay: str) -> int:
             sys.stdout.write(shlex.join([*settings, *command, f"{name}-{index}", *words]) + "\n")
         return 0
     started: list[subprocess.Popen[bytes]] = []
+    own = os.environ | packages.environment()
     catch_signals()
     try:
         for index, environment in enumerate(environments):
-            started.append(subprocess.Popen([*command, f"{name}-{index}", *words], env=os.environ | environment))
+            started.append(subprocess.Popen([*command, f"{name}-{index}", *words], env=own | environment))
         while any(process.poll() is None for process in started):
             time.sleep(POLL_S)
         return max((process.returncode for process in started), key=abs)
