@@ -21,7 +21,7 @@ from replay.channel import ChannelError
 from replay.data import DataError
 from replay.journal import JournalError
 from slipstream.check import checks
-from slipstream.check.memory import memory_budget
+from slipstream.check.memory import memory_budget, unknown
 from slipstream.launch import earlier_run
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.quickstart import input_is_missing, make_input
@@ -58,12 +58,17 @@ def main() -> int:
     try:
         config = prepare(args)
         say(config.arithmetic())
-        launcher = Launcher(config, args.resume is not None, LiveView(config, "off"), play=args.replay)
+        launcher = Launcher(
+            config, args.resume is not None, LiveView(config, "off"), play=args.replay, is_dry=args.dry_run
+        )
         plan = launcher.plan()
         if args.dry_run:
             roles: tuple[Role, ...] = ("replay", "learner", "rollout")
             sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:2]) + "\n")
             sys.stdout.write(memory_budget(config))
+            if launcher.lacks_gpus:
+                unseen = ["gpu", "kernels", *unknown(config)]
+                say(f"not looked at, without a usable GPU here: {', '.join(unseen)}")
             say(f"dry run: configuration and files are in order; the run folder would be {config.run_dir}")
             return 0
         if args.resume is not None:

@@ -13,23 +13,23 @@ BUDGET = {
     "configs": 3_330,
     "slipstream/runtime": 2_040,
     "slipstream/families": 330,
-    "slipstream/launch": 3_225,
-    "slipstream/check": 2_315,
+    "slipstream/launch": 3_230,
+    "slipstream/check": 2_360,
     "slipstream/view": 2_700,
     "slipstream/translate": 1_150,
     "slipstream/plan": 1_400,
     "slipstream/command": 170,
     "replay": 10_330,
-    "weight_bus": 5_395,
+    "weight_bus": 5_385,
     "rollout_server/engines": 4_000,
     "rollout_server/tasks": 7_540,
     "rollout_server": 13_340,
     "learner": 9_290,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 55_120
+PRODUCT = 55_165
 SCRIPTS = 6_510
-TESTS = 46_030
+TESTS = 46_060
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 

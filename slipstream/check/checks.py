@@ -20,6 +20,7 @@ from configs.schema import Config
 from learner.policy.memory import Sizes
 from replay.channel import ChannelError, load_keys
 from replay.data import DataError
+from replay.data.rows import RowError
 from slipstream.check import facts, functions, machine, memory, model_folders, prompts
 from slipstream.check.finding import Finding, Severity, ok, refused, warn
 from slipstream.runtime.fingerprint import FingerprintError
@@ -257,23 +258,64 @@ AT_START: tuple[Look, ...] = (*CHECKS, packages)
 """A dry run may be made on another machine than the run."""
 
 
-def found(config: Config, checks: Iterable[Look] = CHECKS, *, has_input: bool = True) -> Iterator[Finding]:
-    """What these checks find, one after the other; one cause that several checks meet is named once."""
+ABSENT = (InputMissing, PackageMissing, DataError, FingerprintError)
+"""What may be on the machines of a run though it is not here."""
+
+
+def found(
+    config: Config, checks: Iterable[Look] = CHECKS, *, has_input: bool = True, unseen: list[str] | None = None
+) -> Iterator[Finding]:
+    """What these checks find, one after the other; one cause that several checks meet is named once.
+
+    With `unseen`, what is absent here is added to it: the files of the run may lie elsewhere.
+    """
     subject, causes = Subject(config, has_input), set[str]()
     for check in checks:
         try:
             yield from check(subject)
         except REFUSALS as error:
-            if str(error) not in causes:
-                yield refused(check.__name__.replace("_", "-"), error)
+            if unseen is not None and isinstance(error, ABSENT) and not isinstance(error, RowError):
+                unseen.append(f"{name_of(check)} ({str(error).partition('; ')[0]})")
+            elif str(error) not in causes:
+                yield refused(name_of(check), error)
             causes.add(str(error))
 
 
+def name_of(check: Look) -> str:
+    """Its code."""
+    return check.__name__.replace("_", "-")
+
+
+def require_elsewhere(config: Config, say: Callable[[str], None], *, sees_files: bool, has_input: bool = True) -> None:
+    """The checks of a run that other machines will have; says which could not be made from here.
+
+    Args:
+        config: of the run.
+        say: gets a line for each thing to know.
+        sees_files: whether those machines have the files and packages of this one.
+        has_input: see Subject.
+
+    Raises:
+        ConfigError: as `require`.
+    """
+    config = config.model_copy(update={"placement": config.placement.model_copy(update={"local_rollouts": True})})
+    unseen = [name_of(check) for check in (*OF_THIS_MACHINE, packages)] + memory.unknown(config)
+    try:
+        require(config, say, OF_THE_RUN, has_input=has_input, unseen=None if sees_files else unseen)
+    finally:
+        say(f"not looked at from here: {', '.join(unseen)}")
+
+
 def require(
-    config: Config, say: Callable[[str], None], checks: Iterable[Look] = CHECKS, *, has_input: bool = True
+    config: Config,
+    say: Callable[[str], None],
+    checks: Iterable[Look] = CHECKS,
+    *,
+    has_input: bool = True,
+    unseen: list[str] | None = None,
 ) -> None:
     """Say what is to be looked at. Raises ConfigError with a line for everything that would stop the run."""
-    findings = list(found(config, checks, has_input=has_input))
+    findings = list(found(config, checks, has_input=has_input, unseen=unseen))
     for finding in findings:
         if finding.severity == "warn":
             say(finding.line)

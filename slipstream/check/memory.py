@@ -18,6 +18,12 @@ def sizes_of(config: Config) -> Sizes | None:
         return None
 
 
+def unknown(config: Config) -> list[str]:
+    """`gpu-memory` and what would make it known, where placement.device is cuda and no GPU is."""
+    is_known = config.placement.device != "cuda" or config.placement.gpu_gib is not None or gpu_bytes() is not None
+    return [] if is_known else ["gpu-memory (set placement.gpu_gib)"]
+
+
 def memory_budget(config: Config) -> str:
     """What a learner GPU's memory goes to; empty on a CPU and without a model folder.
 

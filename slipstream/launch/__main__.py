@@ -16,16 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.errors import BadOption
-from configs.loading import ConfigError, add_arguments, dump, from_arguments, overrides_of, parse
+from configs.loading import add_arguments, dump, from_arguments, overrides_of, parse
 from configs.plan import Machine, Plan, Process, Role, assign, table
 from configs.schema import Config
-from replay.channel import KeysError
+from slipstream.check.checks import REFUSALS, require_elsewhere
 from slipstream.launch import earlier_run
 from slipstream.launch.hosts import here, kubernetes, slurm, ssh
 from slipstream.launch.hosts.host_file import Host, read_hosts
 from slipstream.launch.hosts.job_files import JobFiles
 from slipstream.launch.hosts.key_files import keys_for
 from slipstream.launch.hosts.node_spec import NodeRole, NodeSpec, config_of, hosts_of
+from slipstream.launch.quickstart import input_is_missing
 from slipstream.launch.terminal import say
 from slipstream.runtime.program import program
 from slipstream.translate.refusals import AnsweringParser, refused
@@ -55,8 +56,11 @@ def main() -> int:
         config = _configuration(args, port)
         if args.hosts is not None:
             return _over_ssh(args, config)
+        has_input = not (args.dry_run and input_is_missing(config, args.config))
+        # a cluster's disk is shared, a claim is not seen here
+        require_elsewhere(config, say, sees_files=args.slurm, has_input=has_input)
         return _with_files(args, *(_for_slurm(args, config) if args.slurm else _for_kubernetes(args, config)))
-    except (ConfigError, KeysError) as error:
+    except REFUSALS as error:
         say(refused(error))
         return 2
 

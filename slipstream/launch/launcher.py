@@ -74,6 +74,8 @@ class Launcher:
     """What rollout servers run: a module and its first arguments."""
     play: str | None = None
     """Run folder whose journal is played back instead of rolling out."""
+    is_dry: bool = False
+    """Nothing will be started, so this machine need not have the run's GPUs."""
     address: str = ""
     """Of replay, once it listens."""
     replay: Child = field(init=False)
@@ -97,7 +99,7 @@ class Launcher:
     """Where the present learner's part of each rank's log begins."""
 
     def __post_init__(self) -> None:
-        self._machine = this_machine(self.config)
+        self._machine = this_machine(self.config, is_of_the_run=not self.is_dry)
         self._replay_restarts = Restarts(self.config.replay.restarts)
         # A learner that only ever waits for its first batch is not running well.
         patience = 2 * self.config.learner.batch_deadline_s
@@ -112,6 +114,11 @@ class Launcher:
     def node(self) -> str:
         """What the placement calls this machine: replay and rank 0 are where the launcher is."""
         return self.config.shares[0].node
+
+    @property
+    def lacks_gpus(self) -> bool:
+        """Whether this machine has none of the GPUs that the run is placed on."""
+        return self.config.placement.device == "cuda" and self._machine.gpus is None
 
     def plan(self) -> Plan:
         """The processes of this node; has replay's address once known. Raises ConfigError."""

@@ -9,8 +9,10 @@ from configs.plan import Machine
 from configs.schema import Config
 
 
-def this_machine(config: Config, environment: Mapping[str, str] = os.environ) -> Machine:
+def this_machine(config: Config, environment: Mapping[str, str] = os.environ, *, is_of_the_run: bool = True) -> Machine:
     """This machine for the placement; 0 GPUs where torch cannot use them.
+
+    A dry run may be made on another machine than the run: with placement.device cuda it need not have GPUs.
 
     Raises:
         ConfigError: placement.device is cuda and there is no GPU, or torch is built without CUDA.
@@ -19,6 +21,8 @@ def this_machine(config: Config, environment: Mapping[str, str] = os.environ) ->
     if device == "cpu":
         return Machine(address, gpus=0)
     gpus, built, visible = count_gpus(), torch_has_cuda(), visible_devices(environment)
+    if device == "cuda" and not is_of_the_run and not (gpus and built):
+        return Machine(address, gpus=None)
     if device == "cuda" and not gpus:
         raise NoRoom(
             "placement.device: 'cuda', but this machine shows no GPU (nvidia-smi, /proc/driver/nvidia, /dev/nvidia*);"

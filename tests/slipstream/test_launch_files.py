@@ -15,10 +15,12 @@ import configs
 from configs import ConfigError
 from configs.errors import BadHosts
 from configs.loading import PRESETS
+from examples import sort6
 from replay import keys as make_keys
 from slipstream.launch.__main__ import main
 from slipstream.launch.hosts import kubernetes, node_spec
 from slipstream.launch.hosts.host_file import parse_hosts
+from tests.learner.tiny_models import save_model
 
 FOUR = "qwen3-14b-4nodes"
 HOSTS = """# four hosts
@@ -50,10 +52,22 @@ def keys(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Model folder and prompts."""
+    folder = tmp_path_factory.mktemp("files")
+    save_model(folder, max_position_embeddings=16384)
+    sort6.save_tokenizer(folder)
+    (folder / "train.jsonl").write_text('{"prompt": "312=", "answer": "123"}\n')
+    return folder
+
+
 @pytest.fixture
-def four(tmp_path, keys):
+def four(tmp_path, keys, files):
     """Arguments of a run on four hosts, with keys."""
-    return ["--config", FOUR, "--set", f"network.keys={keys}", "--set", f"run.dir={tmp_path}/runs"]
+    given = [f"network.keys={keys}", f"run.dir={tmp_path}/runs", f"model.path={files}"]
+    given += [f"data.{one}={files}/train.jsonl" for one in ("train", "eval")]
+    return ["--config", FOUR, *itertools.chain.from_iterable(("--set", one) for one in given)]
 
 
 @pytest.fixture
@@ -84,6 +98,28 @@ def test_a_dry_run_over_four_hosts_shows_what_would_run_where(tmp_path, launch, 
     assert rows[-1] == ["node3", "10.0.0.4", "rollout-node3-3", "6-7"] and len(rows) == 8
     assert "CUDA_VISIBLE_DEVICES=6,7" in shown and "clients/nodes.key_secret" in shown
     assert not (tmp_path / "runs").exists(), "nothing is written"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("model.path=nowhere", "model.path: no folder 'nowhere'"),
+        ("reward.function=mine.py:score", "mine.py"),
+        ("learner.max_tokens_per_microbatch=2000000000", "learner.max_tokens_per_microbatch"),
+    ],
+)
+@pytest.mark.parametrize("role", ["learner", "rollout"])
+def test_what_would_stop_the_run_is_refused_before_job_files_are_written(tmp_path, launch, four, setting, said, role):
+    for scheduler, out in (("--slurm", "job.sbatch"), ("--kubernetes", "manifests")):
+        is_memory = "microbatch" in setting
+        words = [role, scheduler, "--out", str(tmp_path / out), *four, "--set", setting]
+        if scheduler == "--kubernetes" and not is_memory:  # may be on the claim, or in the image
+            launch(*words)
+            assert (tmp_path / out).is_dir()
+        else:
+            shown = launch(*words, code=2)
+            assert said in shown and "not looked at from here: run-folder, port" in shown
+            assert not (tmp_path / out).exists()
 
 
 def test_slurm(tmp_path, launch, four):

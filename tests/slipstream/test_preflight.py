@@ -26,7 +26,7 @@ from slipstream.launch.launcher import Launcher
 from slipstream.launch.quickstart import make_input
 from slipstream.launch.run_folder import claim_run_dir
 from slipstream.view.live_view import LiveView
-from tests.learner.tiny_models import make_config
+from tests.learner.tiny_models import make_config, save_model
 
 
 def run(check, config: Config) -> list[str]:
@@ -46,6 +46,24 @@ def test_a_dry_run_makes_nothing_and_says_what_a_run_would_make(tmp_path, monkey
     assert "a run would first make the quick start's model and prompts in data/sort6" in shown.err
     assert "64 prompts × 8 = 512 trajectories a step" in shown.err and "-m replay.main" in shown.out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_of_a_gpu_preset_needs_no_gpu_and_says_what_it_could_not_check(tmp_path, monkeypatch, capsys):
+    for module in ("slipstream.launch.machine.count_gpus", "configs.machine.count_gpus"):
+        monkeypatch.setattr(module, lambda: 0)
+    for module in ("slipstream.check.memory", "learner.policy.memory"):
+        monkeypatch.setattr(f"{module}.gpu_bytes", lambda: None)
+    save_model(tmp_path, max_position_embeddings=16384)
+    sort6.save_tokenizer(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "312=", "answer": "123"}\n')
+    given = [f"data.{one}={tmp_path}/rows.jsonl" for one in ("train", "eval")] + [f"model.path={tmp_path}"]
+    words = [word for each in (*given, f"run.dir={tmp_path}/runs") for word in ("--set", each)]
+    command = ["learner.main", "--config", "gsm8k-qwen2.5-0.5b-1gpu", *words]
+    monkeypatch.setattr(sys, "argv", [*command, "--dry-run"])
+    assert launcher.main() == 0
+    shown = capsys.readouterr()
+    assert "without a usable GPU here: gpu, kernels, gpu-memory (set placement.gpu_gib)" in shown.err
+    assert "CUDA_VISIBLE_DEVICES=0" in shown.out and not (tmp_path / "runs").exists()
 
 
 def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path, monkeypatch):
