@@ -19,7 +19,7 @@ import psutil
 
 from slipstream.runtime.hang.processes import of
 
-TORCHRUN = r" learner\.launch\.torchrun "
+TORCHRUN = r" slipstream\.launch\.torchrun "
 ROLES = {"replay": r" replay\.main ", "learner": rf"^(?!.*{TORCHRUN}).* learner\.train ", "torchrun": TORCHRUN}
 """What the command line of a role matches."""
 LIBC = ctypes.CDLL(None, use_errno=True)
