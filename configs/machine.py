@@ -1,4 +1,4 @@
-"""What this machine has: its GPUs, and whether the installed torch can use them. Imports no torch."""
+"""What this machine has: its GPUs, whether the installed torch can use them, and what both need. Imports no torch."""
 
 import importlib.util
 import itertools
@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 NVIDIA_SMI_S = 20.0
+NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""SGLang sets both to 0 in its processes; another value at the other end fails the first broadcast."""
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "TORCHINDUCTOR_DETERMINISTIC": "1"}
+"""Of learner ranks with learner.deterministic; read by libraries when they are loaded or first used."""
 
 
 def has_usable_gpu(environment: Mapping[str, str]) -> bool:

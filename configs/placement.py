@@ -1,6 +1,6 @@
 """The GPU split: which device of which node belongs to a rollout server or to a learner rank. Pure, no torch.
 
-`shares` reads `placement.split`, or `placement.rollout` and `placement.learner`; configs/plan.py makes processes of it.
+`shares` reads `placement.split`, or `placement.rollout` and `placement.learner`.
 """
 
 import re

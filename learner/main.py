@@ -15,7 +15,6 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from configs.loading import ConfigError, add_arguments, find, from_arguments, overrides_of
-from configs.plan import Role, table
 from configs.schema import Config
 from replay.channel import ChannelError
 from replay.data import DataError
@@ -28,6 +27,7 @@ from slipstream.launch.quickstart import input_is_missing, make_input
 from slipstream.launch.run_folder import claim_run_dir, with_free_name
 from slipstream.launch.servers import RunFailed
 from slipstream.launch.terminal import EVENTS, Interrupted, catch_signals, ignore_signals, keep_events, say
+from slipstream.plan.processes import Role, table
 from slipstream.runtime import ending as endings
 from slipstream.runtime import hang, packages
 from slipstream.runtime.fingerprint import FingerprintError

@@ -10,17 +10,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
-    "configs": 3_330,
+    "configs": 3_044,
     "slipstream/runtime": 2_040,
     "slipstream/families": 330,
     "slipstream/launch": 3_230,
     "slipstream/check": 2_360,
     "slipstream/view": 2_700,
     "slipstream/translate": 1_150,
-    "slipstream/plan": 1_400,
+    "slipstream/plan": 1_690,
     "slipstream/command": 170,
     "replay": 10_330,
-    "weight_bus": 5_385,
+    "weight_bus": 5_175,
     "rollout_server/engines": 4_000,
     "rollout_server/tasks": 7_540,
     "rollout_server": 13_340,

@@ -114,6 +114,15 @@ class FolderFull(
     """An update cannot be stored [full]."""
 
 
+class NotPacked(
+    TransportError,
+    code="SLIP-BUS-11",
+    cause="The learner gathers its weights slower than weight_bus.collective_timeout_s allows for a bucket.",
+    mend="Nothing is to be done where it is rare: the version is sent again; else raise that key.",
+):
+    """The learner is late with a bucket: no receiver's fault."""
+
+
 LATE = ("silent", "slow")
 """Symptoms of one that may still do what it owes."""
 BY_SYMPTOM = {"closed": MemberClosed, "silent": MemberSilent, "slow": MemberSlow, "full": FolderFull}

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from configs.plan import DETERMINISTIC
+from configs.machine import DETERMINISTIC
 
 log = logging.getLogger(__name__)
 

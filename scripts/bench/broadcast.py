@@ -16,8 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from configs.machine import visible_devices
-from configs.plan import NCCL_DEFAULTS
+from configs.machine import NCCL_DEFAULTS, visible_devices
 from configs.schema import Config
 from replay.channel.interfaces import bind_collectives
 from scripts.bench.core import output_of

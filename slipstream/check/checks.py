@@ -14,8 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from configs.errors import BadValue, ConfigError, Contradiction, InputMissing, NoRoom, PackageMissing
-from configs.machine import has_usable_gpu
-from configs.plan import NCCL_DEFAULTS
+from configs.machine import NCCL_DEFAULTS, has_usable_gpu
 from configs.schema import Config
 from learner.policy.memory import Sizes
 from replay.channel import ChannelError, load_keys

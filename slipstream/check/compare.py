@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from configs.plan import NCCL_DEFAULTS
+from configs.machine import NCCL_DEFAULTS
 from configs.schema import Config
 from slipstream.check.facts import SHOWN
 from slipstream.check.finding import Finding, ok, stop, warn

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from configs.errors import BadOption
 from configs.loading import add_arguments, dump, from_arguments, overrides_of, parse
-from configs.plan import Machine, Plan, Process, Role, assign, table
 from configs.schema import Config
 from slipstream.check.checks import REFUSALS, require_elsewhere
 from slipstream.launch import earlier_run
@@ -28,6 +27,7 @@ from slipstream.launch.hosts.key_files import keys_for
 from slipstream.launch.hosts.node_spec import NodeRole, NodeSpec, config_of, hosts_of
 from slipstream.launch.quickstart import input_is_missing
 from slipstream.launch.terminal import say
+from slipstream.plan.processes import Machine, Plan, Process, Role, assign, table
 from slipstream.runtime.program import program
 from slipstream.translate.refusals import AnsweringParser, refused
 

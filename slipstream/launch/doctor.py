@@ -23,7 +23,6 @@ from rich.text import Text
 
 from configs.errors import BadHosts
 from configs.loading import ConfigError, Parser, add_arguments, dump, from_arguments
-from configs.plan import Plan, assign
 from configs.schema import Config
 from slipstream.check import checks, facts, links
 from slipstream.check.examination import of_places
@@ -36,6 +35,7 @@ from slipstream.launch.hosts.node_spec import config_of, hosts_of
 from slipstream.launch.hosts.ssh import over_ssh
 from slipstream.launch.machine import this_machine
 from slipstream.launch.quickstart import input_is_missing
+from slipstream.plan.processes import Plan, assign
 from slipstream.runtime.program import program
 
 ROLES = ("learner", "rollout")

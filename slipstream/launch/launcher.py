@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from configs.loading import dump
-from configs.plan import Machine, Plan, assign
 from configs.schema import Config
 from learner.checkpoints.folders import latest_complete
 from learner.record import ledger
@@ -29,6 +28,7 @@ from slipstream.launch.children import Child, RowTail, Tail
 from slipstream.launch.machine import this_machine
 from slipstream.launch.run_folder import RunFolder
 from slipstream.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
+from slipstream.plan.processes import Machine, Plan, assign
 from slipstream.runtime.lifeline import CHECKPOINT, PARENT, RUN_FAILED
 
 log = logging.getLogger(__name__)

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from configs.errors import NoRoom
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
-from configs.plan import Machine
 from configs.schema import Config
+from slipstream.plan.processes import Machine
 
 
 def this_machine(config: Config, environment: Mapping[str, str] = os.environ, *, is_of_the_run: bool = True) -> Machine:

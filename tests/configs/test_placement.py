@@ -5,8 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import Config, ConfigError, load
+from configs.machine import DETERMINISTIC
 from configs.placement import shares
-from configs.plan import DETERMINISTIC, Machine, Plan, assign, ranges
+from slipstream.plan.processes import Machine, Plan, assign, ranges
 
 GPU = ["placement.device=cuda", "network.insecure=true", "network.replay_port=5757"]
 TWO_SIDES = [

@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
-from configs.plan import DETERMINISTIC
+from configs.machine import DETERMINISTIC
 from tests.gpu.test_learner_cuda import LARGER
 from tests.learner.tiny_models import save_model
 from tests.support.ranks import ROOT

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from configs.errors import ConfigError, Unexpected
 from configs.learner import LearnerSettings
-from configs.plan import DETERMINISTIC
+from configs.machine import DETERMINISTIC
 from learner import ranks
 from learner.policy import meshes
 from learner.ranks import CollectiveFailed, RanksError, device_of, join_ranks, named

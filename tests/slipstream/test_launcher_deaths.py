@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from configs import load
-from configs.plan import Plan, Process
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.servers import RunFailed
+from slipstream.plan.processes import Plan, Process
 from slipstream.runtime.hang import processes
 from slipstream.view.live_view import LiveView
 from tests.support.waiting import until

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from configs.infrastructure import WeightBus
-from configs.plan import NCCL_DEFAULTS
+from configs.machine import NCCL_DEFAULTS
 from tests.support.bus_receiver import CONFIG, HOST, digests, formation, learner, publish, servers, together, weights
 from weight_bus import TransportError
 from weight_bus.transports import set_nccl_defaults

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from configs.infrastructure import WeightBus
-from configs.plan import NCCL_DEFAULTS
+from configs.machine import NCCL_DEFAULTS
 from replay.channel.interfaces import InterfaceError, bind_collectives
 from weight_bus.errors import NotAvailable, TransportError, WeightBusError
 from weight_bus.transports.base import PROTOCOL, Formation, ignore

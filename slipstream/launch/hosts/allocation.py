@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from configs.errors import BadHosts
 from configs.placement import most_devices
-from configs.plan import Machine, uses_gpus
 from configs.schema import Config
 from slipstream.launch.hosts.host_file import Host
 from slipstream.launch.hosts.slurm import ADDRESS, STEP
+from slipstream.plan.processes import Machine, uses_gpus
 
 JOB, NODES, CORES = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_CPUS_ON_NODE"
 STEP_S = 60.0

@@ -13,13 +13,13 @@ from typing import NoReturn
 from configs.errors import BadHosts, BadPlacement, NoRoom
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.placement import ONLY_NODE
-from configs.plan import Machine, assign, uses_gpus
 from configs.schema import Config
 from slipstream.check.checks import shell
 from slipstream.launch.children import wait_or_kill
 from slipstream.launch.machine import this_machine
 from slipstream.launch.quickstart import make_input
 from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, say
+from slipstream.plan.processes import Machine, assign, uses_gpus
 from slipstream.runtime import packages
 from slipstream.runtime.lifeline import CANNOT_START
 from slipstream.runtime.program import program

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.errors import BadHosts
-from configs.plan import Machine
+from slipstream.plan.processes import Machine
 
 FORM = "name address [ssh=user@host] [gpus=8]"
 WORDS = {

@@ -16,10 +16,10 @@ from typing import Any
 import yaml
 
 from configs.loading import digest_of, dump
-from configs.plan import Machine
 from configs.schema import Config
 from slipstream.launch.hosts.job_files import JobFiles
 from slipstream.launch.hosts.node_spec import REFUSED, ROLES, NodeRole
+from slipstream.plan.processes import Machine
 
 FILES = "/etc/slipstream"
 KEYS = f"{FILES}/keys"

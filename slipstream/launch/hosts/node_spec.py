@@ -15,10 +15,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from configs.errors import BadHosts, BadOption
 from configs.loading import digest_of, dump, parse
 from configs.placement import ONLY_NODE, most_devices
-from configs.plan import Machine, Plan, assign, replay_address
 from configs.schema import Config
 from slipstream.launch.hosts.host_file import Host, parse_hosts
 from slipstream.launch.machine import this_machine
+from slipstream.plan.processes import Machine, Plan, assign, replay_address
 
 NodeRole = Literal["learner", "rollout"]
 ROLES: tuple[NodeRole, ...] = ("learner", "rollout")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from configs.loading import digest_of, dump
 from configs.placement import most_devices
-from configs.plan import Machine, Plan, uses_gpus
 from configs.schema import Config
 from slipstream.launch.hosts.job_files import JobFiles
 from slipstream.launch.hosts.node_spec import ROLES, NodeRole
+from slipstream.plan.processes import Machine, Plan, uses_gpus
 
 STEP = ("--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none")
 """Arguments of srun for one process on one machine, beside other steps there."""

@@ -10,15 +10,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from configs.errors import BadHosts, BadPlacement, Contradiction, NoRoom
+from configs.machine import DETERMINISTIC, NCCL_DEFAULTS
 from configs.placement import Share, most_devices, ranks_of
 from configs.schema import Config, is_loopback
 
 Role = Literal["replay", "learner", "rollout"]
-
-NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-"""SGLang sets both to 0 in its processes; another value at the other end fails the first broadcast."""
-DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "TORCHINDUCTOR_DETERMINISTIC": "1"}
-"""Of learner ranks with learner.deterministic; read by libraries when they are loaded or first used."""
 
 
 @dataclass(frozen=True, slots=True)
