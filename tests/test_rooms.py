@@ -17,7 +17,7 @@ BUDGET = {
     "slipstream/check": 2_360,
     "slipstream/view": 2_700,
     "slipstream/translate": 1_150,
-    "slipstream/plan": 1_690,
+    "slipstream/plan": 1_602,
     "slipstream/command": 170,
     "replay": 10_330,
     "weight_bus": 5_385,
