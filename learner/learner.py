@@ -27,6 +27,7 @@ from learner.trainer import CRITIC_WARMUP, Trainer, Update, check_rewards
 from learner.weights import WeightPublisher
 from replay import messages as m
 from replay.messages import Batch
+from slipstream.runtime.disk import Disk, until_room
 from slipstream.runtime.lifeline import Cores
 from slipstream.runtime.progress import Progress
 from weight_bus import PublishReport
@@ -52,7 +53,9 @@ class Learner:
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer, parts, meanwhile=batches.heartbeat)
         self.guards = Guards(config)
         self.roll_backs = RollBacks(config.run_dir)
-        self.rollouts = RolloutWriter(config)
+        self.disk = Disk()
+        """What lines and small files of this rank are written through."""
+        self.rollouts = RolloutWriter(config, self.disk)
         self.digests: dict[str, int] = {}
         self._masters = ""
         """Digest of the policy's float32 weights at the last commit."""
@@ -70,7 +73,7 @@ class Learner:
         what = "the first step, which compiles the layers" if config.learner.compile is True else "the first step"
         self._first_step: AbstractContextManager[Any] = Progress(what)
         if ranks.is_first:
-            self.evaluations = Evaluations(config)
+            self.evaluations = Evaluations(config, self.disk)
 
     def start(self, *, resume: bool) -> int:
         """Load the checkpoint of a resumed run, join replay; returns the version.
@@ -94,8 +97,9 @@ class Learner:
         if self.ranks.is_first:
             resume_version = version if resume else None
             given = self.config.model_dump(mode="json")
-            self.metrics = Metrics(run_dir, self.config.tracking, given, resume_step=resume_version)
-            self.ledger = Ledger(run_dir, resume_version=resume_version)
+            tracking, disk = self.config.tracking, self.disk
+            self.metrics = Metrics(run_dir, tracking, given, resume_step=resume_version, disk=disk)
+            self.ledger = Ledger(run_dir, resume_version=resume_version, disk=disk)
             waiting = self.checkpoints.best.read(run_dir, version) if resume else []
             if rolls_back and self.config.checkpoint.keep_best:
                 self.checkpoints.tidy()  # the best of all may be among what was set aside
@@ -310,8 +314,9 @@ class Learner:
             self.batches.wait_for_evaluations(self.config.evaluation.deadline_s)
             self._record_evaluations()
             if self.config.checkpoint.keep_best:
-                self.checkpoints.tidy()
+                until_room(self.checkpoints.tidy, Path(self.config.run_dir), self.batches.heartbeat)
             self.metrics.close()
+        self.disk.settle(self.batches.heartbeat)
         self.profile.close()
         self.bus.close()
 

@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from learner.checkpoints.folders import CheckpointError
+from learner.checkpoints.folders import CheckpointError, DiskFull
+from slipstream.runtime.disk import is_full
 
 TEXT_BYTES = 1024
+NO_ROOM = "no room: "
+"""Begins what a rank says whose disk is full."""
 
 
 def exchange(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
@@ -33,6 +36,7 @@ def together(group: dist.ProcessGroup, folder: Path, done: str) -> Iterator[None
 
     Raises:
         CheckpointError: the work failed on some rank; names the folder, the rank and the cause.
+        DiskFull: as that, where a disk was full.
     """
     cause: BaseException | None = None
     try:
@@ -42,9 +46,11 @@ def together(group: dist.ProcessGroup, folder: Path, done: str) -> Iterator[None
     said = exchange(_cause(cause, dist.get_rank(group)), group, torch.device("cpu"))
     if isinstance(cause, CheckpointError):
         raise cause
-    for rank, text in enumerate(said):
-        if text:
-            raise CheckpointError(f"checkpoint {folder} could not be {done} on rank {rank}: {text}") from cause
+    failed = [(rank, text.removeprefix(NO_ROOM)) for rank, text in enumerate(said) if text]
+    if failed:
+        kind = DiskFull if any(text.startswith(NO_ROOM) for text in said) else CheckpointError
+        rank, text = failed[0]
+        raise kind(f"checkpoint {folder} could not be {done} on rank {rank}: {text}") from cause
 
 
 def _cause(error: BaseException | None, rank: int) -> str:
@@ -57,4 +63,5 @@ def _cause(error: BaseException | None, rank: int) -> str:
     if error is None:
         return ""
     text = str(error).partition("\n")[0]
-    return text if isinstance(error, OSError | CheckpointError) else f"{type(error).__name__}: {text}"
+    text = text if isinstance(error, OSError | CheckpointError) else f"{type(error).__name__}: {text}"
+    return NO_ROOM + text if is_full(error) else text

@@ -19,13 +19,14 @@ sampling and data order are seeded per lease), so no generator state is kept.
 import json
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,8 +44,9 @@ from learner.checkpoints import damage
 from learner.checkpoints.adapter import describe_base, problem_with_base, write_adapter_folder
 from learner.checkpoints.agreement import exchange, together
 from learner.checkpoints.export import write_hf_folder
-from learner.checkpoints.folders import CheckpointError as CheckpointError
 from learner.checkpoints.folders import (
+    MARK,
+    DiskFull,
     bytes_in,
     incomplete,
     latest_complete,
@@ -53,12 +55,14 @@ from learner.checkpoints.folders import (
     weights_only,
     write_json,
 )
+from learner.checkpoints.folders import CheckpointError as CheckpointError
 from learner.checkpoints.parts import HostMemory, Part, Tensors, check_layout, describe, tensors_of
 from learner.checkpoints.retention import Best, clear, delete, prune
 from learner.optimizer import Optimizer
 from learner.policy import lora
 from learner.policy.model import Policy
 from learner.policy.sharding import DTYPES, Shard
+from slipstream.runtime.disk import RETRY_S, check_room, until_room
 from slipstream.runtime.hang import expired
 from slipstream.runtime.progress import Progress
 
@@ -66,7 +70,7 @@ FORMAT = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 OWN = ("format", "packages", "base", "loss_scale", "parameter_digest", "optimizer_digest", "optimizer_steps", "layout")
 """Keys of state.json that the caller of `load` does not need."""
-LATE, GOES_ON, FAILED = "late", "goes on", "failed: "
+LATE, GOES_ON, NO_ROOM, FAILED = "late", "goes on", "no room", "failed: "
 TURN_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -113,6 +117,8 @@ class _Writing:
     content: _Content
     started: float
     copied: float
+    tried: float
+    """When it was begun last: checkpoint.deadline_s counts from then."""
     future: Future[_Written]
 
     def state(self, deadline: float) -> str:
@@ -120,6 +126,8 @@ class _Writing:
         if not self.future.done():
             return LATE if time.monotonic() >= deadline else GOES_ON
         error = self.future.exception()
+        if isinstance(error, DiskFull):
+            return NO_ROOM
         return "" if error is None else f"{FAILED}{error}"
 
 
@@ -143,6 +151,7 @@ class Checkpointer:
         self._memory, self._meanwhile = HostMemory(), meanwhile
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: _Writing | None = None
+        self._waits_for_room = False
         self.best = Best(config.checkpoint)
         """Which checkpoints are kept for their evaluation; on rank 0."""
 
@@ -189,19 +198,23 @@ class Checkpointer:
             if policy.rank == 0 and folder.exists():  # a save that a crash cut short, or of policies that are lost
                 delete(folder)
         for part in self._beside:
-            with together(self._group, folder, "written"):
-                part.save(folder)
+            until_room(partial(self._save, part, folder), folder, self._meanwhile)
         tensors = self._memory.copy(tensors_of(self._part))
         own = {"step": step, "version": step, "seed": self._config.run.seed, "replay": replay}
         own |= {"loss_scale": self._scale.state(), **describe_base(policy)}
         content = _Content(step, folder, tensors, self._for_dcp(tensors), policy.frozen(), digest, {**own, **more})
         copied = time.monotonic()
-        self._writing = _Writing(content, started, copied, self._thread.submit(self._write, content))
+        self._writing = _Writing(content, started, copied, copied, self._thread.submit(self._write, content))
+
+    def _save(self, part: PartBeside, folder: Path) -> None:
+        with together(self._group, folder, "written"):
+            part.save(folder)
 
     def settle(self, *, wait: bool) -> Report | None:
         """The checkpoint that was started, once all ranks have written it; None without one, or while it is written.
 
-        With `wait`, for checkpoint.deadline_s from its start at most. Ranks decide alike.
+        With `wait`, for checkpoint.deadline_s from its start at most, and for room on a full disk without end. Ranks
+        decide alike.
 
         Raises:
             CheckpointError: a rank could not write, or takes longer than the deadline; names folder, rank and cause.
@@ -209,17 +222,22 @@ class Checkpointer:
         if self._writing is None:
             return None
         writing, said = self._writing, [GOES_ON]
-        deadline = writing.started + self._settings.deadline_s
-        while GOES_ON in said:
+        while GOES_ON in said or NO_ROOM in said:
+            if set(said) == {NO_ROOM}:
+                writing = self._writing = self._again(writing, RETRY_S if wait else 0)
+            deadline = writing.tried + self._settings.deadline_s
             if wait:
                 self._meanwhile()
             # in short turns: a rank must not wait in a collective for another one's disk
             futures.wait([writing.future], timeout=max(0.0, min(deadline - time.monotonic(), TURN_S)) if wait else 0)
             said = exchange(writing.state(deadline), self._policy.group, self._policy.device)
             self._raise_what_failed(writing, said)
-            if not wait and GOES_ON in said:
+            if not wait and (GOES_ON in said or NO_ROOM in said):
                 return None
         self._writing = None
+        if self._waits_for_room:
+            log.info("%s: its disk has room again: it is written", writing.content.folder)
+            self._waits_for_room = False
         content, written = writing.content, writing.future.result()
         metrics = {
             "checkpoint/step": content.step,
@@ -228,6 +246,20 @@ class Checkpointer:
             "checkpoint/bytes": written.num_bytes,
         }
         return Report(content.step, content.folder, written.kept, metrics)
+
+    def _again(self, writing: _Writing, pause_s: float) -> _Writing:
+        """Begin anew what has found no room, and leave the room to others meanwhile; critic/ and reference/ stay."""
+        folder = writing.content.folder
+        if not self._waits_for_room:
+            log.warning("guard: %s; it is written once there is room [full]", writing.future.exception())
+            self._waits_for_room = True
+        with together(self._group, folder, "cleared"):
+            if self._policy.rank == 0:
+                (folder / MARK).unlink(missing_ok=True)
+                for name in ("dcp", "hf", "adapter"):
+                    shutil.rmtree(folder / name, ignore_errors=True)
+        time.sleep(pause_s)
+        return replace(writing, tried=time.monotonic(), future=self._thread.submit(self._write, writing.content))
 
     def _raise_what_failed(self, writing: _Writing, said: list[str]) -> None:
         folder, deadline_s = writing.content.folder, self._settings.deadline_s
@@ -259,6 +291,9 @@ class Checkpointer:
         total = sum(math.prod(shard.shape) for _, shard in content.tensors.keyed()) * torch.float32.itemsize
         exported = DTYPES[self._settings.hf_dtype].itemsize
         total += sum(math.prod(shard.shape) for shard in [*content.tensors.weights, *content.frozen]) * exported
+        with together(self._group, folder, "written"):
+            if self._policy.rank == 0:
+                check_room(folder.parent, total)
         what = f"writing checkpoint {folder.name}"
         with Progress(what, total=total / 1e9, unit="GB", measure=lambda: bytes_in(folder) / 1e9):
             return self._write_all(content)

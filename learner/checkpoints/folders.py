@@ -1,5 +1,6 @@
 """The folders checkpoints/step_N of a run: what each of them is good for. Imports no torch."""
 
+import errno
 import json
 import os
 import re
@@ -21,6 +22,12 @@ class CheckpointError(
     mend="Look at space and speed of the disk of run.dir; name another checkpoint where one is broken.",
 ):
     """A checkpoint could not be written or loaded; names the folder and the cause."""
+
+
+class DiskFull(CheckpointError):
+    """A checkpoint finds no room on its disk: it is written again, from its beginning, once there is."""
+
+    errno = errno.ENOSPC
 
 
 def latest_complete(run_dir: Path) -> tuple[Path | None, list[str]]:

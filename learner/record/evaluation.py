@@ -16,6 +16,7 @@ from configs.schema import Config
 from replay.data import DataError, evaluation_rows
 from replay.data.rows import Row
 from replay.messages import EvaluationResult
+from slipstream.runtime.disk import Disk
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +29,9 @@ News = tuple[int, str, dict[str, float]]
 class Evaluations:
     """Puts the results of an evaluation together, which come in parts; only what is whole is written and measured."""
 
-    def __init__(self, config: Config) -> None:
-        """Read the prompts. Raises DataError."""
+    def __init__(self, config: Config, disk: Disk | None = None) -> None:
+        """Read the prompts; answers are written through `disk`. Raises DataError."""
+        self._disk = disk or Disk()
         self._run_dir, self._max_error_rate = config.run_dir, config.reward.max_error_rate
         self._sets = {one.name: one for one in config.evaluation_sets}
         self._rows = evaluation_rows(config)
@@ -62,7 +64,7 @@ class Evaluations:
         version, name, _ = key
         result, one, rows = joined(self._parts.pop(key)), self._sets[name], self._rows[name]
         self._ended.add(key)
-        write_rows(self._run_dir, result, rows)
+        write_rows(self._run_dir, result, rows, self._disk)
         failed, answers = int(result.left_out.sum()), len(result.texts)
         if any(result.errors):
             log.warning(
@@ -134,7 +136,7 @@ def file_of(run_dir: str | Path, version: int, name: str, *, greedy: bool) -> Pa
     return Path(run_dir) / "evaluations" / f"{'_'.join(parts)}.jsonl"
 
 
-def write_rows(run_dir: str, result: EvaluationResult, rows: Sequence[Row]) -> Path:
+def write_rows(run_dir: str, result: EvaluationResult, rows: Sequence[Row], disk: Disk) -> Path:
     """Write the answers to a set into its file, in the order of its prompts, one answer a line.
 
     Raises:
@@ -142,29 +144,29 @@ def write_rows(run_dir: str, result: EvaluationResult, rows: Sequence[Row]) -> P
     """
     _check_size(result, rows)
     path = file_of(run_dir, result.version, result.set, greedy=result.greedy)
-    path.parent.mkdir(parents=True, exist_ok=True)
     scores = zip(result.rewards.tolist(), _left_out(result).tolist(), strict=True)
     rewards = [None if is_out else score for score, is_out in scores]
     errors = result.errors or [""] * len(rewards)
     answers = zip(result.texts, rewards, result.lengths.tolist(), result.finish_reasons, errors, strict=True)
-    with path.open("w", encoding="utf-8") as file:
-        for number, (text, reward, length, reason, error) in enumerate(answers):
-            index, sample = divmod(number, result.samples)
-            asked = rows[index]
-            row = {
-                **({"set": result.set} if result.set else {}),
-                "index": index,
-                **({"sample": sample} if result.samples > 1 else {}),
-                "prompt": asked["prompt"],
-                "ground_truth": asked["ground_truth"],
-                "data_source": asked["data_source"],
-                "text": text,
-                "reward": reward,
-                "tokens": length,
-                "finish_reason": reason,
-                **({"error": error} if error else {}),
-            }
-            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    lines = []
+    for number, (text, reward, length, reason, error) in enumerate(answers):
+        index, sample = divmod(number, result.samples)
+        asked = rows[index]
+        row = {
+            **({"set": result.set} if result.set else {}),
+            "index": index,
+            **({"sample": sample} if result.samples > 1 else {}),
+            "prompt": asked["prompt"],
+            "ground_truth": asked["ground_truth"],
+            "data_source": asked["data_source"],
+            "text": text,
+            "reward": reward,
+            "tokens": length,
+            "finish_reason": reason,
+            **({"error": error} if error else {}),
+        }
+        lines.append(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    disk.write(path, "".join(lines))
     return path
 
 

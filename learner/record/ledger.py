@@ -11,15 +11,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+from slipstream.runtime.disk import Disk
+
 FILE = "ledger.jsonl"
 
 
 class Ledger:
     """Rank 0 appends a line after each step."""
 
-    def __init__(self, run_dir: str | Path, *, resume_version: int | None) -> None:
-        """Open the ledger of a run that begins, or goes on from a version."""
-        self._path = Path(run_dir) / FILE
+    def __init__(self, run_dir: str | Path, *, resume_version: int | None, disk: Disk | None = None) -> None:
+        """Open the ledger of a run that begins, or goes on from a version; it is written through `disk`."""
+        self._path, self._disk = Path(run_dir) / FILE, disk or Disk()
         self._trained: set[tuple[int, int]] = set()
         self._trained_twice = 0
         if resume_version is not None:
@@ -37,8 +39,7 @@ class Ledger:
         line = {"step": step, "incarnation": incarnation, "digest": digest, "groups": groups}
         if expected:
             line["expected"] = expected
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        self._disk.append(self._path, json.dumps(line) + "\n")
         return self._trained_twice
 
 

@@ -23,6 +23,7 @@ from configs.data import Tracking
 from configs.errors import kind_of
 from learner.record.trackers import MetricsError as MetricsError
 from learner.record.trackers import Trackers
+from slipstream.runtime.disk import Disk
 
 Numbers = Mapping[str, float | Mapping[str, float]]
 """Metric name to number (Python, numpy or a tensor of one element), or to a map of numbers."""
@@ -66,7 +67,13 @@ class Metrics:
     """Writes metrics.jsonl and feeds the trackers. Not safe to share between threads."""
 
     def __init__(
-        self, run_dir: str | Path, tracking: Tracking, run_config: dict[str, Any], *, resume_step: int | None
+        self,
+        run_dir: str | Path,
+        tracking: Tracking,
+        run_config: dict[str, Any],
+        *,
+        resume_step: int | None,
+        disk: Disk | None = None,
     ) -> None:
         """Open the file for appending; the run folder is made if it is missing.
 
@@ -75,6 +82,7 @@ class Metrics:
             tracking: the `tracking` section of the configuration.
             run_config: the resolved configuration, for trackers.
             resume_step: step that the run goes on from, or None for a new run; see `set_aside`.
+            disk: that rows are written through.
 
         Raises:
             MetricsError: a tracker does not start.
@@ -85,7 +93,8 @@ class Metrics:
         self.last: dict[str, Any] = {}
         """Numbers of the last step's row."""
         set_aside(folder, after=-1 if resume_step is None else resume_step)
-        self._file = (folder / FILE).open("a", encoding="utf-8")
+        self._path, self._disk = folder / FILE, disk or Disk()
+        self._disk.append(self._path, "")
 
     def log(self, step: int, values: Numbers) -> None:
         """Write the row of a step.
@@ -106,8 +115,7 @@ class Metrics:
         self._write({"version": version, "final": True}, values)
 
     def close(self) -> None:
-        """Flush and close everything."""
-        self._file.close()
+        """Close the trackers."""
         self._trackers.close()
 
     def _write(self, head: dict[str, Any], values: Numbers) -> None:
@@ -118,8 +126,7 @@ class Metrics:
             numbers["metrics/trackers_failed"] = float(len(self._trackers.failed))
         if "step" in head:
             self.last = numbers
-        self._file.write(json.dumps({**head, "time": time.time(), **numbers}, allow_nan=False) + "\n")
-        self._file.flush()
+        self._disk.append(self._path, json.dumps({**head, "time": time.time(), **numbers}, allow_nan=False) + "\n")
         self._trackers.log(head.get("step", head.get("version", 0)), "step" not in head, flat(numbers))
 
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from configs.schema import Config
 from learner.rows import Row, offsets
 from replay.messages import Batch
+from slipstream.runtime.disk import Disk
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 class RolloutWriter:
     """Writes this rank's trajectories of every `tracking.save_rollouts_every`-th step."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, disk: Disk | None = None) -> None:
+        self._disk = disk or Disk()
         self._run_dir, self._every = Path(config.run_dir), config.tracking.save_rollouts_every
         self._num_parts = config.num_data_ranks
         self._tokenizer: Any = load_tokenizer(config.model.path) if self._every else None
@@ -51,35 +53,35 @@ class RolloutWriter:
         if not self._every or batch.step % self._every:
             return
         path = self._run_dir / "rollouts" / f"step_{batch.step}" / f"rank_{batch.rank}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
         if batch.rank == 0:  # where a run makes the step again with fewer ranks, files of the others have it twice
             for other in set(path.parent.glob("rank_*.jsonl")) - self._files(path.parent):
                 other.unlink()
         tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
         answers = offsets(batch.lengths)
         trained = self._trainer_logprobs(batch)
-        with path.open("w", encoding="utf-8") as file:
-            for i, trajectory in enumerate(batch.trajectory.tolist()):
-                prompt_length = int(batch.prompt_lengths[i])
-                prompt_ids, response_ids = tokens[i][:prompt_length].tolist(), tokens[i][prompt_length:].tolist()
-                answer = slice(answers[i], answers[i + 1])
-                row = {
-                    "trajectory": trajectory,
-                    "group": batch.group_ids[int(batch.all_groups[trajectory])],
-                    "prompt": self._text(prompt_ids),
-                    "text": self._text(response_ids),
-                    "score": float(batch.all_rewards[trajectory]),
-                    "reward": float(batch.all_rewards[trajectory]),
-                    "advantage": float(advantages[trajectory]),
-                    "prompt_ids": prompt_ids,
-                    "response_ids": response_ids,
-                    "loss_mask": batch.loss_mask[answer].tolist(),
-                    "tokens": [self._piece(token) for token in response_ids],
-                    "logprobs": batch.logprobs[answer].tolist(),
-                    "trainer_logprobs": [None if np.isnan(value) else value for value in trained[answer].tolist()],
-                    "versions": batch.versions[answer].tolist(),
-                }
-                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        rows = []
+        for i, trajectory in enumerate(batch.trajectory.tolist()):
+            prompt_length = int(batch.prompt_lengths[i])
+            prompt_ids, response_ids = tokens[i][:prompt_length].tolist(), tokens[i][prompt_length:].tolist()
+            answer = slice(answers[i], answers[i + 1])
+            row = {
+                "trajectory": trajectory,
+                "group": batch.group_ids[int(batch.all_groups[trajectory])],
+                "prompt": self._text(prompt_ids),
+                "text": self._text(response_ids),
+                "score": float(batch.all_rewards[trajectory]),
+                "reward": float(batch.all_rewards[trajectory]),
+                "advantage": float(advantages[trajectory]),
+                "prompt_ids": prompt_ids,
+                "response_ids": response_ids,
+                "loss_mask": batch.loss_mask[answer].tolist(),
+                "tokens": [self._piece(token) for token in response_ids],
+                "logprobs": batch.logprobs[answer].tolist(),
+                "trainer_logprobs": [None if np.isnan(value) else value for value in trained[answer].tolist()],
+                "versions": batch.versions[answer].tolist(),
+            }
+            rows.append(json.dumps(row, ensure_ascii=False) + "\n")
+        self._disk.write(path, "".join(rows))
 
     def _files(self, folder: Path) -> set[Path]:
         """Those of all ranks in the folder of a step."""

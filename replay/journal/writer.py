@@ -17,6 +17,7 @@ from typing import Any, Literal
 from replay.journal.format import FORMAT, Frames, JournalError, Location, pack, path_of, segments
 from replay.journal.reader import JournalReader, message_of
 from replay.messages import EvaluationResult, Group
+from slipstream.runtime.disk import FULL
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,6 @@ SYNC_S = 1.0
 MAX_BUFFERS = 512
 """Buffers of one system call (IOV_MAX is 1,024)."""
 COPY_BYTES = 1 << 20
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 Fsync = Literal["every", "interval", "never"]
 

@@ -31,9 +31,12 @@ def check_policy(config: Config) -> None:
     """
     folder = Path(config.model.path)
     if not folder.is_dir():
+        local = config.model.path
+        of_hub = len(folder.parts) == 2 and not folder.parent.is_dir() and folder.parent.name not in ("..", "models")
+        repository, local = (local, f"models/{folder.name}") if of_hub else (f"OWNER/{folder.name}", local)
         raise InputMissing(
             f"model.path: no folder {config.model.path!r}; give a Hugging Face folder with config.json, safetensors and"
-            f" a tokenizer; of a model of the Hub: hf download {config.model.path} --local-dir models/{folder.name}"
+            f" a tokenizer; of a model of the Hub: hf download {repository} --local-dir {local}"
         )
     checkpoint = folder.parent if folder.name == "hf" else folder
     if any((checkpoint / name).exists() for name in ("dcp", "state.json", MARK)) and (reason := incomplete(checkpoint)):

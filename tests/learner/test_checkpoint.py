@@ -21,6 +21,7 @@ from learner.checkpoints.folders import latest_complete
 from learner.policy.memory import GIB, OutOfMemory, Setup
 from tests.learner.recorded import batch_of, random_step, train_on
 from tests.learner.tiny_models import CPU, SIZES, built, make_config, save_model, saved
+from tests.support.disks import grow, small_disk
 
 
 @pytest.fixture
@@ -202,6 +203,27 @@ def test_a_disk_that_hangs_ends_the_run_at_the_deadline(qwen3, tmp_path, mesh, m
         keeper.settle(wait=True)
     assert len(turns) >= 2, "replay hears of a rank that waits"
     gate.set()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_disk_that_is_full_is_waited_for_and_has_the_checkpoint_then(keeper, config, monkeypatch, caplog, known):
+    """Where its room is known beforehand nothing is written; a quota shows while it is."""
+    monkeypatch.setattr(checkpointer, "RETRY_S", 0.01)
+    if not known:
+        monkeypatch.setattr(checkpointer, "check_room", lambda *_: None)
+    parent = Path(config.run_dir) / "checkpoints"
+    parent.mkdir(parents=True)
+    with small_disk(parent, "size=16k"):
+        turns: list[int] = []
+        monkeypatch.setattr(keeper, "_meanwhile", lambda: turns.append(1) or (len(turns) == 4 and grow(parent)))
+        keeper.start(1, replay={})
+        while keeper._writing.future.exception() is None:
+            time.sleep(0.01)
+        assert keeper.settle(wait=False) is None and keeper.is_writing
+        folder = keeper.settle(wait=True).folder
+        assert latest_complete(Path(config.run_dir))[0] == folder and len(turns) > 3
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 1 and str(folder) in said[0] and "No space left on device" in said[0]
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])

@@ -11,6 +11,7 @@ from learner.record import evaluation, rollouts
 from learner.record.ledger import FILE, Ledger, read
 from replay.data import DataError
 from replay.messages import EvaluationResult
+from slipstream.runtime.disk import Disk
 from tests.learner.recorded import batch_of, random_step, rows_of
 from tests.learner.tiny_models import make_config
 
@@ -55,14 +56,14 @@ def test_every_data_source_has_its_own_metrics(rows):
 
 def test_an_answer_stands_beside_what_was_asked(rows, tmp_path):
     rows, _ = rows
-    path = evaluation.write_rows(str(tmp_path), RESULT, rows)
+    path = evaluation.write_rows(str(tmp_path), RESULT, rows, Disk())
     written = [json.loads(line) for line in path.read_text().splitlines()]
     assert path.name == "version_3_greedy.jsonl" and not {"set", "sample"} & written[0].keys()
     assert [row["prompt"] for row in written] == [row["prompt"] for row in ROWS[:3]]
     found = [(row["ground_truth"], row["text"], row["reward"]) for row in written]
     assert found == [("2", "2", 1.0), ("odd", "even", 0.25), ("4", "5", 0.0)]
     with pytest.raises(DataError, match=r"version 3: 3 answers, data\.eval has 2 rows now"):
-        evaluation.write_rows(str(tmp_path), RESULT, rows[:2])
+        evaluation.write_rows(str(tmp_path), RESULT, rows[:2], Disk())
 
 
 class Letters:

@@ -27,6 +27,7 @@ from replay.journal import (
 from replay.journal.format import path_of, segments
 from replay.journal.reader import BLOCK_BYTES
 from tests.replay.journal_files import Books, a_journal, entries, entry, fill_up, frames_of, group, opened, same
+from tests.support.disks import small_disk
 from tests.support.waiting import until
 
 
@@ -41,15 +42,9 @@ def test_a_file_that_may_not_grow_costs_nothing(tmp_path):
 
 def test_a_full_file_system_costs_nothing(tmp_path):
     """256 KiB and four files, of which `ballast` takes 150 KiB and one."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k,nr_inodes=4", "tmpfs", str(tmp_path)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
-    try:
-        (tmp_path / "ballast").write_bytes(bytes(150_000))
-        fill_up(tmp_path / "journal", "every", (tmp_path / "ballast").unlink)
-    finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)  # a test that failed has files open
+    with small_disk(tmp_path, "size=256k", "nr_inodes=4") as folder:
+        (folder / "ballast").write_bytes(bytes(150_000))
+        fill_up(folder / "journal", "every", (folder / "ballast").unlink)
 
 
 def test_close_says_that_the_end_was_not_written(tmp_path, monkeypatch, caplog):

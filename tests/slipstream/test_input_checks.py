@@ -18,6 +18,7 @@ from rollout_server.tasks.rewards import RewardError, loading
 from rollout_server.tasks.task import Task
 from slipstream.check import checks, prompts
 from slipstream.check.functions import BUILT_IN, problem_with_function, problem_with_loss, problem_with_signature
+from slipstream.check.model_folders import check_policy
 from slipstream.check.prompts import check_prompts
 from slipstream.runtime.fingerprint import run_fingerprint
 
@@ -27,6 +28,20 @@ CHAT = (
     "{% if add_generation_prompt %}assistant={% endif %}"
 )
 SAID = [{"role": "user", "content": "1+1?"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("Qwen/Qwen3-0.6B", "hf download Qwen/Qwen3-0.6B --local-dir models/Qwen3-0.6B"),
+        ("models/Qwen3-0.6B", "hf download OWNER/Qwen3-0.6B --local-dir models/Qwen3-0.6B"),
+        ("/nowhere/Qwen3-0.6B", "hf download OWNER/Qwen3-0.6B --local-dir /nowhere/Qwen3-0.6B"),
+    ],
+)
+def test_a_missing_model_is_answered_with_the_command_that_brings_it(path, command):
+    with pytest.raises(ConfigError) as refused:
+        check_policy(load("quickstart", [f"model.path={path}"]))
+    assert refused.value.code == "SLIP-CONFIG-08" and str(refused.value).endswith(f"{command} [SLIP-CONFIG-08]")
 
 
 @pytest.fixture
