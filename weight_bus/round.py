@@ -27,12 +27,7 @@ VERIFYING = "verifying what it received of"
 SLACK_S = 15.0  # beside what the transport takes by its own timeout
 
 
-class NotPacked(
-    TransportError,
-    code="SLIP-BUS-11",
-    cause="The learner gathers its weights slower than weight_bus.collective_timeout_s allows for a bucket.",
-    mend="Nothing is to be done where it is rare: the version is sent again; else raise that key.",
-):
+class NotPacked(TransportError, code="SLIP-BUS-11"):
     """The learner is late with a bucket: no receiver's fault."""
 
 

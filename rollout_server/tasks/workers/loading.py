@@ -16,13 +16,7 @@ MAX_MESSAGE_CHARS = 1500
 """Of an exception's own text, so that its place still fits into an error."""
 
 
-class LoadError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-CODE-01",
-    cause="A file or module with code of yours is not there, or raises when it is imported.",
-    mend="Correct the path; run `python -c 'import module'` in the same environment and folder to see the whole error.",
-):
+class LoadError(SlipstreamError, RuntimeError, code="SLIP-CODE-01"):
     """A module cannot be found or imported; the message names the key."""
 
 

@@ -27,13 +27,7 @@ SECTIONS = ("learner", "replay", "rollout")
 MAX_WARNINGS = 200
 
 
-class RunError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-REPORT-02",
-    cause="The folder has neither config.yaml nor metrics.jsonl, or its config.yaml is no configuration.",
-    mend="Name the folder of a run, such as runs/quickstart.",
-):
+class RunError(SlipstreamError, ValueError, code="SLIP-REPORT-02"):
     """A folder is no run folder."""
 
 

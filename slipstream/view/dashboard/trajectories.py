@@ -40,13 +40,7 @@ TEXT_CHARS = 160
 """Of prompt and answer in a page."""
 
 
-class GoneError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-REPORT-04",
-    cause="A file of trajectories was deleted, or written anew by a resumed run, after the dashboard had indexed it.",
-    mend="Draw the page again. A run deletes no trajectories: see what else cleans its folder.",
-):
+class GoneError(SlipstreamError, ValueError, code="SLIP-REPORT-04"):
     """A line that the index has is no longer in its file."""
 
 
