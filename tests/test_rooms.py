@@ -20,7 +20,7 @@ BUDGET = {
     "slipstream/plan": 1_568,
     "slipstream/command": 170,
     "replay": 10_330,
-    "weight_bus": 5_385,
+    "weight_bus": 5_175,
     "rollout_server/engines": 4_000,
     "rollout_server/tasks": 7_540,
     "rollout_server": 13_340,

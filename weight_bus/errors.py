@@ -63,6 +63,10 @@ class FolderFull(TransportError, code="SLIP-BUS-10"):
     """An update cannot be stored [full]."""
 
 
+class NotPacked(TransportError, code="SLIP-BUS-11"):
+    """The learner is late with a bucket: no receiver's fault."""
+
+
 LATE = ("silent", "slow")
 """Symptoms of one that may still do what it owes."""
 BY_SYMPTOM = {"closed": MemberClosed, "silent": MemberSilent, "slow": MemberSlow, "full": FolderFull}

@@ -138,7 +138,7 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def is_tower(name: str, folder: Path) -> bool:
-    """Whether a tensor of the folder is the vision tower's (weight_bus/vision.py)."""
+    """Whether a tensor of the folder is the vision tower's (slipstream/vision.py)."""
     return name.startswith(TOWER) and has_tower(folder)
 
 

@@ -11,7 +11,7 @@ from configs.errors import SlipstreamError
 from rollout_server.engines.base import Pictures
 from slipstream.families.pictures import Picture, PictureError, Vision, decode, opened, vision_of
 from slipstream.runtime.fingerprint import read_json
-from weight_bus.vision import Pixels
+from slipstream.vision import Pixels
 
 
 class TaskError(SlipstreamError, ValueError, code="SLIP-TASK-01"):
