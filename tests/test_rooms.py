@@ -19,7 +19,7 @@ BUDGET = {
     "slipstream/translate": 1_150,
     "slipstream/plan": 1_690,
     "slipstream/command": 170,
-    "replay": 10_330,
+    "replay": 9874,
     "weight_bus": 5_385,
     "rollout_server/engines": 4_000,
     "rollout_server/tasks": 7_540,
