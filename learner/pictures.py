@@ -13,7 +13,7 @@ from learner.prefixes import Layout, offsets
 from replay.messages import Batch
 from slipstream.families.pictures import Grid, PictureError, Vision, decode, unpacked, vision_of
 from slipstream.runtime.fingerprint import read_json
-from weight_bus.vision import Pixels, VisionTower
+from slipstream.vision import Pixels, VisionTower
 
 
 @dataclass(frozen=True, slots=True)

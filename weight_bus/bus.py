@@ -1,48 +1,120 @@
-"""The bus thread of the publisher: joins, rounds, resends and removals, without the learner's main thread.
+"""The bus thread of the publisher: rounds of updates, without the learner's main thread.
 
 consumes:     packed updates from the board, messages of subscribers
 produces:     rounds of buckets, Commit and Abort, reports on the board
 waits for:    subscribers (silence, slowness and the collective timeout bound every wait)
 unblocked by: a message, a packed update, a heartbeat period, close()
+
+A round sends the version on offer to members that need it, in the group of one epoch. The members of the last epoch use
+its group again; any other set forms the next epoch, of exactly those that answer for it.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
 
 from configs.infrastructure import WeightBus
-from replay.channel import Envelope, WireError, shown
-from weight_bus import messages as m
 from weight_bus.control import Router, wake_quickly
-from weight_bus.errors import LATE, BusClosed
-from weight_bus.membership import Admission, Member, State
-from weight_bus.offer import Board
-from weight_bus.round import Ends, Round, Sender
-from weight_bus.transports.base import Transport, differing
+from weight_bus.coordinator import Coordinator
+from weight_bus.delta.changes import Change
+from weight_bus.errors import BusClosed, FolderFull, NotPacked, TransportError, WeightBusError
+from weight_bus.membership import Member, State
+from weight_bus.messages import Abort, Begin, Epoch, describe_manifest
+from weight_bus.offer import VERIFYING, Board, Offer
+from weight_bus.transports.base import FORMING, Formation, Transport, group_prefix
 
 log = logging.getLogger(__name__)
 
-MAX_HOLD_S = 24 * 3600.0  # no engine is given more
-ENGAGED = (State.APPLYING, State.HOLDING)
+SLACK_S = 15.0  # beside what the transport takes by its own timeout
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What travels in a round."""
+
+    pieces: Sequence[torch.Tensor]  # flat uint8, one broadcast each
+    change: Change | None  # None when they are the buckets themselves
+
+
+class Sender:
+    """Owns the transport, on a thread of its own: the control plane is served meanwhile.
+
+    `done` is called at the end of a parcel.
+    """
+
+    def __init__(self, transport: Transport, timeout_s: float, board: Board, done: Callable[[], None]) -> None:
+        self._transport, self._timeout_s, self._board, self._done = transport, timeout_s, board, done
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-bus-data")
+        self.endpoint = transport.serve()
+
+    def send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> "Future[None]":
+        """Begin to send; `formation` is the group to build first. The future raises TransportError."""
+        future = self._worker.submit(self._send, offer, parcel, formation)
+        future.add_done_callback(self._end)
+        return future
+
+    def limit_s(self, parcel: Parcel) -> float:
+        """Seconds after which a transport that keeps its own timeouts has sent a parcel, or has failed."""
+        return (2 * len(parcel.pieces) + FORMING) * self._timeout_s + SLACK_S
+
+    def leave(self) -> None:
+        """Drop the group. Raises WeightBusError when the transport does not."""
+        try:
+            self._worker.submit(self._transport.leave).result(SLACK_S)
+        except TimeoutError as late:
+            raise WeightBusError(f"the transport did not leave its broken group in {SLACK_S:.0f} s [silent]") from late
+
+    def close(self) -> None:
+        """End the data plane; a broadcast in flight ends by its own timeout."""
+        self._worker.submit(self._transport.close)
+        self._worker.shutdown(wait=True)
+
+    def _end(self, _: "Future[None]") -> None:
+        self._board.doing = VERIFYING
+        self._done()
+
+    def _send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> None:
+        board, count = self._board, len(parcel.pieces)
+
+        def receiving(index: int) -> None:
+            board.doing = f"receiving bucket {min(index + 1, count)} of {count} of"
+
+        if formation is not None:
+            board.doing = f"building the group of epoch {formation.epoch} for"
+            self._transport.form(formation)
+        self._transport.label(offer.version, offer.manifest if parcel.change is None else None)
+        limit_s = self._timeout_s / 2  # receivers wait for each bucket, too
+        for index, bucket in enumerate(parcel.pieces):
+            if board.closing:
+                raise TransportError(f"closed before bucket {index + 1}", "closed")
+            if not offer.progress.wait(index, limit_s):
+                what = f"bucket {index + 1} of {count} of v{offer.version}"
+                raise NotPacked(f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow")
+            receiving(index)
+            self._transport.broadcast(bucket, index)
+        # buckets that are only launched arrive one by one afterwards
+        self._transport.finish(lambda index: receiving(index + 1))
 
 
 class Bus:
-    """Owns the ROUTER socket and the membership's changes; started by Publisher."""
+    """Started by Publisher; ends with `board.closing`."""
 
     def __init__(
         self, config: WeightBus, *, router: Router, board: Board, transport: Transport, incarnation: int
     ) -> None:
         self._config, self._router, self._board, self._incarnation = config, router, board, incarnation
         self._membership = board.membership
-        self._facts = transport.facts()
-        self._next_beat = 0.0
-        sender = Sender(transport, config.collective_timeout_s, closing=lambda: board.closing, done=router.wake)
-        self._ends = Ends(
-            config=config, router=router, board=board, sender=sender, incarnation=incarnation, serve=self._pump
+        self._coordinator = Coordinator(
+            config, router=router, board=board, facts=transport.facts(), incarnation=incarnation
         )
+        self._sender = Sender(transport, config.collective_timeout_s, board, router.wake)
         self._suspects: frozenset[str] = frozenset()
+        """Sessions of the receivers of the last group, where it broke: any of them may have broken it."""
         self.thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
         self.thread.start()
 
@@ -51,40 +123,22 @@ class Bus:
         try:
             while True:
                 self._take_up()
-                receivers = self._receivers()
-                if receivers:
-                    self._run_round(receivers)
+                if receivers := self._receivers():
+                    self._round(receivers)
                 else:
                     due = time.monotonic() + self._config.heartbeat_s
-                    self._pump(lambda: bool(self._board.pending or self._receivers()), due)
+                    self._coordinator.pump(lambda: bool(self._board.pending or self._receivers()), due)
         except BusClosed as closed:
-            self._say_goodbye(str(closed))
+            self._coordinator.say_goodbye(str(closed))
         except Exception as error:
             log.exception("weight bus: the publisher's thread failed")
             with self._board.changed:
                 self._board.failure = error
                 self._board.changed.notify_all()
-            self._say_goodbye(f"the publisher failed: {error}")
+            self._coordinator.say_goodbye(f"the publisher failed: {error}")
         finally:
-            self._ends.sender.close()
+            self._sender.close()
             self._router.close()
-
-    def _run_round(self, receivers: list[Member]) -> None:
-        """Send the current version to members that are idle, and serve the control plane while that waits."""
-        offer = self._board.current
-        assert offer is not None
-        with self._board.changed:
-            receivers = [member for member in receivers if self._reach(member)]
-        if not receivers:
-            return
-        outcome = Round(self._ends, offer, receivers, self._suspects).run()
-        self._suspects, error = outcome.suspects, outcome.error
-        if error is not None and outcome.charged is not None:
-            self._charge(outcome.charged, str(error))
-
-    def _say_goodbye(self, reason: str) -> None:
-        for member in self._membership.members.values():
-            self._router.send(member.identity, m.Goodbye(session=member.session, reason=reason))
 
     def _take_up(self) -> None:
         """The newest update becomes the current one; what the last one still owed is named in its report."""
@@ -105,199 +159,151 @@ class Bus:
                 return []
             return self._membership.needing(offer.version, time.monotonic())
 
-    def _pump(self, until: Callable[[], bool], deadline: float) -> None:
-        """Serve the control plane until a condition holds or the deadline has passed. Raises BusClosed."""
-        while True:
-            if self._board.closing:
-                raise BusClosed(self._board.closing)
-            now = time.monotonic()
-            if until() or now >= deadline:
-                return
-            arrived = self._router.poll(min(deadline, self._next_beat) - now)
-            with self._board.changed:
-                for identity, envelope in arrived:
-                    self._handle(identity, envelope, time.monotonic())
-                self._tend(time.monotonic())
-                self._board.settle(time.monotonic())
+    # ---- a round ----
 
-    def _tend(self, now: float) -> None:
-        """Send heartbeats, and remove members that are silent or slow. After reading what has arrived, never before."""
-        if now >= self._next_beat:
-            self._next_beat = now + self._config.heartbeat_s
-            for member in list(self._membership.members.values()):
-                self._reach(member)
-        for member, symptom, seconds in self._membership.overdue(now):
-            self._lose(member, f"{symptom} for {seconds:.1f} s", symptom)
-
-    def _reach(self, member: Member) -> bool:
-        """Send a heartbeat to a member; without a connection it is removed at once."""
-        symptom = self._router.send(member.identity, m.Heartbeat(session=member.session))
-        if symptom:
-            self._lose(member, "its connection is gone" if symptom == "closed" else "does not read", symptom)
-        return not symptom
-
-    def _lose(self, member: Member, why: str, symptom: str, *, rejoin: bool = True) -> None:
-        """Remove a member, name it in the log and in the report of the current version."""
+    def _round(self, receivers: list[Member]) -> None:
+        """Send the current version to members that are idle, once. Failures end in other states of the members."""
+        offer = self._board.current
+        assert offer is not None
         with self._board.changed:
-            offer, version, epoch = self._board.current, self._board.version, self._membership.epoch
-            quiet = time.monotonic() - member.heard_at
-            earlier = offer.failed.get(member.name) if offer is not None else None
-            before = f"; before: {earlier}" if earlier is not None else ""
-            doing = f"{member.state.value} v{member.target}" if member.state in ENGAGED else member.state.value
-            doing = self._ends.sender.doing(member.target) if member.state is State.RECEIVING else doing
-            reason = f"{why} while {doing}, last heartbeat {quiet:.1f} s ago{before} [{symptom}]"
-            log.warning("weight bus: v%d epoch %d: %s %s; removed", version, epoch, member, reason)
-            self._router.send(member.identity, m.Removed(session=member.session, reason=reason, rejoin=rejoin))
-            self._membership.remove(member, rejoin=rejoin)
-            self._board.counters["lost_peers"] += 1
-            if offer is not None and offer.report is None and member.version != version:
-                offer.failed[member.name] = reason
-                offer.late |= {member.name} if symptom in LATE else set()
-            self._board.emit("removed", version, member.name, reason, symptom)
-
-    def _handle(self, identity: str, envelope: Envelope | WireError, now: float) -> None:
-        if isinstance(envelope, WireError):
-            log.warning("weight bus: refused a message of %r: %s [corrupt]", shown(identity), envelope)
+            receivers = [member for member in receivers if self._coordinator.reach(member)]
+        started = time.monotonic()
+        fresh = not self._membership.in_group(receivers)
+        if fresh and receivers:
+            receivers = self._form(offer, receivers)
+        if not receivers:
             return
-        message = envelope.message
-        assert isinstance(message, m.InSession)  # as all of TO_PUBLISHER
-        if isinstance(message, m.Join):
-            self._on_join(identity, message, envelope, now)
+        offer.spend("epoch", started)
+        started = offer.sending_since = time.monotonic()
+        parcel = self._begin(offer, receivers)
+        if parcel is None:
             return
-        session = message.session
-        member = self._membership.heard(session, identity, now)
-        if member is None:
-            if not isinstance(message, m.Goodbye):
-                # also for a subscriber that was stopped and continues: it joins anew and is refilled
-                self._router.send(identity, m.Removed(session=session, reason="this session has ended", rejoin=True))
-            return
-        match message:
-            case m.EpochReady():
-                self._membership.ready(session, message.epoch, now)
-            case m.Staged():
-                self._on_staged(message, now)
-            case m.Applied():
-                self._on_applied(member, message, now)
-            case m.Holding():
-                self._on_holding(message, now)
-            case m.ReceiveFailed():
-                self._on_receive_failed(message, now)
-            case m.Goodbye():
-                log.info("weight bus: %s leaves: %s", member, message.reason)
-                self._membership.remove(member, rejoin=True)
-                self._board.emit("left", self._board.version, member.name, message.reason)
-
-    def _on_join(self, identity: str, join: m.Join, envelope: Envelope, now: float) -> None:
-        board, offer, run_id = self._board, self._board.current, envelope.run_id
-        version, digest = (offer.version, offer.digest) if offer is not None else (-1, "")
-        known = self._membership.find(join.session) is not None
-        if run_id != self._router.run_id:
-            reason = f"this is run {self._router.run_id!r}, not {run_id!r}; check the address of the weight bus"
-            admission = Admission(refused=reason)
-        elif apart := differing(self._facts, join.facts):
-            reason = f"{join.name!r} on {join.host} cannot be in a group with the publisher: {apart}"
-            admission = Admission(refused=reason)
+        error = self._transmit(offer, parcel, len(receivers) + 1, fresh=fresh)
+        offer.sent_at, offer.sending_since = offer.spend("send", started), 0.0
+        self._suspects = frozenset()
+        if error is None:
+            self._board.emit("sent", offer.version)
         else:
-            sender = envelope.sender
-            admission = self._membership.join(join, identity, now, version=version, digest=digest, sender=sender)
-        member, old = admission.member, admission.replaced
-        if member is None:
-            self._refuse(identity, join.session, admission.refused, run_id)
-            return
-        if old is not None and old.instance != join.instance:
-            reason = f"a newer {old} joined as pid {join.pid} on {join.host} [duplicate]"
-            self._refuse(old.identity, old.session, reason)
-            board.counters["lost_peers"] += 1
-        self._router.send(identity, m.Welcome(session=join.session, incarnation=self._incarnation, version=version))
-        if not known:
-            board.counters["joins"] += 1
-            log.info("weight bus: %s joined, it holds v%d", member, join.version)
-            board.emit("join", version, member.name)
+            self._abort(offer, receivers, error)
 
-    def _refuse(self, identity: str, session: str, reason: str, run_id: str = "") -> None:
-        """End a session for good."""
-        log.warning("weight bus: refused: %s", reason)
-        self._router.send(identity, m.Removed(session=session, reason=reason, rejoin=False), run_id)
-
-    def _on_staged(self, staged: m.Staged, now: float) -> None:
-        board, offer = self._board, self._board.current
-        session, epoch, version = staged.session, staged.epoch, staged.version
-        member = self._membership.receiving(session, epoch, version)
-        if member is None or offer is None:
-            return
-        off = (epoch, version) == board.called_off
-        if off or (not staged.corrupt and version != offer.version):
-            reason = "called off" if off else f"superseded by v{offer.version}"
-            self._router.send(member.identity, m.Abort(session=session, epoch=epoch, version=version, reason=reason))
-            self._membership.release(member, now)
-            return
-        self._membership.staged(staged, now, now + self._config.deadline_s)
-        for phase, seconds in (("wire", staged.wire_s), ("verify", staged.verify_s)):
-            offer.seconds[phase] = max(offer.seconds.get(phase, 0.0), seconds)
-        offer.staged_at = now
-        if staged.corrupt:
-            board.counters["corrupt"] += 1
-            self._faulty(member, "corrupt", f"v{version}: received corrupt tensors: {_named(staged.corrupt)} [corrupt]")
-        else:
-            commit = m.Commit(session=session, epoch=epoch, version=version, digest=member.expected)
-            self._router.send(member.identity, commit)
-
-    def _on_applied(self, member: Member, applied: m.Applied, now: float) -> None:
-        board, faults = self._board, member.faults
-        if self._membership.applied(applied, now) is None:
-            return
-        if member.state is State.LIVE:
-            if faults:
-                board.counters["heals"] += 1
-                log.info("weight bus: v%d: %s is healed", applied.version, member)
-                board.emit("healed", board.version, member.name)
-            board.emit("live", board.version, member.name)
-        else:
-            board.counters["quarantines"] += 1
-            reason = applied.reason or f"the engine holds wrong tensors: {_named(applied.differences)}"
-            self._faulty(member, "quarantined", f"v{applied.version}: quarantined: {reason} [corrupt]")
-
-    def _on_holding(self, holding: m.Holding, now: float) -> None:
-        version, limit_s, reason = holding.version, min(holding.limit_s, MAX_HOLD_S), holding.reason
-        if not limit_s > 0:
-            log.warning("weight bus: v%d: a hold of %r s is refused [corrupt]", version, limit_s)
-            return
-        member = self._membership.holding(replace(holding, limit_s=limit_s), now)
-        if member is not None:
-            log.info("weight bus: v%d waits for %s, at most %.0f s: %s", version, member, limit_s, reason)
-            self._board.emit("held", self._board.version, member.name, reason)
-
-    def _on_receive_failed(self, failed: m.ReceiveFailed, now: float) -> None:
-        what = (failed.session, failed.epoch, failed.version)
-        member = self._membership.receiving(*what)
-        if member is None:
-            log.info("weight bus: v%d epoch %d, afterwards: %s", failed.version, failed.epoch, failed.reason)
-            return
-        alone = len(self._membership.group) == 1
-        self._membership.release(member, now)
-        self._membership.break_group()
-        log.warning("weight bus: v%d epoch %d: %s: %s", failed.version, failed.epoch, member, failed.reason)
-        if alone:
-            self._charge(member, failed.reason)
-
-    def _charge(self, member: Member, reason: str) -> None:
-        """Count a failed broadcast against the only receiver it had, which is tried again after a pause."""
+    def _form(self, offer: Offer, invited: list[Member]) -> list[Member]:
+        """Invite members to the next epoch; those that answer."""
+        # a survivor of a broken group may sit in its own collective timeout meanwhile
+        patience = self._config.collective_timeout_s + 2 * self._config.heartbeat_s
+        membership, now = self._membership, time.monotonic()
         with self._board.changed:
-            pause = self._config.heartbeat_s * 2.0**member.faults
-            self._membership.fault(member, time.monotonic() + pause)
-            self._faulty(member, "failed", reason)
+            epoch = membership.invite(invited, now, now + patience)
+            self._board.counters["epochs"] += 1
+            names = [member.name for member in invited]
+            for member in invited:
+                self._router.send(member.identity, Epoch(session=member.session, epoch=epoch, members=names))
 
-    def _faulty(self, member: Member, kind: str, reason: str) -> None:
-        """One fault more: it is refilled by the next round, or removed when it has had its refills."""
-        offer, limit = self._board.current, self._config.max_heals
-        if offer is not None and offer.report is None:
-            offer.failed[member.name] = reason
-        self._board.emit(kind, self._board.version, member.name, reason)
-        if self._membership.hopeless(member):
-            self._lose(member, f"failed {member.faults} updates in a row, last: {reason},", "corrupt", rejoin=False)
-        else:
-            log.warning("weight bus: %s %s; refill %d of %d", member, reason, member.faults, limit)
+        def present(state: State) -> list[Member]:
+            return [m for m in invited if m.state is state and membership.find(m.session) is m]
 
+        # members that are silent, or have not answered when the patience is over, are removed meanwhile
+        until = time.monotonic() + patience + self._config.heartbeat_s
+        self._coordinator.pump(lambda: not present(State.INVITED), until)
+        with self._board.changed:
+            ready = present(State.READY)
+            if len(ready) > 1 and frozenset(m.session for m in ready) == self._suspects:
+                # all live and yet their round failed: one at a time shows which data plane is broken
+                for member in ready[1:]:
+                    membership.release(member, time.monotonic())
+                ready = ready[:1]
+        verb = "resends" if any(member.name in offer.failed for member in ready) else "sends"
+        detail = ", ".join(member.name for member in ready)
+        log.info("weight bus: epoch %d (%s) %s v%d", epoch, detail or "nobody", verb, offer.version)
+        self._board.emit("epoch", offer.version, detail=detail)
+        return ready
 
-def _named(tensors: list[str]) -> str:
-    return ", ".join(tensors[:5]) + (" and more" if len(tensors) > 5 else "")
+    def _begin(self, offer: Offer, receivers: list[Member]) -> Parcel | None:
+        """Announce the version to every receiver; None when it was called off meanwhile."""
+        now = time.monotonic()
+        with self._board.changed:
+            if offer.progress.called_off:
+                for member in receivers:
+                    if member.state is State.READY:
+                        self._membership.release(member, now)
+                return None
+            parcel = self._parcel(offer, receivers)
+            self._membership.begin(receivers, (offer.version, offer.digest), now, now + self._config.deadline_s)
+            self._board.counters["rounds"] += 1
+            for rank, member in enumerate(receivers, start=1):
+                self._router.send(member.identity, self._announcement(offer, parcel.change, member, rank))
+        return parcel
+
+    def _parcel(self, offer: Offer, receivers: list[Member]) -> Parcel:
+        """The change since the version before where every receiver has that one staged, else all of it."""
+        parcel, change = Parcel(offer.buckets, None), offer.change
+        if change is not None and all(member.base == change.base for member in receivers):
+            parcel = Parcel(change.pieces(self._config.bucket_bytes), change)
+            self._board.counters["changes"] += 1
+        offer.wire_bytes = sum(piece.numel() for piece in parcel.pieces)
+        return parcel
+
+    def _announcement(self, offer: Offer, change: Change | None, member: Member, rank: int) -> Begin:
+        names, dtypes, shapes, digests = describe_manifest(offer.manifest)
+        return Begin(
+            session=member.session,
+            epoch=self._membership.epoch,
+            version=offer.version,
+            incarnation=self._incarnation,
+            evaluate=offer.evaluate,
+            rank=rank,
+            size=len(self._membership.group) + 1,
+            endpoint=self._sender.endpoint,
+            bucket_bytes=self._config.bucket_bytes,
+            names=names,
+            dtypes=dtypes,
+            shapes=shapes,
+            digests=digests,
+            digest=offer.digest,
+            kept=offer.manifest.kept,
+            base=change.base if change is not None else "",
+            wire_bytes=change.coded.numel() if change is not None else 0,
+            change_bytes=change.num_bytes if change is not None else 0,
+            change_digest=change.digest if change is not None else "",
+        )
+
+    def _transmit(self, offer: Offer, parcel: Parcel, size: int, *, fresh: bool) -> TransportError | None:
+        """Send all pieces, in a new group where the epoch is fresh."""
+        epoch, endpoint = self._membership.epoch, self._sender.endpoint
+        prefix = group_prefix(self._router.run_id, self._incarnation, epoch)
+        group = Formation(epoch=epoch, rank=0, size=size, endpoint=endpoint, prefix=prefix)
+        future = self._sender.send(offer, parcel, group if fresh else None)
+        limit_s = self._sender.limit_s(parcel)
+        self._coordinator.pump(future.done, time.monotonic() + limit_s)
+        if not future.done():
+            doing = f"{self._board.doing} v{offer.version}, not done in {limit_s:.0f} s"
+            raise WeightBusError(f"the transport does not keep its timeout: {doing} [silent]")
+        error = future.exception()
+        if error is not None and not isinstance(error, TransportError):
+            raise error
+        return error
+
+    def _abort(self, offer: Offer, receivers: list[Member], error: TransportError) -> None:
+        """Break the group. Members that have staged everything go on; the others are sent the version again."""
+        epoch = self._membership.epoch
+        with self._board.changed:
+            log.warning("weight bus: v%d epoch %d: %s", offer.version, epoch, error)
+            self._membership.break_group()
+            aborted = [member for member in receivers if self._release(offer, member, epoch, error)]
+        self._sender.leave()
+        if isinstance(error, NotPacked | FolderFull):  # here, and no receiver's fault
+            return
+        self._suspects = frozenset(member.session for member in receivers)
+        if aborted and len(receivers) == 1:
+            self._coordinator.charge(aborted[0], str(error))
+
+    def _release(self, offer: Offer, member: Member, epoch: int, error: TransportError) -> bool:
+        """Abort a member; False when it has staged the version, or has left."""
+        session, version, now = member.session, offer.version, time.monotonic()
+        if self._membership.receiving(session, epoch, version) is None:
+            return False
+        self._router.send(member.identity, Abort(session=session, epoch=epoch, version=version, reason=str(error)))
+        # a disk that is full now is so at once again
+        retry_at = now + 2 * self._config.heartbeat_s if isinstance(error, FolderFull) else now
+        self._membership.release(member, now, retry_at)
+        offer.fail(member.name, str(error), error.symptom)
+        return True

@@ -12,38 +12,22 @@ import torch
 from replay.channel import WireError
 from weight_bus.delta.changes import ChangeReader
 from weight_bus.manifest import ALIGNMENT, Manifest
-from weight_bus.messages import Abort, Begin, Commit, manifest_of
+from weight_bus.messages import Begin, manifest_of
 from weight_bus.staging import Staging
-from weight_bus.transports.base import Formation, Labelled, Transport, group_prefix, ignore
+from weight_bus.transports.base import Formation, Transport, group_prefix, ignore
 
 Load = Callable[[int, Iterable[tuple[str, torch.Tensor]]], Mapping[str, int]]
 """(version, named tensors) -> digests of what the engine holds afterwards. The tensors are views; copy them."""
 
 
-class Received:
-    """The version that has arrived and waits for a decision."""
-
-    def __init__(self) -> None:
-        self.staged: Begin | None = None
-        self.seconds: dict[str, float] = {}
-        """Of the last version: `wire`, from the first bucket to the last, and `verify`, what digests took beyond it."""
-
-    def decide(self, decision: Commit | Abort) -> Begin | None:
-        """What a decision is about, which is staged no longer; None when it is about something else."""
-        staged = self.staged
-        if staged is None or (staged.epoch, staged.version) != (decision.epoch, decision.version):
-            return None
-        self.staged = None
-        return staged
-
-
-class Intake(Received):
+class Intake:
     """Stages one version at a time, in the group of one epoch."""
 
     def __init__(
         self, transport: Transport, run_id: str, alignment: int = ALIGNMENT, staging: Staging | None = None
     ) -> None:
-        super().__init__()
+        self.seconds: dict[str, float] = {}
+        """Of the last version: `wire`, from the first bucket to the last, and `verify`, what digests took beyond it."""
         self._transport, self._run_id, self._alignment = transport, run_id, alignment
         self._formed = 0  # epoch of the present group, 0 for none
         self.staging = staging or Staging()
@@ -67,7 +51,6 @@ class Intake(Received):
 
         Raises TransportError: a peer was lost. The group is gone; WireError: the manifest is not consistent.
         """
-        self.staged = None
         manifest = manifest_of(begin, self._alignment)
         if not begin.base:
             self._holds = ""
@@ -76,8 +59,7 @@ class Intake(Received):
         if self._formed != begin.epoch:
             self._transport.form(_formation(begin, self._run_id))
             self._formed = begin.epoch
-        if isinstance(self._transport, Labelled):
-            self._transport.label(begin.version, None if begin.base else manifest.by_bucket())
+        self._transport.label(begin.version, None if begin.base else manifest)
         started = time.monotonic()
         for index, bucket in enumerate(pieces):
             self._transport.broadcast(bucket, index)
@@ -86,7 +68,7 @@ class Intake(Received):
         corrupt = self._change(begin, manifest) if begin.base else self.staging.corrupt()
         self.seconds = {"wire": arrived - started, "verify": time.monotonic() - arrived}
         if not corrupt:
-            self.staged, self._holds = begin, begin.digest
+            self._holds = begin.digest
         return corrupt
 
     def _change(self, begin: Begin, manifest: Manifest) -> list[str]:
@@ -106,7 +88,7 @@ class Intake(Received):
 
     def forget(self) -> None:
         """Drop the group and what is staged; the buffers stay."""
-        self.staged, self._formed = None, 0
+        self._formed = 0
         self._transport.leave()
 
     def close(self) -> None:

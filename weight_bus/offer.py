@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 import torch
 
 from weight_bus.delta.changes import Change
+from weight_bus.errors import LATE
 from weight_bus.manifest import Manifest
 from weight_bus.membership import Member, Membership
 from weight_bus.packing import Progress
 
 log = logging.getLogger(__name__)
+
+VERIFYING = "verifying what it received of"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,12 @@ class Offer:
         """Of the whole version."""
         return self.manifest.digest
 
+    def fail(self, name: str, reason: str, symptom: str = "") -> None:
+        """Note why a subscriber does not have this version, unless the report is written."""
+        if self.report is None:
+            self.failed[name] = reason
+            self.late |= {name} if symptom in LATE else set()
+
     def spend(self, phase: str, since: float) -> float:
         """Add the time since `since` to a phase; now."""
         now = time.monotonic()
@@ -96,6 +105,7 @@ class Board:
         self.pending: Offer | None = None  # packed and not yet taken up by the bus thread
         self.current: Offer | None = None
         self.called_off = (0, -1)  # epoch and version that was sent last, or a part of it, and is not to be applied
+        self.doing = VERIFYING  # what a receiver of the current version does at the moment
         self.failure: BaseException | None = None
         self.closing = ""
         self.counters: dict[str, float] = dict.fromkeys(

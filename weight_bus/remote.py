@@ -28,7 +28,7 @@ from typing import Any
 from configs.infrastructure import WeightBus
 from replay.channel import Envelope, Message, Registry, WireError, decode, encode, registry, sequence_numbers
 from weight_bus.errors import NotAvailable, TransportError
-from weight_bus.intake import Load, Received
+from weight_bus.intake import Load
 from weight_bus.manifest import Entry, Manifest, alignment_of
 from weight_bus.messages import Begin, manifest_of
 from weight_bus.transports.base import FORMING
@@ -230,7 +230,7 @@ RemoteLoad = Callable[[int, RemoteUpdate], Mapping[str, int]]
 """(version, update) -> digests of what the engine holds afterwards."""
 
 
-class RemoteIntake(Received):
+class RemoteIntake:
     """Has a receiver stage one version at a time; see `Intake`, whose place it takes.
 
     Args:
@@ -242,11 +242,11 @@ class RemoteIntake(Received):
     def __init__(
         self, connect: Callable[[], Line], config: WeightBus, run_id: str, load: RemoteLoad, *, slack_s: float = SLACK_S
     ) -> None:
-        super().__init__()
         self._connect, self._config, self._run_id, self._load = connect, config, run_id, load
         self._slack_s = slack_s
         self._line: Line | None = None
         self._memory: list[Any] = []
+        self.seconds: dict[str, float] = {}
         self.manifest = Manifest((), ())
 
     @property
@@ -256,7 +256,6 @@ class RemoteIntake(Received):
 
     def take(self, begin: Begin) -> list[str]:
         """See `Intake.take`; a receiver that is lost is a peer that is lost."""
-        self.staged = None
         manifest = manifest_of(begin, alignment_of(self._config))
         # the transport's own limits bound every broadcast; this bounds a receiver that stands still
         coming = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else len(manifest.bucket_sizes)
@@ -267,8 +266,6 @@ class RemoteIntake(Received):
             raise TransportError(answer.reason, answer.symptom) if answer.symptom else WireError(answer.reason)
         assert isinstance(answer, Taken)
         self.manifest, self._memory, self.seconds = manifest, answer.memory, answer.seconds
-        if not answer.corrupt:
-            self.staged = begin
         return answer.corrupt
 
     def apply(self, version: int, _: Load) -> Mapping[str, int]:
@@ -277,7 +274,6 @@ class RemoteIntake(Received):
 
     def forget(self) -> None:
         """Drop the group and what is staged. A receiver that is lost is named by the next `take`."""
-        self.staged = None
         if self._line is None or self._line.lost:
             return
         try:

@@ -12,12 +12,12 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import AbstractContextManager
+from collections import deque
+from contextlib import AbstractContextManager, suppress
 
 from configs.infrastructure import WeightBus
-from replay.channel import Keys, Message, WireError
+from replay.channel import ChannelError, Dealer, DuplicateMessage, Envelope, Keys, Message, Pulse, WireError
 from weight_bus import messages as m
-from weight_bus.control import Dealer, Pulse
 from weight_bus.errors import BusClosed
 from weight_bus.intake import Intake, Load
 from weight_bus.manifest import alignment_of
@@ -27,6 +27,9 @@ from weight_bus.subscription import Activate, Engine, OnSilence, Quarantine, Sub
 from weight_bus.transports import TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
+
+REMEMBERED = 1024  # messages of the publisher whose copies are known as such
+LOOK_S = 0.25  # how often a wait for messages looks whether it was stopped
 
 
 class Subscriber(AbstractContextManager["Subscriber"]):
@@ -63,7 +66,6 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         staging: Staging | None = None,
         on_silence: OnSilence = lambda what, waited_s: "",
     ) -> None:
-        self._config = config
         self._intake: Intake | RemoteIntake
         if intake is not None:
             self._intake = intake
@@ -73,8 +75,12 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         instance = secrets.token_hex(8)
         join = m.Join(session="", name=name, instance=instance, pid=os.getpid(), host=socket.gethostname())
         self.subscription = Subscription(address, join, config, self._intake, on_silence, time.monotonic())
-        self._dealer = dealer(address, f"{name}.{instance}", run_id, keys=keys)
-        self._pulse = Pulse(address, self._dealer.route, run_id, config.heartbeat_s, keys)
+        self._dealer = dealer(address, f"{name}.{instance}", m.TO_SUBSCRIBER, keys=keys)
+        self._dealer.run_id = run_id
+        self._pulse = Pulse(address, self._dealer.route, self._beat, config.heartbeat_s, keys=keys, run_id=run_id)
+        self._look_s = min(LOOK_S, config.heartbeat_s)
+        # no window like the publisher's: a publisher that restarts with its clock behind counts from below
+        self._had: deque[int] = deque(maxlen=REMEMBERED)
         self._closed = False
         self._stopping = threading.Event()
 
@@ -102,7 +108,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         while True:
             subscription.advance(time.monotonic())
             self._flush()
-            message = self._dealer.poll(self._config.heartbeat_s)
+            message = self._next_message()
             if self._stopping.is_set():
                 raise BusClosed(f"subscriber {subscription.name!r} was stopped")
             subscription.watch(time.monotonic(), heard=message is not None, entered=entered)
@@ -111,20 +117,39 @@ class Subscriber(AbstractContextManager["Subscriber"]):
                 log.warning(
                     "weight bus: %r refused a message of %s: %s", subscription.name, subscription.address, refused
                 )
-            elif message is not None and self._handle(message, engine):
-                return self.version
+            elif message is not None:
+                try:
+                    activated = subscription.hear(message.message, engine)
+                finally:
+                    self._flush()
+                if activated:
+                    return self.version
 
-    def _handle(self, message: Message, engine: Engine) -> bool:
+    def _next_message(self) -> Envelope | WireError | None:
+        """What has come, soon or not at all. Raises ChannelError: the publisher refuses this one (keys)."""
         try:
-            return self.subscription.hear(message, engine)
-        finally:
-            self._flush()
+            envelope = self._dealer.poll(self._look_s)
+        except WireError as error:
+            return error
+        if envelope is not None:
+            if envelope.sequence in self._had:
+                # a Begin twice would wait for a broadcast that is another's, which gloo ends the process for
+                return DuplicateMessage(f"{type(envelope.message).__name__} number {envelope.sequence} came before")
+            self._had.append(envelope.sequence)
+        return envelope
 
     def _flush(self) -> None:
-        """Send what is to be said; beats are of the session that the publisher has welcomed."""
-        self._pulse.session = self.subscription.session if self.subscription.admitted else ""
         while self.subscription.outbox:
-            self._dealer.send(self.subscription.outbox.pop(0))
+            self._send(self.subscription.outbox.pop(0))
+
+    def _send(self, message: Message) -> None:
+        with suppress(ChannelError):  # the queue is full, or this one is refused: the next poll says so
+            self._dealer.send(message)
+
+    def _beat(self) -> Message | None:
+        """Beats are of the session that the publisher has welcomed; for the pulse's thread."""
+        session = self.subscription.session if self.subscription.admitted else ""
+        return m.Heartbeat(session=session) if session else None
 
     def hold(self, limit_s: float, reason: str) -> None:
         """From inside `load`: the engine keeps its older version for up to `limit_s` before it applies this one.
@@ -144,8 +169,6 @@ class Subscriber(AbstractContextManager["Subscriber"]):
     def stop(self) -> None:
         """Make `receive` raise BusClosed, from any thread."""
         self._stopping.set()
-        if not self._closed:
-            self._dealer.wake()
 
     def close(self, reason: str = "the rollout server is done") -> None:
         """Leave the bus."""
@@ -153,7 +176,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
             return
         self._closed = True
         self._pulse.close()
-        self._dealer.send(m.Goodbye(session=self.subscription.session, reason=reason))
+        self._send(m.Goodbye(session=self.subscription.session, reason=reason))
         self._dealer.close()
         self._intake.close()
 

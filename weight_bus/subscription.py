@@ -53,8 +53,6 @@ class DataPlane(Protocol):
 
     def take(self, begin: m.Begin) -> list[str]: ...
 
-    def decide(self, decision: m.Commit | m.Abort) -> m.Begin | None: ...
-
     def apply(self, version: int, load: Load) -> Mapping[str, int]: ...
 
     def forget(self) -> None: ...
@@ -82,6 +80,8 @@ class Subscription:
         self._join, self._config, self._intake, self._on_silence = join, config, intake, on_silence
         self._sessions = 0
         self._held = NOTHING  # (incarnation, version, digest) that the engine verifiably holds
+        self._staged: m.Begin | None = None
+        """The version that has arrived, proven, and waits for a decision."""
         self._engaged: m.Commit | None = None
         """What the engine is loading at this moment."""
         self._heard_at, self._joined_at = now, -math.inf
@@ -147,7 +147,7 @@ class Subscription:
             case m.Welcome():
                 self._welcome(message)
             case m.Epoch():
-                self._intake.forget()
+                self._forget()
                 self.epoch = message.epoch
                 self.outbox.append(m.EpochReady(session=self.session, epoch=message.epoch))
             case m.Begin():
@@ -156,7 +156,7 @@ class Subscription:
             case m.Commit():
                 return self._commit(message, engine)
             case m.Abort():
-                self._intake.decide(message)
+                self._decided(message)
                 log.info("weight bus: %r: v%d was called off: %s", self.name, message.version, message.reason)
             case m.Removed():
                 self._removed(message)
@@ -179,20 +179,27 @@ class Subscription:
     def _removed(self, removed: m.Removed) -> None:
         self.session, self.admitted = "", False
         self._joined_at = -math.inf
-        self._intake.forget()
+        self._forget()
         if not removed.rejoin:
             raise RemovedFromBus(f"subscriber {self.name!r} was removed by {self.address}: {removed.reason}")
         log.warning("weight bus: %r was removed (%s); joins anew with v%d", self.name, removed.reason, self.version)
 
+    def _forget(self) -> None:
+        self._staged = None
+        self._intake.forget()
+
     def _receive(self, begin: m.Begin) -> None:
+        self._staged = None
         try:
             corrupt = self._intake.take(begin)
         except (TransportError, WireError) as error:
             log.warning("weight bus: %r: v%d did not arrive: %s", self.name, begin.version, error)
-            self._intake.forget()
+            self._forget()
             self._answer(m.ReceiveFailed, begin, reason=str(error))
             return
-        if corrupt:
+        if not corrupt:
+            self._staged = begin
+        else:
             log.warning("weight bus: %r: v%d arrived with corrupt tensors %s", self.name, begin.version, corrupt[:5])
         seconds = self._intake.seconds
         self._answer(m.Staged, begin, corrupt=corrupt[:MAX_NAMED], wire_s=seconds["wire"], verify_s=seconds["verify"])
@@ -211,9 +218,17 @@ class Subscription:
         log.warning("weight bus: %r ignores %s: it is at %s", self.name, offered, present)
         return False
 
+    def _decided(self, decision: m.Commit | m.Abort) -> m.Begin | None:
+        """What a decision is about, which is staged no longer; None when it is about something else."""
+        staged = self._staged
+        if staged is None or (staged.epoch, staged.version) != (decision.epoch, decision.version):
+            return None
+        self._staged = None
+        return staged
+
     def _commit(self, commit: m.Commit, engine: Engine) -> bool:
         """Apply, then hold what the engine holds against the manifest."""
-        staged = self._intake.decide(commit)
+        staged = self._decided(commit)
         if staged is None or commit.digest != staged.digest:
             log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
             return False

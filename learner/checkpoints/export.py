@@ -15,7 +15,7 @@ from learner.checkpoints.folders import sync_file, write_json
 from learner.policy.pretrained import has_tower
 from learner.policy.sharding import DTYPES, Shard, gather_pieces
 from slipstream.runtime.progress import Progress
-from weight_bus.vision import read_tower
+from slipstream.vision import read_tower
 
 Layout = Sequence[tuple[str, str, tuple[int, ...]]]
 """(name, dtype, shape) of each tensor."""

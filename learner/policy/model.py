@@ -41,9 +41,9 @@ from learner.policy.pretrained import (
 from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from learner.policy.tensor_parallel import local_weight, parallelize
 from learner.rows import Row
+from slipstream.vision import VisionTower
 from weight_bus.adapters import PREFIX, SCALE, scale_digest
 from weight_bus.digest import Digester, combined
-from weight_bus.vision import VisionTower
 
 
 class Head(torch.nn.Module):

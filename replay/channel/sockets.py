@@ -107,7 +107,12 @@ class _Peer:
         self.route = routing_id(identity)
         self._socket.setsockopt(zmq.IDENTITY, self.route)
         self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
-        self._socket.connect(address)
+        try:
+            self._socket.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            reason = f"{identity} cannot connect to {address!r}: {error.strerror}; expected tcp://host:port"
+            raise ChannelError(reason, "closed") from error
 
     def close(self) -> None:
         """Send what is queued for up to a second, then close."""

@@ -14,23 +14,11 @@ MAX_DEPTH = 16
 EMPTY = "the prompt is empty; fill it or remove the row"
 
 
-class DataError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-DATA-01",
-    cause="A file of prompts is missing, empty, in no known form, or without the columns that the run needs.",
-    mend="Mend the file or name another one in data.train or data.eval; docs/howto/data.md has the forms that are"
-    " understood.",
-):
+class DataError(SlipstreamError, ValueError, code="SLIP-DATA-01"):
     """A dataset cannot be used; the message names file, row, column and value, and says what to do."""
 
 
-class RowError(
-    DataError,
-    code="SLIP-DATA-02",
-    cause="One row lacks its prompt or another column, or is no JSON object.",
-    mend="Mend or remove the row that the message names; data.on_broken_row skip leaves such rows out.",
-):
+class RowError(DataError, code="SLIP-DATA-02"):
     """One row cannot be used; the others can."""
 
 

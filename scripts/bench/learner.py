@@ -39,6 +39,14 @@ HEATS: dict[str, dict[str, Any]] = {
     "plain, selective": {"compile": False, "recompute": "selective"},
     "plain, full": {"compile": False, "recompute": "full"},
 }
+SIZES = {
+    "trajectories": (64, "of a batch"),
+    "mean": (2048, "tokens of an answer"),
+    "cap": (8192, "tokens of the longest answer"),
+    "prompt": (256, "tokens of a prompt"),
+    "max_tokens": (16_384, "of a microbatch"),
+    "steps": (3, "timed updates"),
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,6 @@ class Task:
     prompt: int
     max_tokens: int
     steps: int
-    profile: str
 
 
 def answers_of(task: Task) -> Any:
@@ -139,28 +146,18 @@ def config_of(task: Task, folder: str) -> Any:
 
 
 class Clock:
-    """Seconds of each phase between device synchronisations, and torch's profile of the last step's gradients."""
+    """Seconds of each phase between device synchronisations."""
 
-    def __init__(self, task: Task, device: Any) -> None:
-        self.task, self.device, self.profiles = task, device, False
+    def __init__(self, device: Any) -> None:
+        self.device = device
         self.seconds: dict[str, list[float]] = {}
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """A span of learner.trainer.Trainer."""
         began = device_time(self.device)
-        with self._profiled() if self.profiles and name == "gradients" else contextlib.nullcontext():
-            yield
+        yield
         self.seconds.setdefault(name, []).append(device_time(self.device) - began)
-
-    @contextlib.contextmanager
-    def _profiled(self) -> Iterator[None]:
-        import torch
-
-        with torch.profiler.profile() as profile:
-            yield
-        path = Path(self.task.profile) / f"{self.task.shape}-{self.task.heat.replace(', ', '-')}.txt"
-        path.write_text(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=40), encoding="utf-8")
 
 
 def random_policy(config: Any, mesh: Any, device: Any, budget: Any) -> Any:
@@ -179,7 +176,7 @@ def random_policy(config: Any, mesh: Any, device: Any, budget: Any) -> Any:
 
 
 def run_heat(task: Task) -> dict[str, Any]:
-    """Warm up by two updates, time `steps` of them; one more under the profiler."""
+    """Warm up by two updates, then time `steps` of them."""
     import torch
 
     from examples import random_qwen3
@@ -196,17 +193,16 @@ def run_heat(task: Task) -> dict[str, Any]:
         config = config_of(task, folder)
         ranks = stack.enter_context(join_ranks(config))
         budget = choose_for(Setup.of(config, model.to_dict()), ranks.mesh, ranks.device)
-        policy, clock = random_policy(config, ranks.mesh, ranks.device, budget), Clock(task, ranks.device)
+        policy, clock = random_policy(config, ranks.mesh, ranks.device, budget), Clock(ranks.device)
         trainer = Trainer(config, policy, Optimizer(config.learner, policy), clock)
         batch = batch_of(answers_of(task), task.prompt, config.learner, policy.vocab_size)
         updates = []
-        for step in range(WARM_UP + task.steps + bool(task.profile)):
-            clock.profiles = step == WARM_UP + task.steps
+        for step in range(WARM_UP + task.steps):
             with clock("step"):
                 updates.append(trainer.train_step(batch))
             if updates[-1].reason:
                 raise CaseFailed(f"{task.heat}: step {step} was not applied: {updates[-1].reason}")
-        timed = {name: seconds[WARM_UP : WARM_UP + task.steps] for name, seconds in clock.seconds.items()}
+        timed = {name: seconds[WARM_UP:] for name, seconds in clock.seconds.items()}
         step_s = statistics.median(timed["step"])
         rows = prepare(batch, trainer.advantage, config).rows
         computed = sum(row.input_ids.numel() for row in rows)
@@ -241,14 +237,9 @@ def command(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.bench learner", description=__doc__)
     parser.add_argument("--shapes", default="tiny", help="names of examples.random_qwen3, with commas")
     parser.add_argument("--heats", default=",".join(HEATS).replace(", ", "+"), help="with commas; + for a comma inside")
-    parser.add_argument("--trajectories", type=int, default=64)
-    parser.add_argument("--mean", type=int, default=2048, help="tokens of an answer")
-    parser.add_argument("--cap", type=int, default=8192, help="tokens of the longest answer")
-    parser.add_argument("--prompt", type=int, default=256, help="tokens")
-    parser.add_argument("--max-tokens", type=int, default=16_384, help="of a microbatch")
-    parser.add_argument("--steps", type=int, default=3, help="timed updates")
+    for name, (default, text) in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text}: %(default)s")
     parser.add_argument("--limit-s", type=float, default=150.0, help="for one heat, its start included")
-    parser.add_argument("--profile", type=Path, help="folder for tables of kernels")
     parser.add_argument("--out", type=Path, help="JSON of all heats")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -259,10 +250,7 @@ def command(arguments: list[str]) -> int:
     results = []
     for shape in options.shapes.split(","):
         for heat in (name.replace("+", ", ") for name in options.heats.split(",")):
-            task = Task(
-                shape, heat, options.trajectories, options.mean, options.cap, options.prompt,
-                options.max_tokens, options.steps, str(options.profile or ""),
-            )  # fmt: skip
+            task = Task(shape, heat, **{name: getattr(options, name) for name in SIZES})
             own = ["-m", "scripts.bench", "learner", "--task", json.dumps(asdict(task))]
             try:
                 results.append(json.loads(output_of(heat, own, options.limit_s).splitlines()[-1]))

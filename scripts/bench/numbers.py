@@ -26,13 +26,12 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
     """All numbers of a run but those that are held against the raw broadcast."""
     rows = {row["step"]: row for row in read_rows(Path(run.config.run_dir) / FILE) if "step" in row}
     idle, full = durations(run, "idle"), durations(run, "full")
-    counted = [rows[step] for step in run.measured("full")]
-    alone = run.learner["trained"].get("seconds")
+    counted = [rows[step] for step in run.plan.measured("full")]
     gib = [row["perf/max_memory_allocated_gb"] for row in counted if "perf/max_memory_allocated_gb" in row]
-    seconds = {"rollout": idle, "train": alone or [row["timing_s/update_actor"] for row in counted], "step": full}
+    seconds = {"rollout": idle, "train": run.learner["trained"]["seconds"], "step": full}
     # Means over whole cycles: at a lag bound of n, one long wait comes in n + 1 steps.
     roll, train, step = map(statistics.mean, seconds.values())
-    tokens = throughput(run, counted, [rows[step] for step in run.measured("idle")], sum(full))
+    tokens = throughput(run, counted, [rows[step] for step in run.plan.measured("idle")], sum(full))
     settings = {name: attrgetter(key)(run.config) for name, key in (pair.split("=") for pair in SETTINGS.split())}
     scaled = roll * tokens["mean_length"] / tokens["mean_length_idle"]
     return {
@@ -41,15 +40,13 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
         "eta_same_length": max(scaled, train) / step,
         **{f"t_{name}": statistics.mean(found) for name, found in seconds.items()},
         **{f"t_{name}_p90": quantile(found, 0.9) for name, found in seconds.items()},
-        "t_train_source": "updates alone" if alone else "updates of the steps of T_step, engines busy",
-        "cut_short": run.watcher.cut_short,
         "roll_over_train": roll / train,
         "seconds": seconds,
         "steps": len(full),
         **tokens,
         **idleness(run, counted, full),
         **sync(run, list(rows.values()), counted),
-        "sync_idle_s": median(rows[step].get(f"{SYNC}seconds", 0.0) for step in run.measured("idle")),
+        "sync_idle_s": median(rows[step].get(f"{SYNC}seconds", 0.0) for step in run.plan.measured("idle")),
         **pauses(run),
         "max_lag": max(lag for lag, tokens in tokens_by_lag(rows.values()).items() if tokens),
         "updates_applied": all(row["training/update_applied"] for row in counted),
@@ -67,7 +64,7 @@ def result_of(case: str, run: Finished) -> dict[str, Any]:
 def durations(run: Finished, phase: Phase) -> list[float]:
     """Seconds from commit to commit, for every step of the phase that counts."""
     at = {int(step): seconds for step, seconds in run.learner["committed_at"].items()}
-    return [at[step] - at[step - 1] for step in run.measured(phase)]
+    return [at[step] - at[step - 1] for step in run.plan.measured(phase)]
 
 
 def throughput(run: Finished, counted: Sequence[Row], idle_rows: Sequence[Row], seconds: float) -> dict[str, Any]:
@@ -85,21 +82,14 @@ def throughput(run: Finished, counted: Sequence[Row], idle_rows: Sequence[Row], 
 
 
 def idleness(run: Finished, counted: Sequence[Row], seconds: Sequence[float]) -> dict[str, Any]:
-    """Share of the full phase in which a side had nothing to do: waits of rank 0; decode loops without a request.
-
-    `rollout_idle_alone` is that of the idle phase: what the admission barrier leaves empty.
-    """
+    """Share of the full phase in which a side had nothing to do: waits of rank 0; decode loops without a request."""
     waited = [row.get("timing_s/wait_batch", 0.0) + row.get("timing_s/publish_wait", 0.0) for row in counted]
-
-    def beats(phase: Phase) -> list[float]:
-        return [ratio for step, ratio in run.watcher.idle if step in run.measured(phase)]
-
+    beats = [ratio for step, ratio in run.watcher.idle if step in run.plan.measured("full")]
     # steps may be shorter than a beat
-    busy = beats("full") or [row["rollout/idle_ratio"] for row in counted if "rollout/idle_ratio" in row]
-    shares = {"rollout_idle": busy, "rollout_idle_alone": beats("idle")}
+    idle = beats or [row["rollout/idle_ratio"] for row in counted if "rollout/idle_ratio" in row]
     return {
         "learner_idle": min(1.0, sum(waited) / sum(seconds)),
-        **{name: statistics.mean(found) if found else None for name, found in shares.items()},
+        "rollout_idle": statistics.mean(idle) if idle else None,
         "update_s": median(row["timing_s/update_actor"] for row in counted),
         "param_sync_s": median(row["timing_s/param_sync"] for row in counted),
     }
@@ -151,9 +141,3 @@ def with_raw(result: dict[str, Any], raw: dict[str, Any]) -> dict[str, Any]:
     wire = result["bus_phases"].get("wire_s", result["bus_phases"].get("send_s"))
     over = {"bus_over_raw": wire, "sync_over_raw": result["sync_s"]}
     return result | raw | {key: s / raw["raw_s"] if s is not None else None for key, s in over.items()}
-
-
-def with_stream(result: dict[str, Any], run: Finished) -> dict[str, Any]:
-    """The result with what the admission barrier costs: the same rollouts at lag 8, with a learner that only takes."""
-    stream = statistics.mean(durations(run, "idle"))
-    return {**result, "t_stream": stream, "stream_over_roll": stream / result["t_rollout"]}

@@ -31,13 +31,12 @@ from examples.random_qwen3 import SHAPES, write_prompts
 from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
 from scripts.bench.core import say, write_json
-from scripts.bench.numbers import result_of, with_raw, with_stream
+from scripts.bench.numbers import result_of, with_raw
 from scripts.bench.train import PLAN, RESULT, Finished, Plan
 from scripts.chaos.report import conclude
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.servers import RunFailed
 
-STREAM_LAG = 8
 FIGURES = "bench_result.json"
 PROMPTS = "prompts.jsonl"
 MODEL_LIMIT_S = 240.0
@@ -91,7 +90,6 @@ class Watcher:
     idle: list[tuple[int, float]] = field(default_factory=list)
     """(step in progress, share of the last beat without a request) of a rollout server, about twice a second."""
     step: int = 0
-    cut_short: str = ""  # why the run did not end by itself
     _status: Mapping[str, Any] | None = None
 
     def update(self, status: Mapping[str, Any] | None, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -105,8 +103,7 @@ class Watcher:
                     self.gauges[peer["name"], int(gauges["weight_updates"])] = gauges
                     self.idle.append((self.step + 1, gauges["idle_ratio"]))
         if time.monotonic() - self.started > self.limit_s:
-            self.cut_short = f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}"
-            raise RunFailed(self.cut_short)
+            raise RunFailed(f"not done within --limit-s {self.limit_s:g} s; the last whole step was {self.step}")
 
     def event(self, text: str) -> None:
         """Raises RunFailed when a child died: the numbers of a run without it would be of another case."""
@@ -114,10 +111,10 @@ class Watcher:
             raise RunFailed(text)
 
 
-def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: bool = False) -> Config:
+def config_of(options: argparse.Namespace, case: Case, *, name: str) -> Config:
     """The configuration of one run. Raises ConfigError when the options do not fit together."""
     rollout = {"group_size": options.group_size, "groups_per_step": options.groups, "max_new_tokens": options.cap}
-    learner = {"total_steps": plan_of(options, stream).total_steps, "batch_deadline_s": options.limit_s}
+    learner = {"total_steps": plan_of(options).total_steps, "batch_deadline_s": options.limit_s}
     learner |= {"max_tokens_per_microbatch": max(options.microbatch, options.prompt + options.cap)}
     bus = {"bucket_bytes": int(options.bucket_mib * 2**20), "deadline_s": 60.0, "collective_timeout_s": 30.0}
     tree: dict[str, Any] = {
@@ -126,7 +123,7 @@ def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: boo
         "data": {"train": str(options.work / PROMPTS), "max_prompt_tokens": options.prompt, "shuffle": False},
         "reward": {"function": f"{core.__file__}:spread"},
         "rollout": rollout | {"max_running": options.max_running, "restarts": 0},
-        "replay": {"async_lag": STREAM_LAG if stream else options.lag},
+        "replay": {"async_lag": options.lag},
         "learner": learner | {"lr": 1e-6, "warmup_steps": 0},
         "evaluation": {"every_steps": 0},
         "weight_bus": bus,
@@ -138,11 +135,11 @@ def config_of(options: argparse.Namespace, case: Case, *, name: str, stream: boo
     return loading.parse(json.dumps(tree), f"the settings of {case}", options.set)
 
 
-def plan_of(options: argparse.Namespace, stream: bool = False) -> Plan:
-    """The phases of the main run, or of the run without an admission barrier."""
-    cycle = (STREAM_LAG if stream else options.lag) + 1
+def plan_of(options: argparse.Namespace) -> Plan:
+    """The phases, in whole cycles: of the lag + 1 batches that admission lets in at a time, one is waited for."""
+    cycle = options.lag + 1
     steps = -(-options.steps // cycle) * cycle
-    return Plan(warmup=options.warmup, idle=steps, full=0 if stream else steps, quiet_s=options.quiet_s)
+    return Plan(warmup=options.warmup, idle=steps, full=steps, quiet_s=options.quiet_s)
 
 
 def make_inputs(options: argparse.Namespace, case: Case) -> None:
@@ -151,22 +148,20 @@ def make_inputs(options: argparse.Namespace, case: Case) -> None:
     if not (folder / "config.json").is_file():
         words = ["-m", "examples.random_qwen3", case.shape, str(folder)]
         core.output_of(f"the model of shape {case.shape}", words, MODEL_LIMIT_S)
-    lag = max(options.lag, STREAM_LAG if options.stream else 0)
-    count = options.groups * (plan_of(options).total_steps + 2 + lag)
+    count = options.groups * (plan_of(options).total_steps + 2 + options.lag)
     vocab = SHAPES[case.shape]["vocab_size"]
     write_prompts(options.work / PROMPTS, vocab=vocab, count=count, num_tokens=options.prompt, seed=options.seed)
 
 
-def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -> Finished:
+def run_case(options: argparse.Namespace, case: Case) -> Finished:
     """Start all processes, run all phases, end all processes. Raises CaseFailed, ConfigError."""
     make_inputs(options, case)
-    suffix = "-stream" if stream else ""
-    name = f"{case.shape}-{case.rollout}-{case.learner}{suffix}-{time.time_ns() // 1_000_000}-{os.getpid()}"
-    config = config_of(options, case, name=name, stream=stream)
+    name = f"{case.shape}-{case.rollout}-{case.learner}-{time.time_ns() // 1_000_000}-{os.getpid()}"
+    config = config_of(options, case, name=name)
     servers = ("scripts.bench.server", "--median", str(options.median), "--sigma", str(options.sigma))
     watcher: Any = Watcher(options.limit_s)  # the launcher asks no more of a view
     launcher = Launcher(config, False, watcher, learner_module="scripts.bench.train", server_command=servers)
-    plan = plan_of(options, stream)
+    plan = plan_of(options)
     result, logs = Path(config.run_dir) / RESULT, Path(config.run_dir) / "logs"
     write_json(result.with_name(PLAN), asdict(plan))
     try:
@@ -174,21 +169,15 @@ def run_case(options: argparse.Namespace, case: Case, *, stream: bool = False) -
         launcher.watch()
         launcher.leave()
     except (RunFailed, OSError, ValueError) as error:
-        if not watcher.cut_short:
-            raise core.failed(str(error), logs) from error
+        raise core.failed(str(error), logs) from error
     finally:
         launcher.stop()
-    if not result.is_file():
-        raise core.failed(watcher.cut_short or f"the learner has left no {RESULT}", logs)
     measured = json.loads(result.read_text(encoding="utf-8"))
-    run = Finished(options, config, plan, watcher, measured, time.monotonic() - watcher.started)
-    if watcher.cut_short and min(len(run.measured("idle")), len(run.measured("full"))) < 2:  # too little for the table
-        raise core.failed(watcher.cut_short, logs)
-    return run
+    return Finished(options, config, plan, watcher, measured, time.monotonic() - watcher.started)
 
 
 def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
-    """All numbers of one case; what failed is in `error`, or in `raw_error` and `stream_error` beside the rest."""
+    """All numbers of one case; what failed is in `error`, or in `raw_error` beside the rest."""
     steps = plan_of(options)
     say(f"{case}: {steps.total_steps} steps, then {steps.full} updates alone")
     result: dict[str, Any] = {"config": str(case)}
@@ -199,9 +188,6 @@ def measure(options: argparse.Namespace, case: Case) -> dict[str, Any]:
         with core.noted(result, "raw_error"):
             if result["bus_bytes"]:
                 result |= with_raw(result, raw_broadcast(run.config, int(result["bus_bytes"])))
-        with core.noted(result, "stream_error"):
-            if options.stream:
-                result |= with_stream(result, run_case(options, case, stream=True))
     return result
 
 
@@ -210,7 +196,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--configs", help="cases in order, such as 0.6B@1:1,1.7B@2:2 (SHAPE@ROLLOUT:LEARNER)")
     parser.add_argument("--split", default="1:1", help="R:L of the only case (default: %(default)s)")
-    parser.add_argument("--stream", action="store_true", help="also T_stream: rollouts at lag 8, in a run of its own")
     parser.add_argument("--work", type=Path, default=Path("runs/bench"), help="models, prompts and run folders")
     parser.add_argument("--out", type=Path, help="JSON file that every result is appended to")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a key of the configuration")

@@ -11,7 +11,6 @@ Standard output gets a table and, as its last line, one object of JSON with the 
 import argparse
 import os
 import platform
-import pstats
 import re
 import shutil
 import statistics
@@ -36,9 +35,7 @@ from scripts.chaos.report import conclude
 
 READY = "replay ready at "
 SAMPLE_S, SETTLE_S, IDLE_S = 1.0, 1.0, 3.0
-CURVE_POINTS = 60
 MIB = 2**20
-PROFILE_LINES = 40
 PARTS = ("cpu_seconds_main", "cpu_seconds_zmq_io", "cpu_seconds_other", "cpu_seconds_system")
 
 
@@ -67,8 +64,7 @@ class Running(Processes):
     def start_all(self, config: Config) -> None:
         """Replay, producers that are all welcome, a learner that joins."""
         options, folder, count = self.options, self.folder, self.case.producers
-        profiler = ["-m", "cProfile", "-o", str(folder / "replay.profile")] if options.profile else []
-        words = [sys.executable, *profiler, "-m", "replay.main", "--config", str(folder / "config.yaml")]
+        words = [sys.executable, "-m", "replay.main", "--config", str(folder / "config.yaml")]
         self.replay = self.start("replay", [*words, "--parent", str(os.getpid()), "--run-id", load.RUN_ID])
         log = self.replay.log_path
         self.wait("replay to be ready", lambda: READY in log.read_text())
@@ -158,7 +154,6 @@ def memory(resident: list[int]) -> dict[str, Any]:
         "rss_mib_max": round(max(mib), 1),
         "rss_mib_by_quarter": means,
         "rss_mib_growth": round(means[3] - means[1], 1),
-        "rss_mib_curve": [round(value, 1) for value in mib[:: max(1, len(mib) // CURVE_POINTS)]],
     }
 
 
@@ -187,7 +182,7 @@ def held_of(groups: int, queued: int, resting: int, held: int, idle: float) -> d
     }
 
 
-def report(results: list[dict[str, Any]], profiled: bool) -> dict[str, Any]:
+def report(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The last line: the main case at the top, all of them in `results`."""
     top = ("tokens_per_cpu_second", "groups_per_cpu_second", "bytes_per_token_in", "rss_mib_growth", "error")
     held = [result["memory_over_queued"] for result in results if "memory_over_queued" in result]
@@ -195,7 +190,6 @@ def report(results: list[dict[str, Any]], profiled: bool) -> dict[str, Any]:
     return {
         **{key: results[0][key] for key in top if key in results[0]},
         **({"memory_over_queued": held[0]} if held else {}),
-        "profiled": profiled,
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {
             "cpu": cpu[1] if cpu else platform.machine(),
@@ -210,7 +204,6 @@ def report(results: list[dict[str, Any]], profiled: bool) -> dict[str, Any]:
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser = core.make_parser("replay", __doc__, {"seconds": (20.0, 2.0, "of each case")}, argv)
     parser.add_argument("--minutes", type=float, help="the main case alone, for so long")
-    parser.add_argument("--profile", action="store_true", help="the main case alone, under cProfile")
     one: Any = {"default": argparse.SUPPRESS}
     parser.add_argument("--producers", type=int, **one, help="one case: so many producers")
     parser.add_argument("--no-curve", dest="curve", action="store_false", **one, help="one case: without keys")
@@ -222,7 +215,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     args = parser.parse_args(argv)
     chosen = {name: value for name, value in vars(args).items() if name in ("producers", "curve", "fsync")}
     cases = QUICK_CASES if args.quick else CASES
-    if args.minutes or args.profile or chosen:
+    if args.minutes or chosen:
         cases = [Case(**chosen)]
     if args.minutes:
         args.seconds = 60 * args.minutes
@@ -249,9 +242,6 @@ def command(argv: Sequence[str]) -> int:
     for case in cases:
         results.append(measure(options, case))
         if options.out is not None:
-            core.write_json(options.out, report(results, options.profile))
-    if options.profile and "error" not in results[0]:
-        stats = pstats.Stats(str(options.work / "case" / "replay.profile"), stream=sys.stderr)
-        stats.sort_stats("tottime").print_stats(PROFILE_LINES)
+            core.write_json(options.out, report(results))
     sys.stdout.write(core.table(results, "case") + "\n\n")
-    return conclude(report(results, options.profile), (), in_order=not any("error" in result for result in results))
+    return conclude(report(results), (), in_order=not any("error" in result for result in results))

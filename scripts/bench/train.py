@@ -51,8 +51,7 @@ class Plan:
 
     @property
     def phases(self) -> list[Phase]:
-        lengths: dict[Phase, int] = {"warmup": self.warmup, "idle": self.idle and self.idle + 1}
-        lengths["full"] = self.full and self.full + 1
+        lengths: dict[Phase, int] = {"warmup": self.warmup, "idle": self.idle + 1, "full": self.full + 1}
         return [phase for phase, length in lengths.items() for _ in range(length)]
 
     @property
@@ -66,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A run that made all its steps, or as many as there was time for."""
+    """A run that made all its steps."""
 
     options: argparse.Namespace
     config: Config
@@ -74,15 +73,6 @@ class Finished:
     watcher: Any
     learner: Mapping[str, Any]  # what the learner ranks wrote
     seconds: float
-
-    def measured(self, phase: Phase) -> list[int]:
-        """Counted steps that were made; of a run that was cut short whole cycles of lag + 1 steps.
-
-        Admission lets lag + 1 batches in at a time, so a step that waits for all of them is followed by short ones.
-        """
-        made = [step for step in self.plan.measured(phase) if str(step) in self.learner["committed_at"]]
-        cycle = self.config.replay.async_lag + 1
-        return made[: len(made) // cycle * cycle] if self.watcher.cut_short else made
 
 
 class BenchLearner(Learner):
@@ -114,8 +104,7 @@ class BenchLearner(Learner):
 
     def checkpoint_if_due(self, batch: m.Batch) -> None:
         """No checkpoint; after the last step come the measurements without rollouts."""
-        self._write()  # so that a run which is cut short has given what it had measured
-        if batch.step == self.plan.total_steps and self.plan.full:
+        if batch.step == self.plan.total_steps:
             self.wait_for_broadcast()
             if self.ranks.is_first:
                 self.result["quiet"] = self._becomes_quiet()
@@ -128,9 +117,6 @@ class BenchLearner(Learner):
             # of the fullest rank; the allocator gives nothing back by itself, so at the end this is its peak
             reserved = largest(float(torch.cuda.memory_reserved(self.ranks.device)), self.ranks.device)
             self.result["memory"] = {"learner_reserved_gb": reserved / 1e9}
-        self._write()
-
-    def _write(self) -> None:
         if self.ranks.is_first:
             write_json(Path(self.config.run_dir) / RESULT, self.result)
 

@@ -29,15 +29,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # public, mis
 
 from configs.infrastructure import WeightBus
 from replay import messages as m
-from replay.channel import AsyncDealer, Envelope, Message, WireError
+from replay.channel import AsyncDealer, Dealer, Envelope, Message
 from scripts.chaos.watch import SPOIL, Gate
 from weight_bus import Subscriber, messages
-from weight_bus.control import Dealer
 from weight_bus.digest import combined
 from weight_bus.intake import Load
-from weight_bus.manifest import Entry
+from weight_bus.manifest import Entry, Manifest
 from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
-from weight_bus.transports.base import Labelled, ignore
+from weight_bus.transports.base import ignore
 from weight_bus.transports.gloo import Collective
 from weight_bus.transports.meeting import HERE, Meeting
 
@@ -77,21 +76,21 @@ def bus_subscriber(recorder: Recorder) -> type[Subscriber]:
     class GatedDealer(Dealer):
         """Behind each message, sent or come, there is a moment of its name; and one before it is sent."""
 
-        def send(self, message: Message) -> bool:
+        def send(self, message: Message) -> None:
             kind = type(message).__name__
             recorder.reach(f"before {kind}")
-            sent = super().send(message)
+            super().send(message)
             if kind == "Join":
                 recorder.note("join")
             recorder.reach(kind)
-            return sent
 
-        def poll(self, timeout_s: float) -> Message | WireError | None:
-            message = super().poll(timeout_s)
+        def poll(self, timeout_s: float) -> Envelope | None:
+            envelope = super().poll(timeout_s)
+            message = envelope.message if envelope is not None else None
             if isinstance(message, messages.Welcome | messages.Begin):
                 recorder.note(type(message).__name__.lower(), version=message.version)
             recorder.reach(type(message).__name__)
-            return message
+            return envelope
 
     class GatedSubscriber(Subscriber):
         def __init__(self, address: str, **options: Any) -> None:
@@ -138,10 +137,9 @@ class Wrapped:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
-        self.version, self.places = version, entries
-        if isinstance(self.inner, Labelled):
-            self.inner.label(version, entries)
+    def label(self, version: int, manifest: Manifest | None) -> None:
+        self.version, self.places = version, manifest.by_bucket() if manifest is not None else None
+        self.inner.label(version, manifest)
 
 
 def wrapping(kind: Callable[..., Wrapped], *arguments: Any, **options: Any) -> TransportFactory:

@@ -16,10 +16,10 @@ from replay.data import load_rows
 from rollout_server.engines.base import Partial, Sampling
 from rollout_server.generate import shown
 from rollout_server.tasks.task import Task
+from slipstream.vision import VisionTower
 from tests.gpu.test_sglang_cuda import Buckets, run, started, update
 from tests.support.runs import ROOT, Run, environment
 from tests.support.waiting import eventually
-from weight_bus.vision import VisionTower
 
 pytestmark = [
     pytest.mark.gpu,

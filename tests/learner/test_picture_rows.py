@@ -14,10 +14,10 @@ from learner.rows import Row, lay_out
 from replay.messages import Batch
 from slipstream.families.pictures import PictureError, decode, opened, packed, vision_of
 from slipstream.runtime.fingerprint import read_json
+from slipstream.vision import Pixels
 from tests.learner.recorded import batch_of
 from tests.learner.reference import Recorded
 from tests.learner.tiny_models import make_config, process_group
-from weight_bus.vision import Pixels
 
 IMAGE, ASK, ANSWERS = IDS["<|image_pad|>"], [IDS["which"], IDS["?"]], ([IDS["red"], IDS["<eos>"]], [IDS["blue"]] * 3)
 

@@ -21,9 +21,9 @@ from rollout_server.tasks.rewards import RewardError, Sample
 from rollout_server.tasks.rewards.built_in.exact import reward as exact
 from rollout_server.tasks.rewards.built_in.numeric import final_number
 from rollout_server.tasks.rewards.built_in.numeric import reward as numeric
-from rollout_server.tasks.rewards.judging import NotAReward, Verdict, judge, reward_of
 from rollout_server.tasks.rewards.loading import adapt, load_function
-from rollout_server.tasks.rewards.protocol import REPLY_LIMITS, read_answer, read_verdicts
+from rollout_server.tasks.rewards.process import REPLY_LIMITS, read_answer, read_verdicts
+from rollout_server.tasks.rewards.worker import Judge, NotAReward, Part, Verdict, reward_of
 from rollout_server.tasks.workers.frames import pack, unpack
 from tests.rollout_server.reward_runs import sample
 from tests.support.runs import ROOT
@@ -42,7 +42,7 @@ def test_a_neighbour_of_a_reward_file_hides_no_package_of_ours(tmp_path: Path) -
 
 def judged(function: Callable[..., Any], samples: list[Sample]) -> list[Verdict]:
     verdicts: list[Verdict] = []
-    judge(adapt(function, "f"), samples, verdicts.extend)
+    Judge([Part("", 1.0, adapt(function, "f"))]).judge(samples, verdicts.extend)
     return verdicts
 
 

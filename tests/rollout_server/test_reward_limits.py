@@ -22,8 +22,7 @@ import pytest
 from configs.data import Reward
 from rollout_server.tasks.rewards import RewardError
 from rollout_server.tasks.rewards.process import RewardProcess
-from rollout_server.tasks.rewards.protocol import MAX_ERROR_CHARS
-from rollout_server.tasks.workers.frames import pack
+from rollout_server.tasks.workers.frames import MAX_ERROR_CHARS, pack
 from rollout_server.tasks.workers.process import MAX_LOGGED_LINES, without_secrets
 from tests.rollout_server.reward_runs import alive, check_culprits, pool_of, runs, sample, score
 from tests.support.waiting import eventually

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.data import Reward
-from rollout_server.tasks.rewards import RewardError, RewardOutcome, added
+from rollout_server.tasks.rewards import RewardError, RewardOutcome, Sample, added
 from rollout_server.tasks.rewards.built_in.form import reward as form
 from rollout_server.tasks.rewards.built_in.length import reward as length
 from rollout_server.tasks.rewards.built_in.pattern import reward as pattern
 from rollout_server.tasks.rewards.loading import adapt
 from rollout_server.tasks.rewards.process import order_of
-from rollout_server.tasks.rewards.weighted import load_parts
+from rollout_server.tasks.rewards.worker import Order, Verdict, load
 from tests.rollout_server.reward_runs import sample, score
 
 OWN = """
@@ -106,11 +106,16 @@ def test_the_sum_is_that_of_its_parts(weights: list[float], text: str) -> None:
             name: one | {"weight": w} for part, w in zip(names, weights, strict=True) for name, one in part.items()
         }
     )
-    found = load_parts(order_of(reward)).call(sample(text))
-    parts = [load_parts([("", part.spec, 1.0, part.options)]).call(sample(text)) for part in reward.parts]
-    scores = [part["score"] if isinstance(part, dict) else part for part in parts]
-    assert found["score"] == pytest.approx(sum(w * one for w, one in zip(weights, scores, strict=True)))
-    assert [found[part.label] for part in reward.parts] == scores
+    (_, score, metrics, _, _) = judged(order_of(reward), sample(text))
+    scores = [judged([("", part.spec, 1.0, part.options)], sample(text))[1] for part in reward.parts]
+    assert score == pytest.approx(sum(w * one for w, one in zip(weights, scores, strict=True)))
+    assert [metrics[part.label] for part in reward.parts] == scores
+
+
+def judged(order: Order, sample: Sample) -> Verdict:
+    verdicts: list[Verdict] = []
+    load(order).judge([sample], verdicts.extend)
+    return verdicts[0]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def bench(work: Path, *words: str, code: int = 0) -> tuple[dict[str, Any], str]:
 
 def test_pipeline(tmp_path: Path) -> None:
     out, work = tmp_path / "out.json", tmp_path / "work"
-    words = ["--device", "cpu", "--quick", "--stream", "--work", str(work), "--out", str(out)]
+    words = ["--device", "cpu", "--quick", "--work", str(work), "--out", str(out)]
     result, _ = bench(work, "pipeline", *words)
     assert json.loads(out.read_text()) == [result]
     # Nothing here says that the machine was quiet: a busy one stretches any of the phases.

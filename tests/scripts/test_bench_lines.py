@@ -40,7 +40,7 @@ def test_the_line_of_replay() -> None:
     flow = replay.flow_of(*readings, [1 << 20] * 8)
     held = replay.held_of(128, 1 << 20, 1 << 20, 1 << 21, 0.1)
     cases = [(Case(), flow), (Case(hold=True), held)]
-    line = replay.report([{"case": "x", **asdict(case), **found} for case, found in cases], False)
+    line = replay.report([{"case": "x", **asdict(case), **found} for case, found in cases])
     assert line["tokens_per_cpu_second"] == 1000 and line["bytes_per_token_in"] == 1
     assert [result["hold"] for result in line["results"]] == [False, True]
     assert line["results"][1]["groups"] == 128 and line["memory_over_queued"] == held["memory_over_queued"]
@@ -85,7 +85,7 @@ def test_the_line_of_pipeline(tmp_path: Path) -> None:
     (tmp_path / "models" / "tiny" / "config.json").touch()
     pipeline.make_inputs(options, case)
     run = finished(options, case)
-    line = numbers.with_stream(numbers.with_raw(numbers.result_of(str(case), run), RAW), run)
+    line = numbers.with_raw(numbers.result_of(str(case), run), RAW)
     assert (line["t_step"], line["max_lag"], line["mean_length"], line["longest"]) == (1, 0, 24, 60)
     assert line["digests_equal"] is line["updates_applied"] is line["engines_quiet"] is True
     assert line["bus_phases"]["gather_alone_s"] == line["bus_phases"]["wire_s"] == 0.1

@@ -37,7 +37,7 @@ from scripts.bench.core import CaseFailed, cost_of, quantile, resident_bytes, sp
 from scripts.bench.load import Case, prepare
 from scripts.bench.replay import MIB, memory
 from scripts.bench.server import ForcedLengths, ProbedEngine, ProbedProcess, TokenGaps
-from scripts.bench.train import RESULT, BenchLearner, Finished, Plan
+from scripts.bench.train import BenchLearner, Plan
 
 PARAMETERS = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "8B": 8_190_735_360}
 
@@ -115,48 +115,13 @@ def test_every_step_has_one_phase_and_the_first_of_each_does_not_count() -> None
     plan = Plan(warmup=2, idle=3, full=4, quiet_s=1)
     assert plan.phases == ["warmup"] * 2 + ["idle"] * 4 + ["full"] * 5
     assert plan.measured("idle") == [4, 5, 6] and plan.measured("full") == [8, 9, 10, 11]
-    stream = Plan(warmup=1, idle=2, full=0, quiet_s=1)
-    assert stream.total_steps == 4 and stream.measured("full") == []
 
 
-@pytest.mark.parametrize(("lag", "counted", "made"), [(0, 4, [9, 10, 11]), (1, 4, [9, 10]), (2, 6, [11, 12, 13])])
-def test_steps_count_in_whole_cycles_of_the_lag(lag: int, counted: int, made: list[int]) -> None:
+@pytest.mark.parametrize(("lag", "counted"), [(0, 4), (1, 4), (2, 6)])
+def test_steps_count_in_whole_cycles_of_the_lag(lag: int, counted: int) -> None:
     """At lag 2 two of three steps find their batch ready: four counted steps would say anything but the mean."""
-    options, (case,) = pipeline.parse(["--device", "cpu", "--quick", "--lag", str(lag), "--configs", "tiny@1:1"])
-    plan = pipeline.plan_of(options)
+    plan = pipeline.plan_of(pipeline.parse(["--device", "cpu", "--quick", "--lag", str(lag)])[0])
     assert len(plan.measured("idle")) == len(plan.measured("full")) == counted
-    config, first = pipeline.config_of(options, case, name="x"), plan.measured("full")[0]
-    learner = {"committed_at": dict.fromkeys(map(str, range(first + 3)), 0.0)}  # three counted steps before the end
-    run = Finished(options, config, plan, SimpleNamespace(cut_short="no time"), learner, 1.0)
-    assert run.measured("full") == made
-    run.watcher.cut_short = ""
-    assert run.measured("full") == [first, first + 1, first + 2]
-    assert len(pipeline.plan_of(options, stream=True).measured("idle")) == 9
-
-
-def test_a_run_without_the_time_for_its_end_has_the_figures_of_its_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Late:
-        """A launcher in whose run 12 steps are made when the time is over."""
-
-        def __init__(self, config: Config, _: bool, watcher: pipeline.Watcher, **_commands: object) -> None:
-            self.folder, self.watcher = Path(config.run_dir), watcher
-            self.start = self.leave = self.stop = lambda: None
-
-        def watch(self) -> None:
-            learner = {"committed_at": {str(step): 1.0 * step for step in range(1, 13)}, "trained": {}}
-            (self.folder / RESULT).write_text(json.dumps(learner))
-            time.sleep(0.002)
-            self.watcher.update(None, [{"step": 12}])
-
-    monkeypatch.setattr(pipeline, "Launcher", Late)
-    monkeypatch.setattr(pipeline, "make_inputs", lambda *_: None)
-    words = ["--device", "cpu", "--quick", "--configs", "tiny@1:1", "--limit-s", "0.001", "--work", str(tmp_path)]
-    options, (case,) = pipeline.parse(words)
-    run = pipeline.run_case(options, case)
-    assert run.watcher.cut_short == "not done within --limit-s 0.001 s; the last whole step was 12"
-    assert run.measured("full") == [9, 10, 11, 12]
 
 
 def test_numbers() -> None:
@@ -333,7 +298,7 @@ def test_growth_is_seen() -> None:
     flat = memory([100 * MIB] * 40)
     assert flat["rss_mib_by_quarter"] == [100.0] * 4 and flat["rss_mib_growth"] == 0
     grows = memory([i * MIB for i in range(1, 401)])
-    assert grows["rss_mib_growth"] == 200.0 and grows["rss_mib_max"] == 400.0 and len(grows["rss_mib_curve"]) < 70
+    assert grows["rss_mib_growth"] == 200.0 and grows["rss_mib_max"] == 400.0
     assert memory([5 * MIB])["rss_mib_by_quarter"] == [5.0] * 4
 
 

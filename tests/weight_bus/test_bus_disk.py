@@ -106,7 +106,7 @@ def test_files_that_are_not_the_updates_are_refused(tmp_path):
     layout = plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS)
     writer, reader = formed(config, 0), formed(config, 1)
     for transport in (writer, reader):
-        transport.label(5, layout.by_bucket())
+        transport.label(5, layout)
     with pytest.raises(TransportError, match=r"bucket-00001.safetensors is not there .* may have been replaced"):
         reader.broadcast(torch.zeros(20, dtype=torch.uint8), 0)
     writer.broadcast(torch.arange(20, dtype=torch.uint8), 0)
@@ -125,7 +125,7 @@ def test_files_that_are_not_the_updates_are_refused(tmp_path):
 def test_a_disk_that_fails_at_any_file_is_a_lost_round_and_no_dead_bus(tmp_path):
     config = disk(tmp_path)
     writer = formed(config, 0)
-    writer.label(5, plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS).by_bucket())
+    writer.label(5, plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS))
     (tmp_path / f"{RUN}-1" / "v000005").write_text("in the way")
     with pytest.raises(TransportError, match=r"v000005/bucket-00001\.safetensors: cannot be written.*\[full\]"):
         writer.broadcast(torch.zeros(20, dtype=torch.uint8), 0)
@@ -168,8 +168,8 @@ def test_a_folder_that_cannot_be_looked_into_is_an_error_of_the_round(tmp_path, 
     monkeypatch.setattr(Path, "iterdir", stale)
     layout = plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS)
     with pytest.raises(TransportError, match=r"bus-test-1: cannot be listed: Stale file handle \[full\]"):
-        writer.label(5, layout.by_bucket())
-    reader.label(5, layout.by_bucket())
+        writer.label(5, layout)
+    reader.label(5, layout)
     with pytest.raises(TransportError, match=r"00001.safetensors: cannot be read: Stale file handle \[closed\]"):
         reader.broadcast(torch.zeros(20, dtype=torch.uint8), 0)
 

@@ -209,7 +209,7 @@ def test_another_run_is_refused_with_both_names(publisher):
 
 def kill(publisher: Publisher) -> WeightBus:
     """End a publisher as SIGKILL does, which says no goodbye; the configuration of one at the same port."""
-    publisher._bus._say_goodbye = lambda reason: None  # type: ignore[method-assign]
+    publisher._bus._coordinator.say_goodbye = lambda reason: None  # type: ignore[method-assign]
     publisher.close()
     return publisher._config.model_copy(update={"port": int(publisher.address.rpartition(":")[2])})
 

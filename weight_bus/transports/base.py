@@ -1,13 +1,13 @@
 """What the weight bus asks of its data plane: a group per epoch and a broadcast from rank 0."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from configs.infrastructure import WeightBus
-from weight_bus.manifest import Entry
+from weight_bus.manifest import Manifest
 
 PROTOCOL = "3"
 """Of the bus: what Begin says, and what travels in a group (buckets in order, then the closing collective); a fact of
@@ -55,6 +55,9 @@ class Transport(Protocol):
     def form(self, formation: Formation) -> None:
         """Leave the present group and enter this one. Raises TransportError when a member stays away."""
 
+    def label(self, version: int, manifest: Manifest | None) -> None:
+        """Before the first bucket: what the buckets hold, or None for a change of the version before."""
+
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         """Send (rank 0) or fill `bucket`, flat uint8 on `device`; on a GPU only launched. Raises TransportError."""
 
@@ -69,14 +72,6 @@ class Transport(Protocol):
 
     def close(self) -> None:
         """Drop everything."""
-
-
-@runtime_checkable
-class Labelled(Protocol):
-    """A transport that takes a description of the next buckets, because it names what they hold."""
-
-    def label(self, version: int, entries: Sequence[Sequence[Entry]] | None) -> None:
-        """Before the first bucket: the tensors of each, or None for a change of the version before."""
 
 
 TransportFactory = Callable[[WeightBus, str], Transport]  # (config, host of the interface to bind) -> a transport

@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from configs.infrastructure import WeightBus
 from weight_bus.errors import TransportError
+from weight_bus.manifest import Manifest
 from weight_bus.transports.base import PROTOCOL, Formation
 
 T = TypeVar("T")
@@ -107,6 +108,9 @@ class GroupTransport:
             if formation.rank:
                 self._meeting.forget()
             raise
+
+    def label(self, version: int, manifest: Manifest | None) -> None:
+        """A group carries bytes, whatever they are."""
 
     def leave(self) -> None:
         raise NotImplementedError

@@ -30,7 +30,7 @@ from rollout_server.engines.torch.rows import Request
 from rollout_server.engines.torch.sampling import stream_key
 from rollout_server.engines.torch.viewer import Viewer
 from rollout_server.engines.torch.weights import LiveWeights, read_folder
-from weight_bus.vision import PREFIX
+from slipstream.families.pictures import TOWER
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class TorchEngine:
         self._spec = read_spec(folder, max_context)
         weights = LiveWeights(self._spec, DTYPES[dtype], lora)
         try:
-            skip = PREFIX if self._spec.vision is not None else ""
+            skip = TOWER if self._spec.vision is not None else ""
             weights.fill(read_folder(folder, tied=self._spec.tied, dtype=DTYPES[dtype], skip=skip))
         except EngineError as error:
             raise EngineError(f"{folder}: {error}") from error

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from rollout_server.engines.base import EngineError, Pictures
 from rollout_server.engines.torch.rows import Look
 from slipstream.families.pictures import PictureError, Vision
-from weight_bus.vision import VisionError, VisionTower
+from slipstream.vision import VisionError, VisionTower
 
 
 class Viewer:

@@ -13,7 +13,7 @@ from replay.channel import Message
 from tests.replay.simulation.network import Network
 from weight_bus import messages as m
 from weight_bus.errors import TransportError
-from weight_bus.intake import Load, Received
+from weight_bus.intake import Load
 
 NOBODY = -1
 """Weights that no learner has made."""
@@ -112,11 +112,10 @@ class SimulatedBus:
         self.network.answer(identity, message)
 
 
-class SimulatedIntake(Received):
+class SimulatedIntake:
     """Implements `DataPlane`; with `faults` bits flip on the wire and broadcasts break off."""
 
     def __init__(self, rng: random.Random, faults: float) -> None:
-        super().__init__()
         self.facts: dict[str, str] = {}
         self.rng, self.faults = rng, faults
         self.manifest: Any = None
@@ -125,18 +124,14 @@ class SimulatedIntake(Received):
         self.seconds = {"wire": 0.0, "verify": 0.0}
 
     def take(self, begin: m.Begin) -> list[str]:
-        self.staged = None
         if self.rng.random() < self.faults:
             raise TransportError("a peer was lost", "closed")
         self.begun, (number,) = begin, begin.digests
         self.manifest = SimpleNamespace(kept={}, differences=lambda held: [] if held == {"w": number} else ["w"])
-        if self.rng.random() < self.faults:
-            return ["w"]
-        self.staged = begin
-        return []
+        return ["w"] if self.rng.random() < self.faults else []
 
     def apply(self, version: int, load: Load) -> Mapping[str, int]:
         return load(version, [])
 
     def forget(self) -> None:
-        self.staged = None
+        """There is no group to leave."""

@@ -160,9 +160,9 @@ async def test_the_death_of_a_process_costs_the_next_one_nothing(folder: Path) -
     async with playing(folder, "thinks", options={"sleep_s": 0.6}, turn_timeout_s=2.0) as generator:
         working = asyncio.create_task(generator.group(lease(), "0/1/1"))
         await eventually(lambda: sum(generator.running_tokens().values()) == 2 * GROUP, "first turns")
-        child = generator.environments._processes[0].child
-        assert child is not None
-        os.kill(child.process.pid, signal.SIGKILL)
+        process = generator.environments._processes[0].worker.process
+        assert process is not None
+        os.kill(process.pid, signal.SIGKILL)
         assert all_failed(await working, "environment process 0 died")
         group = await generator.group(lease(), "0/1/2")
     assert accepted(group, generator.config) and group.rewards.tolist() == [1.0] * GROUP
@@ -307,7 +307,7 @@ async def test_an_evaluation_runs_at_its_version(folder: Path) -> None:
     ("function", "said"),
     [
         ("not_asynchronous", "take `async def not_asynchronous"),
-        ("nothing", "has no function 'nothing'; it has three_turns"),
+        ("nothing", "has no function 'nothing'"),
         ("missing.py:rollout", "environment.function: 'missing.py:rollout': no file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What of a vision-language model no update carries: the vision tower, which both ends read from the model's folder.
+"""The frozen vision tower of a model, which both ends read from its folder, and pictures as it takes them.
 
 It is frozen: features of a picture are the same in every version, and the bus has the decoder's tensors alone. That
 both ends hold the same tower is checked at Hello, by a hash of its tensors (slipstream/runtime/fingerprint.py).
@@ -15,22 +15,13 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from configs.errors import SlipstreamError
+from slipstream.families.pictures import TOWER, Grid
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PREFIX = "visual."
-"""How names of its tensors begin in a folder."""
-Grid = tuple[int, int, int]
 
-
-class VisionError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-MODEL-03",
-    cause="The model folder lacks its picture processor or a tensor of its vision tower, or has another form of them.",
-    mend="Copy or download the model folder again; docs/howto/images.md lists the models that take pictures.",
-):
+class VisionError(SlipstreamError, ValueError, code="SLIP-MODEL-03"):
     """A folder has no vision tower or image processor that can be used."""
 
 
@@ -72,11 +63,11 @@ class VisionTower:
         }
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         self._tower = towers[config.model_type]._from_config(config.vision_config, dtype=dtype)
-        given = {name.removeprefix(PREFIX): tensor for name, tensor in read_tower(folder)}
+        given = {name.removeprefix(TOWER): tensor for name, tensor in read_tower(folder)}
         try:
             self._tower.load_state_dict(given)
         except RuntimeError as error:
-            raise VisionError(f"model.path: {folder}: {PREFIX}*: {error}") from error
+            raise VisionError(f"model.path: {folder}: {TOWER}*: {error}") from error
         self._tower.requires_grad_(False).eval().to(device)
         self.dtype, self.device = dtype, torch.device(device)
 
@@ -98,16 +89,16 @@ class VisionTower:
 def read_tower(folder: Path) -> list[tuple[str, torch.Tensor]]:
     """The tower's tensors by name, as they are stored."""
     found = []
-    for file in tower_files(folder):
+    for file in _tower_files(folder):
         with safe_open(str(file), framework="pt") as opened:
-            found += [(name, opened.get_tensor(name)) for name in opened.keys() if name.startswith(PREFIX)]  # noqa: SIM118
+            found += [(name, opened.get_tensor(name)) for name in opened.keys() if name.startswith(TOWER)]  # noqa: SIM118
     return found
 
 
-def tower_files(folder: Path) -> list[Path]:
+def _tower_files(folder: Path) -> list[Path]:
     """Safetensors that hold the tower."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return [folder / "model.safetensors"]
     names: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return [folder / Path(file).name for file in sorted({f for n, f in names.items() if n.startswith(PREFIX)})]
+    return [folder / Path(file).name for file in sorted({f for n, f in names.items() if n.startswith(TOWER)})]
