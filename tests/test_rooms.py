@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
     "configs": 2_883,
-    "slipstream/runtime": 2_040,
+    "slipstream/runtime": 2_145,
     "slipstream/families": 330,
     "slipstream/launch": 3_230,
     "slipstream/check": 2_360,
