@@ -41,13 +41,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 ENDS = (PUBLIC, OLD, SECRET)
 
 
-class MakeError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-KEYS-03",
-    cause="The folder exists, a name is no name of a client, or a file cannot be written.",
-    mend="Take another folder or --force, as the message says.",
-):
+class MakeError(SlipstreamError, RuntimeError, code="SLIP-KEYS-03"):
     """The keys cannot be made or changed; the message names the path and the way out."""
 
 

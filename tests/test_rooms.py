@@ -10,16 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
-    "configs": 3_044,
-    "slipstream/runtime": 2_040,
+    "configs": 2_883,
+    "slipstream/runtime": 2_145,
     "slipstream/families": 330,
     "slipstream/launch": 3_230,
     "slipstream/check": 2_360,
-    "slipstream/view": 2_700,
+    "slipstream/view": 2_592,
     "slipstream/translate": 1_150,
-    "slipstream/plan": 1_690,
+    "slipstream/plan": 1_568,
     "slipstream/command": 170,
-    "replay": 10_330,
+    "replay": 9_744,
     "weight_bus": 5_175,
     "rollout_server/engines": 4_000,
     "rollout_server/tasks": 7_540,

@@ -35,14 +35,7 @@ Z85_CHARACTERS = 40
 ZAP_DOMAIN = b"slipstream"
 
 
-class ChannelError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-NET-01",
-    cause="The process at the other end has refused, or a socket could not be opened.",
-    mend="Read the reason in the message; a peer that was refused needs the run's own configuration, model folder and"
-    " keys.",
-):
+class ChannelError(SlipstreamError, RuntimeError, code="SLIP-NET-01"):
     """A peer could not be reached. `symptom` is one of closed, silent, slow, corrupt, full, duplicate."""
 
     def __new__(cls, *args: Any) -> Self:
@@ -60,53 +53,26 @@ class PeerRefused(ChannelError):
     """This peer may not take part: its configuration, model folder or key is another; another start is no use."""
 
 
-class KeyRefused(
-    ChannelError,
-    code="SLIP-KEYS-04",
-    cause="One side has no keys, keys of another run, or a key that was not listed for this node.",
-    mend="Copy server.key and this node's own key from the learner's node, and set network.keys on both sides;"
-    " `python -m replay.keys`.",
-):
+class KeyRefused(ChannelError, code="SLIP-KEYS-04"):
     """The CURVE handshake failed: the keys of the two ends do not belong together."""
 
 
-class PeerSilent(
-    ChannelError,
-    code="SLIP-NET-02",
-    cause="The other process stands still or is gone, its node is overloaded, or the network between is cut.",
-    mend="Read the hang report that the message names; raise network.silent_after_s for slow networks.",
-):
+class PeerSilent(ChannelError, code="SLIP-NET-02"):
     """Nothing came from a peer for too long [silent]."""
 
 
-class PeerSlow(
-    ChannelError,
-    code="SLIP-NET-03",
-    cause="The other process lives and does not produce what is waited for: answers are long, or another one is late.",
-    mend="Read the hang report that the message names; raise the deadline that it has, docs/howto/hang.md.",
-):
+class PeerSlow(ChannelError, code="SLIP-NET-03"):
     """A peer lives and does not finish in time [slow]."""
 
 
-class QueueFull(
-    ChannelError,
-    code="SLIP-NET-04",
-    cause="A peer does not read what is sent to it.",
-    mend="Look at the load of the peer that the message names, and at the network between.",
-):
+class QueueFull(ChannelError, code="SLIP-NET-04"):
     """Messages for a peer pile up [full]."""
 
 
 BY_SYMPTOM = {"silent": PeerSilent, "slow": PeerSlow, "full": QueueFull}
 
 
-class KeysError(
-    ChannelError,
-    code="SLIP-KEYS-01",
-    cause="The folder of network.keys is missing, incomplete, or readable by others; or this node has the key of"
-    " another run.",
-    mend="Make keys with `python -m replay.keys make`, and copy to each node what is its own (docs/security.md).",
-):
+class KeysError(ChannelError, code="SLIP-KEYS-01"):
     """CURVE keys are missing, incomplete, broken or readable by others; the message names the file and a way out."""
 
     def __init__(self, message: str) -> None:

@@ -14,13 +14,7 @@ from slipstream.runtime.fingerprint import read_json
 from slipstream.vision import Pixels
 
 
-class TaskError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-TASK-01",
-    cause="The tokenizer of the model folder is missing or lacks a chat template, or a prompt or picture is unusable.",
-    mend="Save the tokenizer into the model folder, or set model.chat_template; correct the row that is named.",
-):
+class TaskError(SlipstreamError, ValueError, code="SLIP-TASK-01"):
     """A prompt or the model folder's tokenizer cannot be used."""
 
 

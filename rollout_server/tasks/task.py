@@ -20,12 +20,7 @@ GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes that are nothing but their tokenizer.json."""
 
 
-class PromptTooLong(
-    TaskError,
-    code="SLIP-TASK-02",
-    cause="The prompt has more tokens than data.max_prompt_tokens.",
-    mend="Raise data.max_prompt_tokens or shorten the prompt; such prompts are dropped and counted.",
-):
+class PromptTooLong(TaskError, code="SLIP-TASK-02"):
     """The prompt has more tokens than `data.max_prompt_tokens`."""
 
 

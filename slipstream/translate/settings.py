@@ -10,22 +10,11 @@ Framework = str
 """One of slipstream.translate.names.FRAMEWORKS."""
 
 
-class Untranslatable(
-    ConfigError,
-    code="SLIP-CONFIG-14",
-    cause="The file is none of verl, slime, prime-rl or TRL, cannot be parsed, or starts no GRPO training there.",
-    mend="Give what starts the training there: docs/migration.md shows a file of each framework.",
-):
+class Untranslatable(ConfigError, code="SLIP-CONFIG-14"):
     """A file of another framework cannot be translated."""
 
 
-class Undecided(
-    ConfigError,
-    code="SLIP-CONFIG-15",
-    cause="A setting of the file has no value here of its own: the reward, the GPU split, a length in epochs, a"
-    " learning rate of another optimizer than AdamW.",
-    mend="Give each of the keys that are named with --set; nothing is chosen in their place.",
-):
+class Undecided(ConfigError, code="SLIP-CONFIG-15"):
     """Keys of a translation that the user has to give."""
 
 

@@ -18,20 +18,17 @@ from configs.schema import Config
 from learner.record.metrics import FILE
 from replay.channel import ChannelError
 from replay.status_client import ask_replay
-from slipstream.launch.announcements import Repeats, launchers_last
-from slipstream.launch.children import RowTail, Tail, without_time
+from slipstream.launch.children import RowTail
 from slipstream.runtime.ending import read
 from slipstream.runtime.program import program
 from slipstream.view.live_view import LiveView
+from slipstream.view.logs import Warnings
 
 LOOK_S = 1.0
 ANSWER_S = 1.0
 SILENT_LOOKS = 10
 """Times in a row that replay does not answer before its run counts as over: it may be starting again."""
-LOG_BYTES = 64 * 1024
-"""Of the end of each log, where events of before are found."""
 READY = re.compile(r"replay ready at (\S+)")
-EVENT = re.compile(r" (?:ERROR|CRITICAL|WARNING (?=guard: )) ?(.*)")
 
 
 class Folder:
@@ -41,8 +38,7 @@ class Folder:
         self.path, self.config = folder, _config(folder)
         self._metrics = RowTail(folder / FILE)
         self._logs = folder / "logs"
-        self._tails: dict[Path, Tail] = {}
-        self._repeats = Repeats()
+        self._warnings = Warnings(self._logs)
         self._address = ""
 
     def rows(self) -> list[dict[str, Any]]:
@@ -51,15 +47,9 @@ class Folder:
 
     def events(self) -> Iterator[str]:
         """Errors and guards of all processes since the last call, each once; at first, of the end of each log."""
-        for path in launchers_last(self._logs):
-            if path not in self._tails:
-                found = path.stat()
-                self._tails[path] = Tail(path, max(0, found.st_size - LOG_BYTES), found.st_ino)
-            for line in self._tails[path].new_lines():
-                if (match := EVENT.search(line)) is not None:
-                    text = without_time(match[1])
-                    if self._repeats.is_new(path, line, text):
-                        yield f"{path.stem}: {text[:200]}"
+        for line in self._warnings.new():
+            if line.level != "WARNING" or line.text.startswith("guard: "):
+                yield f"{line.file.removesuffix('.log')}: {line.text[:200]}"
 
     def status(self) -> dict[str, Any] | None:
         """Replay's, None where it does not answer. Raises ChannelError: it refuses the keys of this node."""
@@ -96,9 +86,9 @@ def watch(folder: Folder, view: LiveView, *, once: bool) -> None:
         for event in folder.events():
             view.event(event)
         rows = folder.rows()
-        if once:  # the present state, not the way there
-            view.recall(rows[:-1])
-            rows = rows[-1:]
+        for row in rows[:-1] if once else ():  # the present state, not the way there
+            view.progress.add(row)
+        rows = rows[-1:] if once else rows
         view.update(status if status is not None else view.status, rows)
         if once or over:
             view.say_waits()

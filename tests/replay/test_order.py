@@ -1,4 +1,4 @@
-"""Several datasets, curricula and orders without an array: exact shares, exact coverage, exact resume."""
+"""Several datasets, and curricula: exact shares, exact coverage, exact resume."""
 
 import base64
 import json
@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay.data import DataError, Part, PromptSource, Rows, load_rows
 from replay.data import order as orders
-from replay.data.order import WINDOW, ByLevel, Scattered
+from replay.data.order import WINDOW, ByLevel
 from tests.replay.simulation.world import rows as rows_of
 from tests.replay.test_prompts import jsonl
 
@@ -34,25 +33,6 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
     """Through a snapshot and a checkpoint."""
     found: dict[str, Any] = json.loads(json.dumps(msgpack.unpackb(msgpack.packb(state))))
     return found
-
-
-@settings(max_examples=30)
-@given(size=st.integers(1, 1500), key=st.integers(0, 2**64 - 1))
-def test_a_scattered_order_has_every_row_once(size: int, key: int) -> None:
-    order = Scattered(size, key)
-    found = [order[offset] for offset in range(size)]
-    assert sorted(found) == list(range(size))
-    if size > 100:
-        assert found != sorted(found) and found != [Scattered(size, key ^ 1)[offset] for offset in range(size)]
-
-
-def test_a_scattered_order_never_changes() -> None:
-    # Pinned: a resumed run needs the same order from every later version of this code.
-    assert [Scattered(10, 7)[offset] for offset in range(10)] == [2, 1, 9, 0, 6, 4, 3, 8, 7, 5]
-    big = Scattered(10**7, 7)
-    assert [big[offset] for offset in (0, 1, 9_999_999)] == [1114619, 5136671, 3031631]
-    spread = np.array([big[offset] for offset in range(2000)])
-    assert abs(spread.mean() / 10**7 - 0.5) < 0.03 and abs(np.corrcoef(spread[1:], spread[:-1])[0, 1]) < 0.1
 
 
 @settings(max_examples=40)
@@ -121,15 +101,6 @@ def test_a_column_orders_every_pass_and_a_row_without_it_is_named() -> None:
         PromptSource(rows, shuffle=True, seed=0, curriculum="difficulty")
 
 
-def test_a_long_reading_of_a_column_says_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("replay.data.order.SHOWN_EVERY_S", -1.0)
-    with caplog.at_level("INFO", "replay.data.order"):
-        PromptSource(graded(3), shuffle=True, seed=0, curriculum="difficulty")
-    assert caplog.messages[1].endswith("sorting by 'difficulty': 1 of 3 rows read")
-
-
 def test_a_later_pass_begins_with_prompts_that_were_solved_sometimes() -> None:
     source = PromptSource(rows_of(6), shuffle=True, seed=0, curriculum="pass_rate")
     first = [source.next()[1] for _ in range(6)]
@@ -183,7 +154,6 @@ def test_generated_rows_go_up_by_levels() -> None:
         (mixed([5, 6], [1, 2], curriculum="difficulty"), "curriculum"),
         (mixed([6, 5], [1, 2]), "hash of the contents"),
         (mixed([5, 6], [1, 2], seed=4), "run.seed"),
-        (PromptSource(rows_of(11), shuffle=True, seed=3), "schema"),
     ],
 )
 def test_other_datasets_weights_and_curricula_are_refused(other: PromptSource, named: str) -> None:

@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[1] / "support" / "page.mjs"
 
 @contextlib.contextmanager
 def serving(*folders):
-    dashboard = Dashboard([Run(folder, keep_index=False) for folder in folders], token=TOKEN)
+    dashboard = Dashboard([Run(folder) for folder in folders], token=TOKEN)
     thread = threading.Thread(target=dashboard.serve)
     thread.start()
     try:
@@ -154,7 +154,7 @@ def test_json_has_no_number_that_json_does_not_know(dashboard):
 
 
 def test_the_command_prints_a_url_that_works_and_ends_with_ctrl_c(folder, tmp_path):
-    command = [sys.executable, "-m", "slipstream.view.dashboard", str(folder), "--no-cache"]
+    command = [sys.executable, "-m", "slipstream.view.dashboard", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         said = re.match(r".* at http://(127\.0\.0\.1):(\d+)(/\?token=\S+)", process.stdout.readline())
@@ -172,7 +172,7 @@ def test_what_cannot_be_served_is_refused_in_one_line(dashboard, folder, tmp_pat
     for arguments, reason in (
         ([tmp_path], "name a run folder"),
         ([folder] * 3, "3 run folders given"),
-        ([folder, "--no-cache", "--port", dashboard.port], "take another one"),
+        ([folder, "--port", dashboard.port], "take another one"),
     ):
         assert main([str(argument) for argument in arguments]) == 2
         said = capsys.readouterr().err

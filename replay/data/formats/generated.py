@@ -12,12 +12,11 @@ at row 500.
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from types import ModuleType
 from typing import Any
 
-from replay.data.formats.base import ENDLESS, Raw
+from replay.data.formats.base import ENDLESS, Raw, Table
 from replay.data.rows import DataError, Place, RowError, plain
 from replay.data.spec import GENERATED, Spec
 
@@ -29,23 +28,22 @@ KEPT = 8
 """Datasets of one chunk each that are kept: the levels and chunks in use."""
 
 
-class Generated:
+class Generated(Table):
     """One family. Its rows carry what their reward makes the same entry from."""
 
     is_whole = False
 
     def __init__(self, spec: Spec) -> None:
         """Check family and options. Raises DataError: unknown, refused by the family, or the package is missing."""
-        self.source, self.family = spec.text, spec.name
-        self.form = f"{GENERATED}'s {spec.name}"
+        super().__init__(spec.text)
+        self.family, self.form = spec.name, f"{GENERATED}'s {spec.name}"
         options = {key: value for key, value in spec.options.items() if key not in OWN}
         # As rows carry them: what these make, the reward makes again.
         self._options: dict[str, Any] = plain(options, "options", Place(spec.text, 1))
-        self._seed, self._level = spec.options.get("seed", 0), spec.options.get("level")
+        self._seed, self.first_level = spec.options.get("seed", 0), spec.options.get("level")
         self._as_text = spec.options.get("form", "chat") == "text"
         self._check(spec)
         self._dataset = functools.lru_cache(maxsize=KEPT)(self._make)
-        self._dataset(self._seed_of(0), self._level)
 
     def __len__(self) -> int:
         return ENDLESS
@@ -73,11 +71,6 @@ class Generated:
         attributes = factory.create_curriculum(self.family).attributes.values()
         return max((len(attribute.levels) for attribute in attributes), default=0)
 
-    @property
-    def first_level(self) -> int | None:
-        """`level`, where it was given."""
-        return self._level
-
     def at_level(self, number: int, level: int | None) -> Raw:
         """A row at a level of the curriculum. Raises RowError: the family cannot make it."""
         chunk, index = divmod(number, CHUNK)
@@ -87,16 +80,11 @@ class Generated:
         except Exception as error:  # of a hundred families: whatever one raises, this row is named
             raise RowError(f"{self.source}: row {place.row}: {type(error).__name__}: {error}") from error
         recipe = {"family": self.family, "seed": seed, "index": index, "level": level, "options": self._options}
-        row = {"question": entry["question"], "answer": _as_answer(entry["answer"])}
-        if self._as_text:
-            row = {"prompt": row.pop("question"), **row}
+        row = {"prompt" if self._as_text else "question": entry["question"], "answer": _as_answer(entry["answer"])}
         return place, row | {"extra_info": {GENERATED: recipe}, "data_source": self.family}
 
     def raw(self, number: int) -> Raw:
-        return self.at_level(number, self._level)
-
-    def rows(self) -> Iterator[Raw]:
-        return map(self.raw, range(ENDLESS))
+        return self.at_level(number, self.first_level)
 
     def fingerprint(self) -> str:
         """Of the options, the package's version and the first row, which other versions of a family may draw anew."""
@@ -114,23 +102,19 @@ class Generated:
         return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
     def _check(self, spec: Spec) -> None:
-        package = _package(self.source)
-        families = sorted(package.factory.DATASETS)
+        families = sorted(_package(self.source).factory.DATASETS)
         if self.family not in families:
             raise DataError(f"{self.source}: {GENERATED} has no family {self.family!r}; it has {', '.join(families)}")
         if type(self._seed) is not int:
             raise DataError(f"{self.source}: seed is {self._seed!r}; give an integer")
         if spec.options.get("form", "chat") not in ("chat", "text"):
             raise DataError(f"{self.source}: form is {spec.options['form']!r}; take chat or text")
-        levels = self._levels()
-        if self._level is not None and not (type(self._level) is int and 0 <= self._level < levels):
+        level, levels = self.first_level, self._levels()
+        if level is not None and not (type(level) is int and 0 <= level < levels):
             hint = f"take 0 to {levels - 1}" if levels else "this family has no curriculum; leave it out"
-            raise DataError(f"{self.source}: level is {self._level!r}; {hint}")
-        self._call(lambda: self._make(0, self._level))
-
-    def _call(self, make: Callable[[], Any]) -> Any:
+            raise DataError(f"{self.source}: level is {level!r}; {hint}")
         try:
-            return make()
+            self._make(0, level)
         except Exception as error:  # of a hundred families: whatever one raises, the run does not begin
             raise DataError(f"{self.source}: the family refuses this: {type(error).__name__}: {error}") from error
 

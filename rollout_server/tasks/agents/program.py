@@ -26,13 +26,7 @@ STREAMS_S = 2.0
 REWARDS = ("reward", "score")
 
 
-class AgentFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-ENV-03",
-    cause="The program of environment.command ended with an error, or its last line cannot be understood.",
-    mend="Run the command by hand against any endpoint of OpenAI's form; docs/howto/agents.md.",
-):
+class AgentFailed(SlipstreamError, RuntimeError, code="SLIP-ENV-03"):
     """The agent ended with an error, or its last line cannot be understood."""
 
 

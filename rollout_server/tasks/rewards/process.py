@@ -42,15 +42,7 @@ KILLED = (
 Deliver = Callable[[int, RewardOutcome], None]
 
 
-class WorkerLost(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-REWARD-03",
-    cause="The reward function did not return within reward.timeout_s, used more memory than it may, or ended its"
-    " process.",
-    mend="Look at the line of code that the message names; give the function a deadline of its own, or raise"
-    " reward.timeout_s or reward.memory_bytes.",
-):
+class WorkerLost(SlipstreamError, RuntimeError, code="SLIP-REWARD-03"):
     """The process timed out, died or sent garbage, and must be stopped."""
 
 

@@ -38,13 +38,7 @@ FLUSH_S = 0.02
 """Verdicts younger than this are sent together; a pool that kills the worker judges them anew."""
 
 
-class NotAReward(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-REWARD-02",
-    cause="The reward function returned None, NaN, text, or a dict without a score.",
-    mend="Return a finite number, or a dict with `score`.",
-):
+class NotAReward(SlipstreamError, ValueError, code="SLIP-REWARD-02"):
     """The function returned something that is no reward."""
 
 

@@ -34,13 +34,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 20.0
 logging.getLogger("httpx").setLevel(logging.WARNING)  # or it logs a line for each request
 
 
-class Unanswered(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-REWARD-04",
-    cause="The service of a remote reward is down, slow, refuses the key, or answers no JSON.",
-    mend="Ask it with curl from this node; correct url and key_variable, or raise timeout_s.",
-):
+class Unanswered(SlipstreamError, RuntimeError, code="SLIP-REWARD-04"):
     """No reply, or one that is no JSON object; the message says what came, without the key."""
 
 

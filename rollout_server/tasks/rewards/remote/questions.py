@@ -29,13 +29,7 @@ this form, with a number from {low:g} (worst) to {high:g} (best):
 Grade: <number>"""
 
 
-class NoVerdict(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-REWARD-05",
-    cause="The judging model refused, was cut off, or gave no grade in the form of the rubric.",
-    mend="Raise max_tokens of the judge, or say in the rubric that the last line is `Grade: <number>`.",
-):
+class NoVerdict(SlipstreamError, ValueError, code="SLIP-REWARD-05"):
     """A reply without a grade. `kind` is `refused` or `unreadable`, as it is counted."""
 
     def __init__(self, kind: str, detail: str) -> None:
