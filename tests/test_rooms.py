@@ -19,7 +19,7 @@ BUDGET = {
     "slipstream/translate": 1_150,
     "slipstream/plan": 1_568,
     "slipstream/command": 170,
-    "replay": 9_744,
+    "replay": 9_682,
     "weight_bus": 5_175,
     "rollout_server/engines": 4_000,
     "rollout_server/tasks": 7_540,
