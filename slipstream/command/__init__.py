@@ -41,7 +41,7 @@ COMMANDS = {
     "top": Command("slipstream.view.top", "live view of RUN_DIR in a terminal, also over ssh"),
     "dashboard": Command("slipstream.view.dashboard", "browser view of RUN_DIR: curves, pipeline, answers"),
     "translate": Command("slipstream.translate", "a run of verl, slime, prime-rl or TRL as a YAML file here"),
-    "keys": Command("replay.keys", "make, rotate and remove CURVE keys"),
+    "keys": Command("replay.keys", "make, add and remove CURVE keys"),
     "explain": Command("slipstream.command.errors", "cause and remedy of an error code"),
     "hang": Command("slipstream.runtime.hang", "stacks and waits of a run that stands still"),
     "check-export": Command("slipstream.view.check_export", ""),

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_server.tasks.rewards import RewardError, Sample
-from rollout_server.tasks.rewards.built_in.exact import reward as exact
 from rollout_server.tasks.rewards.built_in.numeric import final_number
 from rollout_server.tasks.rewards.built_in.numeric import reward as numeric
+from rollout_server.tasks.rewards.built_in.texts import exact
 from rollout_server.tasks.rewards.loading import adapt, load_function
 from rollout_server.tasks.rewards.process import REPLY_LIMITS, read_answer, read_verdicts
 from rollout_server.tasks.rewards.worker import Judge, NotAReward, Part, Verdict, reward_of

@@ -10,9 +10,7 @@ from hypothesis import strategies as st
 
 from configs.data import Reward
 from rollout_server.tasks.rewards import RewardError, RewardOutcome, Sample, added
-from rollout_server.tasks.rewards.built_in.form import reward as form
-from rollout_server.tasks.rewards.built_in.length import reward as length
-from rollout_server.tasks.rewards.built_in.pattern import reward as pattern
+from rollout_server.tasks.rewards.built_in.texts import form, length, pattern
 from rollout_server.tasks.rewards.loading import adapt
 from rollout_server.tasks.rewards.process import order_of
 from rollout_server.tasks.rewards.worker import Order, Verdict, load
@@ -152,7 +150,7 @@ def test_regex_finds_or_compares_and_gives_up_in_time(monkeypatch: pytest.Monkey
     assert pattern(sample("is 42, no: 41."), r"(?P<answer>\d+)\.?")["score"] == 0.0
     with pytest.raises(ValueError, match="ground_truth is None"):
         pattern(sample("1", None), r"(?P<answer>\d+)")
-    monkeypatch.setattr("rollout_server.tasks.rewards.built_in.pattern.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rollout_server.tasks.rewards.built_in.texts.TIMEOUT_S", 0.1)
     assert pattern(sample("a" * 5000), r"(a|aa)+$(?<!a)") == {"score": 0.0, "gave_up": 1.0}
 
 

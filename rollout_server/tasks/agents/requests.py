@@ -5,6 +5,7 @@ sampling is refused, unless it says what the run does anyway.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,11 +40,38 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "suffix": (lambda value: value == "", "it cannot be used here"),
 }
 """By parameter: which values are taken, and why no others; also where environment.options.sampling is `ignore`."""
-READ = frozenset(
-    ("model", "messages", "prompt", "tools", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options",
-     "logprobs", "temperature")
-)  # fmt: skip
+READ = frozenset(("model", "messages", "prompt", "temperature"))
+"""Read beside those of FORMS."""
 KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
+
+
+def _is_whole(most: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and 1 <= value <= most
+
+
+def _are_functions(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
+        for tool in value
+    )
+
+
+FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (_is_whole(MAX_CHOICES), f"an integer of 1 or more, at most {MAX_CHOICES}"),
+    "max_tokens": (_is_whole(), "an integer of 1 or more"),
+    "max_completion_tokens": (_is_whole(), "an integer of 1 or more"),
+    "stream": (lambda value: type(value) is bool, "true or false"),
+    "stream_options": (lambda value: isinstance(value, dict), "an object"),
+    "logprobs": (lambda value: type(value) is bool, "true or false"),
+    "tools": (_are_functions, "a list of functions"),
+}
+TEXT_FORMS = FORMS | {
+    "logprobs": (
+        lambda value: type(value) is int and value == 0,
+        "0: the engine records the logprob of the sampled token alone",
+    )
+}
+"""Of /completions."""
 
 
 class Refused(Exception):
@@ -106,20 +134,20 @@ def read(body: bytes, rules: Rules, *, is_chat: bool) -> Asked:
     given = {name: value for name, value in said.items() if value is not None}
     rules.check_model(given.get("model"))
     _check_parameters(given, rules)
-    tools = _tools(given)
-    limits = [_integer(given, name, 1, None) for name in ("max_completion_tokens", "max_tokens") if name in given]
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise _wrong("stream_options", options, "an object")
+    for name, (is_right, wanted) in (FORMS if is_chat else TEXT_FORMS).items():
+        if name in given and not is_right(given[name]):
+            raise _wrong(name, given[name], wanted)
+    limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
+    offers = is_chat and given.get("tools") and given.get("tool_choice") != "none"
     return Asked(
         model=given["model"],
         context=_messages(given) if is_chat else _prompt(given),
-        tools=tools if is_chat else None,
+        tools=given["tools"] if offers else None,
         max_new_tokens=min(limits, default=None),
-        n=_integer(given, "n", 1, MAX_CHOICES) if "n" in given else 1,
-        stream=_flag(given, "stream"),
-        usage_in_stream=options.get("include_usage") is True,
-        logprobs=_flag(given, "logprobs") if is_chat else _completion_logprobs(given),
+        n=given.get("n", 1),
+        stream=given.get("stream", False),
+        usage_in_stream=given.get("stream_options", {}).get("include_usage") is True,
+        logprobs=given.get("logprobs", False) is not False,
     )
 
 
@@ -140,24 +168,13 @@ def _check_parameters(given: Mapping[str, Any], rules: Rules) -> None:
                     " environment.options.sampling: ignore",
                     param=name,
                 )
-        elif name not in READ and name not in NO_EFFECT and not rules.ignores:
+        elif name not in READ | FORMS.keys() | NO_EFFECT and not rules.ignores:
             raise Refused(
                 400,
                 f"{shown(name)} is not known here; leave it out, or have such parameters ignored with"
                 " environment.options.sampling: ignore",
                 param=str(name)[:100],
             )
-
-
-def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools = given.get("tools", [])
-    is_right = isinstance(tools, list) and all(
-        isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
-        for tool in tools
-    )
-    if not is_right:
-        raise _wrong("tools", tools, "a list of functions")
-    return tools if tools and given.get("tool_choice") != "none" else None
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -197,27 +214,6 @@ def _prompt(given: Mapping[str, Any]) -> str | list[int]:
     if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 2**31 for token in prompt):
         return prompt
     raise _wrong("prompt", prompt, "text or token ids, of one prompt")
-
-
-def _completion_logprobs(given: Mapping[str, Any]) -> bool:
-    if "logprobs" not in given:
-        return False
-    if type(given["logprobs"]) is not int or given["logprobs"] != 0:
-        raise _wrong("logprobs", given["logprobs"], "0: the engine records the logprob of the sampled token alone")
-    return True
-
-
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    if type(value := given.get(name, False)) is not bool:
-        raise _wrong(name, value, "true or false")
-    return value
-
-
-def _integer(given: Mapping[str, Any], name: str, least: int, most: int | None) -> int:
-    value = given[name]
-    if type(value) is not int or value < least or (most is not None and value > most):
-        raise _wrong(name, value, f"an integer of {least} or more" + (f", at most {most}" if most else ""))
-    return value
 
 
 def _wrong(name: str, value: Any, wanted: str) -> Refused:

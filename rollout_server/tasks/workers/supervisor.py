@@ -79,6 +79,11 @@ def _watch(worker: int) -> NoReturn:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(worker, signal.SIGKILL)
     status = _end_descendants(worker)
+    end_as(status)
+
+
+def end_as(status: int) -> NoReturn:
+    """End by the signal or exit code of a wait status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:
