@@ -37,7 +37,7 @@ COMMANDS = {
     "plan": Command("slipstream.plan", "predict step times of every split; say which to take"),
     "fit": Command("slipstream.check.fit", "largest microbatch that fits a learner GPU"),
     "try-reward": Command("rollout_server.try_reward", "judge a few answers with the reward"),
-    "status": Command("slipstream.view.status", "one line: what RUN_DIR waits for, or how it has ended"),
+    "status": Command("slipstream.view.top", "one line: what RUN_DIR waits for, or how it has ended", ("--line",)),
     "top": Command("slipstream.view.top", "live view of RUN_DIR in a terminal, also over ssh"),
     "dashboard": Command("slipstream.view.dashboard", "browser view of RUN_DIR: curves, pipeline, answers"),
     "translate": Command("slipstream.translate", "a run of verl, slime, prime-rl or TRL as a YAML file here"),
