@@ -17,8 +17,9 @@ from tests.security import served_replay
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a run leaves: configuration, two steps, a log with a guard."""
+    monkeypatch.setattr(top, "ANSWER_S", 0.2)
     (tmp_path / "logs").mkdir()
     (tmp_path / "config.yaml").write_text(dump(load("quickstart", ["placement.device=cpu", "learner.total_steps=3"])))
     rows = [{"step": step, "time": 1000.0 + step, "critic/score/mean": step / 4} for step in (1, 2)]
