@@ -90,7 +90,8 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (1, 1), (130, 0), (None, 1)])
-def test_status_says_in_one_line_how_a_run_ended(run_dir, capsys, code, exit_code):
+def test_status_says_in_one_line_how_a_run_ended(run_dir, monkeypatch, capsys, code, exit_code):
+    monkeypatch.setattr(top, "ask_replay", lambda *_: None)
     (run_dir / "logs" / "replay.log").write_text("replay ready at tcp://127.0.0.1:9\n")
     if code is not None:
         ending.write(run_dir, code, "run stopped: no room [SLIP-CONFIG-10]")
