@@ -32,7 +32,7 @@ def nothing(*_: Any) -> None: ...
 
 def no_transport(*_: Any) -> Any:
     """A data plane on which everything arrives at once, as zeros."""
-    calls = dict.fromkeys(("form", "broadcast", "finish", "leave", "close"), nothing)
+    calls = dict.fromkeys(("form", "label", "broadcast", "finish", "leave", "close"), nothing)
     return SimpleNamespace(device=torch.device("cpu"), facts=dict, serve=lambda: f"{HOST}:1", **calls)
 
 
