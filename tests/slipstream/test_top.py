@@ -17,8 +17,9 @@ from tests.security import served_replay
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a run leaves: configuration, two steps, a log with a guard."""
+    monkeypatch.setattr(top, "ANSWER_S", 0.2)
     (tmp_path / "logs").mkdir()
     (tmp_path / "config.yaml").write_text(dump(load("quickstart", ["placement.device=cpu", "learner.total_steps=3"])))
     rows = [{"step": step, "time": 1000.0 + step, "critic/score/mean": step / 4} for step in (1, 2)]
@@ -89,7 +90,8 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (1, 1), (130, 0), (None, 1)])
-def test_status_says_in_one_line_how_a_run_ended(run_dir, capsys, code, exit_code):
+def test_status_says_in_one_line_how_a_run_ended(run_dir, monkeypatch, capsys, code, exit_code):
+    monkeypatch.setattr(top, "ask_replay", lambda *_: None)
     (run_dir / "logs" / "replay.log").write_text("replay ready at tcp://127.0.0.1:9\n")
     if code is not None:
         ending.write(run_dir, code, "run stopped: no room [SLIP-CONFIG-10]")
