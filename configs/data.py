@@ -71,8 +71,7 @@ class Data(Section):
     each with its own settings of `evaluation` where wanted; none switches evaluation off."""
     curriculum: str = "none"
     """`none`; the name of a column (or of a key of extra_info) with numbers: every pass from small to large; or
-    `pass_rate`: a later pass begins with prompts that were solved sometimes, and the level of reasoning_gym's rows
-    follows the answers."""
+    `pass_rate`: a later pass begins with prompts that were solved sometimes."""
     on_broken_row: Literal["refuse", "skip"] = "refuse"
     """A row that cannot be used: `refuse` names up to ten; `skip` counts them, and leases none."""
     shuffle: bool = True

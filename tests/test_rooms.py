@@ -10,16 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
-    "configs": 2_883,
+    "configs": 2_795,
     "slipstream/runtime": 2_145,
-    "slipstream/families": 330,
+    "slipstream/families": 317,
     "slipstream/launch": 3_230,
     "slipstream/check": 2_360,
-    "slipstream/view": 2_592,
-    "slipstream/translate": 1_150,
-    "slipstream/plan": 1_568,
-    "slipstream/command": 170,
-    "replay": 9_744,
+    "slipstream/view": 2_553,
+    "slipstream/translate": 1_136,
+    "slipstream/plan": 1_509,
+    "slipstream/command": 169,
+    "replay": 9_531,
     "weight_bus": 5_175,
     "rollout_server/engines": 4_000,
     "rollout_server/tasks": 7_540,

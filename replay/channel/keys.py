@@ -4,7 +4,6 @@
     keys/server.key_secret        their secret key; on the learner's node only
     keys/clients/NAME.key         public keys of those who may connect; on the learner's node
     keys/clients/NAME.key_secret  the key of one who connects; every node holds one, the learner's node all
-    keys/clients/NAME.key_old     the public key that NAME had before, while both are valid
 
 `python -m replay.keys` writes such folders. A server admits exactly the public keys that its folder lists.
 """
@@ -29,8 +28,6 @@ LEARNER = "learner"
 SHARED = "nodes"
 """The client key of all nodes that have none of their own name."""
 PUBLIC, SECRET = ".key", ".key_secret"
-OLD = ".key_old"
-"""Public key that a client had before; admitted as well while it is there (`python -m replay.keys --rotate`)."""
 Z85_CHARACTERS = 40
 ZAP_DOMAIN = b"slipstream"
 
@@ -185,8 +182,7 @@ def load_keys(folder: str | Path | None) -> Keys | None:
 
 def _listed(folder: Path) -> dict[bytes, str]:
     """Public key to name of everyone in `clients/`."""
-    paths = sorted(path for end in (PUBLIC, OLD) for path in (folder / CLIENTS).glob("*" + end))
-    return {read_key(path)[0]: path.stem for path in paths}
+    return {read_key(path)[0]: path.stem for path in sorted((folder / CLIENTS).glob("*" + PUBLIC))}
 
 
 def _own_client(folder: Path) -> Path:

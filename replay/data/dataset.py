@@ -11,7 +11,6 @@ import msgpack
 from replay.data.conventions import Convention, detect
 from replay.data.formats import ENDLESS, open_table
 from replay.data.formats.base import Raw, Report
-from replay.data.formats.generated import Generated
 from replay.data.pictures import row_of
 from replay.data.rows import DataError, Row, RowError, shorten
 from replay.data.spec import parse
@@ -174,14 +173,6 @@ class Rows(Sequence[Row]):
         if self._reading.skipped:
             log.warning("%s", self._reading.skipped)
 
-    def num_levels(self) -> int:
-        """Levels of difficulty that rows may be asked for in; 0 for none. Raises DataError: the lowest is refused."""
-        return self.table.usable_levels() if isinstance(self.table, Generated) else 0
-
-    @property
-    def first_level(self) -> int:
-        return (self.table.first_level or 0) if isinstance(self.table, Generated) else 0
-
     def __len__(self) -> int:
         return len(self.table)
 
@@ -194,11 +185,6 @@ class Rows(Sequence[Row]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         return self._reading.row(self.table.raw(range(len(self))[index]))
-
-    def at_level(self, number: int, level: int) -> Row:
-        """A row at a level of difficulty. Raises as `__getitem__`."""
-        assert isinstance(self.table, Generated)
-        return self._reading.row(self.table.at_level(number, level))
 
 
 load_rows = Rows

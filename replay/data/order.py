@@ -5,11 +5,9 @@
 | `none`              | shuffled, or as the file has the rows                                              |
 | a column            | from its smallest to its largest value                                             |
 | `pass_rate`         | from rows that some answers solved, or none was scored of, to solved or hopeless ones |
-| `pass_rate`, levels | on and on, a level up when most answers are right, one down when most are wrong    |
 """
 
 import base64
-import bisect
 import hashlib
 import zlib
 from collections.abc import Sequence
@@ -26,10 +24,6 @@ RATED_ROWS = 1 << 22
 """Most rows of a dataset whose pass rates are kept: a byte each, in every snapshot and checkpoint."""
 UNRATED, FULL = 255, 200
 """Values of a pass rate in a byte: none yet, and 1.0."""
-WINDOW = 64
-"""Groups of a level that are scored before it may change."""
-RAISE_AT, LOWER_AT = 0.8, 0.2
-"""Share of right answers in the window above and below which the level changes."""
 Indices = Sequence[int] | NDArray[np.int64]
 """Row numbers in the order of a pass."""
 
@@ -49,12 +43,8 @@ class Order:
     def turn(self) -> None:
         """A pass ends; `of` is asked for the next one."""
 
-    def scored(self, index: int, rate: float, drawn: int) -> None:
-        """A group came back with this share of right answers, when `drawn` rows had been handed out."""
-
-    def level_of(self, index: int) -> int | None:
-        """Level of difficulty that a row is made at; None where rows have none."""
-        return None
+    def scored(self, index: int, rate: float) -> None:
+        """A group came back with this share of right answers."""
 
     def state(self) -> dict[str, Any]:
         """What `of` depends on beside (seed, pass), in types that JSON and msgpack carry."""
@@ -115,7 +105,7 @@ class ByPassRate(Order):
     def turn(self) -> None:
         self._used = self._rates.copy()
 
-    def scored(self, index: int, rate: float, drawn: int) -> None:
+    def scored(self, index: int, rate: float) -> None:
         if self._used is self._rates:
             self._used = self._rates.copy()
         self._rates[index] = round(rate * FULL)
@@ -125,50 +115,6 @@ class ByPassRate(Order):
 
     def restore(self, state: dict[str, Any]) -> None:
         self._rates, self._used = (_unpacked(state[name], self.size) for name in ("rates", "used"))
-
-
-class ByLevel(Order):
-    """Rows without end, at a level that follows from the answers to rows of the level before."""
-
-    def __init__(self, *, seed: int, first: int, num_levels: int) -> None:
-        super().__init__(ENDLESS, seed=seed, shuffle=False)
-        self.num_levels = num_levels
-        self._since, self._levels = [0], [first]
-        """From which row on which level."""
-        self._sum, self._count = 0.0, 0
-
-    def level_of(self, index: int) -> int:
-        return self._levels[bisect.bisect_right(self._since, index) - 1]
-
-    def scored(self, index: int, rate: float, drawn: int) -> None:
-        if index < self._since[-1]:
-            return  # of a level that is over
-        self._sum, self._count = self._sum + rate, self._count + 1
-        if self._count < WINDOW:
-            return
-        mean, level = self._sum / self._count, self._levels[-1]
-        self._sum, self._count = 0.0, 0
-        changed = min(level + 1, self.num_levels - 1) if mean >= RAISE_AT else level - 1 if mean <= LOWER_AT else level
-        if max(0, changed) != level:
-            self._since.append(drawn)
-            self._levels.append(max(0, changed))
-
-    @property
-    def level(self) -> int:
-        """Of the rows that are handed out now."""
-        return self._levels[-1]
-
-    def state(self) -> dict[str, Any]:
-        return {"since": list(self._since), "levels": list(self._levels), "window": [self._sum, self._count]}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        since, levels = [int(n) for n in state["since"]], [int(n) for n in state["levels"]]
-        total, count = state["window"]
-        if len(since) != len(levels) or since[:1] != [0] or since != sorted(since):
-            raise ValueError(f"levels {levels} since rows {since}")
-        if not all(0 <= level < self.num_levels for level in levels):
-            raise ValueError(f"levels {levels}, there are 0 to {self.num_levels - 1}")
-        self._since, self._levels, self._sum, self._count = since, levels, float(total), int(count)
 
 
 def _key(seed: int, pass_: int) -> int:

@@ -12,7 +12,7 @@ import msgpack
 from configs.schema import Config
 from replay.data.dataset import Reading, Rows, broken, read_rows
 from replay.data.formats.base import Report
-from replay.data.order import ByColumn, ByLevel, ByPassRate, Order, column_of
+from replay.data.order import ByColumn, ByPassRate, Order, column_of
 from replay.data.rows import DataError, Row, RowError
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,6 @@ class Walk:
     def row(self, index: int) -> Row:
         """A row, or what stands for one that cannot be used. Raises DataError: the file was changed."""
         try:
-            level = self.order.level_of(index)
-            if level is not None and isinstance(self.rows, Rows):
-                return self.rows.at_level(index, level)
             return self.rows[index]
         except RowError as error:
             return broken(error)
@@ -145,18 +142,11 @@ class PromptSource:
     def scored(self, index: int, rate: float) -> None:
         """A group of this prompt is here, with this share of right answers."""
         number, which = divmod(index, len(self.walks))
-        walk = self.walks[which]
-        walk.order.scored(number, rate, walk.drawn)
+        self.walks[which].order.scored(number, rate)
 
     def measured(self) -> dict[str, float]:
-        """Numbers for metrics.jsonl: rows handed out of each of several datasets, and their level."""
-        found = {}
-        for walk in self.walks:
-            if len(self.walks) > 1:
-                found[f"prompts/drawn/{walk.name}"] = float(walk.drawn)
-            if isinstance(walk.order, ByLevel):
-                found[f"prompts/level/{walk.name}" if walk.name else "prompts/level"] = float(walk.order.level)
-        return found
+        """Numbers for metrics.jsonl: rows handed out of each of several datasets."""
+        return {f"prompts/drawn/{walk.name}": float(walk.drawn) for walk in self.walks if len(self.walks) > 1}
 
     def state(self) -> dict[str, Any]:
         """Position and identity of the data, in types that JSON and msgpack carry; see `restore`."""
@@ -231,27 +221,17 @@ def _parts(rows: Sequence[Row] | Sequence[Part]) -> list[Part]:
 
 
 def _order(rows: Sequence[Row], *, shuffle: bool, seed: int, curriculum: str) -> Order:
-    endless = isinstance(rows, Rows) and rows.is_endless
     if curriculum == "none":
         return Order(len(rows), seed=seed, shuffle=shuffle)
-    if curriculum != PASS_RATE:
-        if endless:
-            raise DataError(
-                f"data.curriculum: {curriculum!r}: rows that are made without end cannot be sorted; take pass_rate"
-            )
-        return ByColumn(
-            column_of(rows, curriculum, rows.source if isinstance(rows, Rows) else ""), seed=seed, shuffle=shuffle
-        )
-    if not endless:
-        return ByPassRate(len(rows), seed=seed, shuffle=shuffle)
-    assert isinstance(rows, Rows)
-    levels = rows.num_levels()
-    if not levels:
+    if isinstance(rows, Rows) and rows.is_endless:
         raise DataError(
-            f"data.curriculum: pass_rate needs rows that come again, or levels of difficulty, and {rows.source} has"
-            " neither; set data.curriculum none"
+            f"data.curriculum: {curriculum!r}: rows of {rows.source} are made without end and never come again, so they"
+            " cannot be sorted; set data.curriculum none"
         )
-    return ByLevel(seed=seed, first=rows.first_level, num_levels=levels)
+    if curriculum == PASS_RATE:
+        return ByPassRate(len(rows), seed=seed, shuffle=shuffle)
+    source = rows.source if isinstance(rows, Rows) else ""
+    return ByColumn(column_of(rows, curriculum, source), seed=seed, shuffle=shuffle)
 
 
 def _check_weights(parts: Sequence[Part], walks: Sequence[Walk]) -> None:

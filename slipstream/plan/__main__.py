@@ -21,9 +21,7 @@ from configs.schema import Config
 from learner.record.metrics import MetricsError
 from replay.journal import JournalError
 from slipstream.plan import fitting, sources
-from slipstream.plan.advice import Advised, Split, advise, balance_of, splits, table, yaml_of
-from slipstream.plan.costs import Fitted
-from slipstream.plan.sources import Measured
+from slipstream.plan.advice import Advised, Split, advise, splits, table, yaml_of
 from slipstream.runtime.fingerprint import FingerprintError, read_json
 from slipstream.runtime.program import program
 
@@ -39,11 +37,9 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program("slipstream.plan"), description=__doc__)
-    parser.add_argument(
-        "source", type=Path, nargs="+", help="run folder, or JSON of the pipeline benchmark; or several"
-    )
+    parser.add_argument("source", type=Path, help="run folder, or JSON of the pipeline benchmark")
     parser.add_argument("--gpus", type=int, help="GPUs to split; default: as many as measured")
-    parser.add_argument("--case", default="", help="of a benchmark file: those whose name begins so, such as 1.7B@1:1")
+    parser.add_argument("--case", default="", help="of a benchmark file, such as 1.7B@1:1")
     parser.add_argument("--model", type=Path, help="folder with the config.json of the model, for what fits")
     parser.add_argument("--lags", type=_numbers, help="such as 0,1,2; default: the configured one and one more")
     parser.add_argument("--tp", type=_numbers, help="GPUs of an engine, such as 1,2; default: as configured")
@@ -59,15 +55,12 @@ def _numbers(text: str) -> list[int]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    cases = _cases(args.source, args.case)
-    fitted = fitting.fit(cases).with_costs(_costs(args.cost), "--cost")
-    measured = cases[0].config
-    config = parse(dump(measured), "the measured configuration", args.set)
+    measured = sources.read(args.source, args.case)
+    fitted = fitting.fit(measured).with_costs(_costs(args.cost), "--cost")
+    config = parse(dump(measured.config), "the measured configuration", args.set)
     sources.check(config)
     sys.stdout.write(f"constants\n{fitted.describe()}\n\n")
-    found = advise(
-        config, fitted, _candidates(args, config, fitted), model=_model(args.model, config), steps=args.steps
-    )
+    found = advise(config, fitted, _candidates(args, config), model=_model(args.model, config), steps=args.steps)
     present = next((one for one in found if one.split == Split.of(config) and one.outcome is not None), None)
     sys.stdout.write(table(found, present) + "\n")
     if found[0].outcome is None:
@@ -83,25 +76,11 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cases(given: Sequence[Path], wanted: str) -> list[Measured]:
-    """Of one model. Raises ConfigError."""
-    cases = [case for source in given for case in sources.read(source)]
-    kept = [case for case in cases if case.is_run or case.name.startswith(f"case {wanted}")]
-    if not kept:
-        raise BadOption(f"--case {wanted!r}: there is no such case; there are {'; '.join(c.name for c in cases)}")
-    if len({case.config.model.path if case.is_run else case.name.partition("@")[0] for case in kept}) > 1:
-        raise BadOption(
-            f"several models were measured: {'; '.join(c.name for c in kept)}; give runs or a --case of one"
-        )
-    return kept
-
-
-def _candidates(args: argparse.Namespace, config: Config, fitted: Fitted) -> list[Split]:
+def _candidates(args: argparse.Namespace, config: Config) -> list[Split]:
     shared, lag = config.placement.share_gpus, config.replay.async_lag
     gpus = args.gpus or config.num_rollout_devices * (not shared) + config.num_learner_ranks
     lags, tps = args.lags or sorted({lag, min(8, lag + 1)}), args.tp or [config.placement.tensor_parallel]
-    balance, ranks = balance_of(config, fitted.costs, fitted.workload), config.learner.mesh.tensor
-    return list(splits(gpus, balance, lags=lags, tps=tps, model_ranks=ranks, shared=shared))
+    return list(splits(gpus, lags=lags, tps=tps, model_ranks=config.learner.mesh.tensor, shared=shared))
 
 
 def best_of(found: Sequence[Advised], lag: int) -> Advised:

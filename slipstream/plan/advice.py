@@ -9,13 +9,12 @@ from typing import Any
 from configs.errors import BadOption
 from configs.schema import Config
 from learner.policy.memory import ENGINE_SHARE, GIB, Setup, Sizes, available_bytes, choose, usable
-from slipstream.plan.costs import Costs, Fitted, Workload
+from slipstream.plan.costs import Fitted, Workload
 from slipstream.plan.simulation import Outcome, SimulatedRun
 
 ALL_SPLITS = 16
-"""GPUs up to which every split is simulated; above, those around the balance of both sides."""
-AROUND = (0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0)
-"""Rollout GPUs over those at which both sides would be equally busy."""
+"""GPUs up to which every split is simulated; above, EIGHTHS of them."""
+EIGHTHS = range(1, 8)
 NODE = 8
 """GPUs of a node; above one, each node belongs to one side."""
 LARGE = 16_384
@@ -76,36 +75,16 @@ class Advised:
 
 
 def splits(
-    gpus: int, balance: float, *, lags: Sequence[int], tps: Sequence[int], model_ranks: int = 1, shared: bool = False
+    gpus: int, *, lags: Sequence[int], tps: Sequence[int], model_ranks: int = 1, shared: bool = False
 ) -> Iterator[Split]:
-    """All splits of so many GPUs, or above ALL_SPLITS those around `balance`, the share of GPUs for rollouts.
-
-    Where GPUs are `shared`, all of them serve both sides.
-    """
+    """All splits of so many GPUs, above ALL_SPLITS some of whole nodes; `shared` ones all serve both sides."""
     for tp, lag in itertools.product(tps, lags):
-        for rollout in [gpus] if shared else _rollout_gpus(gpus, balance, tp):
+        unit = math.lcm(NODE, tp)
+        some = sorted({max(unit, gpus * eighth // 8 // unit * unit) for eighth in EIGHTHS})
+        for rollout in [gpus] if shared else range(1, gpus) if gpus <= ALL_SPLITS else some:
             learner = gpus if shared else gpus - rollout
             if rollout > 0 < learner and rollout % tp == 0 and learner % model_ranks == 0:
                 yield Split(rollout=rollout, learner=learner, lag=lag, tensor_parallel=tp)
-
-
-def _rollout_gpus(gpus: int, balance: float, tp: int) -> list[int]:
-    if gpus <= ALL_SPLITS:
-        return list(range(1, gpus))
-    unit = math.lcm(NODE, tp)
-    wanted = [1 / (1 + (1 / balance - 1) / factor) for factor in AROUND]
-    rounded = [min(gpus - unit, max(unit, round(gpus * share / unit) * unit)) for share in wanted]
-    return sorted(dict.fromkeys(rounded))
-
-
-def balance_of(config: Config, costs: Costs, workload: Workload) -> float:
-    """Share of the GPUs at which a step's decoding, at full batches, takes as long as its update."""
-    n = config.rollout.group_size
-    tokens = n * _mean_length(workload)
-    full = min(config.rollout.max_running, n * config.rollout.groups_per_step)
-    decode = tokens * (costs.decode_step_s / full + costs.decode_answer_s) * costs.engine_gpus
-    train = (tokens + n * workload.prompt_tokens) * costs.train_token_s * (1 - costs.flat_share)
-    return decode / (decode + train)
 
 
 def _mean_length(workload: Workload) -> float:

@@ -1,11 +1,11 @@
 """From what was measured to `Costs`: simulated runs must take the time that the real ones took.
 
 The engine's two constants are found with two measured numbers where there are two: what a step of rollouts takes, and
-what a group takes (or another case of the same model on another split). With one, their ratio is assumed.
+what a group takes. With one, their ratio is assumed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from configs.errors import InputMissing
@@ -24,64 +24,59 @@ RATIOS = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 ROUNDS, CLOSE, PASSES, STEPS = 8, 0.005, 3, 12
 
 
-def fit(cases: Sequence[Measured]) -> Fitted:
-    """Costs of one model from cases of it. Raises ConfigError."""
-    first = cases[0]
-    known, sources = _learner(cases)
-    ratio, how = _ratio(cases, known)
-    scales = [math.log(_scale(case, _shaped(known, ratio))) for case in cases]
-    costs = _shaped(known, ratio).slower(math.exp(sum(scales) / len(scales)))
-    target = "T_roll" if first.roll_s is not None else "busy time of engines"
+def fit(case: Measured) -> Fitted:
+    """Costs of what was measured. Raises ConfigError."""
+    known, sources = _learner(case)
+    ratio, how = _ratio(case, known)
+    costs = _shaped(known, ratio)
+    costs = costs.slower(_scale(case, costs))
     sources |= {
-        "decode_step_s": f"simulated {target} = measured, {len(cases)} case{'s' * (len(cases) > 1)}",
+        "decode_step_s": f"simulated {'T_roll' if case.roll_s is not None else 'busy time of engines'} = measured",
         "decode_answer_s": how,
         "prefill_token_s": "assumed: as an answer of a decode step costs, over 4",
     }
-    if first.config.placement.share_gpus:
-        costs = _shared(first, costs)
+    if case.config.placement.share_gpus:
+        costs = _shared(case, costs)
         sources["sharing"] = f"assumed: {SHARING:g}, half of the GPU for each (uncertain by 0.3)"
     for _ in range(PASSES):  # what is missing changes how busy engines are, and the reverse
-        costs, sources["group_s"] = _with_rest(first, costs)
+        costs, sources["group_s"] = _with_rest(case, costs)
         if costs.group_s:
-            costs = costs.slower(_scale(first, costs))
-    return Fitted(costs, first.workload, sources)
+            costs = costs.slower(_scale(case, costs))
+    return Fitted(costs, case.workload, sources)
 
 
-def _learner(cases: Sequence[Measured]) -> tuple[Costs, dict[str, str]]:
+def _learner(case: Measured) -> tuple[Costs, dict[str, str]]:
     """Costs with unit engines, and the learner's and the bus's constants."""
-    first = cases[0]
     base = Costs(
         decode_step_s=1.0,
         decode_answer_s=0.0,
         train_token_s=1.0,
-        update_s=first.update_fit[0] if first.update_fit is not None else 0.0,
-        commit_s=first.commit_s,
-        record_s=first.record_s,
-        publish_s=max(0.0, first.publish_s - first.pause_s),
-        pause_s=min(first.pause_s, first.publish_s),
-        engine_gpus=first.config.placement.tensor_parallel,
-        flat_share=first.flat_share,
+        update_s=case.update_fit[0] if case.update_fit is not None else 0.0,
+        commit_s=case.commit_s,
+        record_s=case.record_s,
+        publish_s=max(0.0, case.publish_s - case.pause_s),
+        pause_s=min(case.pause_s, case.publish_s),
+        engine_gpus=case.config.placement.tensor_parallel,
+        flat_share=case.flat_share,
     )
-    found = [_token_s(case, base) for case in cases]
-    ranks = ", ".join(str(case.config.num_learner_ranks) for case in cases)
     read = {
         "commit_s": "timing_s/param_sync, less the gather",
         "record_s": "time between rows, less timing_s/step; and the gather",
         "publish_s": "weight_sync/seconds, less its apply",
         "pause_s": "apply of an update",
         "engine_gpus": "placement.tensor_parallel",
-        "train_token_s": f"the update's time at {ranks} ranks",
-        **({"flat_share": "reward/flat_groups_ratio"} if first.flat_share else {}),
-        **({"update_s": "timing_s/update_actor over trained tokens, step by step"} if first.update_fit else {}),
+        "train_token_s": f"the update's time at {case.config.num_learner_ranks} ranks",
+        **({"flat_share": "reward/flat_groups_ratio"} if case.flat_share else {}),
+        **({"update_s": "timing_s/update_actor over trained tokens, step by step"} if case.update_fit else {}),
     }
     sources = {
         "sharing": "not shared: none",
         "tensor_exponent": "assumed (uncertain by 0.2)",
         "exchange_share": "docs/benchmarks/pipeline.md: 2 and 3 ranks of 0.6B and 1.7B had .08 to .10",
         "flat_share": "none are left out",
-        **{name: f"{first.name}: {how}" for name, how in read.items()},
+        **{name: f"{case.name}: {how}" for name, how in read.items()},
     }
-    return replace(base, train_token_s=sum(found) / len(found)), sources
+    return replace(base, train_token_s=_token_s(case, base)), sources
 
 
 def _shared(case: Measured, costs: Costs) -> Costs:
@@ -150,25 +145,19 @@ def solve(simulated: Callable[[float], float], wanted: float) -> float:
     return at
 
 
-def _ratio(cases: Sequence[Measured], base: Costs) -> tuple[float, str]:
-    """The ratio of the engine's constants at which all measured numbers agree best; an assumed one of one number."""
-    case = cases[0]
-
-    def spread(ratio: float) -> float:
-        logs = [math.log(_scale(case, _shaped(base, ratio))) for case in cases]
-        return max(logs) - min(logs)
+def _ratio(case: Measured, base: Costs) -> tuple[float, str]:
+    """The ratio of the engine's constants at which a group takes its measured time; an assumed one without that."""
+    measured = case.group_s
+    if measured is None:
+        return ALIKE, f"assumed: {ALIKE:g} answers double a decode step (uncertain by a factor of 2)"
 
     def off(ratio: float) -> float:
         unit = _shaped(base, ratio)
         outcome = _run(case, unit.slower(_scale(case, unit)), trains=case.roll_s is None)
-        return abs(math.log(outcome.group_s / (case.group_s or 1.0)))
+        return abs(math.log(outcome.group_s / measured))
 
-    if len(cases) > 1:
-        return min(RATIOS, key=spread), f"the ratio at which {len(cases)} cases agree best"
-    if case.group_s is None:
-        return ALIKE, f"assumed: {ALIKE:g} answers double a decode step (uncertain by a factor of 2)"
-    best = min(RATIOS, key=off)
-    return best, f"the ratio at which a group takes its measured {case.group_s:.3g} s (uncertain by a factor of 2)"
+    how = f"the ratio at which a group takes its measured {measured:.3g} s (uncertain by a factor of 2)"
+    return min(RATIOS, key=off), how
 
 
 def _with_rest(case: Measured, costs: Costs) -> tuple[Costs, str]:

@@ -57,26 +57,22 @@ class Measured:
     pause_s: float = 0.0
     flat_share: float = 0.0
 
-    @property
-    def is_run(self) -> bool:
-        """Not a case of the benchmark."""
-        return not self.name.startswith("case ")
 
-
-def read(source: Path) -> list[Measured]:
-    """Every case behind a path. Raises ConfigError, MetricsError, JournalError."""
+def read(source: Path, case: str = "") -> Measured:
+    """A run, or the first case of a file whose name begins so. Raises ConfigError, MetricsError, JournalError."""
     if source.is_dir():
-        return [of_run(source)]
+        return of_run(source)
     if not source.is_file():
         raise InputMissing(f"{source}: no run folder and no JSON file of `python -m scripts.bench pipeline --out`")
     try:
-        found = json.loads(source.read_text(encoding="utf-8"))
+        found = list(_cases(json.loads(source.read_text(encoding="utf-8"))))
     except ValueError as error:
         raise InputMissing(f"{source}: not JSON: {error}") from error
-    cases = [of_case(case) for case in _cases(found)]
-    if not cases:
-        raise InputMissing(f"{source}: holds no case with `t_rollout`, `t_train`, `t_step` and `settings`")
-    return cases
+    chosen = next((one for one in found if str(one["config"]).startswith(case)), None)
+    if chosen is None:
+        names = "; ".join(str(one["config"]) for one in found) or "none with `t_rollout`, `t_train` and `settings`"
+        raise InputMissing(f"{source}: no case {case!r}; there are {names}")
+    return of_case(chosen)
 
 
 def check(config: Config) -> None:

@@ -116,7 +116,7 @@ RECORDED = [
 @pytest.mark.parametrize("known, others", RECORDED)
 def test_one_recorded_split_predicts_the_others(known, others):
     measured, took = recorded(known)
-    fitted = fitting.fit([measured])
+    fitted = fitting.fit(measured)
     for name in others:
         other, truth = recorded(f"case {name} running")
         fleet = (other.config.num_rollout_servers, other.config.num_learner_ranks)
@@ -161,8 +161,8 @@ def run_folder(folder, taken, made):
 )
 def test_a_run_folder_is_reproduced_and_says_what_another_plan_takes(tmp_path, settings, sharing, elsewhere):
     taken, costs = config(*settings), replace(TRUTH, sharing=sharing)
-    (measured,) = sources.read(run_folder(tmp_path / "run", taken, rows(taken, costs)[0]))
-    fitted = fitting.fit([measured])
+    measured = sources.read(run_folder(tmp_path / "run", taken, rows(taken, costs)[0]))
+    fitted = fitting.fit(measured)
     assert fitted.costs.sharing == sharing
     for fleet, lag, error in elsewhere:
         there = with_lag(taken, lag)
@@ -184,7 +184,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path, settings, count, key):
     taken = config(*settings)
     folder = run_folder(tmp_path / "run", taken, rows(config(*SKEWED), count=count)[0])
     with pytest.raises(ConfigError, match=key):
-        sources.check(sources.read(folder)[0].config)
+        sources.check(sources.read(folder).config)
 
 
 # ---- the command ------------------------------------------------------------------------------------------------
@@ -206,11 +206,11 @@ def test_the_yaml_makes_this_split(plan, tmp_path):
 
 
 def test_every_split_of_a_node_and_whole_nodes_above():
-    assert [p.rollout for p in splits(8, 0.5, lags=[1], tps=[1])] == list(range(1, 8))
-    assert [p.rollout for p in splits(8, 0.5, lags=[1], tps=[2])] == [2, 4, 6]
-    many = list(splits(10_000, 0.75, lags=[1], tps=[1, 2]))
-    assert len(many) > 8 and all(p.rollout % NODE == 0 and p.rollout + p.learner == 10_000 for p in many)
-    shared = list(splits(4, 0.5, lags=[0, 1], tps=[1, 2, 3], shared=True))
+    assert [p.rollout for p in splits(8, lags=[1], tps=[1])] == list(range(1, 8))
+    assert [p.rollout for p in splits(8, lags=[1], tps=[2])] == [2, 4, 6]
+    many = list(splits(10_000, lags=[1], tps=[1, 2]))
+    assert len(many) == 14 and all(p.rollout % NODE == 0 and p.rollout + p.learner == 10_000 for p in many)
+    shared = list(splits(4, lags=[0, 1], tps=[1, 2, 3], shared=True))
     assert [(p.rollout, p.learner, p.tensor_parallel, p.lag) for p in shared] == [
         (4, 4, 1, 0), (4, 4, 1, 1), (4, 4, 2, 0), (4, 4, 2, 1)
     ]  # fmt: skip
