@@ -19,7 +19,7 @@ BUDGET = {
     "slipstream/translate": 1_136,
     "slipstream/plan": 1_509,
     "slipstream/command": 169,
-    "replay": 9_501,
+    "replay": 9_483,
     "weight_bus": 5_175,
     "rollout_server/engines": 4_000,
     "rollout_server/tasks": 6_995,
