@@ -272,8 +272,6 @@ class TorchEngine:
                 del self._pins[version]
                 self._unpinned_tokens += lane.generated_tokens
 
-    # ---- life ------------------------------------------------------------------------------------------
-
     async def health(self) -> Health:
         with self._lock:
             self._raise_if_ended()
@@ -338,9 +336,8 @@ class TorchEngine:
     async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
         """Run what computes in the decode thread. An error there is the end of the engine."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._thread, torch.inference_mode()(call), *arguments
-            )
+            run = asyncio.get_running_loop().run_in_executor
+            return await run(self._thread, torch.inference_mode()(call), *arguments)
         except Exception as error:
             logger.exception("the decode thread of the torch engine died")
             with self._lock:
