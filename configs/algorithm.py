@@ -1,5 +1,7 @@
 """How answers become updates: sampling, groups, lag, advantages and the loss."""
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -203,9 +205,12 @@ class Algorithm(Section):
         raise ValueError(f"{value!r} is no loss; take one of {', '.join(LOSSES)}, or path/to/file.py:name")
 
     @model_validator(mode="after")
-    def _keys_go_together(self) -> "Algorithm":
+    def _is_possible(self) -> "Algorithm":
+        """Raises ValueError with the first thing that a check has found."""
         own = self.built_in
-        if problem := (own and self.problem_with_loss(own)) or self._problem_with_kl():
+        if own is not None and (problem := self.problem_with_loss(own)):
+            raise ValueError(problem)
+        for problem in itertools.chain(self._kl(), self._bounds(), self._advantages()):
             raise ValueError(problem)
         return self
 
@@ -261,76 +266,66 @@ class Algorithm(Section):
             )
         return ""
 
-    def _problem_with_kl(self) -> str:
+    def _kl(self) -> Iterator[str]:
         """The KL term does nothing, or a key of it has no term to act on."""
         if self.kl_in == "reward" and self.kl == "none":
-            return "kl_in: 'reward' without an estimator; set algorithm.kl to k1, k2 or k3"
+            yield "kl_in: 'reward' without an estimator; set algorithm.kl to k1, k2 or k3"
         if self.kl_in == "reward" and self.advantage == "grpo":
-            return (
+            yield (
                 "kl_in: 'reward' with advantage 'grpo', whose standard deviation blows the KL term of a group with"
                 " equal rewards up to full strength; take advantage 'dr_grpo' or 'rloo', or kl_in 'loss'"
             )
         if self.kl == "k1" and self.kl_in == "loss":
-            return (
+            yield (
                 "kl: 'k1' with kl_in 'loss' has a gradient of 0 in expectation and regularises nothing; take kl 'k2' or"
                 " 'k3', or kl_in 'reward'"
             )
         if self.kl == "none" and (self.reference_path is not None or self.reference_refresh_steps):
             key = "reference_path" if self.reference_path is not None else "reference_refresh_steps"
-            return f"{key}: nothing uses a reference model; set algorithm.kl to k2 or k3, or leave it out"
-        return ""
+            yield f"{key}: nothing uses a reference model; set algorithm.kl to k2 or k3, or leave it out"
 
-    @model_validator(mode="after")
-    def _bounds_leave_something(self) -> "Algorithm":
-        """A token of the policy itself has the ratio 1: bounds that take it out leave nothing to learn from."""
+    def _bounds(self) -> Iterator[str]:
+        """A token of the policy itself has the ratio 1, and what is set and read by nothing would seem to count."""
         if 0 < self.clip_dual <= 1:
-            raise ValueError(
+            yield (
                 f"clip_dual: {self.clip_dual:g} bounds the ratio of every answer of negative advantage where it starts,"
                 " at 1, so none has a gradient; take more than 1 + clip_high, such as 3, or 0 for no such bound"
             )
         if 0 < self.veto_high <= 1:
-            raise ValueError(
+            yield (
                 f"veto_high: {self.veto_high:g} leaves out every answer, whose ratios are about 1; take more than 1,"
                 " such as 100, or 0 for no such bound"
             )
         low, high = self.correction_bounds
         if self.correction != "none" and not low <= 1 <= high:
-            raise ValueError(
+            yield (
                 f"correction_{'low' if low > 1 else 'high'}: {self.correction!r} with bounds {low:g} and {high:g}, and"
                 " a token of the policy itself has the weight 1; take bounds on both sides of 1, or leave them out"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _bounds_are_used(self) -> "Algorithm":
-        """What a user sets and nothing reads would look as if it had counted."""
         masks = self.correction in ("icepop", "sequence_mis", "geometric_mis")
         unused = {
             "correction_low": not masks and self.correction_low is not None,
             "correction_high": self.correction == "none" and self.correction_high is not None,
         }
         if key := next((key for key, is_unused in unused.items() if is_unused), None):
-            raise ValueError(
+            yield (
                 f"{key}: {getattr(self, key):g} with correction {self.correction!r}, which has no such bound; leave it"
                 f" out ({key}=null), or take a correction that has it, such as 'icepop'"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _rewards_suit_the_advantage(self) -> "Algorithm":
+    def _advantages(self) -> Iterator[str]:
         if self.dynamic_sampling and self.advantages_need_tokens:
             what = "advantage: 'gae'" if self.advantage == "gae" else "kl_in: 'reward'"
-            raise ValueError(
+            yield (
                 f"{what} with dynamic_sampling, which drops groups of equal rewards as if they taught nothing, and here"
                 " they do; take dynamic_sampling=false"
             )
         if self.advantage == "maxrl" and (self.kl_in == "reward" or self.overlong_buffer):
             key = "kl_in: 'reward'" if self.kl_in == "reward" else f"overlong_buffer: {self.overlong_buffer}"
-            raise ValueError(
+            yield (
                 f"{key} makes rewards negative, and advantage 'maxrl' takes rewards >= 0 only; leave it out, or take"
                 " advantage 'dr_grpo'"
             )
-        return self
 
     @property
     def clip(self) -> Clip:

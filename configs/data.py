@@ -61,7 +61,7 @@ class Data(Section):
     """Prompts for training and evaluation. Column conventions of verl, slime and TRL are detected."""
 
     train: Own[str | dict[str, TrainSet]]
-    """Prompts, one a row: a JSONL, JSONL.zst or parquet file, a folder or pattern of them, a folder of Hugging Face
+    """Prompts, one a row: a JSONL or parquet file, a folder or pattern of them, a folder of Hugging Face
     datasets, `datasets:NAME` of a hub, `reasoning_gym:FAMILY?seed=1`, or `path/to/file.py:Class` of your own
     (docs/howto/data.md). `?suffix=` follows every prompt of files. Several by name: {gsm8k: gsm8k.parquet, sums:
     {path: ..., weight: 2}}; without weights, by their rows."""
@@ -71,12 +71,9 @@ class Data(Section):
     each with its own settings of `evaluation` where wanted; none switches evaluation off."""
     curriculum: str = "none"
     """`none`; the name of a column (or of a key of extra_info) with numbers: every pass from small to large; or
-    `pass_rate`: a later pass begins with prompts that were solved sometimes, and the level of reasoning_gym's rows
-    follows the answers."""
+    `pass_rate`: a later pass begins with prompts that were solved sometimes."""
     on_broken_row: Literal["refuse", "skip"] = "refuse"
     """A row that cannot be used: `refuse` names up to ten; `skip` counts them, and leases none."""
-    cache: Own[str | None] = None
-    """Folder for indexes of large files and for unpacked ones; null takes `~/.cache/slipstream/data`."""
     shuffle: bool = True
     """Shuffle the rows anew in each pass over the data (seeded by run.seed and the pass)."""
     max_prompt_tokens: int = Field(default=1024, ge=1)

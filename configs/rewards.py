@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, create_model, field_validator, model_validator
 
 from configs.base import Section
 from configs.errors import did_you_mean
@@ -191,22 +191,6 @@ class RemoteModel(Endpoint):
     """Jinja chat template that makes one text of prompt and answer, or a file with one; plain text needs none."""
 
 
-class BuiltIn(Section):
-    """The built-in rewards by name, with their options."""
-
-    exact: Exact | None = None
-    environment: Environments | None = None
-    numeric: Numeric | None = None
-    reasoning_gym: ReasoningGym | None = None
-    math: Mathematics | None = None
-    regex: Pattern | None = None
-    format: Form | None = None
-    length: Length | None = None
-    code: Code | None = None
-    judge: Judge | None = None
-    remote_model: RemoteModel | None = None
-
-
 SECTIONS: dict[str, type[Part]] = {
     "exact": Exact,
     "environment": Environments,
@@ -220,6 +204,10 @@ SECTIONS: dict[str, type[Part]] = {
     "judge": Judge,
     "remote_model": RemoteModel,
 }
+BuiltIn: type[Section] = create_model(
+    "BuiltIn", __base__=Section, **{name: (kind | None, None) for name, kind in SECTIONS.items()}
+)  # type: ignore[call-overload]
+"""The built-in rewards by name, with their options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

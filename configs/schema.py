@@ -5,6 +5,8 @@ would be silently wrong is refused with the key, the value and a way out.
 """
 
 import ipaddress
+import itertools
+from collections.abc import Iterator
 
 from pydantic import model_validator
 
@@ -16,180 +18,175 @@ from configs.placement import check
 from configs.tree import Tree
 
 MAX_ASYNC_LAG = 8
-Needed = dict[str, tuple[str, ...]]
-COLLECTIVE: Needed = {"weight_bus.transport": ("collective",), "weight_bus.backend": ("gloo", "nccl")}
-NEEDS: tuple[tuple[str, str | bool, str, Needed], ...] = (
-    ("weight_bus.stage_in", "engine", "server", COLLECTIVE | {"rollout.engine": ("sglang",)}),
-)
-"""(key, value, what works everywhere, what this value needs of other keys)"""
-OFFLOAD_NEEDS: dict[str, tuple[str | bool, ...]] = {"learner.recompute": ("full", "auto"), "learner.compile": (False,)}
-"""Compiled code saves weights among its inputs, which would travel as well."""
 
 
 class Config(Tree):
     """One run of Slipstream. Properties are derived, never set."""
 
     @model_validator(mode="after")
-    def _placement_is_possible(self) -> "Config":
+    def _is_possible(self) -> "Config":
+        """Raises ValueError with the first thing that a check has found."""
+        checks = (self._placed, self._trained, self._sampled, self._algorithm_holds, self._kept, self._connected)
+        for problem in itertools.chain.from_iterable(found() for found in checks):
+            raise ValueError(problem)
+        return self
+
+    def _placed(self) -> Iterator[str]:
         check(self.placement)
         if self.engines_share_gpus and self.weight_bus.backend == "nccl":
-            raise ValueError(
+            yield (
                 "placement.share_gpus: true with weight_bus.backend 'nccl', which refuses two processes of a group on"
                 " one GPU; take weight_bus.backend=gloo"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _mesh_fits_the_ranks(self) -> "Config":
         mesh, ranks = self.learner.mesh, self.num_learner_ranks
         if ranks % (mesh.replicate * mesh.tensor):
-            raise ValueError(
+            yield (
                 f"learner.mesh: {mesh} = {mesh.replicate * mesh.tensor} does not divide the {ranks} learner"
                 f" rank{'s' if ranks > 1 else ''} of the placement; take other sizes, or give the learner a multiple of"
                 f" {mesh.replicate * mesh.tensor} devices"
             )
         if self.learner.compile and mesh.tensor > 1:
-            raise ValueError(
+            yield (
                 f"learner.compile: true with learner.mesh.tensor {mesh.tensor}: torch's compiler does not take rows of"
                 " any length through DTensor (RecursionError in torch 2.13); take learner.compile=false"
             )
         for share in self.shares:
             if len(share.learner) % mesh.tensor:
-                raise ValueError(
+                yield (
                     f"learner.mesh.tensor: {mesh.tensor} ranks that compute each layer together must be of one node,"
                     f" and {share.node} has {len(share.learner)} learner devices; give it a multiple of {mesh.tensor}"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _episodes_are_possible(self) -> "Config":
-        environment, replay = self.environment, self.replay
-        if environment.function is None:
-            if any(part.spec == "environment" for part in self.reward.parts):
-                raise ValueError(
-                    "reward.function: 'environment' without environment.function, which would give the reward; name one"
-                )
-            if environment.options:
-                raise ValueError(
-                    f"environment.options: {environment.options} without environment.function, which they are for; name"
-                    " the function, or leave them out"
-                )
-            return self
-        if replay.partial_rollouts:
-            raise ValueError(
-                "replay.partial_rollouts: true with environment.function: another server could go on from the tokens of"
-                " an episode, but not from the state of its environment; take replay.partial_rollouts=false"
-            )
-        if environment.turn_timeout_s >= replay.lease_s:
-            raise ValueError(
-                f"environment.turn_timeout_s: {environment.turn_timeout_s:g} is not below replay.lease_s"
-                f" {replay.lease_s:g}: a lease without a new token for that long goes to another server; raise"
-                " replay.lease_s, or take a shorter turn"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _models_beside_suit_the_ranks(self) -> "Config":
+    def _trained(self) -> Iterator[str]:
         for role, is_needed, key in (
             ("critic", self.algorithm.advantage == "gae", "algorithm.advantage=gae"),
             ("reference", self.algorithm.kl != "none", "algorithm.kl=k3"),
         ):
             if is_needed and self.learner.mesh != Mesh():
-                raise ValueError(
+                yield (
                     f"learner.mesh: {self.learner.mesh} with a {role} ({key}), which knows ranks that shard and nothing"
                     " else; leave learner.mesh out"
                 )
             if role == "critic" and is_needed and self.learner.compute_dtype == "float16":
-                raise ValueError(
+                yield (
                     "learner.compute_dtype: 'float16' with a critic, whose loss is not scaled; take bfloat16 or float32"
                 )
             if is_needed and self.learner.lora.rank:
-                raise ValueError(
+                yield (
                     f"learner.lora.rank: {self.learner.lora.rank} with a {role} ({key}), which is not made for adapters"
                     " yet; take learner.lora.rank=0"
                 )
         if self.critic.path is not None and self.algorithm.advantage != "gae":
-            raise ValueError(
+            yield (
                 f"critic.path: {self.critic.path!r}, but nothing here needs a critic; set algorithm.advantage=gae, or"
                 " leave it out"
             )
-        return self
+        if self.learner.offload_activations and self.learner.recompute not in ("full", "auto"):
+            yield (
+                f"learner.offload_activations: true with learner.recompute {self.learner.recompute!r}; take"
+                " learner.recompute=full"
+            )
+        if self.learner.offload_activations and self.learner.compile:  # saves weights among its inputs as well
+            yield "learner.offload_activations: true with learner.compile True; take learner.compile=false"
+        if rank := self.learner.lora.rank:
+            if self.learner.mesh.tensor > 1:
+                yield (
+                    f"learner.lora.rank: {rank} with learner.mesh.tensor {self.learner.mesh.tensor}: adapters are not"
+                    " divided over tensor ranks; take learner.mesh.tensor=1"
+                )
+            if self.rollout.dtype != self.learner.compute_dtype:
+                yield (
+                    f"learner.lora.rank: {rank} with rollout.dtype {self.rollout.dtype!r} and learner.compute_dtype"
+                    f" {self.learner.compute_dtype!r}: both ends hold the same frozen weights, which digests prove, and"
+                    " so have one dtype; set one to the other, or both to auto"
+                )
+        patience, bus = self.learner.collective_deadline_s, self.weight_bus.deadline_s
+        if patience <= bus and self.num_learner_ranks > 1:
+            yield (
+                f"learner.collective_deadline_s: {patience:g} is not above weight_bus.deadline_s {bus:g}, for which"
+                f" rank 0 may wait while the others are in a collective; take {2 * bus:g} or more"
+            )
 
-    @model_validator(mode="after")
-    def _batch_is_large_enough(self) -> "Config":
+    def _sampled(self) -> Iterator[str]:
         total, ranks = self.trajectories_per_step, self.num_data_ranks
         if total < ranks:
-            raise ValueError(
+            yield (
                 f"rollout.groups_per_step: {self.rollout.groups_per_step} groups × rollout.group_size"
                 f" {self.rollout.group_size} = {total} trajectories a step are fewer than {ranks} learner ranks;"
                 f" take {-(-ranks // self.rollout.group_size)} groups or more, or another placement.split"
             )
         compared = self.algorithm.compares_within_groups or self.algorithm.dynamic_sampling
         if not 1 + compared <= self.min_group <= self.rollout.group_size:
-            raise ValueError(
+            yield (
                 f"rollout.group_size: {self.rollout.group_size} with algorithm.advantage {self.algorithm.advantage!r},"
                 f" and rollout.min_group {self.min_group}: take {1 + compared} or more, and a group that is as large;"
                 " only algorithm.advantage 'gae' with algorithm.dynamic_sampling=false compares no answers of a group"
             )
         given, longest = self.learner.max_tokens_per_microbatch, self.longest_trajectory
         if longest > given:
-            raise ValueError(
+            yield (
                 f"learner.max_tokens_per_microbatch: {given} is less than one trajectory of data.max_prompt_tokens +"
                 f" rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
             )
-        return self
+        yield from self._episodes()
 
-    @model_validator(mode="after")
-    def _activations_can_travel(self) -> "Config":
-        found = {f"learner.{name}": value for name, value in self.learner}
-        for key, possible in OFFLOAD_NEEDS.items() if self.learner.offload_activations else ():
-            if found[key] not in possible:
-                way_out = str(possible[0]).lower()
-                raise ValueError(f"learner.offload_activations: true with {key} {found[key]!r}; take {key}={way_out}")
-        return self
+    def _episodes(self) -> Iterator[str]:
+        environment, replay = self.environment, self.replay
+        if environment.function is None:
+            if any(part.spec == "environment" for part in self.reward.parts):
+                yield (
+                    "reward.function: 'environment' without environment.function, which would give the reward; name one"
+                )
+            if environment.options:
+                yield (
+                    f"environment.options: {environment.options} without environment.function, which they are for; name"
+                    " the function, or leave them out"
+                )
+            return
+        if replay.partial_rollouts:
+            yield (
+                "replay.partial_rollouts: true with environment.function: another server could go on from the tokens of"
+                " an episode, but not from the state of its environment; take replay.partial_rollouts=false"
+            )
+        if environment.turn_timeout_s >= replay.lease_s:
+            yield (
+                f"environment.turn_timeout_s: {environment.turn_timeout_s:g} is not below replay.lease_s"
+                f" {replay.lease_s:g}: a lease without a new token for that long goes to another server; raise"
+                " replay.lease_s, or take a shorter turn"
+            )
 
-    @model_validator(mode="after")
-    def _shaping_leaves_something_to_learn(self) -> "Config":
+    def _algorithm_holds(self) -> Iterator[str]:
+        lag = self.replay.async_lag
+        if lag > MAX_ASYNC_LAG:
+            yield (
+                f"replay.async_lag: {lag} is above {MAX_ASYNC_LAG}, past which no correction held in measurement;"
+                f" take {MAX_ASYNC_LAG} or less"
+            )
+        if lag == 0 and self.replay.on_stale == "substitute":
+            yield (
+                "replay.on_stale: 'substitute' at replay.async_lag 0, where no group is ahead to take another one's"
+                " place; take 'wait', or an async_lag of 1 or more"
+            )
+        if lag == 0 and self.rollout.on_new_weights not in ("auto", "drain"):
+            yield (
+                f"rollout.on_new_weights: {self.rollout.on_new_weights!r} at replay.async_lag 0; synchronous training"
+                " drains, so take 'auto' or 'drain'"
+            )
         buffer, longest = self.algorithm.overlong_buffer, self.rollout.max_new_tokens
         if buffer > longest:
-            raise ValueError(
+            yield (
                 f"algorithm.overlong_buffer: {buffer} tokens are more than rollout.max_new_tokens {longest}, so every"
                 f" answer would be punished for its length; take less than {longest}, such as {max(1, longest // 4)}"
             )
         warm_up = self.critic.warmup_steps if self.algorithm.advantage == "gae" else 0
         if warm_up and warm_up >= self.learner.total_steps:
-            raise ValueError(
+            yield (
                 f"critic.warmup_steps: {warm_up} of learner.total_steps {self.learner.total_steps}, so the policy would"
                 " never learn; take fewer"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _lag_is_corrected(self) -> "Config":
-        lag = self.replay.async_lag
-        if lag > MAX_ASYNC_LAG:
-            raise ValueError(
-                f"replay.async_lag: {lag} is above {MAX_ASYNC_LAG}, past which no correction held in measurement;"
-                f" take {MAX_ASYNC_LAG} or less"
-            )
-        if lag == 0 and self.replay.on_stale == "substitute":
-            raise ValueError(
-                "replay.on_stale: 'substitute' at replay.async_lag 0, where no group is ahead to take another one's"
-                " place; take 'wait', or an async_lag of 1 or more"
-            )
-        if lag == 0 and self.rollout.on_new_weights not in ("auto", "drain"):
-            raise ValueError(
-                f"rollout.on_new_weights: {self.rollout.on_new_weights!r} at replay.async_lag 0; synchronous training"
-                " drains, so take 'auto' or 'drain'"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _built_in_loss_suits_the_run(self) -> "Config":
         built_in = self.algorithm.built_in
         if built_in is not None and (problem := self.problem_with_loss(built_in)):
-            raise ValueError(problem)
-        return self
+            yield problem
 
     def problem_with_loss(self, loss: LossTraits) -> str:
         """Why a loss of these traits cannot train this run; empty where it can."""
@@ -198,130 +195,75 @@ class Config(Tree):
         problem = algorithm.problem_with_loss(loss) or algorithm.problem_with_ratio(loss, lag=lag, is_exact=is_exact)
         return problem and f"algorithm.{problem}"
 
-    @model_validator(mode="after")
-    def _ranks_outwait_the_first(self) -> "Config":
-        patience, bus = self.learner.collective_deadline_s, self.weight_bus.deadline_s
-        if patience <= bus and self.num_learner_ranks > 1:
-            raise ValueError(
-                f"learner.collective_deadline_s: {patience:g} is not above weight_bus.deadline_s {bus:g}, for which"
-                f" rank 0 may wait while the others are in a collective; take {2 * bus:g} or more"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _guards_can_act(self) -> "Config":
+    def _kept(self) -> Iterator[str]:
         if self.replay.async_lag == 0 and (named := self.limits.guards_that("lower_lag")):
-            raise ValueError(
+            yield (
                 f"limits.{named[0]}: lower_lag with replay.async_lag 0, where there is no lag to lower; take skip or"
                 " stop"
             )
         if self.checkpoint.every_steps == 0 and (named := self.limits.guards_that("roll_back")):
-            raise ValueError(
+            yield (
                 f"limits.{named[0]}: roll_back with checkpoint.every_steps 0, where there is no checkpoint to go back"
                 " to; take checkpoint.every_steps=50, or stop"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _best_is_measured(self) -> "Config":
+        steps = self.tracking.profiled
+        if steps and steps.start > self.learner.total_steps:
+            yield (
+                f"tracking.profile: {self.tracking.profile} begins after the last step, learner.total_steps is"
+                f" {self.learner.total_steps}; give steps that the run has"
+            )
+        check_sets(self.evaluation_sets, self.evaluation)
+        if self.learner.total_steps == 0 and not self.is_evaluated(0):
+            yield (
+                "learner.total_steps: 0 evaluates the model and trains nothing, but nothing is evaluated; set data.eval"
+                " and evaluation.every_steps, or give steps"
+            )
         checkpoint, every = self.checkpoint, self.evaluation.every_steps
-        if checkpoint.keep_best == 0:
-            return self
-        if checkpoint.best_metric is None:
-            raise ValueError(
+        if checkpoint.keep_best and checkpoint.best_metric is None:
+            yield (
                 f"checkpoint.keep_best: {checkpoint.keep_best} without checkpoint.best_metric; name what evaluations"
                 " measure, such as val-core/gsm8k/greedy, or take keep_best=0"
             )
-        check_metric(self.evaluation_sets, checkpoint.best_metric)
-        if not self.is_evaluated(self.learner.total_steps) or checkpoint.every_steps % every:
-            raise ValueError(
+        elif checkpoint.keep_best and checkpoint.best_metric is not None:
+            check_metric(self.evaluation_sets, checkpoint.best_metric)
+        if checkpoint.keep_best and (not self.is_evaluated(self.learner.total_steps) or checkpoint.every_steps % every):
+            yield (
                 f"checkpoint.keep_best: {checkpoint.keep_best} keeps what was evaluated, and of the checkpoints every"
                 f" {checkpoint.every_steps} steps not all are (evaluation.every_steps {every}); evaluate data.eval, and"
                 " make checkpoint.every_steps a multiple of evaluation.every_steps"
             )
-        return self
 
-    @model_validator(mode="after")
-    def _weights_can_travel(self) -> "Config":
-        bus, tensor_parallel = self.weight_bus, self.placement.tensor_parallel
+    def _connected(self) -> Iterator[str]:
+        bus, network, prometheus = self.weight_bus, self.network, self.tracking.prometheus
         if bus.transport == "disk" and bus.folder is None:
-            raise ValueError("weight_bus.transport: 'disk' needs weight_bus.folder, which all nodes see")
-        found = {f"weight_bus.{name}": value for name, value in bus} | {"rollout.engine": self.rollout.engine}
-        for key, value, instead, needed in NEEDS:
-            for other, possible in needed.items() if found[key] == value else ():
-                if found[other] not in possible:
-                    raise ValueError(
-                        f"{key}: {value!r} with {other} {found[other]!r}; take {key}={instead}, or"
-                        f" {other}={' or '.join(possible)}"
-                    )
-        if bus.stage_in == "engine" and bus.backend == "gloo" and tensor_parallel > 1:
-            raise ValueError(
-                f"weight_bus.stage_in: 'engine' with weight_bus.backend 'gloo' and placement.tensor_parallel"
-                f" {tensor_parallel}: what is staged in host memory of one scheduler no other one can read; take"
-                " weight_bus.stage_in=server, or weight_bus.backend=nccl"
-            )
+            yield "weight_bus.transport: 'disk' needs weight_bus.folder, which all nodes see"
+        needed = {
+            "weight_bus.transport": (bus.transport, ("collective",)),
+            "weight_bus.backend": (bus.backend, ("gloo", "nccl") if self.placement.tensor_parallel == 1 else ("nccl",)),
+            "rollout.engine": (self.rollout.engine, ("sglang",)),
+        }
+        for key, (value, possible) in needed.items() if bus.stage_in == "engine" else ():
+            if value not in possible:
+                yield (
+                    f"weight_bus.stage_in: 'engine' with {key} {value!r} and placement.tensor_parallel"
+                    f" {self.placement.tensor_parallel}; take weight_bus.stage_in=server, or"
+                    f" {key}={' or '.join(possible)}"
+                )
         if bus.compression != "none" and (not bus.delta or (bus.backend, bus.transport) == ("nccl", "collective")):
             why = "is of what weight_bus.delta sends" if not bus.delta else "works on host memory, and nccl on GPUs"
-            raise ValueError(
-                f"weight_bus.compression: {bus.compression!r} {why}; take compression=none, or change that"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_fit_their_base(self) -> "Config":
-        if not self.learner.lora.rank:
-            return self
-        rank = self.learner.lora.rank
-        if self.learner.mesh.tensor > 1:
-            raise ValueError(
-                f"learner.lora.rank: {rank} with learner.mesh.tensor {self.learner.mesh.tensor}: adapters are not"
-                " divided over tensor ranks; take learner.mesh.tensor=1"
-            )
-        if self.rollout.dtype != self.learner.compute_dtype:
-            raise ValueError(
-                f"learner.lora.rank: {rank} with rollout.dtype {self.rollout.dtype!r} and learner.compute_dtype"
-                f" {self.learner.compute_dtype!r}: both ends hold the same frozen weights, which digests prove, and so"
-                " have one dtype; set one to the other, or both to auto"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _profiled_steps_are_there(self) -> "Config":
-        steps = self.tracking.profiled
-        if steps and steps.start > self.learner.total_steps:
-            raise ValueError(
-                f"tracking.profile: {self.tracking.profile} begins after the last step, learner.total_steps is"
-                f" {self.learner.total_steps}; give steps that the run has"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _evaluations_are_possible(self) -> "Config":
-        check_sets(self.evaluation_sets, self.evaluation)
-        if self.learner.total_steps == 0 and not self.is_evaluated(0):
-            raise ValueError(
-                "learner.total_steps: 0 evaluates the model and trains nothing, but nothing is evaluated; set data.eval"
-                " and evaluation.every_steps, or give steps"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _network_is_safe(self) -> "Config":
-        network = self.network
+            yield f"weight_bus.compression: {bus.compression!r} {why}; take compression=none, or change that"
         if not is_loopback(network.host) and network.keys is None and not network.insecure:
-            raise ValueError(
+            yield (
                 f"network.host: {network.host!r} leaves the loopback interface and no keys are configured;"
                 " bind 127.0.0.1, make keys (python -m replay.keys --out keys) and set network.keys=keys, or set"
                 " network.insecure=true on a network that you trust"
             )
-        prometheus = self.tracking.prometheus
         if prometheus is not None and not is_loopback(prometheus) and not network.insecure:
-            raise ValueError(
+            yield (
                 f"tracking.prometheus: {prometheus!r} leaves the loopback interface, and whoever reaches it reads the"
                 " run's numbers; take 127.0.0.1 with a collector on each machine, or set network.insecure=true on a"
                 " network that you trust"
             )
-        return self
 
 
 def is_loopback(host: str) -> bool:

@@ -14,13 +14,7 @@ from configs.errors import SlipstreamError
 MADE = "made.json"
 
 
-class MakeError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-MAKE-01",
-    cause="The folder of an example exists with other contents, or cannot be written.",
-    mend="Take another --out, or remove the folder.",
-):
+class MakeError(SlipstreamError, RuntimeError, code="SLIP-MAKE-01"):
     """The folder cannot be made; the message names the flag and the way out."""
 
 

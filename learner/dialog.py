@@ -21,13 +21,7 @@ ASK_AGAIN_S = 2.0
 Announcement = m.Committed | m.Published | m.Evaluate | m.Checkpointed | m.LowerLag
 
 
-class RunEnded(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-RUN-02",
-    cause="Replay ended the run; the message has its reason.",
-    mend="Look up the reason; --resume goes on from the newest checkpoint once it is mended.",
-):
+class RunEnded(SlipstreamError, RuntimeError, code="SLIP-RUN-02"):
     """Replay ended the run before the last step; the message is its reason."""
 
 

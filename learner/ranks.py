@@ -24,14 +24,7 @@ from slipstream.runtime.hang import expired
 from weight_bus.transports import set_nccl_defaults
 
 
-class RanksError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-LEARN-05",
-    cause="torchrun started another number of ranks than the placement has, or a rank has no GPU.",
-    mend="Start as many ranks as the placement has learner devices, on all nodes together; look at"
-    " CUDA_VISIBLE_DEVICES.",
-):
+class RanksError(SlipstreamError, RuntimeError, code="SLIP-LEARN-05"):
     """This process cannot take its place; the message says what does not fit."""
 
 
@@ -39,13 +32,7 @@ TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 """In what gloo and NCCL say of a collective that did not end in time."""
 
 
-class CollectiveFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-LEARN-06",
-    cause="A rank died or stands still while the others wait for it in a collective, or the network between is cut.",
-    mend="Look for the rank that stopped first: its log, or the hang report that is named; --resume goes on.",
-):
+class CollectiveFailed(SlipstreamError, RuntimeError, code="SLIP-LEARN-06"):
     """A collective of the learner ranks failed or did not end in time."""
 
 

@@ -28,14 +28,7 @@ MIN_TOKENS = 2
 """Of a row without a trajectory."""
 
 
-class BatchError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-LEARN-01",
-    cause="A batch contradicts itself or the lag bound; this is a fault of Slipstream or of its memory, not of the"
-    " data.",
-    mend="Keep the run folder and report it; --resume goes on from the newest checkpoint.",
-):
+class BatchError(SlipstreamError, ValueError, code="SLIP-LEARN-01"):
     """The batch contradicts itself or the lag bound; it must not be trained on."""
 
 

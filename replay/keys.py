@@ -16,9 +16,6 @@ A folder of keys in use is changed on the learner's node; a run that serves with
 
     python -m replay.keys --out keys --add node3         one more may connect
     python -m replay.keys --out keys --remove node3      it may not connect any more, and what it sends is refused
-    python -m replay.keys --out keys --rotate node1      a new key for node1; its old one is valid as well, until
-    python -m replay.keys --out keys --remove-old node1  node1 has its new files and was started with them
-    python -m replay.keys --out keys --rotate server     all nodes need the new server.key, the run a restart
 """
 
 import argparse
@@ -34,20 +31,14 @@ from pathlib import Path
 import zmq.auth
 
 from configs.errors import SlipstreamError
-from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER, SHARED, KeysError, load_keys
+from replay.channel.keys import CLIENTS, LEARNER, PUBLIC, SECRET, SERVER, SHARED, KeysError, load_keys
 from slipstream.runtime.program import program
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-ENDS = (PUBLIC, OLD, SECRET)
+ENDS = (PUBLIC, SECRET)
 
 
-class MakeError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-KEYS-03",
-    cause="The folder exists, a name is no name of a client, or a file cannot be written.",
-    mend="Take another folder or --force, as the message says.",
-):
+class MakeError(SlipstreamError, RuntimeError, code="SLIP-KEYS-03"):
     """The keys cannot be made or changed; the message names the path and the way out."""
 
 
@@ -79,44 +70,25 @@ def add(keys: Path, name: str) -> None:
     _check_name("--add", name)
     _check_serves(keys)
     if (keys / CLIENTS / (name + PUBLIC)).exists():
-        raise MakeError(f"--add {name!r}: {keys / CLIENTS} has that key; --rotate {name} replaces it")
-    _put_pair(keys, f"{CLIENTS}/{name}")
+        raise MakeError(f"--add {name!r}: {keys / CLIENTS} has that key; --remove {name} first")
+    with _private_folder(keys) as work:  # each file appears whole, and the public one first
+        zmq.auth.create_certificates(work, name)
+        for end in ENDS:
+            (work / (name + end)).replace(keys / CLIENTS / (name + end))
 
 
 def remove(keys: Path, name: str) -> None:
-    """Take a client away with its old key. Raises MakeError: unknown, or the learner's."""
-    client = _client("--remove", keys, name)
+    """Take a client away. Raises MakeError: unknown, or the learner's."""
+    _check_name("--remove", name)
+    _check_serves(keys)
+    folder = keys / CLIENTS
+    if not (folder / (name + PUBLIC)).is_file():
+        known = ", ".join(sorted(path.stem for path in folder.glob("*" + PUBLIC))) or "none"
+        raise MakeError(f"--remove {name!r}: {folder} holds no such key; there are {known}")
     if name == LEARNER:
-        raise MakeError(f"--remove {name!r}: the learner's node itself connects with it; --rotate {name} replaces it")
+        raise MakeError(f"--remove {name!r}: the learner's node itself connects with it; --force makes all keys anew")
     for end in ENDS:
-        client.with_name(name + end).unlink(missing_ok=True)
-
-
-def rotate(keys: Path, name: str) -> None:
-    """A new pair. A client's old public key stays valid beside it; the server has one key at a time.
-
-    Raises MakeError: there is no such client, or its last rotation has not ended.
-    """
-    if name == SERVER:
-        _check_serves(keys)
-        _put_pair(keys, SERVER)
-        return
-    public = _client("--rotate", keys, name)
-    old = public.with_name(name + OLD)
-    if old.exists():
-        raise MakeError(f"--rotate {name!r}: {old} is still valid; end that rotation first with --remove-old {name}")
-    with _private_folder(keys) as work:
-        shutil.copyfile(public, work / old.name)
-        (work / old.name).replace(old)
-    _put_pair(keys, f"{CLIENTS}/{name}")
-
-
-def remove_old(keys: Path, name: str) -> None:
-    """End a rotation: only the new key is valid. Raises MakeError: there is none."""
-    old = _client("--remove-old", keys, name).with_name(name + OLD)
-    if not old.exists():
-        raise MakeError(f"--remove-old {name!r}: {old} is not there, so no rotation is under way")
-    old.unlink()
+        (folder / (name + end)).unlink(missing_ok=True)
 
 
 def _check_name(option: str, name: str) -> None:
@@ -127,26 +99,6 @@ def _check_name(option: str, name: str) -> None:
 def _check_serves(keys: Path) -> None:
     if not (keys / (SERVER + SECRET)).is_file():
         raise MakeError(f"{keys} has no {SERVER + SECRET}; keys are changed in the folder of the learner's node")
-
-
-def _client(option: str, keys: Path, name: str) -> Path:
-    """The public key file of a client, in the folder that decides which clients may connect."""
-    _check_name(option, name)
-    _check_serves(keys)
-    file = keys / CLIENTS / (name + PUBLIC)
-    if not file.is_file():
-        known = ", ".join(sorted(path.stem for path in file.parent.glob("*" + PUBLIC))) or "none"
-        raise MakeError(f"{option} {name!r}: {file.parent} holds no such key; there are {known}")
-    return file
-
-
-def _put_pair(keys: Path, name: str) -> None:
-    """A new pair as `name` (a path in `keys`), in place of the one that is there. Each file appears whole, the public
-    one first: a server must know a key before anybody can connect with it."""
-    with _private_folder(keys) as work:
-        zmq.auth.create_certificates(work, "new")
-        for end in (PUBLIC, SECRET):
-            (work / ("new" + end)).replace(keys / (name + end))
 
 
 @contextmanager
@@ -180,21 +132,6 @@ def _new_folder(out: Path, *, force: bool) -> Iterator[Path]:
         new.rename(out)
 
 
-CHANGES = {
-    "add": (add, "{keys}: {name} may connect. Its folder: {command} --export-node {name} --to {name}-keys"),
-    "remove": (remove, "{keys}: {name} may not connect any more"),
-    "rotate": (
-        rotate,
-        "{keys}: {name} has a new key, its old one is valid as well. Its new folder:\n"
-        "  {command} --export-node {name} --to {name}-keys\n"
-        "When it was started with that: {command} --remove-old {name}",
-    ),
-    "remove_old": (remove_old, "{keys}: the old key of {name} is not valid any more"),
-}
-"""What each option does, and what it says afterwards."""
-SERVER_ROTATED = "{keys}: a new server.key; copy it to every node, and start the run again"
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=program("replay.keys"), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -209,8 +146,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     one.add_argument("--export-node", metavar="NAME", help="write the folder of this node from --out to --to")
     one.add_argument("--add", metavar="NAME", help="a key for one more node")
     one.add_argument("--remove", metavar="NAME", help="take this node's key away")
-    one.add_argument("--rotate", metavar="NAME", help=f"a new key for this node, or for the server ({SERVER})")
-    one.add_argument("--remove-old", metavar="NAME", help="end a rotation: only the new key is valid")
     args = parser.parse_args(arguments)
     if (args.export_node is None) != (args.to is None):
         parser.error("--export-node NAME and --to DIR come together")
@@ -219,19 +154,23 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _carry_out(args: argparse.Namespace) -> str:
     """Do what the command line says; the lines for standard output."""
-    command = f"python -m replay.keys --out {args.out}"
+
+    def folder_of(name: str) -> str:
+        return f"python -m replay.keys --out {args.out} --export-node {name} --to {name}-keys"
+
     if args.export_node:
         export(args.out, args.export_node, args.to)
         return f"{args.to}: the keys of {args.export_node}; copy this folder to where network.keys points there"
-    for option, (change, said) in CHANGES.items():
-        if name := getattr(args, option):
-            change(args.out, name)
-            text = SERVER_ROTATED if name == SERVER else said
-            return text.format(keys=args.out, name=name, command=command)
+    if args.add:
+        add(args.out, args.add)
+        return f"{args.out}: {args.add} may connect. Its folder: {folder_of(args.add)}"
+    if args.remove:
+        remove(args.out, args.remove)
+        return f"{args.out}: {args.remove} may not connect any more"
     clients = [name.strip() for name in args.clients.split(",") if name.strip()]
     make(args.out, clients, force=args.force)
     first = f"{args.out}: keys of the learner's node; set network.keys={args.out}"
-    others = [f"  {command} --export-node {name} --to {name}-keys" for name in clients]
+    others = [f"  {folder_of(name)}" for name in clients]
     return "\n".join([f"{first}. Other nodes:", *others] if others else [first])
 
 

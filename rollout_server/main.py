@@ -29,7 +29,7 @@ from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.pool import environments_of
 from rollout_server.tasks.rewards import RewardError, Rewards
 from rollout_server.tasks.rewards.process import key_variables
-from rollout_server.tasks.rewards.remote.beside import rewards_of
+from rollout_server.tasks.rewards.remote import rewards_of
 from rollout_server.tasks.task import Task, TaskError
 from slipstream.runtime import hang
 from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint

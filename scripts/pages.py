@@ -12,10 +12,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from configs.errors import catalogue
 from configs.loading import FLAGS, PRESETS, QUICKSTART, leaf_keys
 from configs.rewards import SECTIONS
 from configs.schema import Config
+from slipstream.command.errors import TABLE
 from slipstream.translate.names import FRAMEWORKS, ROWS, WITHOUT
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -51,6 +51,14 @@ They are answered with the reason.
 """
 SIGNS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 TYPES = {str: "text", int: "integer", float: "number", bool: "true or false", types.NoneType: "null"}
+ERRORS_HEAD = """# Errors
+
+<!-- Written by scripts/pages.py from slipstream/command/errors.yaml; do not edit. -->
+
+Each error has a code, which stands in brackets at the end of the first line of its message: in logs, in the last line
+of a process and in the events that the launcher shows. `slipstream explain` with a code prints what stands here.
+The class in brackets before it, such as `[silent]`, says [what kind of failure](../howto/hang.md) it looks like.
+"""
 
 
 def page() -> str:
@@ -118,6 +126,18 @@ def default_text(field: FieldInfo) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
+def errors_page() -> str:
+    """docs/reference/errors.md."""
+    parts = [ERRORS_HEAD]
+    for area, codes in TABLE.items():
+        parts.append(f"## {area}\n")
+        parts += [
+            f"### {code}\n\n**{entry['symptom']}**\n\n- *Cause:* {entry['cause']}\n- *Mend:* {entry['mend']}\n"
+            for code, entry in codes.items()
+        ]
+    return "\n".join(parts)
+
+
 def keep(pages: Mapping[Path, str], program: str, described: str | None, argv: Sequence[str] | None) -> int:
     """Command line of pages that `program` generates: write them, or with --check compare; returns the exit code."""
     parser = argparse.ArgumentParser(program, description=described)
@@ -135,7 +155,7 @@ def keep(pages: Mapping[Path, str], program: str, described: str | None, argv: S
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    pages = {PAGE: page(), DOCS / "reference" / "errors.md": catalogue.page()}
+    pages = {PAGE: page(), DOCS / "reference" / "errors.md": errors_page()}
     return keep(pages, "python -m scripts.pages", __doc__, argv)
 
 

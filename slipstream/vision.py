@@ -21,13 +21,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-class VisionError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-MODEL-03",
-    cause="The model folder lacks its picture processor or a tensor of its vision tower, or has another form of them.",
-    mend="Copy or download the model folder again; docs/howto/images.md lists the models that take pictures.",
-):
+class VisionError(SlipstreamError, ValueError, code="SLIP-MODEL-03"):
     """A folder has no vision tower or image processor that can be used."""
 
 

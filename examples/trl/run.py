@@ -41,13 +41,7 @@ log = logging.getLogger(__name__)
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
-class RolloutsFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-TRL-01",
-    cause="A process that serves TRL's trainer has ended.",
-    mend="The message has its last error; its log is in logs/ of the run folder.",
-):
+class RolloutsFailed(SlipstreamError, RuntimeError, code="SLIP-TRL-01"):
     """The rollout side cannot go on; the message is its root cause."""
 
 

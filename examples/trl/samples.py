@@ -23,13 +23,7 @@ from learner.rows import BatchError
 from replay.messages import Batch
 
 
-class OutOfStep(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-TRL-02",
-    cause="TRL reads or commits in another rhythm than one batch an update.",
-    mend="Take AsyncGRPOConfig(..., **trl_arguments(config, ...)), and no token_budget.",
-):
+class OutOfStep(SlipstreamError, RuntimeError, code="SLIP-TRL-02"):
     """TRL reads or commits in another rhythm than one batch an update."""
 
 

@@ -7,13 +7,7 @@ from configs.errors import SlipstreamError
 from learner.advantages.base import EPSILON, Advantage, AdvantageInputs, Float64
 
 
-class NegativeReward(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-REWARD-08",
-    cause="The reward function has given less than 0, and algorithm.advantage 'maxrl' divides by the mean of a group.",
-    mend="Have the function give 0 or more in a new run, or go on with --resume and algorithm.advantage=dr_grpo.",
-):
+class NegativeReward(SlipstreamError, ValueError, code="SLIP-REWARD-08"):
     """A reward is negative, and the advantage takes none."""
 
 

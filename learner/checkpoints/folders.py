@@ -14,13 +14,7 @@ MARK = "COMPLETE"
 """File that is written last: names and sizes of all others, and whether weights alone are left."""
 
 
-class CheckpointError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-CKPT-01",
-    cause="A checkpoint could not be written within checkpoint.deadline_s, or cannot be loaded.",
-    mend="Look at space and speed of the disk of run.dir; name another checkpoint where one is broken.",
-):
+class CheckpointError(SlipstreamError, RuntimeError, code="SLIP-CKPT-01"):
     """A checkpoint could not be written or loaded; names the folder and the cause."""
 
 

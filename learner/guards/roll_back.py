@@ -20,14 +20,7 @@ FILE = "roll_back.json"
 ASIDE = "rolled_back"
 
 
-class RollBack(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-GUARD-07",
-    cause="A rule of the limits section with the action `roll_back` was broken; the run goes on from an earlier"
-    " checkpoint.",
-    mend="Nothing is to be done at once; where it happens again, look at what the rule measures.",
-):
+class RollBack(SlipstreamError, RuntimeError, code="SLIP-GUARD-07"):
     """The run goes on from an earlier checkpoint: this incarnation of the learner ends."""
 
 

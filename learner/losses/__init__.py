@@ -28,14 +28,7 @@ LOSSES: dict[str, LossFactory] = {
 __all__ = ["LOSSES", "Loss", "LossError", "LossFactory", "LossInputs", "LossOutput", "build_loss", "declare"]
 
 
-class LossError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-LEARN-02",
-    cause="algorithm.loss names a file or function that is not there, or that makes no loss, or one that gives"
-    " something else than a value for each token.",
-    mend="Correct path/to/file.py:name, or the function; docs/algorithms.md has an example.",
-):
+class LossError(SlipstreamError, ValueError, code="SLIP-LEARN-02"):
     """algorithm.loss cannot be used; the message says what it names."""
 
 

@@ -49,14 +49,7 @@ REGATHER_COST, SHARDED_COST, HOST_COST = 0.04, 0.10, 0.01
 """Slowdown of a step, roughly: what the choice is ordered by."""
 
 
-class OutOfMemory(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-LEARN-03",
-    cause="The learner's GPU is too small for the model with this batch.",
-    mend="Set the key that the message names; `--dry-run` prints what memory goes to, docs/howto/memory.md what saves"
-    " it.",
-):
+class OutOfMemory(SlipstreamError, RuntimeError, code="SLIP-LEARN-03"):
     """The device's memory ran out; the message says which key to set to which value."""
 
 

@@ -28,14 +28,7 @@ COPY_BYTES = 64 * 1024 * 1024
 """Rows are copied in pieces of at most this size (float32), so that no copy on its way needs more host memory."""
 
 
-class PolicyError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-MODEL-02",
-    cause="The folder of model.path holds a model that the learner does not train, or weights that do not fit its"
-    " config.json.",
-    mend="Take a model of a family that docs/howto/real-models.md lists, or copy the folder again.",
-):
+class PolicyError(SlipstreamError, ValueError, code="SLIP-MODEL-02"):
     """The model folder cannot be trained; names the folder and the fault."""
 
 

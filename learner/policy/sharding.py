@@ -30,13 +30,7 @@ MASK = (1 << 64) - 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class CopiesDiffer(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-LEARN-04",
-    cause="A device or a collective gave learner ranks different bits.",
-    mend="Go on from the newest checkpoint; where it happens again, test the GPUs and the network between them.",
-):
+class CopiesDiffer(SlipstreamError, RuntimeError, code="SLIP-LEARN-04"):
     """Ranks that hold the same part of a tensor hold other bits; names the tensor."""
 
 

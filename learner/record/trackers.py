@@ -27,13 +27,7 @@ PATIENCE = 1000
 """Rows that may wait for a service."""
 
 
-class MetricsError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-REPORT-01",
-    cause="The folder is no run that has trained, a row of metrics.jsonl is broken, or a tracker does not start.",
-    mend="Name the folder of a run, such as runs/quickstart; install the extra or leave out the tracker that is named.",
-):
+class MetricsError(SlipstreamError, RuntimeError, code="SLIP-REPORT-01"):
     """metrics.jsonl is missing or broken, or a tracker does not start; names the file, or the tracker and the fault."""
 
 

@@ -42,23 +42,13 @@ NO_RUN = ""
 """Run id of a peer that does not know the run yet."""
 
 
-class DuplicateMessage(
-    WireError,
-    code="SLIP-NET-06",
-    cause="The network delivered a message twice, or somebody sends it again.",
-    mend="Nothing is lost and nothing is to be done; many of them mean that the network is not trustworthy.",
-):
+class DuplicateMessage(WireError, code="SLIP-NET-06"):
     """A message that was received before, or is too old to tell."""
 
     symptom = "duplicate"
 
 
-class NotAdmitted(
-    WireError,
-    code="SLIP-KEYS-02",
-    cause="The key of a peer was removed while it was connected, or it speaks under the name of another one.",
-    mend="Give the node its own key again (`python -m replay.keys`), and start its processes anew.",
-):
+class NotAdmitted(WireError, code="SLIP-KEYS-02"):
     """A message over a connection that ends with it: the key was removed, or the identity is another's."""
 
     symptom = "closed"

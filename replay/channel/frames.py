@@ -39,15 +39,7 @@ CRC_MARK = b"\xa3crc\xc4\x04"
 """How msgpack ends a map whose last key is "crc" with a value of four bytes, before that value."""
 
 
-class WireError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-NET-05",
-    cause="A message was altered on its way, is larger than network.max_message_bytes, or comes from another version"
-    " of Slipstream.",
-    mend="Install the same version on all nodes; where versions are equal, look at the memory and the network of both"
-    " ends.",
-):
+class WireError(SlipstreamError, ValueError, code="SLIP-NET-05"):
     """A message that cannot be used. The text says what was wrong with it, `symptom` of which class that is."""
 
     symptom = "corrupt"

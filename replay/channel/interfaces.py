@@ -11,13 +11,7 @@ from configs.errors import SlipstreamError
 NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-class InterfaceError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-NET-07",
-    cause="network.host is an address of another machine, or a name that is not resolved here.",
-    mend="Give an address that `ip addr` shows on this node; each node has its own.",
-):
+class InterfaceError(SlipstreamError, ValueError, code="SLIP-NET-07"):
     """An address belongs to no interface of this machine."""
 
 

@@ -4,7 +4,6 @@
     keys/server.key_secret        their secret key; on the learner's node only
     keys/clients/NAME.key         public keys of those who may connect; on the learner's node
     keys/clients/NAME.key_secret  the key of one who connects; every node holds one, the learner's node all
-    keys/clients/NAME.key_old     the public key that NAME had before, while both are valid
 
 `python -m replay.keys` writes such folders. A server admits exactly the public keys that its folder lists.
 """
@@ -29,20 +28,11 @@ LEARNER = "learner"
 SHARED = "nodes"
 """The client key of all nodes that have none of their own name."""
 PUBLIC, SECRET = ".key", ".key_secret"
-OLD = ".key_old"
-"""Public key that a client had before; admitted as well while it is there (`python -m replay.keys --rotate`)."""
 Z85_CHARACTERS = 40
 ZAP_DOMAIN = b"slipstream"
 
 
-class ChannelError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-NET-01",
-    cause="The process at the other end has refused, or a socket could not be opened.",
-    mend="Read the reason in the message; a peer that was refused needs the run's own configuration, model folder and"
-    " keys.",
-):
+class ChannelError(SlipstreamError, RuntimeError, code="SLIP-NET-01"):
     """A peer could not be reached. `symptom` is one of closed, silent, slow, corrupt, full, duplicate."""
 
     def __new__(cls, *args: Any) -> Self:
@@ -60,53 +50,26 @@ class PeerRefused(ChannelError):
     """This peer may not take part: its configuration, model folder or key is another; another start is no use."""
 
 
-class KeyRefused(
-    ChannelError,
-    code="SLIP-KEYS-04",
-    cause="One side has no keys, keys of another run, or a key that was not listed for this node.",
-    mend="Copy server.key and this node's own key from the learner's node, and set network.keys on both sides;"
-    " `python -m replay.keys`.",
-):
+class KeyRefused(ChannelError, code="SLIP-KEYS-04"):
     """The CURVE handshake failed: the keys of the two ends do not belong together."""
 
 
-class PeerSilent(
-    ChannelError,
-    code="SLIP-NET-02",
-    cause="The other process stands still or is gone, its node is overloaded, or the network between is cut.",
-    mend="Read the hang report that the message names; raise network.silent_after_s for slow networks.",
-):
+class PeerSilent(ChannelError, code="SLIP-NET-02"):
     """Nothing came from a peer for too long [silent]."""
 
 
-class PeerSlow(
-    ChannelError,
-    code="SLIP-NET-03",
-    cause="The other process lives and does not produce what is waited for: answers are long, or another one is late.",
-    mend="Read the hang report that the message names; raise the deadline that it has, docs/howto/hang.md.",
-):
+class PeerSlow(ChannelError, code="SLIP-NET-03"):
     """A peer lives and does not finish in time [slow]."""
 
 
-class QueueFull(
-    ChannelError,
-    code="SLIP-NET-04",
-    cause="A peer does not read what is sent to it.",
-    mend="Look at the load of the peer that the message names, and at the network between.",
-):
+class QueueFull(ChannelError, code="SLIP-NET-04"):
     """Messages for a peer pile up [full]."""
 
 
 BY_SYMPTOM = {"silent": PeerSilent, "slow": PeerSlow, "full": QueueFull}
 
 
-class KeysError(
-    ChannelError,
-    code="SLIP-KEYS-01",
-    cause="The folder of network.keys is missing, incomplete, or readable by others; or this node has the key of"
-    " another run.",
-    mend="Make keys with `python -m replay.keys make`, and copy to each node what is its own (docs/security.md).",
-):
+class KeysError(ChannelError, code="SLIP-KEYS-01"):
     """CURVE keys are missing, incomplete, broken or readable by others; the message names the file and a way out."""
 
     def __init__(self, message: str) -> None:
@@ -219,8 +182,7 @@ def load_keys(folder: str | Path | None) -> Keys | None:
 
 def _listed(folder: Path) -> dict[bytes, str]:
     """Public key to name of everyone in `clients/`."""
-    paths = sorted(path for end in (PUBLIC, OLD) for path in (folder / CLIENTS).glob("*" + end))
-    return {read_key(path)[0]: path.stem for path in paths}
+    return {read_key(path)[0]: path.stem for path in sorted((folder / CLIENTS).glob("*" + PUBLIC))}
 
 
 def _own_client(folder: Path) -> Path:

@@ -1,7 +1,4 @@
-"""Who may connect: the public keys of `clients/`, read again when the folder has changed while a server runs.
-
-NAME.key_old, the key before NAME.key, has the same name: a node keeps its rights while its key is replaced.
-"""
+"""Who may connect: the public keys of `clients/`, read again when the folder has changed while a server runs."""
 
 import contextlib
 import logging
@@ -11,14 +8,14 @@ from pathlib import Path
 
 from zmq.utils import z85
 
-from replay.channel.keys import CLIENTS, OLD, PUBLIC, Keys, KeysError, read_key
+from replay.channel.keys import CLIENTS, PUBLIC, Keys, KeysError, read_key
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 """At most this often the folder is looked at."""
 MARK_BYTES = 8
-"""Of the public key in a user id: it tells the old key of a name from the new one."""
+"""Of the public key in a user id: it tells keys that a name has had from each other."""
 
 Signature = tuple[tuple[str, int, int, int, int], ...]
 
@@ -97,7 +94,7 @@ def _signature(folder: Path) -> Signature:
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
-                if entry.name.endswith((PUBLIC, OLD)):
+                if entry.name.endswith(PUBLIC):
                     with contextlib.suppress(FileNotFoundError):  # removed just now
                         status = entry.stat()
                         found.append((entry.name, status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode))

@@ -1,7 +1,6 @@
 """Prompts: the rows of a dataset, whatever its columns, and their order, pass by pass."""
 
-from replay.data.dataset import BROKEN, Rows, load_rows, read_rows
-from replay.data.reading import Reading
+from replay.data.dataset import BROKEN, Reading, Rows, load_rows, read_rows
 from replay.data.rows import DataError, Row
 from replay.data.source import Part, PromptSource, evaluation_rows, prompt_source, stream_seed
 

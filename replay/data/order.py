@@ -5,45 +5,27 @@
 | `none`              | shuffled, or as the file has the rows                                              |
 | a column            | from its smallest to its largest value                                             |
 | `pass_rate`         | from rows that some answers solved, or none was scored of, to solved or hopeless ones |
-| `pass_rate`, levels | on and on, a level up when most answers are right, one down when most are wrong    |
 """
 
 import base64
-import bisect
 import hashlib
-import logging
-import time
 import zlib
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from replay.data.formats import ENDLESS
 from replay.data.rows import DataError, Row, RowError
+from slipstream.runtime.progress import Progress
 
-log = logging.getLogger(__name__)
-
-SHOWN_EVERY_S = 10.0
-"""How often a long reading of all rows says how far it is."""
-SORTED_ROWS = 1 << 20
-"""Up to so many rows an order is an array; above, it is computed row by row in constant memory."""
 RATED_ROWS = 1 << 22
 """Most rows of a dataset whose pass rates are kept: a byte each, in every snapshot and checkpoint."""
 UNRATED, FULL = 255, 200
 """Values of a pass rate in a byte: none yet, and 1.0."""
-WINDOW = 64
-"""Groups of a level that are scored before it may change."""
-RAISE_AT, LOWER_AT = 0.8, 0.2
-"""Share of right answers in the window above and below which the level changes."""
-ROUNDS = 6
-
-
-class Indices(Protocol):
-    """Prompt indices in the order of a pass."""
-
-    def __getitem__(self, offset: int, /) -> Any: ...
+Indices = Sequence[int] | NDArray[np.int64]
+"""Row numbers in the order of a pass."""
 
 
 class Order:
@@ -56,19 +38,13 @@ class Order:
         """The order of a pass, which covers every row exactly once."""
         if not self.shuffle or self.size == ENDLESS:
             return range(self.size)
-        if self.size > SORTED_ROWS:
-            return Scattered(self.size, _key(self.seed, pass_))
         return np.argsort(self._shuffled(pass_))
 
     def turn(self) -> None:
         """A pass ends; `of` is asked for the next one."""
 
-    def scored(self, index: int, rate: float, drawn: int) -> None:
-        """A group came back with this share of right answers, when `drawn` rows had been handed out."""
-
-    def level_of(self, index: int) -> int | None:
-        """Level of difficulty that a row is made at; None where rows have none."""
-        return None
+    def scored(self, index: int, rate: float) -> None:
+        """A group came back with this share of right answers."""
 
     def state(self) -> dict[str, Any]:
         """What `of` depends on beside (seed, pass), in types that JSON and msgpack carry."""
@@ -129,7 +105,7 @@ class ByPassRate(Order):
     def turn(self) -> None:
         self._used = self._rates.copy()
 
-    def scored(self, index: int, rate: float, drawn: int) -> None:
+    def scored(self, index: int, rate: float) -> None:
         if self._used is self._rates:
             self._used = self._rates.copy()
         self._rates[index] = round(rate * FULL)
@@ -139,83 +115,6 @@ class ByPassRate(Order):
 
     def restore(self, state: dict[str, Any]) -> None:
         self._rates, self._used = (_unpacked(state[name], self.size) for name in ("rates", "used"))
-
-
-class ByLevel(Order):
-    """Rows without end, at a level that follows from the answers to rows of the level before."""
-
-    def __init__(self, *, seed: int, first: int, num_levels: int) -> None:
-        super().__init__(ENDLESS, seed=seed, shuffle=False)
-        self.num_levels = num_levels
-        self._since, self._levels = [0], [first]
-        """From which row on which level."""
-        self._sum, self._count = 0.0, 0
-
-    def level_of(self, index: int) -> int:
-        return self._levels[bisect.bisect_right(self._since, index) - 1]
-
-    def scored(self, index: int, rate: float, drawn: int) -> None:
-        if index < self._since[-1]:
-            return  # of a level that is over
-        self._sum, self._count = self._sum + rate, self._count + 1
-        if self._count < WINDOW:
-            return
-        mean, level = self._sum / self._count, self._levels[-1]
-        self._sum, self._count = 0.0, 0
-        changed = min(level + 1, self.num_levels - 1) if mean >= RAISE_AT else level - 1 if mean <= LOWER_AT else level
-        if max(0, changed) != level:
-            self._since.append(drawn)
-            self._levels.append(max(0, changed))
-
-    @property
-    def level(self) -> int:
-        """Of the rows that are handed out now."""
-        return self._levels[-1]
-
-    def state(self) -> dict[str, Any]:
-        return {"since": list(self._since), "levels": list(self._levels), "window": [self._sum, self._count]}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        since, levels = [int(n) for n in state["since"]], [int(n) for n in state["levels"]]
-        total, count = state["window"]
-        if len(since) != len(levels) or since[:1] != [0] or since != sorted(since):
-            raise ValueError(f"levels {levels} since rows {since}")
-        if not all(0 <= level < self.num_levels for level in levels):
-            raise ValueError(f"levels {levels}, there are 0 to {self.num_levels - 1}")
-        self._since, self._levels, self._sum, self._count = since, levels, float(total), int(count)
-
-
-class Scattered:
-    """A permutation of 0 to size - 1 in constant memory: a Feistel network, repeated until it lands inside.
-
-    Luby and Rackoff 1988; cycle walking: Black and Rogaway 2002. No secret depends on it.
-
-    Example: [Scattered(3, 1)[i] for i in range(3)] has 0, 1 and 2, each once.
-    """
-
-    def __init__(self, size: int, key: int) -> None:
-        self._size = size
-        self._half = (max(size - 1, 1).bit_length() + 1) // 2
-        self._mask = (1 << self._half) - 1
-        self._keys = [_mix(key + number * 0x9E3779B97F4A7C15) for number in range(ROUNDS)]
-
-    def __getitem__(self, offset: int) -> int:
-        value = range(self._size)[offset]
-        while True:  # fewer than four rounds on average: the domain is at most four times the size
-            left, right = value >> self._half, value & self._mask
-            for key in self._keys:
-                left, right = right, left ^ (_mix(right ^ key) & self._mask)
-            value = left << self._half | right
-            if value < self._size:
-                return value
-
-
-def _mix(z: int) -> int:
-    """SplitMix64's finalizer."""
-    z &= 0xFFFFFFFFFFFFFFFF
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return z ^ (z >> 31)
 
 
 def _key(seed: int, pass_: int) -> int:
@@ -241,27 +140,25 @@ def _unpacked(text: str, size: int) -> NDArray[np.uint8]:
 def column_of(rows: Sequence[Row], column: str, source: str = "") -> NDArray[np.float64]:
     """[rows] values of a column, or of a key of extra_info. Raises DataError: a row has no number there.
 
-    Rows that are skipped come last. Of many rows the log shows how far it is.
+    Rows that are skipped come last.
     """
     values = np.empty(len(rows), dtype=np.float64)
-    shown = time.monotonic()
-    for number in range(len(rows)):
-        if time.monotonic() - shown > SHOWN_EVERY_S:
-            shown = time.monotonic()
-            log.info("%s: sorting by %r: %s of %s rows read", source, column, f"{number:,}", f"{len(rows):,}")
-        try:
-            row = rows[number]
-        except RowError:
-            if not getattr(rows, "skips_broken", False):
-                raise
-            values[number] = np.inf
-            continue
-        value = row["columns"].get(column, row["extra_info"].get(column))
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            of = f"{source}: " if source else ""
-            raise DataError(
-                f"data.curriculum: {column!r}: {of}row {number + 1} has {value!r} there; give every row a number, as a"
-                " column or a key of extra_info, or set data.curriculum none"
-            )
-        values[number] = value
+    with Progress(f"{source}: sorting by {column!r}", total=len(rows), unit="rows") as progress:
+        for number in range(len(rows)):
+            progress.add(1)
+            try:
+                row = rows[number]
+            except RowError:
+                if not getattr(rows, "skips_broken", False):
+                    raise
+                values[number] = np.inf
+                continue
+            value = row["columns"].get(column, row["extra_info"].get(column))
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                of = f"{source}: " if source else ""
+                raise DataError(
+                    f"data.curriculum: {column!r}: {of}row {number + 1} has {value!r} there; give every row a number,"
+                    " as a column or a key of extra_info, or set data.curriculum none"
+                )
+            values[number] = value
     return values

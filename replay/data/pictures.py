@@ -12,16 +12,19 @@
 import base64
 import binascii
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from configs.errors import kind_of
-from replay.data.rows import Convention, Place, Row, normalize
+from replay.data.conventions import Convention, normalize
+from replay.data.rows import Place, Row
 
 COLUMNS = ("images", "image")
+KEYS = ("image", "image_url", "path", "url")
+LISTS = (list, tuple, np.ndarray)
 MARK = "<image>"
 """In the text of a message: here stands the next picture."""
 INLINE_BYTES = 4 * 1024**2
@@ -36,37 +39,13 @@ Source = str | bytes
 
 
 def row_of(raw: Mapping[str, Any], convention: Convention, place: Place) -> Row:
-    """A raw row as a `Row`, which has `images` where there are pictures. Raises RowError."""
-    if not has_pictures(raw):
-        return normalize(raw, convention, place)
-    return normalize_pictures(raw, place, lambda text: normalize(text, convention, place))
-
-
-def has_pictures(raw: Mapping[str, Any]) -> bool:
-    """Whether a raw row has a column of pictures with something in it, or messages of parts."""
-    if any(_is_filled(raw.get(column)) for column in COLUMNS):
-        return True
-    prompt = raw.get("prompt")
-    if not isinstance(prompt, (list, tuple, np.ndarray)):
-        return False
-    return any(isinstance(m, Mapping) and isinstance(m.get("content"), (list, tuple, np.ndarray)) for m in prompt)
-
-
-def _is_filled(value: object) -> bool:
-    return value is not None and not (isinstance(value, (list, tuple, np.ndarray, str, bytes)) and len(value) == 0)
-
-
-def normalize_pictures(raw: Mapping[str, Any], place: Place, plain: Callable[[dict[str, Any]], Row]) -> Row:
-    """A row with pictures: messages of parts, and `images` in the order in which they stand there.
-
-    Args:
-        raw: the row as it was read.
-        place: of it, for errors.
-        plain: normalises it once every message has text alone.
+    """A raw row as a `Row`; one with pictures has messages of parts, and `images` in the order of the parts.
 
     Raises:
-        RowError: a picture is missing, too large, on another machine, or stands nowhere.
+        RowError: as `normalize`; or a picture is missing, too large, on another machine, or stands nowhere.
     """
+    if not _has_pictures(raw):
+        return normalize(raw, convention, place)
     given = _of_columns(raw, place)
     column = "question" if "prompt" not in raw else "prompt"
     messages = raw.get(column)
@@ -76,13 +55,13 @@ def normalize_pictures(raw: Mapping[str, Any], place: Place, plain: Callable[[di
                 column, messages, "text with pictures; give chat messages, as [{role: user, content: text}]"
             )
         messages = [{"role": "user", "content": messages}]
-    inside: list[Source] = []
-    contents = [_parts(m, f"{column}[{i}].content", place, inside) for i, m in enumerate(_listed(messages))]
+    messages, inside = list(messages) if isinstance(messages, LISTS) else [], list[Source]()
+    contents = [_parts(m, f"{column}[{i}].content", place, inside) for i, m in enumerate(messages)]
     if inside and given:
         raise place.error("images", f"{len(given)} pictures", f"{len(inside)} more stand in the messages; keep one")
-    texts = [{**m, "content": _text_of(parts)} for m, parts in zip(_listed(messages), contents, strict=True)]
-    row = plain({**{key: value for key, value in raw.items() if key not in COLUMNS}, column: texts})
-    images = inside or given
+    texts = [{**m, "content": _text_of(parts)} for m, parts in zip(messages, contents, strict=True)]
+    plain = {**{key: value for key, value in raw.items() if key not in COLUMNS}, column: texts}
+    row, images = normalize(plain, convention, place), inside or given
     _place_the_rest(row["prompt"], contents, images, place)
     if (size := inline_bytes({"images": images})) > ROWS_BYTES:
         said = f"{size} bytes in all, at most {ROWS_BYTES} travel with a row: {STORE}"
@@ -94,13 +73,23 @@ def normalize_pictures(raw: Mapping[str, Any], place: Place, plain: Callable[[di
     return row
 
 
+def _has_pictures(raw: Mapping[str, Any]) -> bool:
+    """Whether a raw row has a column of pictures with something in it, or messages of parts."""
+    if any(_is_filled(raw.get(column)) for column in COLUMNS):
+        return True
+    prompt = raw.get("prompt")
+    return isinstance(prompt, LISTS) and any(
+        isinstance(message, Mapping) and isinstance(message.get("content"), LISTS) for message in prompt
+    )
+
+
+def _is_filled(value: object) -> bool:
+    return value is not None and not (isinstance(value, (*LISTS, str, bytes)) and len(value) == 0)
+
+
 def inline_bytes(row: Mapping[str, Any]) -> int:
     """Bytes of a row's pictures that travel with it."""
     return sum(len(image) for image in row.get("images", ()) if isinstance(image, bytes))
-
-
-def _listed(messages: Any) -> list[Any]:
-    return list(messages) if isinstance(messages, (list, tuple, np.ndarray)) else []
 
 
 def _text_of(parts: list[dict[str, str]]) -> str:
@@ -115,7 +104,7 @@ def _of_columns(raw: Mapping[str, Any], place: Place) -> list[Source]:
             continue
         if found:
             raise place.error(column, value, f"pictures in {COLUMNS[0]!r} as well; keep one of the columns")
-        listed = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value]
+        listed = list(value) if isinstance(value, LISTS) else [value]
         found = [source_of(each, f"{column}[{i}]", place) for i, each in enumerate(listed)]
     return found
 
@@ -125,7 +114,7 @@ def _parts(message: Any, column: str, place: Place, inside: list[Source]) -> lis
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str):
         return _cut(content)
-    if not isinstance(content, (list, tuple, np.ndarray)):
+    if not isinstance(content, LISTS):
         raise place.error(column, content, "expected text or a list of parts")
     parts: list[dict[str, str]] = []
     for number, part in enumerate(content):
@@ -134,9 +123,7 @@ def _parts(message: Any, column: str, place: Place, inside: list[Source]) -> lis
         if kind == "text" and isinstance(part.get("text"), str):
             parts += [{"type": "text", "text": part["text"]}]
         elif kind in ("image", "image_url"):
-            value = next(
-                (part[key] for key in ("image", "image_url", "path", "url") if part.get(key) is not None), None
-            )
+            value = _first(part, KEYS)
             inside += [] if value is None else [source_of(value, where, place)]
             parts.append({"type": "image"})
         else:
@@ -175,10 +162,7 @@ def source_of(value: Any, column: str, place: Place) -> Source:
     Raises RowError: of another machine, not there, no picture, or too large to travel.
     """
     if isinstance(value, Mapping):
-        inner = next(
-            (value[k] for k in ("bytes", "image", "image_url", "path", "url") if value.get(k) is not None), None
-        )
-        if inner is None:
+        if (inner := _first(value, ("bytes", *KEYS))) is None:
             raise place.error(column, value, 'expected a picture: a path, bytes, or {"bytes": ..., "path": ...}')
         return source_of(inner, column, place)
     if isinstance(value, (bytes, bytearray)):
@@ -194,6 +178,10 @@ def source_of(value: Any, column: str, place: Place) -> Source:
     if not path.is_file():
         raise place.error(column, value, f"there is no picture {path}; paths are relative to the folder of the dataset")
     return str(path)
+
+
+def _first(value: Mapping[str, Any], keys: Sequence[str]) -> Any:
+    return next((value[key] for key in keys if value.get(key) is not None), None)
 
 
 def _decoded(url: str, column: str, place: Place) -> bytes:

@@ -1,21 +1,4 @@
-"""One row of a dataset, normalised: which columns hold what (by convention), checked and msgpack-able.
-
-| convention | prompt                     | ground truth                | extra_info   |
-|------------|----------------------------|-----------------------------|--------------|
-| verl       | `prompt`                   | `reward_model.ground_truth` | `extra_info` |
-| slime      | `prompt`                   | `label`                     | `metadata`   |
-| gsm8k      | `question`, a user message | after `####` in `answer`    | `extra_info` |
-| question   | `question`, a user message | `answer`                    | `extra_info` |
-| own        | `prompt`                   | `answer`                    | `extra_info` |
-| trl        | `prompt`                   | `solution`, if there is one | `extra_info` |
-| problem    | `problem`, a user message  | `answer`                    | `extra_info` |
-| math       | `problem`, a user message  | last box of `solution`      | `extra_info` |
-| mbpp       | `text`, a user message     | `test_list`                 | `extra_info` |
-
-A `question` is what somebody says, so it becomes one message of the user; a `prompt` of plain text is taken
-as it is, without a chat template. Every other column is kept in `columns`, where TRL reward functions and
-those of your own find it; the column of the ground truth is kept there too, except verl's.
-"""
+"""Rows of a dataset, normalised: what they hold, how a place in a file is named, which values can be sent."""
 
 import datetime
 import decimal
@@ -26,30 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configs.errors import SlipstreamError, kind_of
-from replay.data import published
 
-ROLES = ("system", "user", "assistant", "tool")
 MAX_DEPTH = 16
 EMPTY = "the prompt is empty; fill it or remove the row"
 
 
-class DataError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-DATA-01",
-    cause="A file of prompts is missing, empty, in no known form, or without the columns that the run needs.",
-    mend="Mend the file or name another one in data.train or data.eval; docs/howto/data.md has the forms that are"
-    " understood.",
-):
+class DataError(SlipstreamError, ValueError, code="SLIP-DATA-01"):
     """A dataset cannot be used; the message names file, row, column and value, and says what to do."""
 
 
-class RowError(
-    DataError,
-    code="SLIP-DATA-02",
-    cause="One row lacks its prompt or another column, or is no JSON object.",
-    mend="Mend or remove the row that the message names; data.on_broken_row skip leaves such rows out.",
-):
+class RowError(DataError, code="SLIP-DATA-02"):
     """One row cannot be used; the others can."""
 
 
@@ -62,30 +31,6 @@ pictures has `images` as well (replay/data/pictures.py), and messages of parts.
 
 Example: {"prompt": "312=", "ground_truth": "123", "data_source": "train", "extra_info": {}, "columns": {}}
 """
-
-
-class Convention(NamedTuple):
-    """Which columns of a kind of dataset hold what. Found per file by `detect`."""
-
-    name: str
-    prompt: str
-    truth: str | None
-    extra: str = "extra_info"
-
-
-VERL = Convention("verl", "prompt", "reward_model")
-SLIME = Convention("slime", "prompt", "label", "metadata")
-GSM8K = Convention("gsm8k", "question", "answer")
-QUESTION = Convention("question", "question", "answer")
-OWN = Convention("own", "prompt", "answer")
-PROBLEM = Convention("problem", "problem", "answer")
-MATH = Convention("math", "problem", "solution")
-MBPP = Convention("mbpp", "text", "test_list")
-SAID = ("question", "problem", "text")
-"""Columns whose text is one message of the user."""
-TRL = Convention("trl", "prompt", "solution")
-TRL_UNJUDGED = Convention("trl", "prompt", None)
-"""TRL's prompt-only form: the reward function looks at the answer alone."""
 
 
 class Place(NamedTuple):
@@ -105,113 +50,6 @@ def shorten(value: object, limit: int = 120) -> str:
     """`repr` of a value, cut to `limit` characters."""
     text = repr(value[: limit + 1]) if isinstance(value, (str, bytes)) else repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def detect(raw: Mapping[str, Any], source: str) -> Convention:
-    """The convention of a file's first row. Raises DataError: neither prompt nor question."""
-    if "prompt" in raw:
-        for convention in (VERL, SLIME, OWN, TRL):
-            if convention.truth in raw:
-                return convention
-        return TRL_UNJUDGED
-    if "question" in raw and "answer" in raw:
-        return GSM8K if isinstance(raw["answer"], str) and "####" in raw["answer"] else QUESTION
-    for convention in (PROBLEM, MATH, MBPP):
-        if convention.prompt in raw and convention.truth in raw:
-            return convention
-    raise DataError(
-        f"{source}: row 1 has the columns {sorted(raw)}, but no prompt; give each row `prompt` and `answer` (or the"
-        " columns of verl, slime, TRL, GSM8K, MATH or MBPP: docs/howto/data.md)"
-    )
-
-
-def normalize(raw: Mapping[str, Any], convention: Convention, place: Place) -> Row:
-    """A raw row as a `Row`. Raises RowError: a column is missing or unusable."""
-    extra, data_source = raw.get(convention.extra), raw.get("data_source")
-    if extra is not None and not isinstance(extra, Mapping):
-        raise place.error(convention.extra, extra, f"expected a mapping, found {kind_of(extra)}")
-    if data_source is not None and not isinstance(data_source, str):
-        raise place.error("data_source", data_source, f"expected text, found {kind_of(data_source)}")
-    used = {convention.prompt, convention.extra, "data_source"} | ({"reward_model"} if convention is VERL else set())
-    return {
-        "prompt": _prompt(raw, convention, place),
-        "ground_truth": _ground_truth(raw, convention, place),
-        "data_source": data_source or place.label or place.source.rpartition("/")[2].partition(".")[0],
-        "extra_info": plain(dict(extra or {}), convention.extra, place),
-        "columns": {key: plain(value, key, place) for key, value in raw.items() if key not in used},
-    }
-
-
-def _prompt(raw: Mapping[str, Any], convention: Convention, place: Place) -> str | list[dict[str, str]]:
-    column = convention.prompt
-    if raw.get(column) is None:
-        raise RowError(
-            f"{place.source}: row {place.row}: column {column!r} is missing or null (columns {sorted(raw)}); every row"
-            " needs a prompt: add it or remove the row"
-        )
-    value = raw[column]
-    if isinstance(value, str):
-        if convention is MBPP:
-            if not published.asserts_of(raw):
-                raise place.error("test_list", raw.get("test_list"), "expected a list of asserts, as MBPP has it")
-            value = published.with_first_test(value, raw)
-        text = _text(value, column, place)
-        return [{"role": "user", "content": text}] if column in SAID else text
-    if not isinstance(value, (list, tuple, np.ndarray)):
-        raise place.error(column, value, f"expected text or a list of messages, found {kind_of(value)}")
-    if not len(value):
-        raise place.error(column, value, EMPTY)
-    return [_message(message, f"{column}[{number}]", place) for number, message in enumerate(value)]
-
-
-def _message(message: Any, column: str, place: Place) -> dict[str, str]:
-    if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-        raise place.error(column, message, 'expected a message {"role": ..., "content": ...}')
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise place.error(f"{column}.role", role, f"unknown role; take one of {', '.join(ROLES)}")
-    if not isinstance(content, str):
-        raise place.error(f"{column}.content", content, f"expected text, found {kind_of(content)}")
-    # Parquet gives every message of a column the same keys, so null ones say nothing.
-    other = sorted(key for key, value in message.items() if key not in ("role", "content") and value is not None)
-    if other:
-        raise place.error(f"{column}.{other[0]}", message[other[0]], "a message has role and content only; remove it")
-    return {"role": role, "content": _text(content, f"{column}.content", place)}
-
-
-def _text(value: str, column: str, place: Place) -> str:
-    if not value.strip():
-        raise place.error(column, value, EMPTY)
-    return str(plain(value, column, place))
-
-
-def _ground_truth(raw: Mapping[str, Any], convention: Convention, place: Place) -> Any:
-    column = convention.truth
-    if column is None:
-        return None
-    if column not in raw:
-        raise RowError(
-            f"{place.source}: row {place.row}: column {column!r} is missing (columns {sorted(raw)}); the file follows"
-            f" the {convention.name} convention, so every row needs it: add it or remove the row"
-        )
-    value = raw[column]
-    if convention is VERL:
-        if not isinstance(value, Mapping) or "ground_truth" not in value:
-            raise place.error(column, value, 'expected a mapping {"ground_truth": ...}')
-        return plain(value["ground_truth"], "reward_model.ground_truth", place)
-    if convention is GSM8K:
-        if not isinstance(value, str) or not value.rpartition("####")[2].strip() or "####" not in value:
-            raise place.error(column, value, "expected a solution that ends in `#### <answer>`, like row 1's")
-        # GSM8K writes thousands as 1,000; verl's preparation drops the comma as well.
-        return plain(value.rpartition("####")[2].strip().replace(",", ""), column, place)
-    if convention is MATH:
-        boxed = published.last_boxed(value) if isinstance(value, str) else None
-        if boxed is None:
-            raise place.error(column, value, "expected a solution with its answer in \\boxed{...}")
-        return plain(boxed, column, place)
-    if convention is MBPP:
-        return plain(published.tests_of(raw), column, place)
-    return plain(value, column, place)
 
 
 def plain(value: Any, column: str, place: Place, depth: int = 0) -> Any:

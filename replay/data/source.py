@@ -5,24 +5,19 @@ import logging
 import time
 from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import msgpack
 
 from configs.schema import Config
-from replay.data.dataset import Rows, broken, read_rows
+from replay.data.dataset import Reading, Rows, broken, read_rows
 from replay.data.formats.base import Report
-from replay.data.order import SORTED_ROWS, ByColumn, ByLevel, ByPassRate, Order, column_of
-from replay.data.reading import Reading
+from replay.data.order import ByColumn, ByPassRate, Order, column_of
 from replay.data.rows import DataError, Row, RowError
 
 log = logging.getLogger(__name__)
-PLAIN_SCHEMA, STATE_SCHEMA = 1, 2
-"""Of the state: 1 for one dataset whose every row is hashed and sorted into a pass, as since the beginning; 2 for what
-came later: several datasets, curricula, datasets too large for that."""
+STATE_SCHEMA = 2
 SETTINGS = {
-    "schema": "data.train (schema of its order and hash)",
     "rows": "data.train (number of rows)",
     "fingerprint": "data.train (hash of the contents)",
     "shuffle": "data.shuffle",
@@ -51,8 +46,6 @@ class Walk:
         self.is_endless = isinstance(part.rows, Rows) and part.rows.is_endless
         self.weight = float(len(part.rows)) if part.weight is None else part.weight
         self.order = _order(part.rows, shuffle=shuffle, seed=seed, curriculum=curriculum)
-        self.is_plain = type(self.order) is Order and not self.is_endless and len(part.rows) <= SORTED_ROWS
-        self.is_plain = self.is_plain and (not isinstance(part.rows, Rows) or part.rows.table.is_whole)
         self.fingerprint = part.rows.fingerprint if isinstance(part.rows, Rows) else _fingerprint(part.rows)
         self.drawn = 0
         self._turn()
@@ -72,9 +65,6 @@ class Walk:
     def row(self, index: int) -> Row:
         """A row, or what stands for one that cannot be used. Raises DataError: the file was changed."""
         try:
-            level = self.order.level_of(index)
-            if level is not None and isinstance(self.rows, Rows):
-                return self.rows.at_level(index, level)
             return self.rows[index]
         except RowError as error:
             return broken(error)
@@ -115,10 +105,11 @@ class PromptSource:
         self.seconds = 0.0
         """Spent reading rows."""
         first = self.walks[0]
-        self.is_plain = len(self.walks) == 1 and first.is_plain
-        self.fingerprint = first.fingerprint if len(self.walks) == 1 else _fingerprint_of(self.walks)
+        self.fingerprint = first.fingerprint
         if len(self.walks) > 1:
             _check_weights(parts, self.walks)
+            text = " ".join(f"{walk.name}={walk.fingerprint}" for walk in self.walks)
+            self.fingerprint = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def __len__(self) -> int:
         """Prompts of a pass over all datasets; of those without end, ENDLESS_PASS."""
@@ -151,35 +142,24 @@ class PromptSource:
     def scored(self, index: int, rate: float) -> None:
         """A group of this prompt is here, with this share of right answers."""
         number, which = divmod(index, len(self.walks))
-        walk = self.walks[which]
-        walk.order.scored(number, rate, walk.drawn)
+        self.walks[which].order.scored(number, rate)
 
     def measured(self) -> dict[str, float]:
-        """Numbers for metrics.jsonl: rows handed out of each of several datasets, and their level."""
-        found = {}
-        for walk in self.walks:
-            if len(self.walks) > 1:
-                found[f"prompts/drawn/{walk.name}"] = float(walk.drawn)
-            if isinstance(walk.order, ByLevel):
-                found[f"prompts/level/{walk.name}" if walk.name else "prompts/level"] = float(walk.order.level)
-        return found
+        """Numbers for metrics.jsonl: rows handed out of each of several datasets."""
+        return {f"prompts/drawn/{walk.name}": float(walk.drawn) for walk in self.walks if len(self.walks) > 1}
 
     def state(self) -> dict[str, Any]:
         """Position and identity of the data, in types that JSON and msgpack carry; see `restore`."""
-        first = self.walks[0]
-        pass_, offset = divmod(first.drawn, len(first.rows))
-        state = {
-            "schema": PLAIN_SCHEMA if self.is_plain else STATE_SCHEMA,
-            "pass": pass_,
-            "offset": offset,
+        shares = [f"{walk.name}:{walk.weight:g}" for walk in self.walks] if len(self.walks) > 1 else []
+        return {
+            "schema": STATE_SCHEMA,
             "rows": len(self),
             "fingerprint": self.fingerprint,
             "shuffle": self.shuffle,
             "seed": self.seed,
+            "order": ", ".join([*shares, f"curriculum {self.curriculum}"]),
+            "walks": [walk.state() for walk in self.walks],
         }
-        if self.is_plain:
-            return state
-        return state | {"order": self._order_text(), "walks": [walk.state() for walk in self.walks]}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken.
@@ -187,7 +167,7 @@ class PromptSource:
         Raises DataError: the state belongs to other data or another order, or is broken; nothing has changed then.
         """
         mine = self.state()
-        if state.get("schema") not in (PLAIN_SCHEMA, STATE_SCHEMA):
+        if state.get("schema") != STATE_SCHEMA:
             raise DataError(f"prompt state of schema {state.get('schema')!r}, this version reads {STATE_SCHEMA}")
         for key, setting in SETTINGS.items():
             if state.get(key) != mine.get(key):
@@ -197,20 +177,12 @@ class PromptSource:
                 )
         before = [walk.state() for walk in self.walks]
         try:
-            for walk, given in zip(self.walks, self._walk_states(state), strict=True):
+            for walk, given in zip(self.walks, state["walks"], strict=True):
                 walk.restore(given)
         except (DataError, KeyError, TypeError, ValueError) as error:
             for walk, own in zip(self.walks, before, strict=True):
                 walk.restore(own)
             raise DataError(f"prompt state is broken: {error}") from error
-
-    def _walk_states(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        if not self.is_plain:
-            return list(state["walks"])
-        pass_, offset, rows = state.get("pass"), state.get("offset"), len(self)
-        if type(pass_) is not int or type(offset) is not int or pass_ < 0 or not 0 <= offset < rows:
-            raise ValueError(f"pass {pass_!r}, offset {offset!r} of {rows} rows")
-        return [{"drawn": pass_ * rows + offset}]
 
     def _next_walk(self) -> Walk:
         """The dataset that is furthest behind its share; of several, the first."""
@@ -219,17 +191,12 @@ class PromptSource:
         count, whole = sum(walk.drawn for walk in self.walks) + 1, sum(walk.weight for walk in self.walks)
         return max(self.walks, key=lambda walk: count * walk.weight / whole - walk.drawn)
 
-    def _order_text(self) -> str:
-        shares = [f"{walk.name}:{walk.weight:g}" for walk in self.walks] if len(self.walks) > 1 else []
-        return ", ".join([*shares, f"curriculum {self.curriculum}"])
-
 
 def prompt_source(config: Config, report: Report | None = None) -> PromptSource:
     """The prompts of data.train in their order. Raises DataError."""
     data = config.data
-    cache = None if data.cache is None else Path(data.cache)
     parts = [
-        Part(name, Rows(one.path, report, cache=cache, on_broken=data.on_broken_row), one.weight)
+        Part(name, Rows(one.path, report, on_broken=data.on_broken_row), one.weight)
         for name, one in data.train_sets.items()
     ]
     return PromptSource(parts, shuffle=data.shuffle, seed=config.run.seed, curriculum=data.curriculum)
@@ -254,27 +221,17 @@ def _parts(rows: Sequence[Row] | Sequence[Part]) -> list[Part]:
 
 
 def _order(rows: Sequence[Row], *, shuffle: bool, seed: int, curriculum: str) -> Order:
-    endless = isinstance(rows, Rows) and rows.is_endless
     if curriculum == "none":
         return Order(len(rows), seed=seed, shuffle=shuffle)
-    if curriculum != PASS_RATE:
-        if endless:
-            raise DataError(
-                f"data.curriculum: {curriculum!r}: rows that are made without end cannot be sorted; take pass_rate"
-            )
-        return ByColumn(
-            column_of(rows, curriculum, rows.source if isinstance(rows, Rows) else ""), seed=seed, shuffle=shuffle
-        )
-    if not endless:
-        return ByPassRate(len(rows), seed=seed, shuffle=shuffle)
-    assert isinstance(rows, Rows)
-    levels = rows.num_levels()
-    if not levels:
+    if isinstance(rows, Rows) and rows.is_endless:
         raise DataError(
-            f"data.curriculum: pass_rate needs rows that come again, or levels of difficulty, and {rows.source} has"
-            " neither; set data.curriculum none"
+            f"data.curriculum: {curriculum!r}: rows of {rows.source} are made without end and never come again, so they"
+            " cannot be sorted; set data.curriculum none"
         )
-    return ByLevel(seed=seed, first=rows.first_level, num_levels=levels)
+    if curriculum == PASS_RATE:
+        return ByPassRate(len(rows), seed=seed, shuffle=shuffle)
+    source = rows.source if isinstance(rows, Rows) else ""
+    return ByColumn(column_of(rows, curriculum, source), seed=seed, shuffle=shuffle)
 
 
 def _check_weights(parts: Sequence[Part], walks: Sequence[Walk]) -> None:
@@ -283,11 +240,6 @@ def _check_weights(parts: Sequence[Part], walks: Sequence[Walk]) -> None:
     if without and (endless or len(without) < len(parts)):
         why = f"{endless[0]} has rows without end" if endless else "others have one"
         raise DataError(f"data.train.{without[0]}: has no weight, and {why}; give every dataset a weight")
-
-
-def _fingerprint_of(walks: Sequence[Walk]) -> str:
-    text = " ".join(f"{walk.name}={walk.fingerprint}" for walk in walks)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _fingerprint(rows: Sequence[Row]) -> str:

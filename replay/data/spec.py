@@ -12,7 +12,7 @@ GENERATED, TASKSET, HUB = "reasoning_gym", "verifiers", "datasets"
 CUSTOM, FILES = "class", "files"
 SUFFIX = "suffix"
 """Option of files and of a hub's datasets: text that follows every prompt."""
-FORMS = "a JSONL, JSONL.zst or parquet file, a folder or pattern of them, a saved dataset, or a generator"
+FORMS = "a JSONL or parquet file, a folder or pattern of them, a saved dataset, or a generator"
 
 
 class Spec(NamedTuple):

@@ -11,7 +11,7 @@ from replay.channel.frames import encode
 from replay.journal.format import Frames
 from replay.state.apply import record
 from replay.state.evaluation_parts import Part, Work
-from replay.state.evaluations import Evaluation, Result
+from replay.state.evaluations import Evaluation
 from replay.state.peers import Peer, Peers
 from replay.state.run import Run
 from replay.state.validation import problem_with_evaluation
@@ -170,14 +170,8 @@ class EvaluationDesk:
         is_whole = bool(results) and self.board.closed.get(version) == ""
         if is_whole and results.keys() != self.work.keys():
             return True
-        return not all(self._answers(result, self.work.get(part)) for part, result in results.items())
-
-    def _answers(self, result: Result, work: Work | None) -> bool:
-        if work is None or result.asked:
-            return work is not None and result.asked == work.fingerprint
-        stored = self.run.journal.read(result.place)  # an older journal has its numbers alone
-        assert isinstance(stored, m.EvaluationResult)
-        return problem_with_evaluation(stored, work) is None
+        asked = {part: work.fingerprint for part, work in self.work.items()}
+        return any(result.asked != asked.get(part) for part, result in results.items())
 
     def _failed_at(self, peer: Peer, version: int) -> None:
         if self.board.failed(peer.identity, version):

@@ -148,9 +148,8 @@ class Granting:
             self.run.counters["renewals_refused"] += 1
             cancel = m.Cancel(pass_=pass_, index=index, attempt=attempt, reason="this lease is no longer held")
             self.peers.send(peer.identity, cancel)
-        if self.run.partials is not None:
-            for problem in self.run.partials.take(message, renewed, Bounds(self.run.newest_possible, self.vocab_size)):
-                log.warning("replay: progress of %r is not kept: %s [corrupt]", peer.name, problem)
+        for problem in self.run.partials.take(message, renewed, Bounds(self.run.newest_possible, self.vocab_size)):
+            log.warning("replay: progress of %r is not kept: %s [corrupt]", peer.name, problem)
 
     def _queued_behind(self, peer: Peer, message: m.Renew) -> set[int]:
         """Positions of queued leases whose turn cannot have come: an evaluation or an earlier lease is worked on.
@@ -245,7 +244,6 @@ class Granting:
 
     def _lease(self, slot: Slot) -> m.Lease:
         pass_, index = slot.group_id
-        prefix = self.run.partials.prefix(slot.group_id, slot.min_version) if self.run.partials is not None else {}
         return m.Lease(
             pass_=pass_,
             index=index,
@@ -254,7 +252,7 @@ class Granting:
             lease_s=self.leases.lease_s,
             seed=stream_seed(self.run.config.run.seed, pass_, index),
             prompt=slot.row,
-            **prefix,
+            **self.run.partials.prefix(slot.group_id, slot.min_version),
         )
 
     @staticmethod

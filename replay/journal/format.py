@@ -33,22 +33,11 @@ SUFFIX = ".seg"
 Frames = Sequence[bytes | memoryview]
 
 
-class JournalError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-JOURNAL-01",
-    cause="The journal is that of another run or version, is being written by another replay, or cannot be read.",
-    mend="Do what the message says: --resume goes on with a journal, another run.name begins a new one.",
-):
+class JournalError(SlipstreamError, RuntimeError, code="SLIP-JOURNAL-01"):
     """The journal cannot be used; the message names the file and says what to do."""
 
 
-class JournalDamaged(
-    JournalError,
-    code="SLIP-JOURNAL-02",
-    cause="A disk or a copy has altered a file of the journal before its end.",
-    mend="Restore the file from a copy, or go on from a checkpoint in a new run; nothing is cut by itself.",
-):
+class JournalDamaged(JournalError, code="SLIP-JOURNAL-02"):
     """A record in the middle of the journal is not what was written."""
 
 

@@ -30,23 +30,11 @@ READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 Fsync = Literal["every", "interval", "never"]
 
 
-class JournalFull(
-    JournalError,
-    code="SLIP-JOURNAL-03",
-    cause="The disk of run.dir is full, or its quota is used up.",
-    mend="Free space: the run goes on by itself, nothing that was acknowledged is lost."
-    " replay.journal_keep=checkpoint keeps journals short.",
-):
+class JournalFull(JournalError, code="SLIP-JOURNAL-03"):
     """The disk takes no more. What was appended is kept and written with the next flush."""
 
 
-class JournalReadOnly(
-    JournalError,
-    code="SLIP-JOURNAL-04",
-    cause="The file system of run.dir has become read-only, as Linux makes it after errors of the disk, or this user"
-    " may no longer write to the folder.",
-    mend="Look at `dmesg` and the mount, make the folder writable for this user, and `--resume` the run.",
-):
+class JournalReadOnly(JournalError, code="SLIP-JOURNAL-04"):
     """The journal may not be written any more, and waiting does not change that."""
 
 

@@ -13,7 +13,7 @@ from replay.journal.format import Frames, JournalError, Location, Record
 from replay.state.answers import count
 from replay.state.evaluation_parts import Part
 from replay.state.evaluations import Result
-from replay.state.leases import Slot, SlotState
+from replay.state.leases import INTERRUPTIONS, Slot, SlotState
 from replay.state.line import LineStep, Taken
 from replay.state.run import Run
 from replay.state.snapshot import group_id_of, settings_of, take_over
@@ -101,8 +101,8 @@ def _release(run: Run, decision: Record, _: float) -> None:
         slot.recall()
     else:
         run.leases.release(slot, reason)
-        if run.partials is not None:
-            run.partials.released(slot.group_id, reason)
+        if reason not in INTERRUPTIONS:  # its answers may be why
+            run.partials.forget(slot.group_id)
     run.counters[f"leases_released/{reason}"] += 1
     count(run.counters, decision.fields.get("answers", {}))
 
@@ -115,8 +115,7 @@ def _group(run: Run, decision: Record, _: float) -> None:
     if "solved" in decision.fields:
         run.source.scored(slot.group_id[1], decision.fields["solved"])
     run.buffer.fruitless = 0
-    if run.partials is not None:
-        run.partials.forget(slot.group_id)
+    run.partials.forget(slot.group_id)
 
 
 def _drop(run: Run, decision: Record, _: float) -> None:
@@ -124,8 +123,7 @@ def _drop(run: Run, decision: Record, _: float) -> None:
     run.buffer.drop(slot, reason)
     if reason == "flat_rewards":
         run.flat_drops += 1
-    if run.partials is not None:
-        run.partials.forget(slot.group_id)
+    run.partials.forget(slot.group_id)
 
 
 def _take(run: Run, decision: Record, _: float) -> None:

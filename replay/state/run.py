@@ -26,11 +26,8 @@ class Run:
         self.counters: Counter[str] = self.buffer.counters
         self.leases = Leases(config.replay.lease_s, config.replay.max_attempts)
         self.policies = Policies()
-        self.partials: Partials | None = None
-        """What running answers have got so far; None without replay.partial_rollouts. Not journalled."""
-        if config.replay.partial_rollouts:
-            self.partials = Partials(config.rollout.group_size, config.rollout.max_new_tokens)
-            self.partials.counters = self.counters
+        self.partials = Partials(config.rollout.group_size, config.rollout.max_new_tokens, self.counters)
+        """What running answers have got so far; nothing without replay.partial_rollouts. Not journalled."""
         self.board = EvaluationBoard(parts, config.evaluation.deadline_s)
         self.bus_address: str | None = None
         self.started: list[str] = []
@@ -71,8 +68,7 @@ class Run:
     def lose(self, version: int, *, first: int = 0, last: int) -> None:
         """Policies from `version` on of these incarnations are off the line, and so are tokens of running answers."""
         self.policies.lose(version, first=first, last=last)
-        if self.partials is not None:
-            self.partials.forget_newer(version - 1)
+        self.partials.forget_newer(version - 1)
 
     def forget_groups(self, version: int, again: deque[GroupId]) -> None:
         """Begin at a checkpoint without its journal: the prompts of `again` are leased before the source goes on."""

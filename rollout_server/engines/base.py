@@ -16,42 +16,19 @@ PauseMode = Literal["keep_kv", "recompute_kv", "drain"]
 FinishReason = Literal["stop", "length", "abort"]
 
 
-class EngineError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-ENGINE-01",
-    cause="The engine refuses its arguments or a request, or an update did not end as it must.",
-    mend="Read the reason in the message; the launcher starts the rollout server again where that can help.",
-):
+class EngineError(SlipstreamError, RuntimeError, code="SLIP-ENGINE-01"):
     """The engine failed, or refuses; a failed one must be refilled or restarted."""
 
 
-class EngineDead(
-    EngineError,
-    code="SLIP-ENGINE-03",
-    cause="A process of the engine was killed or has failed: memory of the host or of the GPU, a kernel, a driver.",
-    mend="The launcher starts the server again; look above in its log, and in the kernel's log for the OOM killer.",
-):
+class EngineDead(EngineError, code="SLIP-ENGINE-03"):
     """A process of the engine has ended [closed]."""
 
 
-class EngineSilent(
-    EngineError,
-    code="SLIP-ENGINE-04",
-    cause="The engine's process stands still: a kernel or a collective of its GPUs that does not end, or a stopped"
-    " process.",
-    mend="Read the stacks in the hang report; raise rollout.engine_deadline_s where one forward takes that long.",
-):
+class EngineSilent(EngineError, code="SLIP-ENGINE-04"):
     """The engine lives and does not answer, or shows no token, for rollout.engine_deadline_s [silent]."""
 
 
-class EngineStartFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-ENGINE-02",
-    cause="SGLang could not start: too little GPU memory, a kernel that is missing, a port, or an old driver.",
-    mend="The message has SGLang's own reason; free the GPU, or lower mem_fraction_static in rollout.sglang.",
-):
+class EngineStartFailed(SlipstreamError, RuntimeError, code="SLIP-ENGINE-02"):
     """The engine did not start; a restart may help, for example once memory is free."""
 
 

@@ -14,13 +14,7 @@ from slipstream.runtime.fingerprint import read_json
 from slipstream.vision import Pixels
 
 
-class TaskError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-TASK-01",
-    cause="The tokenizer of the model folder is missing or lacks a chat template, or a prompt or picture is unusable.",
-    mend="Save the tokenizer into the model folder, or set model.chat_template; correct the row that is named.",
-):
+class TaskError(SlipstreamError, ValueError, code="SLIP-TASK-01"):
     """A prompt or the model folder's tokenizer cannot be used."""
 
 
@@ -89,8 +83,3 @@ class Looker:
             raise TaskError(str(error)) from error
         grids = tuple(grid for _, grid in found)
         return Seen(self._vision, Pictures(np.concatenate([pixels for pixels, _ in found]), grids), sources)
-
-    def prompt(self, token_ids: Sequence[int], images: Sequence[str | bytes]) -> Prompt:
-        """A prompt in which each picture has one token so far. Raises TaskError: a picture cannot be used."""
-        seen = self.look(images)
-        return Prompt(seen.expand(token_ids), seen.pictures, seen.sources)

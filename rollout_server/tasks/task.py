@@ -20,12 +20,7 @@ GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 """Classes that are nothing but their tokenizer.json."""
 
 
-class PromptTooLong(
-    TaskError,
-    code="SLIP-TASK-02",
-    cause="The prompt has more tokens than data.max_prompt_tokens.",
-    mend="Raise data.max_prompt_tokens or shorten the prompt; such prompts are dropped and counted.",
-):
+class PromptTooLong(TaskError, code="SLIP-TASK-02"):
     """The prompt has more tokens than `data.max_prompt_tokens`."""
 
 
@@ -84,10 +79,8 @@ class Task:
         else:
             tools = row.get("columns", {}).get("tools")
             token_ids = self.encode_text(self.render(prompt, tools if isinstance(tools, list) else None))
-        if images := row.get("images"):
-            found = self._looker.prompt(token_ids, images)
-        else:
-            found = Prompt(token_ids)
+        seen = self.look(row)
+        found = Prompt(token_ids) if seen is None else Prompt(seen.expand(token_ids), seen.pictures, seen.sources)
         token_ids = found.token_ids
         if not token_ids:
             raise TaskError(f"the prompt {str(prompt)[:80]!r} has no tokens")

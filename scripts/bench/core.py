@@ -28,13 +28,7 @@ Row = Mapping[str, Any]
 Sizes = Mapping[str, tuple[Any, Any, str]]  # by option: (default, default with --quick, help)
 
 
-class CaseFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-BENCH-01",
-    cause="A process of the case died, a wait was too long, or a number cannot be what it is.",
-    mend="The lines below it are the ends of the logs; --work keeps all of them.",
-):
+class CaseFailed(SlipstreamError, RuntimeError, code="SLIP-BENCH-01"):
     """A case has no result: the first line is the root cause, the others the last lines of every process's log."""
 
 

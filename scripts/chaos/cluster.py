@@ -60,7 +60,7 @@ REWARD = '''"""The quick start's reward at a pace that the harness sets; evaluat
 
 import time
 
-from rollout_server.tasks.rewards.built_in.exact import reward as exact
+from rollout_server.tasks.rewards.built_in.texts import exact
 
 
 def reward(sample):

@@ -21,13 +21,7 @@ CLOSE_S = 3.0
 LAST_LINES = 20
 
 
-class ProbeFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-DOCTOR-01",
-    cause="A host cannot be reached, Slipstream does not start there, or an examination breaks off or takes too long.",
-    mend="Run the command of the message on that host by hand; docs/howto/doctor.md.",
-):
+class ProbeFailed(SlipstreamError, RuntimeError, code="SLIP-DOCTOR-01"):
     """A probe could not be started, did not answer in time, or could not do what it was asked."""
 
 

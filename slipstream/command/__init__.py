@@ -8,7 +8,6 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 
 from slipstream.runtime.packages import require_ours
@@ -37,11 +36,11 @@ COMMANDS = {
     "plan": Command("slipstream.plan", "predict step times of every split; say which to take"),
     "fit": Command("slipstream.check.fit", "largest microbatch that fits a learner GPU"),
     "try-reward": Command("rollout_server.try_reward", "judge a few answers with the reward"),
-    "status": Command("slipstream.view.status", "one line: what RUN_DIR waits for, or how it has ended"),
+    "status": Command("slipstream.view.top", "one line: what RUN_DIR waits for, or how it has ended", ("--line",)),
     "top": Command("slipstream.view.top", "live view of RUN_DIR in a terminal, also over ssh"),
     "dashboard": Command("slipstream.view.dashboard", "browser view of RUN_DIR: curves, pipeline, answers"),
     "translate": Command("slipstream.translate", "a run of verl, slime, prime-rl or TRL as a YAML file here"),
-    "keys": Command("replay.keys", "make, rotate and remove CURVE keys"),
+    "keys": Command("replay.keys", "make, add and remove CURVE keys"),
     "explain": Command("slipstream.command.errors", "cause and remedy of an error code"),
     "hang": Command("slipstream.runtime.hang", "stacks and waits of a run that stands still"),
     "check-export": Command("slipstream.view.check_export", ""),
@@ -55,12 +54,6 @@ COMMANDS = {
 """By name, in the order of the help."""
 
 
-@cache
-def available() -> dict[str, Command]:
-    """The commands whose module is installed."""
-    return {name: command for name, command in COMMANDS.items() if importlib.util.find_spec(command.module)}
-
-
 def entry_module(module: str) -> str:
     """The module that has `main`: of a package, its `__main__`."""
     spec = importlib.util.find_spec(module)
@@ -69,8 +62,8 @@ def entry_module(module: str) -> str:
 
 def overview() -> str:
     """The help: at most 24 lines of 80 columns."""
-    shown = [(name, command.does) for name, command in available().items() if command.does]
-    others = ", ".join(name for name, command in available().items() if not command.does)
+    shown = [(name, command.does) for name, command in COMMANDS.items() if command.does]
+    others = ", ".join(name for name, command in COMMANDS.items() if not command.does)
     return "\n".join(
         [
             f"usage: {NAME} COMMAND [arguments]    ({NAME} COMMAND --help shows them)",
@@ -99,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{NAME} {_version()}\n")
         return 0
     name, arguments = words[0], words[1:]
-    command = available().get(name)
+    command = COMMANDS.get(name)
     if command is None:
         sys.stderr.write(f"{NAME}: {_no_such(name)}\n")
         return 2
@@ -119,8 +112,5 @@ def _version() -> str:
 def _no_such(name: str) -> str:
     from configs.loading import did_you_mean  # here, because it loads the schema, which the other commands do without
 
-    if name in COMMANDS:
-        return f"{name!r} needs {COMMANDS[name].module}, which is not in this installation"
-    names = list(available())
-    hint = did_you_mean(name, names) or f"there are {', '.join(names)}"
+    hint = did_you_mean(name, COMMANDS) or f"there are {', '.join(COMMANDS)}"
     return f"no command {name!r}; {hint} ({NAME} --help shows all)"

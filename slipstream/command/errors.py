@@ -3,10 +3,15 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from configs.errors import did_you_mean
-from configs.errors.catalogue import entries
+from configs.loading import read_yaml
 from slipstream.runtime.program import program
+
+TABLE: dict[str, dict[str, dict[str, str]]] = read_yaml(Path(__file__).with_suffix(".yaml").read_bytes())
+"""By area and code: its `symptom`, `cause` and `mend`."""
+CODES = {code: entry for area in TABLE.values() for code, entry in area.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -14,19 +19,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("slipstream.command.errors"), description=__doc__)
     parser.add_argument("code", nargs="?", help="such as SLIP-BUS-03; without one, all codes are listed")
     wanted = parser.parse_args(argv).code
-    known = {entry.code: entry for entry in entries()}
     if wanted is None:
-        sys.stdout.writelines(f"{entry.code:18} {entry.symptom}\n" for entry in known.values())
+        sys.stdout.writelines(f"{code:18} {entry['symptom']}\n" for code, entry in CODES.items())
         return 0
     code = wanted.strip("[] ").upper()
-    if code not in known:
-        hint = did_you_mean(code, known) or "without a code, all are listed"
-        sys.stderr.write(f"{program('configs.errors')}: no code {wanted!r}; {hint}\n")
+    if code not in CODES:
+        hint = did_you_mean(code, CODES) or "without a code, all are listed"
+        sys.stderr.write(f"{program('slipstream.command.errors')}: no code {wanted!r}; {hint}\n")
         return 2
-    entry = known[code]
-    sys.stdout.write(
-        f"{entry.code} ({entry.name} in {entry.file})\n{entry.symptom}\nCause: {entry.cause}\nMend:  {entry.mend}\n"
-    )
+    entry = CODES[code]
+    sys.stdout.write(f"{code}\n{entry['symptom']}\nCause: {entry['cause']}\nMend:  {entry['mend']}\n")
     return 0
 
 

@@ -33,13 +33,7 @@ Grid = tuple[int, int, int]
 """Patches of a picture: frames (one), rows, columns."""
 
 
-class PictureError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-DATA-04",
-    cause="A picture of a row is missing, changed since, broken or too large, or its tokens are not in the prompt.",
-    mend="Correct the row or file that the message names; docs/howto/images.md.",
-):
+class PictureError(SlipstreamError, ValueError, code="SLIP-DATA-04"):
     """A picture cannot be used; the message says which and why."""
 
 

@@ -18,13 +18,7 @@ SETTLED_S = 1.0
 """Within this time a clean-up that has begun has taken one of these, too."""
 
 
-class FolderGone(
-    RunFailed,
-    code="SLIP-RUN-09",
-    cause="The folder of the run was deleted, moved or replaced while the run wrote into it: by hand, or by a clean-up"
-    " of scratch space.",
-    mend="Move it back, or restore it from a copy, and `--resume` it; give runs a run.dir that nothing cleans up.",
-):
+class FolderGone(RunFailed, code="SLIP-RUN-09"):
     """The run folder is not there any more."""
 
 

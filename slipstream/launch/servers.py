@@ -20,22 +20,11 @@ GOOD_ORDER_S = 5.0
 """Exit code 0 means that the server knows the run is over; the launcher learns it within this time."""
 
 
-class RunFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-RUN-01",
-    cause="A process of the run died or did not start, and cannot be started again.",
-    mend="The message names the process and its last error; its log is in logs/ of the run folder.",
-):
+class RunFailed(SlipstreamError, RuntimeError, code="SLIP-RUN-01"):
     """The run cannot go on; the message is the root-cause line."""
 
 
-class DidNotStart(
-    RunFailed,
-    code="SLIP-RUN-07",
-    cause="Replay ended, or read its data and journal for longer than learner.batch_deadline_s.",
-    mend="The message has its last error; where there is none, look at its log, or at the hang report that is named.",
-):
+class DidNotStart(RunFailed, code="SLIP-RUN-07"):
     """A process of the run did not start in time."""
 
 

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import BadOption
+from configs.schema import Config
 
 Int64 = NDArray[np.int64]
 Draw = Callable[[int, int], Int64]
@@ -51,23 +52,17 @@ class Costs:
 
     def on(self, gpus: int) -> "Costs":
         """The same with engines of so many GPUs."""
-        speed = (gpus / self.engine_gpus) ** self.tensor_exponent
-        return replace(
-            self,
-            decode_step_s=self.decode_step_s / speed,
-            decode_answer_s=self.decode_answer_s / speed,
-            prefill_token_s=self.prefill_token_s / speed,
-            engine_gpus=gpus,
-        )
+        return replace(self.slower((self.engine_gpus / gpus) ** self.tensor_exponent), engine_gpus=gpus)
 
-    def faster(self, engine: float) -> "Costs":
+    def slower(self, engine: float) -> "Costs":
         """The same with engines that take `engine` times as long for everything."""
-        return replace(
-            self,
-            decode_step_s=self.decode_step_s * engine,
-            decode_answer_s=self.decode_answer_s * engine,
-            prefill_token_s=self.prefill_token_s * engine,
-        )
+        names = ("decode_step_s", "decode_answer_s", "prefill_token_s")
+        return replace(self, **{name: getattr(self, name) * engine for name in names})
+
+    def kept_groups(self, config: Config) -> int:
+        """Groups of a step that are trained."""
+        flat = self.flat_share if config.algorithm.flat_groups_are_left_out else 0.0
+        return max(1, round(config.rollout.groups_per_step * (1 - flat)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,25 +86,22 @@ class Fitted:
 
     def with_costs(self, given: Mapping[str, float], source: str) -> "Fitted":
         """Some constants by hand. Raises ConfigError: there is no such constant, or it is negative."""
-        known = Costs.__dataclass_fields__
+        known = [one.name for one in fields(Costs)]
         for name, value in given.items():
             if name not in known:
                 raise BadOption(f"--cost {name}: there is no such constant; there are {', '.join(known)}")
             if not math.isfinite(value) or value < 0:
                 raise BadOption(f"--cost {name}={value:g}: give a number of at least 0")
-        whole = {name: int(value) if name in ("engine_gpus",) else value for name, value in given.items()}
-        return Fitted(
-            replace(self.costs, **whole),  # type: ignore[arg-type]
-            self.workload,
-            {**self.sources, **dict.fromkeys(given, source)},
-        )
+        whole = {name: int(value) if name == "engine_gpus" else value for name, value in given.items()}
+        costs = replace(self.costs, **whole)  # type: ignore[arg-type]
+        return Fitted(costs, self.workload, {**self.sources, **dict.fromkeys(given, source)})
 
     def describe(self) -> str:
         """A line for each constant: name, value, unit by its name, source."""
-        lines = []
-        for name in Costs.__dataclass_fields__:
-            value = getattr(self.costs, name)
-            lines.append(f"  {name:<18}{value:>12.6g}  {self.sources.get(name, 'default')}")
+        lines = [
+            f"  {name:<18}{value:>12.6g}  {self.sources.get(name, 'default')}"
+            for name, value in asdict(self.costs).items()
+        ]
         return "\n".join([*lines, f"  {'lengths':<18}{'':>12}  {self.workload.described}"])
 
 

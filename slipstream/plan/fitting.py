@@ -1,16 +1,16 @@
 """From what was measured to `Costs`: simulated runs must take the time that the real ones took.
 
 The engine's two constants are found with two measured numbers where there are two: what a step of rollouts takes, and
-what a group takes (or another case of the same model on another split). With one, their ratio is assumed.
+what a group takes. With one, their ratio is assumed.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from configs.errors import InputMissing
 from slipstream.plan.costs import Costs, Fitted
-from slipstream.plan.simulation import Fleet, Outcome, SimulatedRun
+from slipstream.plan.simulation import Outcome, SimulatedRun
 from slipstream.plan.sources import Measured
 
 MISSING = 0.04
@@ -24,64 +24,59 @@ RATIOS = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
 ROUNDS, CLOSE, PASSES, STEPS = 8, 0.005, 3, 12
 
 
-def fit(cases: Sequence[Measured], *, quick: bool = False) -> Fitted:
-    """Costs of one model from cases of it; `quick` takes a tenth of the time. Raises ConfigError."""
-    first = cases[0]
-    known, sources = _learner(cases)
-    ratio, how = (None, "") if quick else _ratio(cases, known)
-    if ratio is None:
-        ratio, how = ALIKE, f"assumed: {ALIKE:g} answers double a decode step (uncertain by a factor of 2)"
-    scales = [_scale(case, _shaped(known, ratio)) for case in cases]
-    scale = math.exp(sum(map(math.log, scales)) / len(scales))
-    costs = _shaped(known, ratio).faster(scale)
+def fit(case: Measured) -> Fitted:
+    """Costs of what was measured. Raises ConfigError."""
+    known, sources = _learner(case)
+    ratio, how = _ratio(case, known)
+    costs = _shaped(known, ratio)
+    costs = costs.slower(_scale(case, costs))
     sources |= {
-        "decode_step_s": f"simulated {_target(first)} = measured, {len(cases)} case{'s' * (len(cases) > 1)}",
+        "decode_step_s": f"simulated {'T_roll' if case.roll_s is not None else 'busy time of engines'} = measured",
         "decode_answer_s": how,
         "prefill_token_s": "assumed: as an answer of a decode step costs, over 4",
     }
-    if first.config.placement.share_gpus:
-        costs = _shared(first, costs)
+    if case.config.placement.share_gpus:
+        costs = _shared(case, costs)
         sources["sharing"] = f"assumed: {SHARING:g}, half of the GPU for each (uncertain by 0.3)"
-    for _ in range(1 if quick else PASSES):  # what is missing changes how busy engines are, and the reverse
-        costs, sources["group_s"] = _with_rest(first, costs)
+    for _ in range(PASSES):  # what is missing changes how busy engines are, and the reverse
+        costs, sources["group_s"] = _with_rest(case, costs)
         if costs.group_s:
-            costs = costs.faster(_scale(first, costs))
-    return Fitted(costs, first.workload, sources)
+            costs = costs.slower(_scale(case, costs))
+    return Fitted(costs, case.workload, sources)
 
 
-def _learner(cases: Sequence[Measured]) -> tuple[Costs, dict[str, str]]:
+def _learner(case: Measured) -> tuple[Costs, dict[str, str]]:
     """Costs with unit engines, and the learner's and the bus's constants."""
-    first = cases[0]
     base = Costs(
         decode_step_s=1.0,
         decode_answer_s=0.0,
         train_token_s=1.0,
-        commit_s=first.commit_s,
-        record_s=first.record_s,
-        publish_s=max(0.0, first.publish_s - first.pause_s),
-        pause_s=min(first.pause_s, first.publish_s),
-        engine_gpus=first.config.placement.tensor_parallel,
-        flat_share=first.flat_share,
+        update_s=case.update_fit[0] if case.update_fit is not None else 0.0,
+        commit_s=case.commit_s,
+        record_s=case.record_s,
+        publish_s=max(0.0, case.publish_s - case.pause_s),
+        pause_s=min(case.pause_s, case.publish_s),
+        engine_gpus=case.config.placement.tensor_parallel,
+        flat_share=case.flat_share,
     )
+    read = {
+        "commit_s": "timing_s/param_sync, less the gather",
+        "record_s": "time between rows, less timing_s/step; and the gather",
+        "publish_s": "weight_sync/seconds, less its apply",
+        "pause_s": "apply of an update",
+        "engine_gpus": "placement.tensor_parallel",
+        "train_token_s": f"the update's time at {case.config.num_learner_ranks} ranks",
+        **({"flat_share": "reward/flat_groups_ratio"} if case.flat_share else {}),
+        **({"update_s": "timing_s/update_actor over trained tokens, step by step"} if case.update_fit else {}),
+    }
     sources = {
-        "commit_s": f"{first.name}: timing_s/param_sync, less the gather",
-        "record_s": f"{first.name}: time between rows, less timing_s/step; and the gather",
-        "publish_s": f"{first.name}: weight_sync/seconds, less its apply",
-        "pause_s": f"{first.name}: apply of an update",
         "sharing": "not shared: none",
-        "engine_gpus": f"{first.name}: placement.tensor_parallel",
         "tensor_exponent": "assumed (uncertain by 0.2)",
         "exchange_share": "docs/benchmarks/pipeline.md: 2 and 3 ranks of 0.6B and 1.7B had .08 to .10",
-        "flat_share": f"{first.name}: reward/flat_groups_ratio" if first.flat_share else "none are left out",
+        "flat_share": "none are left out",
+        **{name: f"{case.name}: {how}" for name, how in read.items()},
     }
-    if first.update_fit is not None:
-        base = replace(base, update_s=first.update_fit[0])
-        sources["update_s"] = f"{first.name}: timing_s/update_actor over trained tokens, step by step"
-    found = [_token_s(case, base) for case in cases]
-    base = replace(base, train_token_s=sum(found) / len(found))
-    ranks = ", ".join(str(case.config.num_learner_ranks) for case in cases)
-    sources["train_token_s"] = f"{first.name}: the update's time at {ranks} ranks"
-    return base, sources
+    return replace(base, train_token_s=_token_s(case, base)), sources
 
 
 def _shared(case: Measured, costs: Costs) -> Costs:
@@ -92,33 +87,37 @@ def _shared(case: Measured, costs: Costs) -> Costs:
     """
     costs = replace(costs, sharing=SHARING)
     for _ in range(0 if case.roll_s is not None else PASSES):
-        costs = costs.faster(_scale(case, costs))
+        costs = costs.slower(_scale(case, costs))
         slower = case.train_s / _run(case, costs, trains=True).train_wall_s
         costs = replace(costs, update_s=costs.update_s * slower, train_token_s=costs.train_token_s * slower)
     return costs
 
 
+def _simulated(case: Measured, costs: Costs, *, trains: bool) -> SimulatedRun:
+    config = case.config
+    return SimulatedRun(config, config.num_rollout_servers, config.num_learner_ranks, costs, case.workload, trains)
+
+
+def _run(case: Measured, costs: Costs, *, trains: bool) -> Outcome:
+    if case.roll_s is not None and not trains:
+        costs = replace(costs, publish_s=costs.publish_s + case.roll_publish_s - case.publish_s)
+    return _simulated(case, costs, trains=trains).run(case.config.replay.async_lag + 3, STEPS)
+
+
 def _token_s(case: Measured, base: Costs) -> float:
     """Seconds a token, so that the simulated update takes what the measured one took."""
-    train_s, more = case.train_s, case.workload.prompt_tokens
-    fleet = Fleet(case.engines, case.config.num_learner_ranks)
-    run = SimulatedRun(case.config, fleet, base, case.workload)
-    size, count = case.config.rollout.group_size, case.config.rollout.groups_per_step
-    kept = round(count * (1 - base.flat_share * case.config.algorithm.flat_groups_are_left_out))
-    drawn = [[case.workload.draw(1000 * step + i, size) + more for i in range(kept)] for step in range(8)]
+    run, more = _simulated(case, base, trains=True), case.workload.prompt_tokens
+    size, count = case.config.rollout.group_size, base.kept_groups(case.config)
+    drawn = [[case.workload.draw(1000 * step + i, size) + more for i in range(count)] for step in range(8)]
     unit = sum(run.update_s(groups) - base.update_s for groups in drawn) / len(drawn)
-    if unit <= 0 or train_s <= base.update_s:
-        raise InputMissing(f"{case.name}: an update of {train_s:g} s says nothing about tokens; train for longer")
-    return (train_s - base.update_s) / unit
+    if unit <= 0 or case.train_s <= base.update_s:
+        raise InputMissing(f"{case.name}: an update of {case.train_s:g} s says nothing about tokens; train for longer")
+    return (case.train_s - base.update_s) / unit
 
 
 def _shaped(base: Costs, ratio: float) -> Costs:
     """Unit engines with `ratio` answers doubling the step."""
     return replace(base, decode_step_s=1.0, decode_answer_s=1 / ratio, prefill_token_s=1 / ratio / 4)
-
-
-def _target(case: Measured) -> str:
-    return "T_roll" if case.roll_s is not None else "busy time of engines"
 
 
 def _scale(case: Measured, unit: Costs) -> float:
@@ -129,7 +128,7 @@ def _scale(case: Measured, unit: Costs) -> float:
         raise InputMissing(f"{case.name}: no rollout/idle_ratio and no t_rollout, so nothing is known of its engines")
 
     def simulated(scale: float) -> float:
-        outcome = _run(case, unit.faster(scale), trains=trains)
+        outcome = _run(case, unit.slower(scale), trains=trains)
         return (1 - outcome.rollout_idle) * outcome.step_s if trains else outcome.step_s
 
     return solve(simulated, wanted)
@@ -146,34 +145,19 @@ def solve(simulated: Callable[[float], float], wanted: float) -> float:
     return at
 
 
-def _run(case: Measured, costs: Costs, *, trains: bool) -> Outcome:
-    fleet = Fleet(case.engines, case.config.num_learner_ranks)
-    if case.roll_s is not None and not trains:
-        costs = replace(costs, publish_s=costs.publish_s + case.roll_publish_s - case.publish_s)
-    run = SimulatedRun(case.config, fleet, costs, case.workload, trains=trains)
-    return run.run(case.config.replay.async_lag + 3, STEPS)
-
-
-def _ratio(cases: Sequence[Measured], base: Costs) -> tuple[float | None, str]:
-    """The ratio of the engine's constants at which all measured numbers agree best; None where there is only one."""
-    if len(cases) > 1:
-
-        def spread(ratio: float) -> float:
-            logs = [math.log(_scale(case, _shaped(base, ratio))) for case in cases]
-            return max(logs) - min(logs)
-
-        return min(RATIOS, key=spread), f"the ratio at which {len(cases)} cases agree best"
-    case = cases[0]
-    if case.group_s is None:
-        return None, ""
+def _ratio(case: Measured, base: Costs) -> tuple[float, str]:
+    """The ratio of the engine's constants at which a group takes its measured time; an assumed one without that."""
+    measured = case.group_s
+    if measured is None:
+        return ALIKE, f"assumed: {ALIKE:g} answers double a decode step (uncertain by a factor of 2)"
 
     def off(ratio: float) -> float:
         unit = _shaped(base, ratio)
-        outcome = _run(case, unit.faster(_scale(case, unit)), trains=case.roll_s is None)
-        return abs(math.log(outcome.group_s / (case.group_s or 1.0)))
+        outcome = _run(case, unit.slower(_scale(case, unit)), trains=case.roll_s is None)
+        return abs(math.log(outcome.group_s / measured))
 
-    best = min(RATIOS, key=off)
-    return best, f"the ratio at which a group takes its measured {case.group_s:.3g} s (uncertain by a factor of 2)"
+    how = f"the ratio at which a group takes its measured {measured:.3g} s (uncertain by a factor of 2)"
+    return min(RATIOS, key=off), how
 
 
 def _with_rest(case: Measured, costs: Costs) -> tuple[Costs, str]:
@@ -183,7 +167,7 @@ def _with_rest(case: Measured, costs: Costs) -> tuple[Costs, str]:
     least = _run(case, replace(costs, group_s=0.0), trains=True).step_s
     if least >= case.step_s * (1 - MISSING):
         return costs, f"none is missing: simulated step {least:.3g} s, measured {case.step_s:.3g} s"
-    low, high = 0.0, 2 * case.step_s * case.engines / case.config.rollout.groups_per_step
+    low, high = 0.0, 2 * case.step_s * case.config.num_rollout_servers / case.config.rollout.groups_per_step
     for _ in range(ROUNDS):
         middle = (low + high) / 2
         took = _run(case, replace(costs, group_s=middle), trains=True).step_s

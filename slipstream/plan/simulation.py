@@ -5,6 +5,7 @@ k // groups_per_step - async_lag, to the server that holds the fewest; a batch i
 """
 
 import heapq
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,8 +15,42 @@ import numpy as np
 
 from configs.schema import Config
 from replay.state import batches
-from slipstream.plan.clock import Action, Clock
 from slipstream.plan.costs import Costs, Int64, Workload
+
+Action = Callable[[], None]
+
+
+class Clock:
+    """Runs what is due, in order of time, then of arrival.
+
+    Events are in seconds of work, `now` is in seconds of the wall: where engines and the learner share GPUs, a second
+    of work takes `sharing` seconds while both sides are busy.
+    """
+
+    def __init__(self, sharing: float = 1.0) -> None:
+        self.now = 0.0
+        self.work = 0.0
+        """Seconds of work of a process that was busy all the time."""
+        self.decoding = 0
+        """Engines that decode."""
+        self.updating = False
+        """Whether the learner updates."""
+        self._sharing = sharing
+        self._due: list[tuple[float, int, Action]] = []
+        self._count = itertools.count()
+
+    def after(self, seconds: float, action: Action) -> None:
+        """Run an action once so many seconds of work have passed."""
+        heapq.heappush(self._due, (self.work + seconds, next(self._count), action))
+
+    def step(self) -> None:
+        """Go to the next event and run it. Raises RuntimeError: there is none, so that the run stands still."""
+        if not self._due:
+            raise RuntimeError(f"the simulated run stands still at {self.now:.6g} s: nothing is due any more")
+        at, _, action = heapq.heappop(self._due)
+        self.now += (at - self.work) * (self._sharing if self.decoding and self.updating else 1.0)
+        self.work = at
+        action()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +70,6 @@ class Outcome:
     group_s: float
     """Mean from lease to the group's last token."""
     max_lag: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fleet:
-    """Who works: engines of `costs.engine_gpus` GPUs each, and learner ranks."""
-
-    engines: int
-    ranks: int
 
 
 @dataclass(slots=True)
@@ -84,7 +111,7 @@ class Engine:
         self._begin()
 
     def server(self, seconds: float, action: Action) -> None:
-        """Something that the rollout server does, one after the other."""
+        """Work of the rollout server, one piece after the other."""
         self._free_at = max(self._free_at, self.clock.work) + seconds
         self.clock.after(self._free_at - self.clock.work, action)
 
@@ -140,13 +167,12 @@ class Engine:
         self.settle()
         self._tokens = max(self._tokens, self._running[0][0])
         finished = []
-        was_busy = bool(self._running)
         while self._running and self._running[0][0] <= self._tokens + 1e-9:
             _, _, group = heapq.heappop(self._running)
             group.ended += 1
             if group.ended == len(group.lengths):
                 finished.append(group)
-        self.clock.decoding -= was_busy and not self._running
+        self.clock.decoding -= not self._running
         self._begin()
         for group in finished:
             self.done(group)
@@ -154,18 +180,17 @@ class Engine:
 
 @dataclass
 class SimulatedRun:
-    """One run. `trains` false leaves the update out, as T_roll of the pipeline benchmark does."""
+    """One run on so many engines of `costs.engine_gpus` GPUs each; without `trains` no step has an update (T_roll)."""
 
     config: Config
-    fleet: Fleet
+    num_engines: int
+    num_ranks: int
     costs: Costs
     workload: Workload
     trains: bool = True
     commits: list[float] = field(default_factory=list)
-    trained: list[float] = field(default_factory=list)
-    """Seconds of each update by the wall."""
-    alone: list[float] = field(default_factory=list)
-    """The same as if nothing shared its GPU."""
+    updates: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds of each update by the wall, and as if nothing shared its GPU."""
     group_s: list[float] = field(default_factory=list)
     max_lag: int = 0
     tokens: int = 0
@@ -176,9 +201,9 @@ class SimulatedRun:
         running = self.config.rollout.max_running
         self.engines = [
             Engine(self.clock, self.costs, running, prefill_s, partial(self._finished, number))
-            for number in range(self.fleet.engines)
+            for number in range(self.num_engines)
         ]
-        self._free = [(0, number) for number in range(self.fleet.engines)]
+        self._free = [(0, number) for number in range(self.num_engines)]
         """(groups held, engine), with entries that do not hold any more; a heap."""
         self._leased = 0
         self._there: dict[int, Sampled] = {}
@@ -202,21 +227,17 @@ class SimulatedRun:
                 before = self._so_far()
         busy, tokens = (after - then for after, then in zip(self._so_far(), before, strict=True))
         seconds = self.commits[-1] - self.commits[warmup - 1]
-        trained = self.trained[warmup:]
+        wall, alone = np.mean(self.updates[warmup:], axis=0)
         return Outcome(
             step_s=seconds / steps,
-            train_s=float(np.mean(self.alone[warmup:])),
-            train_wall_s=float(np.mean(trained)),
+            train_s=float(alone),
+            train_wall_s=float(wall),
             rollout_idle=max(0.0, 1 - busy / seconds / len(self.engines)),
-            learner_idle=max(0.0, 1 - sum(trained) / seconds),
+            learner_idle=max(0.0, 1 - float(wall) * len(self.updates[warmup:]) / seconds),
             tokens_per_s=tokens / seconds,
             group_s=float(np.mean(self.group_s)),
             max_lag=self.max_lag,
         )
-
-    @property
-    def version(self) -> int:
-        return len(self.commits)
 
     # ---- rollouts -----------------------------------------------------------------------------------------
 
@@ -224,7 +245,7 @@ class SimulatedRun:
         """Lease the next groups, while one is admitted and a server of a young enough version has room."""
         per_step, lag = self.config.rollout.groups_per_step, self.config.replay.async_lag
         capacity, too_old = self.config.lease_capacity, list[tuple[int, int]]()
-        while (least := self._leased // per_step - lag) <= self.version and self._free:
+        while (least := self._leased // per_step - lag) <= len(self.commits) and self._free:
             held, number = heapq.heappop(self._free)
             engine = self.engines[number]
             if held != engine.held or held >= capacity:
@@ -257,35 +278,33 @@ class SimulatedRun:
 
     def _take(self) -> None:
         """Train the oldest groups, once all of them are there."""
-        count = self.config.rollout.groups_per_step
-        self._waits = self._arrived[self.version] < count
+        count, version = self.config.rollout.groups_per_step, len(self.commits)
+        self._waits = self._arrived[version] < count
         if self._waits:
             return
-        groups = [self._there.pop(self.version * count + place) for place in range(count)]
-        self.max_lag = max(self.max_lag, *(self.version - group.oldest for group in groups))
-        flat = self.costs.flat_share if self.config.algorithm.flat_groups_are_left_out else 0.0
-        kept = groups[: max(1, round(count * (1 - flat)))]
+        groups = [self._there.pop(version * count + place) for place in range(count)]
+        self.max_lag = max(self.max_lag, *(version - group.oldest for group in groups))
+        kept = groups[: self.costs.kept_groups(self.config)]
         more = self.workload.prompt_tokens
         seconds = self.update_s([np.array(group.lengths) + more for group in kept]) if self.trains else 0.0
-        self.alone.append(seconds)
         self.clock.updating = seconds > 0
-        self.clock.after(seconds, partial(self._updated, self.clock.now))
+        self.clock.after(seconds, partial(self._updated, self.clock.now, seconds))
 
     def update_s(self, groups: list[Int64]) -> float:
         """Of an update on groups with these tokens, microbatches and ranks as replay assigns them."""
         mesh, costs = self.config.learner.mesh, self.costs
-        parts = max(1, self.fleet.ranks // mesh.tensor)
+        parts = max(1, self.num_ranks // mesh.tensor)
         whole = np.concatenate([*groups, np.empty(0, np.int64)])
         limit = self.config.learner.max_tokens_per_microbatch
         where = batches.assign(whole, np.ones(len(whole), np.bool_), parts, limit)
         loads = np.zeros((where.num_microbatches, parts))
         np.add.at(loads, (where.microbatch, where.rank), whole)
-        seconds = float(loads.max(1).sum()) * costs.train_token_s / min(self.fleet.ranks, mesh.tensor)
-        return costs.update_s + seconds * (1 + costs.exchange_share * (self.fleet.ranks > 1))
+        seconds = float(loads.max(1).sum()) * costs.train_token_s / min(self.num_ranks, mesh.tensor)
+        return costs.update_s + seconds * (1 + costs.exchange_share * (self.num_ranks > 1))
 
-    def _updated(self, began: float) -> None:
+    def _updated(self, began: float, alone: float) -> None:
         self.clock.updating = False
-        self.trained.append(self.clock.now - began)
+        self.updates.append((self.clock.now - began, alone))
         if self._dark:  # one broadcast at a time
             self._updated_while_dark = True
         else:
@@ -295,7 +314,7 @@ class SimulatedRun:
         self.commits.append(self.clock.now)
         self._dark = len(self.engines)
         self._published_at = max(self._published_at, self.clock.work) + self.costs.publish_s
-        self.clock.after(self._published_at - self.clock.work, partial(self._published, self.version))
+        self.clock.after(self._published_at - self.clock.work, partial(self._published, len(self.commits)))
         self.clock.after(self.costs.record_s, self._take)
         self._lease()
 
@@ -316,22 +335,3 @@ class SimulatedRun:
         for engine in self.engines:
             engine.settle()
         return sum(engine.busy_s for engine in self.engines), self.tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """Of one plan."""
-
-    outcome: Outcome
-    roll_s: float | None = None
-    """T_roll: a step without its update; None: not simulated."""
-
-    @property
-    def eta(self) -> float | None:
-        """Overlap efficiency max(T_roll, T_train) / T_step, as in docs/benchmarks/pipeline.md."""
-        return max(self.roll_s, self.outcome.train_s) / self.outcome.step_s if self.roll_s is not None else None
-
-
-def with_lag(config: Config, lag: int) -> Config:
-    """The configuration at another bound of the lag."""
-    return config.model_copy(update={"replay": config.replay.model_copy(update={"async_lag": lag})})

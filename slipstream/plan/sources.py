@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -56,30 +57,22 @@ class Measured:
     pause_s: float = 0.0
     flat_share: float = 0.0
 
-    @property
-    def is_run(self) -> bool:
-        """Not a case of the benchmark."""
-        return not self.name.startswith("case ")
 
-    @property
-    def engines(self) -> int:
-        return self.config.num_rollout_devices // self.config.placement.tensor_parallel
-
-
-def read(source: Path, overrides: Sequence[str] = ()) -> list[Measured]:
-    """Every case behind a path. Raises ConfigError, MetricsError, JournalError."""
+def read(source: Path, case: str = "") -> Measured:
+    """A run, or the first case of a file whose name begins so. Raises ConfigError, MetricsError, JournalError."""
     if source.is_dir():
-        return [of_run(source)]
+        return of_run(source)
     if not source.is_file():
         raise InputMissing(f"{source}: no run folder and no JSON file of `python -m scripts.bench pipeline --out`")
     try:
-        found = json.loads(source.read_text(encoding="utf-8"))
+        found = list(_cases(json.loads(source.read_text(encoding="utf-8"))))
     except ValueError as error:
         raise InputMissing(f"{source}: not JSON: {error}") from error
-    cases = [of_case(case, overrides) for case in _cases(found)]
-    if not cases:
-        raise InputMissing(f"{source}: holds no case with `t_rollout`, `t_train`, `t_step` and `settings`")
-    return cases
+    chosen = next((one for one in found if str(one["config"]).startswith(case)), None)
+    if chosen is None:
+        names = "; ".join(str(one["config"]) for one in found) or "none with `t_rollout`, `t_train` and `settings`"
+        raise InputMissing(f"{source}: no case {case!r}; there are {names}")
+    return of_case(chosen)
 
 
 def check(config: Config) -> None:
@@ -116,7 +109,28 @@ def of_run(folder: Path) -> Measured:
             f"{folder}: {len(steps)} steps after the first {WARM_STEPS}; at least {FEWEST_STEPS} are needed to take"
             " times from"
         )
-    return measured(str(folder), config, steps, list(_groups(folder / "journal")))
+    groups = list(_groups(folder / "journal"))
+
+    def mean(key: str) -> float:
+        return statistics.fmean([row[key] for row in steps if row.get(key) is not None] or [0.0])
+
+    step_s, gather_s = _step_s(steps), mean(f"{SYNC}gather_s")
+    is_known = any(row.get("rollout/idle_ratio") is not None for row in steps)
+    return Measured(
+        name=str(folder),
+        config=config,
+        workload=_workload(config, steps, groups),
+        step_s=step_s,
+        train_s=mean("timing_s/update_actor"),
+        busy_s=(1 - mean("rollout/idle_ratio")) * step_s if is_known else None,
+        group_s=statistics.fmean(group.generate_s for group in groups) if groups else None,
+        update_fit=_update_fit(config, steps),
+        commit_s=max(0.0, mean("timing_s/param_sync") - gather_s),
+        record_s=max(0.0, statistics.fmean(_between(steps) or [0.0])) + gather_s,
+        publish_s=mean(f"{SYNC}seconds"),
+        pause_s=mean(f"{SYNC}apply_s"),
+        flat_share=mean("reward/flat_groups_ratio") if config.algorithm.flat_groups_are_left_out else 0.0,
+    )
 
 
 def _groups(journal: Path) -> Iterator[Group]:
@@ -127,34 +141,6 @@ def _groups(journal: Path) -> Iterator[Group]:
         group = reader.read(place)
         if isinstance(group, Group):
             yield group
-
-
-def measured(name: str, config: Config, steps: Sequence[Row], groups: Sequence[Group] = ()) -> Measured:
-    """From rows of metrics.jsonl, and groups where there are any."""
-
-    def values(key: str) -> list[float]:
-        return [row[key] for row in steps if row.get(key) is not None]
-
-    def mean(key: str) -> float:
-        return statistics.fmean(values(key) or [0.0])
-
-    step_s, gather_s = _step_s(steps), mean(f"{SYNC}gather_s")
-    idle = [row["rollout/idle_ratio"] for row in steps if row.get("rollout/idle_ratio") is not None]
-    return Measured(
-        name=name,
-        config=config,
-        workload=_workload(config, steps, groups),
-        step_s=step_s,
-        train_s=mean("timing_s/update_actor"),
-        busy_s=(1 - statistics.fmean(idle)) * step_s if idle else None,
-        group_s=statistics.fmean(group.generate_s for group in groups) if groups else None,
-        update_fit=_update_fit(config, steps),
-        commit_s=max(0.0, mean("timing_s/param_sync") - gather_s),
-        record_s=max(0.0, statistics.fmean(_between(steps) or [0.0])) + gather_s,
-        publish_s=mean("weight_sync/seconds"),
-        pause_s=mean(f"{SYNC}apply_s"),
-        flat_share=mean("reward/flat_groups_ratio") if config.algorithm.flat_groups_are_left_out else 0.0,
-    )
 
 
 def _between(steps: Sequence[Row]) -> list[float]:
@@ -198,13 +184,10 @@ def _sampled(group: Group) -> NDArray[np.int64]:
 
 def _of_two(mean: float, longest: float, config: Config) -> Draw:
     """Lognormal lengths whose mean and expected longest of a step are as measured."""
-    n, cap = config.trajectories_per_step, config.rollout.max_new_tokens
-    quantile = statistics.NormalDist().inv_cdf(1 - 1 / (n + 1))
-    low, high = 0.0, 3.0
-    for _ in range(40):  # longest / mean of a lognormal: exp(z·sigma - sigma² / 2), which grows up to sigma = z
-        sigma = (low + high) / 2
-        low, high = (sigma, high) if np.exp(quantile * sigma - sigma**2 / 2) < longest / mean else (low, sigma)
-    return Lognormal(mean * float(np.exp(-(sigma**2) / 2)), sigma, cap)
+    z = statistics.NormalDist().inv_cdf(1 - 1 / (config.trajectories_per_step + 1))
+    # longest / mean of a lognormal is exp(z·sigma - sigma² / 2), which grows up to sigma = z
+    sigma = z - math.sqrt(max(0.0, z**2 - 2 * math.log(max(1.0, longest / mean))))
+    return Lognormal(mean * math.exp(-(sigma**2) / 2), sigma, config.rollout.max_new_tokens)
 
 
 def _update_fit(config: Config, steps: Sequence[Row]) -> tuple[float, float] | None:
@@ -221,7 +204,7 @@ def _update_fit(config: Config, steps: Sequence[Row]) -> tuple[float, float] | N
 # ---- a case of the benchmark --------------------------------------------------------------------------------
 
 
-def of_case(case: Mapping[str, Any], overrides: Sequence[str] = ()) -> Measured:
+def of_case(case: Mapping[str, Any]) -> Measured:
     """A result of `python -m scripts.bench pipeline`, whose lengths follow from its settings."""
     settings = case["settings"]
     split = str(case["config"]).partition("@")[2]
@@ -244,9 +227,8 @@ def of_case(case: Mapping[str, Any], overrides: Sequence[str] = ()) -> Measured:
         "data.train": "prompts.jsonl",
         "evaluation.every_steps": 0,
     }
-    config = loading.parse(
-        "reward: {function: exact}", f"case {case['config']}", [*(f"{k}={v}" for k, v in given.items()), *overrides]
-    )
+    overrides = [f"{key}={value}" for key, value in given.items()]
+    config = loading.parse("reward: {function: exact}", f"case {case['config']}", overrides)
     median, sigma, cap = settings["length_median"], settings["length_sigma"], settings["length_cap"]
     pause = case.get("pause_ms_p50")
     idle = case.get("rollout_idle")

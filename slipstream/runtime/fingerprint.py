@@ -29,13 +29,7 @@ TOKENIZER_PARTS = ("added_tokens", "normalizer", "pre_tokenizer", "post_processo
 NO_TEMPLATE = "none"
 
 
-class FingerprintError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-MODEL-01",
-    cause="A file of the model folder is missing or broken: config.json, the tokenizer or generation_config.json.",
-    mend="Copy or download the model folder again, whole; save the tokenizer into it.",
-):
+class FingerprintError(SlipstreamError, ValueError, code="SLIP-MODEL-01"):
     """A model folder cannot be used; the message names the file that is missing or broken."""
 
 

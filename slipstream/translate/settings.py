@@ -1,31 +1,21 @@
 """One setting of another framework, and the file that it stands in."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from configs.errors import ConfigError
+from slipstream.translate.names import TABLES
 
 Framework = str
 """One of slipstream.translate.names.FRAMEWORKS."""
 
 
-class Untranslatable(
-    ConfigError,
-    code="SLIP-CONFIG-14",
-    cause="The file is none of verl, slime, prime-rl or TRL, cannot be parsed, or starts no GRPO training there.",
-    mend="Give what starts the training there: docs/migration.md shows a file of each framework.",
-):
+class Untranslatable(ConfigError, code="SLIP-CONFIG-14"):
     """A file of another framework cannot be translated."""
 
 
-class Undecided(
-    ConfigError,
-    code="SLIP-CONFIG-15",
-    cause="A setting of the file has no value here of its own: the reward, the GPU split, a length in epochs, a"
-    " learning rate of another optimizer than AdamW.",
-    mend="Give each of the keys that are named with --set; nothing is chosen in their place.",
-):
+class Undecided(ConfigError, code="SLIP-CONFIG-15"):
     """Keys of a translation that the user has to give."""
 
 
@@ -34,28 +24,15 @@ class Section:
     """A part of a file with settings of another model, which are named as those of the policy are."""
 
     model: str
-    words: tuple[str, ...]
+    words: Sequence[str] = ()
     """Parts of names that mean that model alone."""
     switch: str = ""
     """What turns a model on that there is none of here; empty of a teacher: its section alone."""
 
 
-REWARD_WORDS = ("reward_model", "reward_manager", "reward_kwargs", "reward_fn_key", "overlong_buffer", "sandbox_fusion")
 SECTIONS: Mapping[Framework, Mapping[str, Section]] = {
-    "verl": {
-        "critic": Section("critic", ("critic", "cliprange_value")),
-        "reward_model": Section("reward model", (*REWARD_WORDS, "overlong_buffer_cfg")),
-        "reward.reward_model": Section("reward model", ("reward_model",)),
-        "actor_rollout_ref.ref": Section("reference model", ("ref",)),
-        "actor_rollout_ref.model.lora": Section("Megatron adapter", ("lora",), "actor_rollout_ref.model.lora.rank"),
-        "distillation": Section("teacher", ("distillation",), "distillation.enabled"),
-    },
-    "prime-rl": {
-        "orchestrator.eval": Section("evaluation", ("eval",)),
-        "orchestrator.teacher": Section("teacher", ()),
-        "orchestrator.teacher_model": Section("teacher", ()),
-        "teacher_inference": Section("teacher", ()),
-    },
+    framework: {start: Section(**section) for start, section in sections.items()}
+    for framework, sections in TABLES["sections"].items()
 }
 """By framework and beginning of the names."""
 

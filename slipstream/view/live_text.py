@@ -185,17 +185,21 @@ def last_evaluation(progress: Progress) -> str:
     return text if newest == first else f"{text}  (version {first}: {scores(progress.evaluations[first])})"
 
 
-def lag_text(progress: Progress) -> str:
-    """Lag of the last batch against the bound."""
-    row = progress.last
-    return f"mean {number(row.get(LAG_MEAN))}  max {number(row.get(LAG_MAX), 0)}  bound {progress.async_lag}"
-
-
-def speed_text(progress: Progress) -> str:
-    """Throughput of the last step, and how idle both sides were."""
+def facts(progress: Progress, status: Status) -> dict[str, str]:
+    """What the panel says beside step and reward, by its title; what there is nothing to say of is left out."""
     row = progress.last
     idle = f"learner {percent(row.get('trainer/idle_ratio'))}, rollout {percent(row.get('rollout/idle_ratio'))}"
-    return f"{count(row.get('perf/learner_tokens_per_s'))} tok/s   idle: {idle}"
+    counters = sorted((status.get("counters") or {}).items())
+    found = {
+        "evaluation": last_evaluation(progress),
+        "lag": f"mean {number(row.get(LAG_MEAN))}  max {number(row.get(LAG_MAX), 0)}  bound {progress.async_lag}",
+        "speed": f"{count(row.get('perf/learner_tokens_per_s'))} tok/s   idle: {idle}",
+        "groups": groups_text(status),
+        "waiting": waiting_text(status),
+        "split": split_text(progress),
+        "trouble": "  ".join(f"{name} {value}" for name, value in counters if value and name not in GOOD_COUNTERS),
+    }
+    return {name: text for name, text in found.items() if text}
 
 
 def split_text(progress: Progress) -> str:
@@ -236,15 +240,8 @@ def waiting_text(status: Status) -> str:
         return f"the run has ended: {status['ended']}"
     waits = [_wait(wait) for wait in status.get("waits") or []]
     if waits:
-        batch = status.get("waiting") or {}  # why the requested batch cannot be formed, beyond taking its time
-        obstacles = [str(batch["why"])] if batch.get("dropped") or batch.get("idle_servers") else []
-        return "; ".join(waits + obstacles)
-    missing = status.get("oldest_missing")
-    if not missing:
-        return "no process waits"
-    group = "/".join(str(part) for part in missing.get("group", ()))
-    where = f"at {missing['server']} for {duration(missing.get('age_s'))}" if missing.get("server") else "not leased"
-    return f"no process waits; the oldest missing group is {group}, {where}"
+        return "; ".join(waits)
+    return "no process waits"
 
 
 def _wait(wait: Mapping[str, Any]) -> str:
@@ -279,12 +276,6 @@ def _peer(progress: Progress, peer: Mapping[str, Any]) -> tuple[str, ...]:
         count(gauges.get("tokens_per_s")),
         percent(idle),
     )
-
-
-def trouble_text(status: Status) -> str:
-    """Counters that a healthy run leaves at 0, such as dropped groups."""
-    counters = sorted((status.get("counters") or {}).items())
-    return "  ".join(f"{name} {value}" for name, value in counters if value and name not in GOOD_COUNTERS)
 
 
 def closing_line(progress: Progress) -> str:

@@ -39,6 +39,7 @@ EVENTS_SHOWN = 4
 NARROW = 100
 """Columns below which the panel leaves out what stands in WIDE, so that nothing is cut at 80."""
 WIDE = ("for", "heard", "leases", "groups")
+STYLES = {"waiting": "magenta", "split": "yellow", "warning": "red", "trouble": "red"}
 LINES_ABOVE = 20
 """Of the panel without peers."""
 
@@ -87,11 +88,6 @@ class LiveView:
             self._line(live_text.waiting_text(self.status))
         if self.mode == "rich" and (rows or self._live is None or now - self._drawn >= REDRAW_S):
             self._draw("")
-
-    def recall(self, rows: Sequence[Row]) -> None:
-        """Take rows of before, of which nothing is shown by themselves."""
-        for row in rows:
-            self.progress.add(row)
 
     def event(self, text: str) -> None:
         """Say something that happened beside the steps, such as a rollout server that died."""
@@ -178,7 +174,7 @@ class LiveView:
         )
 
     def _facts(self, *, over: bool) -> Table:
-        progress, status = self.progress, self.status
+        progress = self.progress
         steps = Table.grid(padding=(0, 2))
         eta = f"eta {live_text.duration(progress.eta_s())}" if progress.step < progress.total_steps else "done"
         bar = ProgressBar(
@@ -188,27 +184,18 @@ class LiveView:
         rewards = [row.get(live_text.REWARD) for row in progress.steps]
         reward = Text(live_text.number(rewards[-1] if rewards else None))
         reward.append(f"  {live_text.sparkline(rewards, max(10, min(60, self.console.width - 30)))}", style="green")
-        facts: dict[str, Table | Text] = {
-            "step": steps,
-            "reward": reward,
-            "evaluation": Text(live_text.last_evaluation(progress)),
-            "lag": Text(live_text.lag_text(progress)),
-            "speed": Text(live_text.speed_text(progress)),
-            "groups": Text(live_text.groups_text(status)),
-        }
-        if not over:
-            facts["waiting"] = Text(live_text.waiting_text(status), style="magenta")
-        if hint := live_text.split_text(self.progress):
-            facts["split"] = Text(hint, style="yellow")
+        facts = live_text.facts(progress, self.status)
+        if over:
+            del facts["waiting"]
         if found := CODE.search(self.warning):
-            facts["warning"] = Text(f"{self.warning}; slipstream explain {found[1]}", style="red")
-        if trouble := live_text.trouble_text(status):
-            facts["trouble"] = Text(trouble, style="red")
+            facts["warning"] = f"{self.warning}; slipstream explain {found[1]}"
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(ratio=1)
+        table.add_row("step", steps)
+        table.add_row("reward", reward)
         for name, fact in facts.items():
-            table.add_row(name, fact)
+            table.add_row(name, Text(fact, style=STYLES.get(name, "")))
         return table
 
 

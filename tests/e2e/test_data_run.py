@@ -8,7 +8,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-zstandard = pytest.importorskip("zstandard", reason="extra zstd is not installed")
 datasets = pytest.importorskip("datasets", reason="extra datasets is not installed")
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -28,7 +27,7 @@ class Mine:
 def written(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """20 rows of each form, and their weights: passes are short, so that several begin within few steps."""
     text = "".join(json.dumps(row) + "\n" for row in rows[:20])
-    (folder / "a.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
+    (folder / "a.jsonl").write_text(text)
     (folder / "b").mkdir()
     verl = [
         {"prompt": row["prompt"], "reward_model": {"ground_truth": row["answer"]}, "data_source": "b"} for row in rows
@@ -39,7 +38,7 @@ def written(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
     datasets.Dataset.from_list(slime).save_to_disk(str(folder / "c"))
     (folder / "mine.py").write_text(CLASS)
     (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[60:80]))
-    names = {"a": "a.jsonl.zst", "b": "b", "c": "c", "d": f"mine.py:Mine?file={folder}/d.jsonl"}
+    names = {"a": "a.jsonl", "b": "b", "c": "c", "d": f"mine.py:Mine?file={folder}/d.jsonl"}
     return {name: {"path": f"{folder}/{value}", "weight": 1 + (name == "b")} for name, value in names.items()}
 
 

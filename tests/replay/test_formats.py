@@ -1,11 +1,7 @@
 """Every form of data gives the rows of its file, at any size; what was written to a file since is noticed."""
 
-import json
 import os
-import socket
-import subprocess
 import sys
-import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,18 +12,10 @@ import pytest
 from pyarrow import parquet
 
 from replay.data import DataError, PromptSource, load_rows, read_rows
-from replay.data.formats import columns, jsonl
 from tests.replay.test_prompts import CONVENTIONS
 from tests.replay.test_prompts import jsonl as write_jsonl
 
-zstandard = pytest.importorskip("zstandard", reason="extra zstd is not installed")
 RAW = [{"prompt": f"é{n}", "answer": n, "extra_info": {"n": [n, None]}} for n in range(300)]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "slipstream" / "data"
 
 
 @pytest.fixture(params=["small", "large"])
@@ -39,8 +27,8 @@ def _size(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 def make_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.data.formats.WHOLE_BYTES", 0)
-    monkeypatch.setattr(jsonl, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(columns, "ROWS_PER_BATCH", 7)
+    monkeypatch.setattr("replay.data.formats.arrow.WHOLE_ROWS", 0)
+    monkeypatch.setattr("replay.data.formats.arrow.ROWS_PER_BATCH", 7)
 
 
 def one_jsonl(folder: Path, rows: list[dict[str, Any]]) -> str:
@@ -54,19 +42,12 @@ def one_parquet(folder: Path, rows: list[dict[str, Any]]) -> str:
     return str(folder / "rows.parquet")
 
 
-def one_zst(folder: Path, rows: list[dict[str, Any]]) -> str:
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (folder / "rows.jsonl.zst").write_bytes(zstandard.compress(text.encode()))
-    return str(folder / "rows.jsonl.zst")
-
-
 def shards(folder: Path, rows: list[dict[str, Any]]) -> str:
     (folder / "shards").mkdir(exist_ok=True)
     write_jsonl(folder / "shards", *rows[:100], name="a.jsonl")
     one_parquet(folder, rows[100:200])
     (folder / "rows.parquet").rename(folder / "shards" / "b.parquet")
-    one_zst(folder, rows[200:])
-    (folder / "rows.jsonl.zst").rename(folder / "shards" / "c.jsonl.zst")
+    write_jsonl(folder / "shards", *rows[200:], name="c.jsonl")
     return str(folder / "shards")
 
 
@@ -99,7 +80,7 @@ def own_class(folder: Path, rows: list[dict[str, Any]]) -> str:
 
 
 FORMS: list[Callable[[Path, list[dict[str, Any]]], str]] = [
-    one_jsonl, one_parquet, one_zst, shards, pattern, saved, split_of_saved, own_class,
+    one_jsonl, one_parquet, shards, pattern, saved, split_of_saved, own_class,
 ]  # fmt: skip
 
 
@@ -117,7 +98,7 @@ def test_each_form_gives_its_rows_by_number_and_in_order(tmp_path: Path, write: 
     assert again.fingerprint == rows.fingerprint and again[7] == rows[7]
 
 
-@pytest.mark.parametrize("write", [one_jsonl, one_parquet, one_zst, shards, saved])
+@pytest.mark.parametrize("write", [one_jsonl, one_parquet, shards, saved])
 @pytest.mark.usefixtures("_size")
 def test_a_changed_file_has_another_fingerprint_and_a_copied_one_the_same(tmp_path: Path, write: Any) -> None:
     """Also where size and time of the last change are those of before."""
@@ -136,48 +117,6 @@ def test_a_changed_file_has_another_fingerprint_and_a_copied_one_the_same(tmp_pa
     after = load_rows(given)
     assert after[250]["ground_truth"] == 251
     assert after.fingerprint != before.fingerprint
-
-
-def test_a_large_file_is_indexed_once_and_an_old_index_is_deleted(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_large(monkeypatch)
-    given = one_jsonl(tmp_path, RAW)
-    load_rows(given)
-    (entry,) = cache.iterdir()
-    monkeypatch.setattr(jsonl, "_index", lambda *_: pytest.fail("the file is read again"))
-    assert load_rows(given)[299]["ground_truth"] == 299
-    monkeypatch.undo()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    make_large(monkeypatch)
-    assert len(load_rows(one_jsonl(tmp_path, RAW[:200]))) == 200
-    assert [found.name == entry.name for found in cache.iterdir()] == [False]
-
-
-def packed(first: int, last: int) -> bytes:
-    return zstandard.compress("".join(json.dumps(row) + "\n" for row in RAW[first:last]).encode())
-
-
-@pytest.mark.usefixtures("_size")
-def test_a_zst_file_of_several_frames_is_read_to_its_end(tmp_path: Path) -> None:
-    """As `cat a.zst b.zst` and compressors with several threads write it; those put in frames of their own to skip."""
-    skipped = b"\x50\x2a\x4d\x18" + (3).to_bytes(4, "little") + b"xyz"
-    file = tmp_path / "rows.jsonl.zst"
-    file.write_bytes(packed(0, 100) + skipped + packed(100, 150) + packed(150, 300))
-    rows = load_rows(str(file))
-    assert [row["ground_truth"] for row in rows] == list(range(300))
-    assert rows[:] == list(read_rows(str(file)))
-
-
-@pytest.mark.parametrize("cut", ["a byte", "half"])
-def test_a_zst_file_that_was_cut_off_is_refused(tmp_path: Path, cut: str) -> None:
-    """Also where what is left holds whole rows alone."""
-    whole, half = packed(0, 300), packed(0, 150)
-    file = tmp_path / "rows.jsonl.zst"
-    file.write_bytes(whole[:-1] if cut == "a byte" else half + whole[: len(whole) // 2])
-    for read in (lambda: list(read_rows(str(file))), lambda: load_rows(str(file))):
-        with pytest.raises(DataError, match="ends in the middle of its data"):
-            read()
 
 
 def test_a_saved_dataset_that_is_written_over_is_noticed(tmp_path: Path) -> None:
@@ -201,30 +140,6 @@ def test_what_would_lose_a_value_is_refused(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.table({"prompt": pyarrow.array([], pyarrow.string())}), tmp_path / "empty.parquet")
     with pytest.raises(DataError, match="has no rows"):
         load_rows(tmp_path / "empty.parquet")
-
-
-def test_what_a_killed_process_was_making_is_deleted(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_large(monkeypatch)
-    cache.mkdir(parents=True)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    host = socket.gethostname()
-    dead, alive, elsewhere = (
-        cache / f"making-{name}-x_1" for name in (f"{host}-{ended.pid}", f"{host}-{os.getpid()}", "other-host-1")
-    )
-    for folder in (dead, alive, elsewhere):
-        folder.mkdir()
-    load_rows(one_jsonl(tmp_path, RAW))
-    assert [folder.exists() for folder in (dead, alive, elsewhere)] == [False, True, True]
-
-
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_large(monkeypatch)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"data\.cache: .*cannot be written"):
-        load_rows(one_jsonl(tmp_path, RAW), cache=tmp_path / "file" / "cache")
 
 
 def test_broken_rows_of_a_large_file_wait_for_their_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,8 +206,8 @@ def test_tasks_of_a_taskset_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         ("rows.jsonl?seed=1", "files take no option but suffix; leave out seed"),
         ("none.jsonl", "no such file"),
         ("part-*.jsonl", "no file is named like that"),
-        ("empty", "is a folder without a file that ends in .jsonl, .jsonl.zst, .parquet"),
-        ("broken.jsonl.zst", "not readable as zstd"),
+        ("empty", "is a folder without a file that ends in .jsonl, .parquet"),
+        ("packed.jsonl.zst", "is compressed; unpack it"),
         ("splits?split=tast", "has no split 'tast'; add ?split= with one of train, held"),
         ("splits?splat=held", "unknown option 'splat'"),
         ("mine.py:Other", "has no class 'Other'; it has Mine"),
@@ -312,7 +227,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
         pytest.importorskip("reasoning_gym", reason="extra reasoning-gym is not installed")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
-    (tmp_path / "broken.jsonl.zst").write_bytes(b"no zstd")
+    (tmp_path / "packed.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     (tmp_path / "raises.py").write_text("1 / 0")
     one_jsonl(tmp_path, RAW[:2])
     own_class(tmp_path, RAW[:2])
@@ -338,21 +253,3 @@ def test_generated_rows_follow_from_seed_and_number() -> None:
     assert rows.fingerprint == load_rows(given).fingerprint != other.fingerprint
     source = PromptSource(rows, shuffle=True, seed=0)
     assert [source.next()[:2] for _ in range(3)] == [(0, 0), (0, 1), (0, 2)]
-
-
-@pytest.mark.parametrize("write", [one_jsonl, one_parquet])
-def test_what_is_held_does_not_grow_with_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Any) -> None:
-    """An index or an order in memory would be 240 kB each."""
-    make_large(monkeypatch)
-    monkeypatch.setattr(columns, "ROWS_PER_BATCH", 4096)
-    monkeypatch.setattr("replay.data.dataset.SAMPLED", 64)
-    monkeypatch.setattr("replay.data.order.SORTED_ROWS", 1000)
-    given = write(tmp_path, [{"prompt": "x", "answer": 1}] * 30_000)
-    load_rows(given)  # imports and the index
-    arrow = pyarrow.total_allocated_bytes()
-    tracemalloc.start()
-    source = PromptSource(load_rows(given), shuffle=True, seed=0)
-    assert len({source.next()[1] for _ in range(500)}) == 500
-    held, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert held < 120_000 and pyarrow.total_allocated_bytes() - arrow < 200_000

@@ -44,12 +44,6 @@ def test_only_this_user_may_read(folder: Path) -> None:
     assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
 
 
-def test_one_key_for_all_other_nodes_unless_they_are_named(tmp_path: Path) -> None:
-    assert command(tmp_path / "deep" / "keys") == 0
-    assert sorted(load_keys(tmp_path / "deep" / "keys").clients.values()) == ["learner", "nodes"]
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["keys"], "no half-made folder is left"
-
-
 def test_nothing_is_overwritten_unless_it_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = load_keys(folder)
     assert command(folder) == 2
@@ -139,11 +133,6 @@ def test_a_server_that_would_admit_nobody_is_refused(folder: Path) -> None:
         load_keys(folder).serving_secret()
 
 
-def named(folder: Path, name: str) -> list[bytes]:
-    """Public keys that are admitted under a name."""
-    return [public for public, client in load_keys(folder).clients.items() if client == name]
-
-
 def test_a_client_is_added_and_removed(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = load_keys(folder)
     assert command(folder, "--add", "node3") == 0
@@ -153,50 +142,14 @@ def test_a_client_is_added_and_removed(folder: Path, tmp_path: Path, capsys: pyt
     assert before.clients.items() <= after.clients.items() and after.server_secret == before.server_secret
     assert stat.S_IMODE((folder / "clients" / "node3.key_secret").stat().st_mode) == 0o600
     assert command(folder, "--export-node", "node3", "--to", str(tmp_path / "node3")) == 0
-    assert command(folder, "--rotate", "node3") == command(folder, "--remove", "node3") == 0
+    assert command(folder, "--remove", "node3") == 0
     assert load_keys(folder) == before and not [path for path in files(folder) if "node3" in path]
     assert all(not path.name.startswith(".") for path in folder.rglob("*")), "no half-made folder is left"
 
 
-def test_a_rotated_client_has_two_keys_until_the_old_one_is_removed(folder: Path, tmp_path: Path) -> None:
-    (old,) = named(folder, "node1")
-    assert command(folder, "--rotate", "node1") == 0
-    (new,) = {*named(folder, "node1")} - {old}
-    assert named(folder, "node1") == [new, old]
-    assert command(folder, "--export-node", "node1", "--to", str(tmp_path / "node1")) == 0
-    assert load_keys(tmp_path / "node1").client_public == new, "the node is given the new one"
-    assert command(folder, "--remove-old", "node1") == 0
-    assert named(folder, "node1") == [new]
-
-
-def test_the_learners_own_key_is_rotated_in_place(folder: Path) -> None:
-    before = load_keys(folder)
-    assert command(folder, "--rotate", "learner") == 0
-    after = load_keys(folder)
-    assert after.client_public != before.client_public
-    assert after.clients[before.client_public] == after.clients[after.client_public] == "learner"
-
-
-def test_a_rotated_server_has_one_new_key(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = load_keys(folder)
-    assert command(folder, "--rotate", "server") == 0
-    after = load_keys(folder)
-    assert zmq.curve_public(after.serving_secret()) == after.server_public != before.server_public
-    assert after.clients == before.clients
-    assert "copy it to every node, and start the run again" in capsys.readouterr().out
-
-
-def test_a_rotation_of_the_server_that_was_cut_off_is_done_again(folder: Path) -> None:
-    mixed(folder)
-    with pytest.raises(KeysError, match="not of one pair"):
-        load_keys(folder)
-    assert command(folder, "--rotate", "server") == 0
-    load_keys(folder)
-
-
 A_NODE = "keys are changed in the folder of the learner's node"
 CHANGES: dict[str, tuple[list[str], Callable[[Path], object], str]] = {
-    "twice": (["--add", "node1"], lambda f: None, "has that key; --rotate node1 replaces it"),
+    "twice": (["--add", "node1"], lambda f: None, "has that key; --remove node1 first"),
     "not a key": (
         ["--force"],
         lambda f: (f / "thesis.txt").write_text("mine"),
@@ -206,15 +159,7 @@ CHANGES: dict[str, tuple[list[str], Callable[[Path], object], str]] = {
     "no name": (["--add", "../x"], lambda f: None, "a name consists of letters"),
     "unknown": (["--remove", "node9"], lambda f: None, "holds no such key; there are learner, node1, node2"),
     "the learner": (["--remove", "learner"], lambda f: None, "the learner's node itself connects with it"),
-    "unknown rotation": (["--rotate", "node9"], lambda f: None, "holds no such key"),
-    "second rotation": (
-        ["--rotate", "node1"],
-        lambda f: make_keys.rotate(f, "node1"),
-        "node1.key_old is still valid; end that rotation first with --remove-old node1",
-    ),
-    "no rotation": (["--remove-old", "node1"], lambda f: None, "so no rotation is under way"),
     "a node's folder": (["--add", "node3"], lambda f: (f / "server.key_secret").unlink(), A_NODE),
-    "a node's server": (["--rotate", "server"], lambda f: (f / "server.key_secret").unlink(), A_NODE),
 }
 
 
@@ -230,11 +175,6 @@ def test_changes_that_make_no_sense_change_nothing(
     assert says in capsys.readouterr().err
     assert {path: (folder / path).read_bytes() for path in files(folder)} == before
     assert list(folder.parent.iterdir()) == [folder]
-
-
-def test_one_change_at_a_time(folder: Path) -> None:
-    with pytest.raises(SystemExit):
-        command(folder, "--add", "node3", "--remove", "node1")
 
 
 def test_a_node_serves_with_its_own_key_and_finds_that_of_another(folder: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Several datasets, curricula and orders without an array: exact shares, exact coverage, exact resume."""
+"""Several datasets, and curricula: exact shares, exact coverage, exact resume."""
 
 import base64
 import json
@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay.data import DataError, Part, PromptSource, Rows, load_rows
 from replay.data import order as orders
-from replay.data.order import WINDOW, ByLevel, Scattered
 from tests.replay.simulation.world import rows as rows_of
 from tests.replay.test_prompts import jsonl
 
@@ -34,25 +32,6 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
     """Through a snapshot and a checkpoint."""
     found: dict[str, Any] = json.loads(json.dumps(msgpack.unpackb(msgpack.packb(state))))
     return found
-
-
-@settings(max_examples=30)
-@given(size=st.integers(1, 1500), key=st.integers(0, 2**64 - 1))
-def test_a_scattered_order_has_every_row_once(size: int, key: int) -> None:
-    order = Scattered(size, key)
-    found = [order[offset] for offset in range(size)]
-    assert sorted(found) == list(range(size))
-    if size > 100:
-        assert found != sorted(found) and found != [Scattered(size, key ^ 1)[offset] for offset in range(size)]
-
-
-def test_a_scattered_order_never_changes() -> None:
-    # Pinned: a resumed run needs the same order from every later version of this code.
-    assert [Scattered(10, 7)[offset] for offset in range(10)] == [2, 1, 9, 0, 6, 4, 3, 8, 7, 5]
-    big = Scattered(10**7, 7)
-    assert [big[offset] for offset in (0, 1, 9_999_999)] == [1114619, 5136671, 3031631]
-    spread = np.array([big[offset] for offset in range(2000)])
-    assert abs(spread.mean() / 10**7 - 0.5) < 0.03 and abs(np.corrcoef(spread[1:], spread[:-1])[0, 1]) < 0.1
 
 
 @settings(max_examples=40)
@@ -121,15 +100,6 @@ def test_a_column_orders_every_pass_and_a_row_without_it_is_named() -> None:
         PromptSource(rows, shuffle=True, seed=0, curriculum="difficulty")
 
 
-def test_a_long_reading_of_a_column_says_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("replay.data.order.SHOWN_EVERY_S", -1.0)
-    with caplog.at_level("INFO", "replay.data.order"):
-        PromptSource(graded(3), shuffle=True, seed=0, curriculum="difficulty")
-    assert caplog.messages[1].endswith("sorting by 'difficulty': 1 of 3 rows read")
-
-
 def test_a_later_pass_begins_with_prompts_that_were_solved_sometimes() -> None:
     source = PromptSource(rows_of(6), shuffle=True, seed=0, curriculum="pass_rate")
     first = [source.next()[1] for _ in range(6)]
@@ -142,40 +112,6 @@ def test_a_later_pass_begins_with_prompts_that_were_solved_sometimes() -> None:
     assert set(third[:2]) == {1, 5} and third[2:4] == [3, 4] and set(third[4:]) == {0, 2}
 
 
-def test_the_level_follows_the_answers_and_resumes() -> None:
-    def order() -> ByLevel:
-        return ByLevel(seed=0, first=1, num_levels=4)
-
-    followed, drawn = order(), 0
-    levels = []
-    for rate in (1.0, 1.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0):
-        for _ in range(WINDOW):
-            followed.scored(drawn, rate, drawn + 1)
-            drawn += 1
-        levels.append(followed.level)
-        resumed = order()
-        resumed.restore(plain(followed.state()))
-        assert [resumed.level_of(n) for n in range(drawn)] == [followed.level_of(n) for n in range(drawn)]
-    assert levels == [2, 3, 3, 3, 2, 1, 0, 0]
-    assert [followed.level_of(n * WINDOW) for n in range(9)] == [1, 2, 3, 3, 3, 2, 1, 0, 0]
-    followed.scored(0, 1.0, drawn)  # of a level that is over
-    assert followed.state()["window"] == [0.0, 0]
-
-
-def test_generated_rows_go_up_by_levels() -> None:
-    pytest.importorskip("reasoning_gym", reason="extra reasoning-gym is not installed")
-    source = PromptSource(load_rows("reasoning_gym:chain_sum?seed=1"), shuffle=True, seed=0, curriculum="pass_rate")
-    easy = source.next()
-    for _ in range(WINDOW):
-        source.scored(source.next()[1], 1.0)
-    hard = source.next()
-    assert [row["extra_info"]["reasoning_gym"]["level"] for _, _, row in (easy, hard)] == [0, 1]
-    assert source.measured() == {"prompts/level": 1.0} and source.row(easy[1]) == easy[2]
-    resumed = PromptSource(load_rows("reasoning_gym:chain_sum?seed=1"), shuffle=True, seed=0, curriculum="pass_rate")
-    resumed.restore(plain(source.state()))
-    assert resumed.row(hard[1]) == hard[2] and resumed.next() == source.next()
-
-
 @pytest.mark.parametrize(
     ("other", "named"),
     [
@@ -183,7 +119,6 @@ def test_generated_rows_go_up_by_levels() -> None:
         (mixed([5, 6], [1, 2], curriculum="difficulty"), "curriculum"),
         (mixed([6, 5], [1, 2]), "hash of the contents"),
         (mixed([5, 6], [1, 2], seed=4), "run.seed"),
-        (PromptSource(rows_of(11), shuffle=True, seed=3), "schema"),
     ],
 )
 def test_other_datasets_weights_and_curricula_are_refused(other: PromptSource, named: str) -> None:
@@ -211,17 +146,6 @@ def test_broken_pass_rates_change_nothing(rates: Any) -> None:
     assert source.state() == before
 
 
-@pytest.mark.parametrize(
-    "change", [{"since": []}, {"since": [0, 9]}, {"levels": [4]}, {"levels": [-1]}, {"since": [3]}, {"window": [1.0]}]
-)
-def test_broken_levels_change_nothing(change: dict[str, Any]) -> None:
-    order = ByLevel(seed=0, first=1, num_levels=4)
-    before = order.state()
-    with pytest.raises((IndexError, ValueError)):
-        order.restore(before | change)
-    assert order.state() == before
-
-
 def test_weights_are_all_or_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.train\.b: has no weight, and others have one"):
         PromptSource([Part("a", rows_of(2), 1.0), Part("b", rows_of(2))], shuffle=True, seed=0)
@@ -234,10 +158,7 @@ def test_weights_are_all_or_none(tmp_path: Path) -> None:
     assert drawn["chain_sum"] == 30 and isinstance(source.walks[1].rows, Rows)
     with pytest.raises(DataError, match="cannot be sorted"):
         PromptSource(sums, shuffle=True, seed=0, curriculum="difficulty")
-    with pytest.raises(DataError, match="max_terms follows from the level; leave it out"):
-        rows = load_rows("reasoning_gym:chain_sum?max_terms=7")
-        PromptSource(rows, shuffle=True, seed=0, curriculum="pass_rate")
-    with pytest.raises(DataError, match="needs rows that come again, or levels"):
+    with pytest.raises(DataError, match="never come again"):
         mine = jsonl(tmp_path, name="mine.py")
         mine.write_text("class Mine:\n    def __getitem__(self, n):\n        return {'prompt': str(n), 'answer': n}\n")
         PromptSource(load_rows(f"{mine}:Mine"), shuffle=True, seed=0, curriculum="pass_rate")

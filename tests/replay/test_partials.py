@@ -1,7 +1,7 @@
 """What replay keeps of running answers: what it takes and refuses, what a lease gets of it, how much it holds."""
 
 import re
-from dataclasses import replace
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from replay.messages import Renew
 from replay.state.leases import Slot
-from replay.state.partials import ANSWER_BYTES, TOKEN_BYTES, Partials, Told
+from replay.state.partials import ANSWER_BYTES, TOKEN_BYTES, Partials
 from replay.state.validation import Bounds
 
 N, MOST, VOCABULARY, NEWEST = 3, 10, 50, 7
@@ -19,14 +19,19 @@ BOUNDS = Bounds(NEWEST, VOCABULARY)
 GROUP = (0, 4)
 
 
-def told(answer: int, start: int, tokens: list[int], version: int = 3, finished: int = 0, **changes: Any) -> Told:
-    logprobs = -np.arange(start, start + len(tokens), dtype=np.float32) / 8
-    versions = np.full(len(tokens), version, np.int32)
-    return replace(Told(answer, start, np.array(tokens, np.int32), logprobs, versions, finished), **changes)
+def told(answer: int, start: int, tokens: list[int], version: int = 3, finished: int = 0, **changes: Any) -> Renew:
+    """Of the only lease of a message."""
+    arrays: dict[str, Any] = {
+        "token_ids": np.array(tokens, np.int32),
+        "logprobs": -np.arange(start, start + len(tokens), dtype=np.float32) / 8,
+        "versions": np.full(len(tokens), version, np.int32),
+    }
+    return Renew(leases=[], progress=[[0, answer, start, len(tokens), finished]], **arrays | changes)
 
 
-def note(partials: Partials, piece: Told, *, group: tuple[int, int] = GROUP, attempt: int = 1) -> str | None:
-    return partials.note(group, attempt, piece, 2, BOUNDS)
+def note(partials: Partials, piece: Renew, *, group: tuple[int, int] = GROUP, attempt: int = 1) -> str | None:
+    found = partials.take(piece, {0: Slot(group, {}, min_version=2, attempt=attempt)}, BOUNDS)
+    return found[0].partition(f"attempt {attempt}: ")[2] if found else None
 
 
 def tokens(partials: Partials, group: tuple[int, int] = GROUP, min_version: int = 0) -> list[list[int]]:
@@ -39,7 +44,7 @@ def tokens(partials: Partials, group: tuple[int, int] = GROUP, min_version: int 
 
 def begun() -> Partials:
     """Answers 0 and 1 have three tokens each, answer 2 has none."""
-    partials = Partials(N, MOST, 10**6)
+    partials = Partials(N, MOST, Counter(), 10**6)
     assert note(partials, told(0, 0, [5, 6])) is None
     assert note(partials, told(1, 0, [8, 9, 10])) is None
     assert note(partials, told(0, 2, [7], version=4)) is None
@@ -61,7 +66,7 @@ def test_what_is_told_adds_up_to_the_prefixes_of_the_next_lease() -> None:
     assert partials.prefix((9, 9), 0) == {}
 
 
-REFUSED: dict[str, tuple[Told, str]] = {
+REFUSED: dict[str, tuple[Renew, str]] = {
     "gap": (told(0, 4, [1]), "told from token 4 on, and 3 are here"),
     "again": (told(0, 2, [1]), "told from token 2 on, and 3 are here"),
     "too long": (told(0, 3, [1] * 8), r"11 tokens \(rollout\.max_new_tokens 10\)"),
@@ -123,27 +128,18 @@ def test_an_answer_with_a_token_that_is_too_old_starts_anew_as_a_whole() -> None
     assert note(partials, told(0, 3, [1], version=4)) is None and tokens(partials) == [[], [], []]
 
 
-@pytest.mark.parametrize(
-    "reason", ["expired", "server_lost", "aborted", "engine_error", "rejected", "reward_error", "x"]
-)
-def test_answers_that_may_be_why_the_lease_ended_are_not_gone_on_with(reason: str) -> None:
-    partials = begun()
-    partials.released(GROUP, reason)
-    kept = tokens(partials)[0] == [5, 6, 7]
-    assert kept == (reason in ("expired", "server_lost", "aborted"))
-
-
 def test_a_learner_that_goes_on_from_an_older_version_takes_newer_tokens_away() -> None:
     partials = begun()
-    assert partials.forget_newer(4) == 0
-    assert partials.forget_newer(3) == 1
+    partials.forget_newer(4)
+    assert tokens(partials) == [[5, 6, 7], [8, 9, 10], []]
+    partials.forget_newer(3)
     assert tokens(partials) == [[], [8, 9, 10], []]
     assert note(partials, told(0, 3, [1], version=4)) is None and tokens(partials)[0] == [], "nor is it added to"
 
 
 def test_the_groups_that_began_first_are_thrown_away_first() -> None:
     room = 3 * ANSWER_BYTES * N + 10 * TOKEN_BYTES
-    partials = Partials(N, MOST, room)
+    partials = Partials(N, MOST, Counter(), room)
     for index in range(3):
         assert note(partials, told(0, 0, [index] * 3), group=(0, index)) is None
     assert note(partials, told(1, 0, [9] * 2), group=(0, 0)) is None
@@ -165,7 +161,7 @@ OPERATIONS = st.lists(
 def test_memory_is_bounded_and_counted_right(operations: list[tuple[int, int, int, int, bool]]) -> None:
     groups = 6
     most = groups * N * ANSWER_BYTES + 20 * TOKEN_BYTES
-    partials = Partials(N, MOST, most)
+    partials = Partials(N, MOST, Counter(), most)
     true: dict[tuple[int, int], list[int]] = {}
     for index, answer, count, start, forget in operations:
         group = (0, index)
@@ -215,7 +211,7 @@ MESSAGES: dict[str, tuple[list[list[int]], int, set[int], list[str], list[list[i
 @pytest.mark.parametrize("case", MESSAGES)
 def test_a_message_is_taken_apart_by_lease_and_answer_and_problems_cost_no_other(case: str) -> None:
     progress, count, held, said, of_a, of_b = MESSAGES[case]
-    partials = Partials(N, MOST)
+    partials = Partials(N, MOST, Counter())
     found = partials.take(renew(progress, count), {at: slot for at, slot in slots().items() if at in held}, BOUNDS)
     assert (found, tokens(partials, A), tokens(partials, B)) == (said, of_a, of_b)
 
@@ -234,7 +230,7 @@ MALFORMED: dict[str, tuple[Renew, str]] = {
 @pytest.mark.parametrize("case", MALFORMED)
 def test_a_message_that_does_not_fit_together_is_refused_whole(case: str) -> None:
     message, said = MALFORMED[case]
-    partials = Partials(N, MOST)
+    partials = Partials(N, MOST, Counter())
     (problem,) = partials.take(message, slots(), BOUNDS)
     assert problem.startswith(said)
     assert (partials.num_bytes, partials.counters["partials_refused"]) == (0, 1)

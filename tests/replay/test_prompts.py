@@ -2,11 +2,9 @@
 
 import functools
 import json
-import re
 import sys
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +17,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from replay.data import DataError, PromptSource, load_rows, read_rows
-from replay.data.formats import jsonl as jsonl_format
 from replay.data.rows import Place, plain
 from tests.replay.simulation.world import rows as rows_of
-from tests.support.waiting import until
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
 
@@ -175,25 +171,6 @@ def test_a_file_that_is_changed_is_named_and_one_in_its_place_does_not_matter(tm
     assert rows[2]["prompt"] == "2xx"
 
 
-def test_a_long_read_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.runtime.progress.EVERY_S", 0.02)
-    monkeypatch.setattr("replay.data.formats.WHOLE_BYTES", 0)
-    said: list[str] = []
-    path = many(tmp_path, 4, 10)
-    size = path.stat().st_size
-    lines = jsonl_format._lines
-
-    def slowly(file: Path) -> Iterator[tuple[int, int, bytes]]:
-        for line in lines(file):
-            yield line
-            until(lambda: said, "a line while it reads")
-
-    monkeypatch.setattr(jsonl_format, "_lines", slowly)
-    load_rows(path, said.append, cache=tmp_path / "cache")
-    assert re.match(rf"reading {path}: \S+ of {size / 1e9:.4g} GB \(\d+%\), \d+ s so far", said[0])
-    assert re.fullmatch(f"reading {path}: done after \\d+ s", said[-1])
-
-
 def test_missing_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a", "answer": "b"}]), path)
@@ -273,7 +250,7 @@ def test_restore_refuses_another_dataset(other: PromptSource, named: str) -> Non
     assert source.state() == before
 
 
-@pytest.mark.parametrize("change", [{"offset": 5}, {"offset": -1}, {"pass": -1}, {"pass": 0.5}, {"schema": 0}])
+@pytest.mark.parametrize("change", [{"schema": 1}, {"walks": [{"drawn": -1}]}])
 def test_restore_refuses_broken_state(change: dict[str, Any]) -> None:
     source = source_of(5)
     with pytest.raises(DataError, match="prompt state"):

@@ -8,7 +8,6 @@ import pytest
 from configs.loading import ConfigError, load
 from replay import messages as m
 from replay.data import DataError, Part, PromptSource, load_rows
-from replay.data.formats import jsonl as jsonl_format
 from replay.journal import JournalError
 from replay.service import Service
 from replay.state.apply import boot_fields
@@ -79,9 +78,8 @@ def test_another_weight_or_curriculum_is_refused() -> None:
 
 def large(folder: Path, monkeypatch: pytest.MonkeyPatch, *lines: Any) -> PromptSource:
     monkeypatch.setattr("replay.data.formats.WHOLE_BYTES", 0)
-    monkeypatch.setattr(jsonl_format, "WHOLE_BYTES", 0)
     monkeypatch.setattr("replay.data.dataset.SAMPLED", 2)
-    made = load_rows(jsonl(folder, *lines), cache=folder / "cache")
+    made = load_rows(jsonl(folder, *lines))
     return PromptSource(made, shuffle=False, seed=0)
 
 
@@ -95,7 +93,7 @@ def test_a_broken_row_is_left_out_counted_and_named(tmp_path: Path, monkeypatch:
     assert made.report.batch_stats()["prompts/left_out/broken_row"] == 2.0
     assert made.report.batch_stats()["prompts/data_loading_s"] > 0
     other = served(made.journal.crash(None), data)  # type: ignore[attr-defined]
-    data.restore(data.state() | {"offset": 0} | ({"walks": [{"drawn": 0}]}))
+    data.restore(data.state() | {"walks": [{"drawn": 0}]})
     other.restore(list(other.journal.records), 100.0)  # type: ignore[attr-defined]
     assert comparable(other) == comparable(made)
 
@@ -106,10 +104,9 @@ def test_skipped_rows_keep_their_numbers_and_are_never_leased(
 ) -> None:
     if is_large:
         monkeypatch.setattr("replay.data.formats.WHOLE_BYTES", 0)
-        monkeypatch.setattr(jsonl_format, "WHOLE_BYTES", 0)
     lines: list[Any] = [{"prompt": f"p{n}", "answer": n} for n in range(12)]
     lines[0], lines[3], lines[4] = "{", {"prompt": 7}, {"answer": "no prompt"}
-    rows = load_rows(jsonl(tmp_path, *lines), cache=tmp_path / "cache", on_broken="skip")
+    rows = load_rows(jsonl(tmp_path, *lines), on_broken="skip")
     assert len(rows) == 12 and rows[5]["ground_truth"] == 5
     (said,) = [record.message for record in caplog.records if "cannot be used" in record.message]
     assert "3 of 12 rows" in said and all(f"row {number}" in said for number in (1, 4, 5))
@@ -119,7 +116,7 @@ def test_skipped_rows_keep_their_numbers_and_are_never_leased(
     again.restore(list(again.journal.records), 100.0)  # type: ignore[attr-defined]
     assert comparable(again) == comparable(made)
     with pytest.raises(DataError, match=r"none of its 2 rows can be used: row 1: .*row 2"):
-        load_rows(jsonl(tmp_path, "{", "["), cache=tmp_path / "cache", on_broken="skip")
+        load_rows(jsonl(tmp_path, "{", "["), on_broken="skip")
 
 
 def test_a_pass_of_broken_rows_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

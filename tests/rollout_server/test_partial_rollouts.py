@@ -1,6 +1,7 @@
 """Partial rollouts from server to server: a real engine, generator and server dies midway, another one goes on."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -104,7 +105,7 @@ async def pause_at(gate: Gate, server: RolloutServer, wire: Wire) -> None:
 
 async def told_before_it_died(config: Config, gate_at: Gates, median: int) -> Partials:
     """What replay knows of a group when its first server dies after STEP + 1 tokens of each answer."""
-    partials = Partials(GROUP, CAP)
+    partials = Partials(GROUP, CAP, Counter())
     slot = Slot(GROUP_ID, PROMPT, min_version=0, state=SlotState.LEASED, attempt=1)
     gate = gate_at(STEP)
     async with server_of(config, median) as (server, wire):
@@ -163,7 +164,7 @@ async def test_answers_that_wait_for_their_rewards_are_told_whole(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has forgotten them by then."""
-    partials, released = Partials(GROUP, CAP), asyncio.Event()
+    partials, released = Partials(GROUP, CAP, Counter()), asyncio.Event()
     slot = Slot(GROUP_ID, PROMPT, min_version=0, state=SlotState.LEASED, attempt=1)
     async with server_of(config_of(folders[0], GROUP, CAP, partial_rollouts=True)) as (server, wire):
         score = server.generator.rewards.score
@@ -267,7 +268,7 @@ def test_whatever_grows_replay_ends_up_with_it(
 ) -> None:
     """Through Renews of at most `most` tokens, and a restart of replay in between."""
     source, reports = Growing(3), ProgressReports(GROUP, partial_rollouts=True, max_tokens=most)
-    partials, bounds = Partials(GROUP, 10**6), Bounds(9, None)
+    partials, bounds = Partials(GROUP, 10**6, Counter()), Bounds(9, None)
     slots = {i: Slot((0, i), {}, min_version=0, attempt=1) for i in range(3)}
     keys = [((0, i, 1), f"{i}") for i in range(3)]
     number, silent = 0, 0
@@ -276,7 +277,7 @@ def test_whatever_grows_replay_ends_up_with_it(
         for grown in rounds[number] if number < len(rounds) else []:
             source.grow(*grown)
         if number == restart_at:
-            partials = Partials(GROUP, 10**6)
+            partials = Partials(GROUP, 10**6, Counter())
             reports.begin_again()
         renew = reports.renew(keys, {"1": 7}, source)
         assert renew.leases == [[0, 0, 1, 0], [0, 1, 1, 7], [0, 2, 1, 0]]

@@ -1,6 +1,5 @@
 """Reward functions: the built-in ones, user code and its signatures, its results, and what a pool believes of them."""
 
-import asyncio
 import contextlib
 import subprocess
 import sys
@@ -18,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_server.tasks.rewards import RewardError, Sample
-from rollout_server.tasks.rewards.built_in.exact import reward as exact
 from rollout_server.tasks.rewards.built_in.numeric import final_number
 from rollout_server.tasks.rewards.built_in.numeric import reward as numeric
-from rollout_server.tasks.rewards.judging import NotAReward, Verdict, judge, reward_of
+from rollout_server.tasks.rewards.built_in.texts import exact
 from rollout_server.tasks.rewards.loading import adapt, load_function
-from rollout_server.tasks.rewards.protocol import REPLY_LIMITS, read_answer, read_verdicts
+from rollout_server.tasks.rewards.process import REPLY_LIMITS, read_answer, read_verdicts
+from rollout_server.tasks.rewards.worker import Judge, NotAReward, Part, Verdict, reward_of
 from rollout_server.tasks.workers.frames import pack, unpack
 from tests.rollout_server.reward_runs import sample
 from tests.support.runs import ROOT
@@ -42,7 +41,7 @@ def test_a_neighbour_of_a_reward_file_hides_no_package_of_ours(tmp_path: Path) -
 
 def judged(function: Callable[..., Any], samples: list[Sample]) -> list[Verdict]:
     verdicts: list[Verdict] = []
-    judge(adapt(function, "f"), samples, verdicts.extend)
+    Judge([Part("", 1.0, adapt(function, "f"))]).judge(samples, verdicts.extend)
     return verdicts
 
 
@@ -136,21 +135,6 @@ def test_no_answer_buys_time(text: str) -> None:
     start = time.process_time()
     final_number(text)
     assert time.process_time() - start < 1.0
-
-
-def test_own_signature_sync_and_async() -> None:
-    def sync(sample: Sample, weight: float = 2.0) -> float:
-        return weight * sample["num_tokens"]
-
-    async def later(sample: Sample) -> dict[str, float]:
-        await asyncio.sleep(0)
-        return {"reward": 1.0}
-
-    function = adapt(sync, "f")
-    assert (function.convention, function.is_async, function.call(sample())) == ("sample", False, 6.0)
-    function = adapt(later, "f")
-    assert (function.convention, function.is_async) == ("sample", True)
-    assert asyncio.run(function.call(sample())) == {"reward": 1.0}
 
 
 def test_verl_signature() -> None:

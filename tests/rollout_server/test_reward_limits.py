@@ -22,8 +22,7 @@ import pytest
 from configs.data import Reward
 from rollout_server.tasks.rewards import RewardError
 from rollout_server.tasks.rewards.process import RewardProcess
-from rollout_server.tasks.rewards.protocol import MAX_ERROR_CHARS
-from rollout_server.tasks.workers.frames import pack
+from rollout_server.tasks.workers.frames import MAX_ERROR_CHARS, pack
 from rollout_server.tasks.workers.process import MAX_LOGGED_LINES, without_secrets
 from tests.rollout_server.reward_runs import alive, check_culprits, pool_of, runs, sample, score
 from tests.support.waiting import eventually
@@ -186,13 +185,6 @@ def test_the_built_in_rewards_run_nothing_that_an_answer_says(function: str, tmp
     outcomes = score(function, *texts, "os.system('true')", "9**9**9", "42", memory_bytes=64 * 1024**2)
     assert all(outcome.error is None for outcome in outcomes) and not planted.exists()
     assert [outcome.score for outcome in outcomes[-2:]] == [0.0, 1.0]
-
-
-def test_scores_come_in_order_with_metrics(grader: str) -> None:
-    outcomes = score(f"{grader}:grade", *[f"score {i}" for i in range(150)], workers=2)
-    assert [outcome.score for outcome in outcomes] == [float(i) for i in range(150)]
-    assert all(outcome.error is None and 0 <= outcome.seconds < 1 for outcome in outcomes)
-    assert float(os.getpid()) not in {outcome.metrics["pid"] for outcome in outcomes}
 
 
 def line_of(text: str) -> int:

@@ -5,17 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from configs.data import Reward
 from rollout_server.tasks.rewards import RewardError, RewardOutcome, added
-from rollout_server.tasks.rewards.built_in.form import reward as form
-from rollout_server.tasks.rewards.built_in.length import reward as length
-from rollout_server.tasks.rewards.built_in.pattern import reward as pattern
+from rollout_server.tasks.rewards.built_in.texts import form, length, pattern
 from rollout_server.tasks.rewards.loading import adapt
-from rollout_server.tasks.rewards.process import order_of
-from rollout_server.tasks.rewards.weighted import load_parts
 from tests.rollout_server.reward_runs import sample, score
 
 OWN = """
@@ -96,23 +89,6 @@ def test_options_reach_functions_of_every_convention_and_unknown_ones_are_refuse
     assert function.call([sample()]) == [9.0], "an option counts, whatever columns the rows have"
 
 
-@given(weights=st.lists(st.floats(-5, 5), min_size=2, max_size=3), text=st.text(max_size=8))
-def test_the_sum_is_that_of_its_parts(weights: list[float], text: str) -> None:
-    names = [{"exact": {}}, {"length": {"max_tokens": 1, "buffer": 4}}, {"regex": {"pattern": "4."}}][: len(weights)]
-    if not any(weights):
-        return
-    reward = Reward(
-        function={
-            name: one | {"weight": w} for part, w in zip(names, weights, strict=True) for name, one in part.items()
-        }
-    )
-    found = load_parts(order_of(reward)).call(sample(text))
-    parts = [load_parts([("", part.spec, 1.0, part.options)]).call(sample(text)) for part in reward.parts]
-    scores = [part["score"] if isinstance(part, dict) else part for part in parts]
-    assert found["score"] == pytest.approx(sum(w * one for w, one in zip(weights, scores, strict=True)))
-    assert [found[part.label] for part in reward.parts] == scores
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -147,7 +123,7 @@ def test_regex_finds_or_compares_and_gives_up_in_time(monkeypatch: pytest.Monkey
     assert pattern(sample("is 42, no: 41."), r"(?P<answer>\d+)\.?")["score"] == 0.0
     with pytest.raises(ValueError, match="ground_truth is None"):
         pattern(sample("1", None), r"(?P<answer>\d+)")
-    monkeypatch.setattr("rollout_server.tasks.rewards.built_in.pattern.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("rollout_server.tasks.rewards.built_in.texts.TIMEOUT_S", 0.1)
     assert pattern(sample("a" * 5000), r"(a|aa)+$(?<!a)") == {"score": 0.0, "gave_up": 1.0}
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from configs.loading import load
 from replay.data import load_rows
 from rollout_server.generate import Generator, LeaseFailed
-from rollout_server.tasks.rewards.built_in.exact import reward as exact
+from rollout_server.tasks.rewards.built_in.texts import exact
 from rollout_server.tasks.task import PromptTooLong, Task, TaskError
 from slipstream.runtime.fingerprint import model_fingerprint
 

@@ -59,7 +59,7 @@ def test_a_peer_that_starts_anew_goes_on_above_its_old_numbers() -> None:
 def test_an_identity_belongs_to_the_first_key_that_used_it() -> None:
     admission = Admission()
     peer = admission.bind("learner-0.ab", "learner/0123", b"a")
-    assert admission.bind("learner-0.ab", "learner/4567", b"b") is peer, "another key of the same name: a rotation"
+    assert admission.bind("learner-0.ab", "learner/4567", b"b") is peer, "another key of the same name"
     assert (peer.user, peer.route) == ("learner/4567", b"b"), "what is sent to it takes the connection it has now"
     for identity in ("learner-0.ab", "learner-0.ab/beat"):
         with pytest.raises(WireError, match=r"'learner-0\.ab' belongs to key 'learner', this came with key 'node1'"):
@@ -308,17 +308,6 @@ def test_additions_and_removals_are_seen_and_named(folder: Path, caplog: pytest.
     lines = [record.getMessage() for record in caplog.records]
     for line, name, what in zip(lines, ("node2", "node1", "node2"), ("added", "removed", "removed"), strict=True):
         assert f"key {name}/" in line and f" was {what}" in line and str(folder / "clients") in line
-
-
-def test_both_keys_of_a_rotation_have_one_name_and_end_apart(folder: Path) -> None:
-    old = node(folder, "node1")
-    make_keys.rotate(folder, "node1")
-    new = node(folder, "node1")
-    who = Roster(load_keys(folder))
-    users = [who.user(public_of(keys), now=0.0) or "" for keys in (old, new)]
-    assert [name_of(user) for user in users] == ["node1", "node1"] and users[0] != users[1]
-    make_keys.remove_old(folder, "node1")
-    assert [who.admits(user, now=LOOK_S) for user in users] == [False, True]
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_text("nonsense"), lambda path: path.chmod(0o622)])

@@ -20,12 +20,6 @@ START = dashboard_runs.START
 FILE = "rollouts/step_3/rank_0.jsonl"
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture
 def folder(tmp_path):
     return dashboard_runs.write(tmp_path / "run")
@@ -170,8 +164,8 @@ def test_restarts_quarantines_and_the_end_are_counted(folder):
     assert [line["text"] for line in found["log"]] == ["it stops", "weights are not live"]
 
 
-def indexed(folder, *, keep=False):
-    index = Trajectories(folder, max_new_tokens=6, keep=keep)
+def indexed(folder):
+    index = Trajectories(folder, max_new_tokens=6)
     index.scan()
     assert index.wait(30)
     return index
@@ -185,6 +179,7 @@ def page(index, filters=None, *, kind="", problem="", sort="step", descending=Fa
 
 
 def test_filters_orders_and_pages(folder):
+    before = state_of(folder)
     index = indexed(folder)
     everything = page(index)
     assert (everything["total"], everything["found"], len(everything["rows"])) == (81, 81, 81)
@@ -202,6 +197,7 @@ def test_filters_orders_and_pages(folder):
     assert len(set(ids)) == 81  # equal rewards everywhere, and no line twice
     with pytest.raises(KeyError, match="none of"):
         page(index, sort="offset")
+    assert state_of(folder) == before
 
 
 def test_a_trajectory_has_its_numbers_and_turns(folder):
@@ -231,21 +227,6 @@ def test_a_trajectory_has_its_numbers_and_turns(folder):
 def test_an_id_that_no_page_gave_is_refused(folder, name):
     with pytest.raises(KeyError):
         indexed(folder).one(name)
-
-
-def test_the_index_is_kept_outside_the_run_and_used_again(folder, cache, monkeypatch):
-    before = state_of(folder)
-    first = page(indexed(folder, keep=True))
-    assert list(cache.rglob("*.npz")) and state_of(folder) == before
-    read = []
-    original = Trajectories._read
-    monkeypatch.setattr(Trajectories, "_read", lambda self, source: read.append(source.step) or original(self, source))
-    assert page(indexed(folder, keep=True))["found"] == first["found"] and read == []
-    path = folder / "rollouts" / "step_3" / "rank_0.jsonl"
-    path.write_text(path.read_text() + json.dumps(dashboard_runs.trajectory(3, 99)) + "\n")
-    assert page(indexed(folder, keep=True))["found"] == first["found"] + 1 and read == [3]
-    next(cache.rglob("*.npz")).write_bytes(b"no archive")
-    assert page(indexed(folder, keep=True))["found"] == first["found"] + 1
 
 
 def test_new_files_of_a_live_run_come_and_broken_lines_are_named(folder):

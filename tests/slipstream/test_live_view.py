@@ -23,7 +23,6 @@ ROLLOUT_0 |= {"gauges": {"idle_ratio": 0.31, "tokens_per_s": 6100.0}}
 STATUS: dict[str, Any] = {
     "version": 12,
     "groups": {"leased": 50, "buffered": 14, "taken": 64, "max": 128},
-    "oldest_missing": {"group": [0, 17], "server": "rollout-0", "age_s": 0.4},
     "waits": [{"who": "learner", "for": "batch 13 (group 0/17 at rollout-0)", "since_s": 0.4}],
     "peers": [
         {"name": "learner-0", "role": "learner", "activity": "", "silent_s": 0.2},
@@ -103,7 +102,6 @@ def test_a_step_made_once_more_replaces_the_old_line_of_the_run():
 LEARNER_WAITS = {"who": "learner", "for": "batch 5", "since_s": 24.0}
 SERVERS_WAIT = {"code": "room", "who": "rollout servers", "for": "room: 128 groups are in flight", "since_s": 0.0}
 REPLAY_WAITS = {"who": "replay", "for": "a rollout server", "since_s": 75.0}
-DROPPED = {"why": "0 of 64 groups", "dropped": {"no_template": 1203}}
 
 
 @pytest.mark.parametrize(
@@ -117,14 +115,7 @@ DROPPED = {"why": "0 of 64 groups", "dropped": {"no_template": 1203}}
             {"waits": [REPLAY_WAITS, LEARNER_WAITS]},
             "replay waits 1m15s for a rollout server; learner waits 24s for batch 5",
         ),
-        (STATUS | {"waits": []}, "no process waits; the oldest missing group is 0/17, at rollout-0 for 0.4s"),
-        (
-            {"oldest_missing": {"group": [1, 2], "server": None}},
-            "no process waits; the oldest missing group is 1/2, not leased",
-        ),
         (STATUS | {"ended": "all steps are done"}, "the run has ended: all steps are done"),
-        ({"waits": [LEARNER_WAITS], "waiting": {"why": "3 of 64", "dropped": {}}}, "learner waits 24s for batch 5"),
-        ({"waits": [LEARNER_WAITS], "waiting": DROPPED}, "learner waits 24s for batch 5; 0 of 64 groups"),
     ],
 )
 def test_what_is_waited_for(status, said):
@@ -237,8 +228,7 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("mode", ["plain", "rich"])
-@pytest.mark.parametrize("why", OUTPUTS)
+@pytest.mark.parametrize(("mode", "why"), [*(("plain", why) for why in OUTPUTS), ("rich", "Broken pipe")])
 def test_a_reader_that_goes_away_does_not_end_the_run(mode, why):
     reader, output = OUTPUTS[why]()
     command, pipes = [sys.executable, "-c", READER_GONE, mode], dict.fromkeys(("stdin", "stderr"), subprocess.PIPE)
@@ -250,8 +240,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(mode, why):
     assert f"the output was closed or is full ({why}); the run goes on without a live view" in errors
 
 
-@pytest.mark.parametrize("encoding", ["latin-1", "ascii:surrogateescape"])
-@pytest.mark.parametrize("mode", ["plain", "rich"])
+@pytest.mark.parametrize(("mode", "encoding"), [("plain", "latin-1"), ("rich", "ascii:surrogateescape")])
 def test_an_output_that_cannot_encode_a_dash_shows_the_rest(mode, encoding):
     command, variables = [sys.executable, "-c", READER_GONE, mode], {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run(command, input=b"go\n", capture_output=True, cwd=ROOT, env=variables, timeout=30)

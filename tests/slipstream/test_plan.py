@@ -11,10 +11,9 @@ from configs import loading
 from configs.base import ConfigError
 from slipstream.plan import __main__ as command
 from slipstream.plan import fitting, sources
-from slipstream.plan.advice import NODE, Effort, Plan, advise, plans, table, yaml_of
-from slipstream.plan.clock import Clock
+from slipstream.plan.advice import NODE, Split, advise, splits, with_lag, yaml_of
 from slipstream.plan.costs import Costs, Lognormal, Recorded, Workload
-from slipstream.plan.simulation import Engine, Fleet, Prediction, Sampled, SimulatedRun, with_lag
+from slipstream.plan.simulation import Clock, Engine, Sampled, SimulatedRun
 
 DATA = Path(__file__).parents[2] / "docs" / "benchmarks" / "data" / "2026-11-21-h200.json"
 LONG = Workload(Recorded(((100,) * 4,)), 10, "all of 100 tokens")
@@ -32,13 +31,10 @@ def config(*overrides):
     return loading.load("quickstart", [*sizes, "placement.device=cuda", *overrides])
 
 
-def predict(config, fleet, costs, workload, *, steps=16, alone=True):
-    """What a plan comes to; with `alone` also its rollouts without a learner, for eta."""
-    warmup = config.replay.async_lag + 3
-    whole = SimulatedRun(config, fleet, costs, workload).run(warmup, steps)
-    if not alone:
-        return Prediction(whole)
-    return Prediction(whole, SimulatedRun(config, fleet, costs, workload, trains=False).run(warmup, steps).step_s)
+def predict(config, split, costs, workload, *, steps=16, trains=True):
+    """What so many engines and ranks come to."""
+    run = SimulatedRun(config, *split, costs, workload, trains=trains)
+    return run.run(config.replay.async_lag + 3, steps)
 
 
 def recorded(name):
@@ -76,7 +72,7 @@ def test_time_passes_slower_where_both_sides_of_a_gpu_are_busy():
 @pytest.mark.parametrize("lag", [0, 1, 3])
 def test_the_lag_is_bounded_and_used(lag):
     costs = Costs(decode_step_s=0.01, decode_answer_s=1e-4, train_token_s=2e-4, publish_s=0.2)
-    outcome = predict(config(f"replay.async_lag={lag}"), Fleet(2, 1), costs, SPREAD, steps=10, alone=False).outcome
+    outcome = predict(config(f"replay.async_lag={lag}"), (2, 1), costs, SPREAD, steps=10)
     assert outcome.max_lag == lag
 
 
@@ -86,12 +82,14 @@ UPDATE = Costs(decode_step_s=0.01, decode_answer_s=0.0, train_token_s=0.6 / (8 *
 
 def test_a_step_is_half_of_the_slowest_answer_and_the_update():
     """docs/benchmarks/pipeline.md: at lag 1 two steps take L + T_train, where L is longer."""
-    predicted = predict(config(), Fleet(1, 1), UPDATE, LONG)
+    given = fitting.Fitted(UPDATE, LONG)
+    whole, apart = (Split(rollout=1, learner=1, lag=lag, tensor_parallel=1) for lag in (1, 0))
+    predicted, alone = advise(config(), given, [whole, apart])
     assert predicted.outcome.train_s == pytest.approx(0.6, rel=0.01)
     assert predicted.roll_s == pytest.approx(0.5, rel=0.03)
-    assert predicted.outcome.step_s == pytest.approx((1.0 + 0.6) / 2, rel=0.03)
+    assert predicted.step_s == pytest.approx((1.0 + 0.6) / 2, rel=0.03)
     assert predicted.eta == pytest.approx(0.6 / 0.8, rel=0.03)
-    outcome = predict(with_lag(config(), 0), Fleet(1, 1), UPDATE, LONG).outcome
+    outcome = alone.outcome
     assert outcome.step_s == pytest.approx(1.6, rel=0.03), "without lag nothing overlaps"
     assert outcome.rollout_idle + outcome.learner_idle == pytest.approx(1.0, abs=0.05)
 
@@ -101,7 +99,7 @@ def test_what_engine_and_learner_do_at_once_takes_twice_as_long():
     shared, steps = replace(UPDATE, sharing=2.0), {}
     for lag in (0, 3):
         for name, each in (("own", UPDATE), ("shared", shared)):
-            steps[lag, name] = predict(with_lag(config(), lag), Fleet(1, 1), each, LONG, alone=False).outcome
+            steps[lag, name] = predict(with_lag(config(), lag), (1, 1), each, LONG)
     assert steps[0, "shared"].step_s == pytest.approx(steps[0, "own"].step_s)
     assert steps[3, "shared"].train_wall_s == pytest.approx(1.2, rel=0.05)  # the update alone takes 0.6 s
     assert steps[3, "shared"].step_s == pytest.approx(steps[3, "own"].step_s + 0.6, rel=0.1)
@@ -118,11 +116,11 @@ RECORDED = [
 @pytest.mark.parametrize("known, others", RECORDED)
 def test_one_recorded_split_predicts_the_others(known, others):
     measured, took = recorded(known)
-    fitted = fitting.fit([measured])
+    fitted = fitting.fit(measured)
     for name in others:
         other, truth = recorded(f"case {name} running")
-        fleet = Fleet(other.engines, other.config.num_learner_ranks)
-        outcome = predict(other.config, fleet, fitted.costs, other.workload, steps=12, alone=False).outcome
+        fleet = (other.config.num_rollout_servers, other.config.num_learner_ranks)
+        outcome = predict(other.config, fleet, fitted.costs, other.workload, steps=12)
         assert outcome.step_s == pytest.approx(truth, rel=0.15), name
         assert (outcome.step_s < took) == (truth < took), name
 
@@ -132,8 +130,7 @@ def test_one_recorded_split_predicts_the_others(known, others):
 
 def rows(taken, costs=TRUTH, count=20):
     """Rows of metrics.jsonl as a run with these costs would write them, all steps alike, and what it came to."""
-    fleet = Fleet(taken.num_rollout_devices, taken.num_learner_ranks)
-    outcome = predict(taken, fleet, costs, ANSWERS, steps=8, alone=False).outcome
+    outcome = predict(taken, (taken.num_rollout_devices, taken.num_learner_ranks), costs, ANSWERS, steps=8)
     row = {
         "rollout/idle_ratio": outcome.rollout_idle,
         "timing_s/update_actor": outcome.train_wall_s,
@@ -164,13 +161,13 @@ def run_folder(folder, taken, made):
 )
 def test_a_run_folder_is_reproduced_and_says_what_another_plan_takes(tmp_path, settings, sharing, elsewhere):
     taken, costs = config(*settings), replace(TRUTH, sharing=sharing)
-    (measured,) = sources.read(run_folder(tmp_path / "run", taken, rows(taken, costs)[0]))
-    fitted = fitting.fit([measured], quick=True)
+    measured = sources.read(run_folder(tmp_path / "run", taken, rows(taken, costs)[0]))
+    fitted = fitting.fit(measured)
     assert fitted.costs.sharing == sharing
     for fleet, lag, error in elsewhere:
         there = with_lag(taken, lag)
-        truth = predict(there, Fleet(*fleet), costs, ANSWERS, steps=8, alone=False).outcome
-        found = predict(there, Fleet(*fleet), fitted.costs, measured.workload, steps=8, alone=False).outcome
+        truth = predict(there, fleet, costs, ANSWERS, steps=8)
+        found = predict(there, fleet, fitted.costs, measured.workload, steps=8)
         assert found.step_s == pytest.approx(truth.step_s, rel=error), (fleet, lag)
 
 
@@ -187,20 +184,20 @@ def test_what_cannot_be_planned_is_refused(tmp_path, settings, count, key):
     taken = config(*settings)
     folder = run_folder(tmp_path / "run", taken, rows(config(*SKEWED), count=count)[0])
     with pytest.raises(ConfigError, match=key):
-        sources.check(sources.read(folder)[0].config)
+        sources.check(sources.read(folder).config)
 
 
 # ---- the command ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", [Plan(rollout=6, learner=2, lag=2, tensor_parallel=2),
-                                  Plan(rollout=20, learner=12, lag=1, tensor_parallel=4)])  # fmt: skip
-def test_the_yaml_makes_this_plan(plan, tmp_path):
+@pytest.mark.parametrize("plan", [Split(rollout=6, learner=2, lag=2, tensor_parallel=2),
+                                  Split(rollout=20, learner=12, lag=1, tensor_parallel=4)])  # fmt: skip
+def test_the_yaml_makes_this_split(plan, tmp_path):
     file = tmp_path / "plan.yaml"
     tree = loading.read_yaml(loading.dump(config("weight_bus.backend=nccl", "network.insecure=true")))
     for section, keys in loading.read_yaml(yaml_of(config(), plan)).items():
         tree[section] |= keys
-    if plan.gpus > NODE:
+    if plan.rollout + plan.learner > NODE:
         tree["placement"]["split"] = None
     file.write_text(json.dumps(tree), encoding="utf-8")
     made = loading.load(str(file))
@@ -209,11 +206,11 @@ def test_the_yaml_makes_this_plan(plan, tmp_path):
 
 
 def test_every_split_of_a_node_and_whole_nodes_above():
-    assert [p.rollout for p in plans(8, 0.5, lags=[1], tps=[1])] == list(range(1, 8))
-    assert [p.rollout for p in plans(8, 0.5, lags=[1], tps=[2])] == [2, 4, 6]
-    many = list(plans(10_000, 0.75, lags=[1], tps=[1, 2]))
-    assert len(many) > 8 and all(p.rollout % NODE == 0 and p.gpus == 10_000 for p in many)
-    shared = list(plans(4, 0.5, lags=[0, 1], tps=[1, 2, 3], shared=True))
+    assert [p.rollout for p in splits(8, lags=[1], tps=[1])] == list(range(1, 8))
+    assert [p.rollout for p in splits(8, lags=[1], tps=[2])] == [2, 4, 6]
+    many = list(splits(10_000, lags=[1], tps=[1, 2]))
+    assert len(many) == 14 and all(p.rollout % NODE == 0 and p.rollout + p.learner == 10_000 for p in many)
+    shared = list(splits(4, lags=[0, 1], tps=[1, 2, 3], shared=True))
     assert [(p.rollout, p.learner, p.tensor_parallel, p.lag) for p in shared] == [
         (4, 4, 1, 0), (4, 4, 1, 1), (4, 4, 2, 0), (4, 4, 2, 1)
     ]  # fmt: skip
@@ -228,26 +225,24 @@ MODEL = {
 
 def test_what_does_not_fit_is_refused():
     fitted = fitting.Fitted(TRUTH, ANSWERS)
-    candidates = [Plan(rollout=8 - n, learner=n, lag=1, tensor_parallel=1) for n in (1, 4, 6)]
+    candidates = [Split(rollout=8 - n, learner=n, lag=1, tensor_parallel=1) for n in (1, 4)]
     taken = config("placement.gpu_gib=80")
-    found = {a.plan.learner: a for a in advise(taken, fitted, candidates, model=MODEL, effort=Effort(steps=2, etas=1))}
-    assert "GiB" in found[1].refused and found[1].prediction is None
-    etas = [found[4].prediction.eta, found[6].prediction.eta]
-    assert sorted(eta is None for eta in etas) == [False, True]  # of the fastest one alone, as in large runs
-    assert "–" in table(list(found.values()), None)
+    fits, refused = advise(taken, fitted, candidates, model=MODEL, steps=2)
+    assert (fits.split.learner, refused.split.learner) == (4, 1)
+    assert "GiB" in refused.refused and refused.outcome is None and fits.eta is not None
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     folder = run_folder(tmp_path / "run", config(*SKEWED), rows(config(*SKEWED))[0])
     out = tmp_path / "plans.json"
-    argv = [str(folder), "--splits", "3:1,2:2", "--lags", "1", "--steps", "4", "--out", str(out)]
+    argv = [str(folder), "--lags", "1", "--steps", "4", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["plan", *argv, "--cost", "publish_s=0.2"])
     assert command.main() == 0
     shown = capsys.readouterr().out
-    assert "publish_s" in shown and "--cost" in shown and 'split: "2:2"' in shown
-    assert json.loads(shown.splitlines()[-1])["plans"] == 2
+    assert "publish_s" in shown and "--cost" in shown and '  split: "' in shown
+    assert json.loads(shown.splitlines()[-1])["plans"] == 3
     written = json.loads(out.read_text(encoding="utf-8"))
-    assert written["constants"]["publish_s"] == 0.2 and len(written["plans"]) == 2
+    assert written["constants"]["publish_s"] == 0.2 and len(written["plans"]) == 3
     monkeypatch.setattr(sys, "argv", ["plan", *argv, "--cost", "speed=2"])
     assert command.main() == 2
     assert "--cost speed: there is no such constant" in capsys.readouterr().err

@@ -11,14 +11,15 @@ from configs.loading import dump
 from replay import keys as make_keys
 from replay.channel import load_keys
 from slipstream.runtime import ending
-from slipstream.view import status, top
+from slipstream.view import top
 from slipstream.view.dashboard.run import Run
 from tests.security import served_replay
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a run leaves: configuration, two steps, a log with a guard."""
+    monkeypatch.setattr(top, "ANSWER_S", 0.2)
     (tmp_path / "logs").mkdir()
     (tmp_path / "config.yaml").write_text(dump(load("quickstart", ["placement.device=cpu", "learner.total_steps=3"])))
     rows = [{"step": step, "time": 1000.0 + step, "critic/score/mean": step / 4} for step in (1, 2)]
@@ -75,7 +76,7 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
         top.watch(folder, view, once=True)
         said = capsys.readouterr().out.splitlines()
         assert "replay waits" in said[-2] and [line for line in said if line.startswith("step 1")] == []
-        assert status.main([str(run_dir)]) == 0
+        assert top.main(["--line", str(run_dir)]) == 0
         assert capsys.readouterr().out.startswith("version 0: replay waits")
         view = top.LiveView(folder.config, "plain")
         view.update(state, [])
@@ -89,11 +90,12 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (1, 1), (130, 0), (None, 1)])
-def test_status_says_in_one_line_how_a_run_ended(run_dir, capsys, code, exit_code):
+def test_status_says_in_one_line_how_a_run_ended(run_dir, monkeypatch, capsys, code, exit_code):
+    monkeypatch.setattr(top, "ask_replay", lambda *_: None)
     (run_dir / "logs" / "replay.log").write_text("replay ready at tcp://127.0.0.1:9\n")
     if code is not None:
         ending.write(run_dir, code, "run stopped: no room [SLIP-CONFIG-10]")
-    assert status.main([str(run_dir)]) == exit_code
+    assert top.main(["--line", str(run_dir)]) == exit_code
     (line,) = capsys.readouterr().out.splitlines()
     assert ("SLIP-CONFIG-10" in line) is (code is not None)
     assert top.main([str(run_dir), "--plain", "--once"]) == 0
@@ -106,5 +108,5 @@ def test_status_says_in_one_line_how_a_run_ended(run_dir, capsys, code, exit_cod
 
 
 def test_what_is_no_run_is_refused(tmp_path, capsys):
-    assert top.main([str(tmp_path)]) == status.main([str(tmp_path)]) == 2
+    assert top.main([str(tmp_path)]) == top.main(["--line", str(tmp_path)]) == 2
     assert "config.yaml is missing; name the folder of a run" in capsys.readouterr().err

@@ -1,13 +1,11 @@
 """`slipstream translate`: scripts and files of four frameworks; whole ones stand in docs/migration (its own test)."""
 
-from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from configs.loading import leaf_keys, load
+from configs.loading import leaf_keys, load, read_yaml
 from slipstream.translate import __main__ as command
 from slipstream.translate import shell
 from slipstream.translate.files import read
@@ -234,82 +232,49 @@ def test_a_result_that_cannot_be_is_refused_and_nothing_is_overwritten(tmp_path,
     assert load(tmp_path / "out.yaml").model.path == "m"
 
 
-OFF = "actor_rollout_ref.actor.optim.lr_warmup_steps"
+VALUES = """
+a.sh | data.train_batch_size=64 | {rollout.groups_per_step: 64}
+a.sh | actor_rollout_ref.actor.clip_ratio=0.1 | {algorithm.clip_low: 0.1, algorithm.clip_high: 0.1}
+a.sh | actor.clip_ratio_high=0.3 actor.clip_ratio=0.1 | {algorithm.clip_low: 0.1, algorithm.clip_high: 0.3}
+a.sh | algorithm.norm_adv_by_std_in_grpo=False algorithm.adv_estimator=grpo | {algorithm.advantage: dr_grpo}
+a.sh | algorithm.adv_estimator=rloo algorithm.norm_adv_by_std_in_grpo=False | {algorithm.advantage: rloo}
+a.sh | actor.use_kl_loss=True actor.kl_loss_type=mse | {algorithm.kl: k2, algorithm.kl_coef: 0.001}
+a.sh | actor.use_kl_loss=True | {algorithm.kl: k3, algorithm.kl_in: loss}
+a.sh | actor.kl_loss_coef=0.1 | {algorithm.kl_coef: null, algorithm.kl_in: null}
+a.sh | algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01 | {algorithm.kl_in: reward, algorithm.kl: k1}
+a.sh | actor.loss_agg_mode=seq-mean-token-sum-norm | {algorithm.aggregation: constant}
+a.sh | custom_reward_function.path=r.py custom_reward_function.name=f | {reward.function: 'r.py:f'}
+a.sh | trainer.logger=['console','wandb'] | {tracking.trackers: [wandb]}
+a.sh | trainer.save_freq=-1 | {checkpoint.every_steps: 0}
+a.sh | data.train_files=['a/gsm8k/t.pq','b/math/t.pq'] | {data.train: {gsm8k: a/gsm8k/t.pq, math: b/math/t.pq}}
+a.sh | actor_rollout_ref.actor.optim.lr_warmup_steps=-1 | {learner.warmup_steps: 0}
+a.sh | actor.optim.lr_warmup_steps=7 actor.optim.lr_warmup_steps_ratio=0.0 | {learner.warmup_steps: 7}
+a.sh | trainer.nothing=1 | {algorithm.advantage: gae, algorithm.clip_dual: 3.0, rollout.group_size: 1}
+a.sh | actor.policy_loss.loss_mode=cispo | {algorithm.loss: cispo, algorithm.clip_dual: null}
+a.sh | reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: null}
+a.sh | reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: 512}
+b.sh | --advantage-estimator gspo | {algorithm.loss: gspo, algorithm.advantage: grpo}
+b.sh | --calculate-per-token-loss | {algorithm.aggregation: token}
+b.sh | --eps-clip 0.3 | {algorithm.clip_low: 0.3, algorithm.clip_high: 0.3, algorithm.aggregation: sequence}
+b.sh | --use-tis | {algorithm.proximal: current, algorithm.correction: token_tis}
+b.sh | --eval-prompt-data a x.jsonl b y.jsonl | {data.eval: {a: x.jsonl, b: y.jsonl}}
+b.sh | --tensor-model-parallel-size=2 | {learner.mesh.tensor: 2}
+b.sh | --adam-beta1 0.8 --adam-beta2 0.9 | {learner.betas: [0.8, 0.9]}
+c.py | loss_type='dr_grpo' | {algorithm.aggregation: constant}
+c.py | scale_rewards=False | {algorithm.advantage: dr_grpo}
+c.py | beta=0.04 | {algorithm.kl: k3, algorithm.kl_coef: 0.04}
+c.py | beta=0.0 | {algorithm.kl: null}
+c.py | epsilon=0.1 | {algorithm.clip_low: 0.1, algorithm.clip_high: 0.1}
+c.py | learning_rate=LR, optim='adamw_torch' | {learner.lr: 3.0e-05}
+""".strip().splitlines()
+"""Framework by its file, settings, and keys here with their values; null: it is not set."""
 
 
-VALUES = [
-    ("a.sh", "data.train_batch_size=64", {"rollout.groups_per_step": 64}),
-    ("a.sh", "actor_rollout_ref.actor.clip_ratio=0.1", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
-    (
-        "a.sh",
-        "actor.clip_ratio_high=0.3 actor.clip_ratio=0.1",
-        {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.3},
-    ),
-    (
-        "a.sh",
-        "algorithm.norm_adv_by_std_in_grpo=False algorithm.adv_estimator=grpo",
-        {"algorithm.advantage": "dr_grpo"},
-    ),
-    (
-        "a.sh",
-        "algorithm.adv_estimator=rloo algorithm.norm_adv_by_std_in_grpo=False",
-        {"algorithm.advantage": "rloo"},
-    ),
-    ("a.sh", "actor.use_kl_loss=True actor.kl_loss_type=mse", {"algorithm.kl": "k2", "algorithm.kl_coef": 0.001}),
-    ("a.sh", "actor.use_kl_loss=True", {"algorithm.kl": "k3", "algorithm.kl_in": "loss"}),
-    ("a.sh", "actor.kl_loss_coef=0.1", {"algorithm.kl_coef": None, "algorithm.kl_in": None}),
-    (
-        "a.sh",
-        "algorithm.use_kl_in_reward=True algorithm.kl_ctrl.kl_coef=0.01",
-        {"algorithm.kl_in": "reward", "algorithm.kl": "k1"},
-    ),
-    ("a.sh", "actor.loss_agg_mode=seq-mean-token-sum-norm", {"algorithm.aggregation": "constant"}),
-    ("a.sh", "custom_reward_function.path=r.py custom_reward_function.name=f", {"reward.function": "r.py:f"}),
-    ("a.sh", "trainer.logger=['console','wandb']", {"tracking.trackers": ["wandb"]}),
-    ("a.sh", "trainer.save_freq=-1", {"checkpoint.every_steps": 0}),
-    (
-        "a.sh",
-        "data.train_files=['a/gsm8k/t.parquet','b/math/t.parquet']",
-        {"data.train": {"gsm8k": "a/gsm8k/t.parquet", "math": "b/math/t.parquet"}},
-    ),
-    ("a.sh", f"{OFF}=-1", {"learner.warmup_steps": 0}),
-    ("a.sh", f"{OFF}=7 {OFF}_ratio=0.0", {"learner.warmup_steps": 7}),
-    (
-        "a.sh",
-        "trainer.nothing=1",
-        {"algorithm.advantage": "gae", "algorithm.clip_dual": 3.0, "rollout.group_size": 1},
-    ),
-    ("a.sh", "actor.policy_loss.loss_mode=cispo", {"algorithm.loss": "cispo", "algorithm.clip_dual": None}),
-    ("a.sh", "reward_model.overlong_buffer.len=512", {"algorithm.overlong_buffer": None}),
-    (
-        "a.sh",
-        "{0}.enable=True {0}.len=512".format("reward_model.overlong_buffer"),
-        {"algorithm.overlong_buffer": 512},
-    ),
-    ("b.sh", "--advantage-estimator gspo", {"algorithm.loss": "gspo", "algorithm.advantage": "grpo"}),
-    ("b.sh", "--calculate-per-token-loss", {"algorithm.aggregation": "token"}),
-    (
-        "b.sh",
-        "--eps-clip 0.3",
-        {"algorithm.clip_low": 0.3, "algorithm.clip_high": 0.3, "algorithm.aggregation": "sequence"},
-    ),
-    ("b.sh", "--use-tis", {"algorithm.proximal": "current", "algorithm.correction": "token_tis"}),
-    ("b.sh", "--eval-prompt-data a x.jsonl b y.jsonl", {"data.eval": {"a": "x.jsonl", "b": "y.jsonl"}}),
-    ("b.sh", "--tensor-model-parallel-size=2", {"learner.mesh.tensor": 2}),
-    ("b.sh", "--adam-beta1 0.8 --adam-beta2 0.9", {"learner.betas": [0.8, 0.9]}),
-    ("c.py", "loss_type='dr_grpo'", {"algorithm.aggregation": "constant"}),
-    ("c.py", "scale_rewards=False", {"algorithm.advantage": "dr_grpo"}),
-    ("c.py", "beta=0.04", {"algorithm.kl": "k3", "algorithm.kl_coef": 0.04}),
-    ("c.py", "beta=0.0", {"algorithm.kl": None}),
-    ("c.py", "epsilon=0.1", {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
-    ("c.py", "learning_rate=LR, optim='adamw_torch'", {"learner.lr": 3e-5}),
-]
-
-
-@pytest.mark.parametrize(("name", "words", "expected"), VALUES)
-def test_values(name, words, expected, tmp_path):
+@pytest.mark.parametrize("case", VALUES)
+def test_values(case, tmp_path):
+    name, words, text = case.split(" | ")
     forms = {"a.sh": VERL, "b.sh": SLIME, "c.py": "LR = 3e-5\nargs = GRPOConfig({})\n"}
-    found = keys(made(tmp_path, name, forms[name].format(words)))
+    found, expected = keys(made(tmp_path, name, forms[name].format(words))), read_yaml(text)
     assert {key: found.get(key) for key in expected} == expected
 
 
@@ -350,48 +315,36 @@ def test_an_open_value_of_several_lines_is_a_comment_of_one(tmp_path):
 
 # ---- sections of other models ------------------------------------------------------------------------------
 
-POLICY: dict[str, Any] = {
-    "actor_rollout_ref": {
-        "model": {"path": "policy", "lora_rank": 32, "lora_alpha": 16, "lora": {"rank": 0, "target_modules": ["qkv"]}},
-        "actor": {
-            "optim": {"lr": 2e-6, "weight_decay": 0.1, "betas": [0.9, 0.95], "lr_warmup_steps": 7},
-            "fsdp_config": {"optimizer_offload": True},
-            "grad_clip": 0.5,
-            "ulysses_sequence_parallel_size": 2,
-        },
-        "rollout": {"tensor_model_parallel_size": 1, "n": 8, "max_num_seqs": 64},
-        "ref": {"fsdp_config": {"optimizer_offload": False}},
-    },
-    "critic": {
-        "optim": {"lr": 1e-5, "weight_decay": 0.01, "betas": [0.9, 0.999], "lr_warmup_steps": -1},
-        "fsdp_config": {"optimizer_offload": False},
-        "model": {"path": "another", "lora_rank": 0},
-        "ulysses_sequence_parallel_size": 1,
-        "grad_clip": 1.0,
-        "cliprange_value": 0.5,
-    },
-    "reward_model": {"rollout": {"tensor_model_parallel_size": 2, "n": 1, "max_num_seqs": 1024}},
-    "reward": {"reward_model": {"rollout": {"tensor_model_parallel_size": 2}, "enable": False}},
-    "distillation": {"enabled": False, "distillation_loss": {"clip_ratio_high": 0.2}},
-}
-OF_POLICY = {
-    "model.path": "policy",
-    "learner.lr": 2e-6,
-    "learner.weight_decay": 0.1,
-    "learner.betas": [0.9, 0.95],
-    "learner.warmup_steps": 7,
-    "learner.offload_optimizer": True,
-    "learner.max_grad_norm": 0.5,
-    "learner.lora.rank": 32,
-    "placement.tensor_parallel": 1,
-    "rollout.group_size": 8,
-    "rollout.max_running": 64,
-}
+POLICY = read_yaml("""
+actor_rollout_ref:
+  model: {path: policy, lora_rank: 32, lora_alpha: 16, lora: {rank: 0, target_modules: [qkv]}}
+  actor:
+    optim: {lr: 2e-6, weight_decay: 0.1, betas: [0.9, 0.95], lr_warmup_steps: 7}
+    fsdp_config: {optimizer_offload: true}
+    grad_clip: 0.5
+    ulysses_sequence_parallel_size: 2
+  rollout: {tensor_model_parallel_size: 1, n: 8, max_num_seqs: 64}
+  ref: {fsdp_config: {optimizer_offload: false}}
+critic:
+  optim: {lr: 1e-5, weight_decay: 0.01, betas: [0.9, 0.999], lr_warmup_steps: -1}
+  fsdp_config: {optimizer_offload: false}
+  model: {path: another, lora_rank: 0}
+  ulysses_sequence_parallel_size: 1
+  grad_clip: 1.0
+  cliprange_value: 0.5
+reward_model: {rollout: {tensor_model_parallel_size: 2, n: 1, max_num_seqs: 1024}}
+reward: {reward_model: {rollout: {tensor_model_parallel_size: 2}, enable: false}}
+distillation: {enabled: false, distillation_loss: {clip_ratio_high: 0.2}}
+""")
+OF_POLICY = read_yaml("""{
+  model.path: policy, learner.lr: 2e-6, learner.weight_decay: 0.1, learner.betas: [0.9, 0.95], learner.warmup_steps: 7,
+  learner.offload_optimizer: true, learner.max_grad_norm: 0.5, learner.lora.rank: 32, placement.tensor_parallel: 1,
+  rollout.group_size: 8, rollout.max_running: 64}""")
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gae"])
 def test_settings_of_other_models_leave_the_policys_alone_in_any_order(estimator, tmp_path):
-    for order in permutations(POLICY.items()):
+    for order in (POLICY.items(), reversed(POLICY.items())):
         tree = {**dict(order), "trainer": {}, "algorithm": {"adv_estimator": estimator}}
         found = made(tmp_path, "a.yaml", yaml.safe_dump(tree, sort_keys=False))
         assert {key: keys(found).get(key) for key in OF_POLICY} == OF_POLICY

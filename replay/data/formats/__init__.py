@@ -6,56 +6,47 @@ from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from replay.data.formats import columns, jsonl
+from replay.data.formats.arrow import Parquet, Saved, is_saved
 from replay.data.formats.base import ENDLESS as ENDLESS
 from replay.data.formats.base import WHOLE_BYTES, Raw, Report, Table
 from replay.data.formats.custom import Custom
 from replay.data.formats.generated import Generated
-from replay.data.formats.saved import Saved, is_saved
+from replay.data.formats.jsonl import JsonLines
 from replay.data.formats.taskset import Tasks
 from replay.data.rows import DataError
 from replay.data.spec import CUSTOM, FILES, GENERATED, HUB, TASKSET, Spec, files_of, parse
 
-PARQUET_MAGIC = b"PAR1"
-ENDINGS = (".jsonl", ".jsonl.zst", ".parquet")
+PARQUET_MAGIC, ZSTD_MAGIC = b"PAR1", b"\x28\xb5\x2f\xfd"
+ENDINGS = (".jsonl", ".parquet")
 """Of the files that are taken from a folder."""
+KINDS: dict[str, type[Generated | Tasks | Custom | Saved]] = {
+    GENERATED: Generated,
+    TASKSET: Tasks,
+    CUSTOM: Custom,
+    HUB: Saved,
+}
 
 
-def open_table(text: str, *, cache: Path | None = None, report: Report | None = None) -> Table:
-    """The rows that a value of data.train names, by number.
+def open_table(text: str, report: Report | None = None) -> Table:
+    """The rows that a value of data.train names.
 
     Args:
         text: see replay/data/spec.py.
-        cache: data.cache; None takes the default.
         report: gets a sentence every few seconds of a long read.
 
     Raises:
         DataError: nothing is there, or it cannot be read as what it seems to be.
     """
     spec = parse(text)
-    if (other := _of_another_kind(spec, cache)) is not None:
-        return other
+    if spec.kind in KINDS or is_saved(Path(spec.name).expanduser()):
+        return KINDS.get(spec.kind, Saved)(spec)
     files = _files(spec)
     whole = sum(file.stat().st_size for file in files) <= WHOLE_BYTES
-    tables: list[Table] = []
-    for file in files:
-        if _is_parquet(file):
-            tables.append(columns.Parquet(file, cache=cache, report=report, whole=whole))
-        elif file.suffix == ".zst":
-            tables.append(jsonl.unpacked(file, cache=cache, report=report, source=str(file), whole=whole and None))
-        else:
-            tables.append(jsonl.JsonLines(file, source=str(file), cache=cache, report=report, whole=whole))
+    tables: list[Table] = [
+        Parquet(file, whole=whole) if _is_parquet(file) else JsonLines(file, whole=whole, report=report)
+        for file in files
+    ]
     return tables[0] if len(tables) == 1 else Shards(text, tables)
-
-
-def first_rows(text: str) -> Iterator[Raw]:
-    """The rows from the first one on, without an index, so at once. Raises as `open_table`."""
-    spec = parse(text)
-    if (other := _of_another_kind(spec, None)) is not None:
-        return other.rows()
-    return itertools.chain.from_iterable(
-        (columns.rows if _is_parquet(file) else jsonl.rows)(file, str(file)) for file in _files(spec)
-    )
 
 
 def size_of_files(text: str) -> int | None:
@@ -64,18 +55,6 @@ def size_of_files(text: str) -> int | None:
     if spec.kind != FILES or is_saved(Path(spec.name).expanduser()):
         return None
     return sum(file.stat().st_size for file in _files(spec))
-
-
-def _of_another_kind(spec: Spec, cache: Path | None) -> Table | None:
-    if spec.kind == GENERATED:
-        return Generated(spec)
-    if spec.kind == TASKSET:
-        return Tasks(spec)
-    if spec.kind == CUSTOM:
-        return Custom(spec)
-    if spec.kind == HUB or is_saved(Path(spec.name).expanduser()):
-        return Saved(spec, cache=cache)
-    return None
 
 
 def _files(spec: Spec) -> list[Path]:
@@ -87,29 +66,32 @@ def _files(spec: Spec) -> list[Path]:
 def _is_parquet(file: Path) -> bool:
     try:
         with file.open("rb") as stream:
-            found = stream.read(len(PARQUET_MAGIC)) == PARQUET_MAGIC
+            begin = stream.read(len(PARQUET_MAGIC))
     except OSError as error:
         raise DataError(f"{file}: not readable: {error.strerror}") from error
-    if file.suffix == ".parquet" and not found:
+    if begin == ZSTD_MAGIC:
+        raise DataError(f"{file}: is compressed; unpack it (zstd -d), or save it as a dataset of `datasets`")
+    if file.suffix == ".parquet" and begin != PARQUET_MAGIC:
         raise DataError(f"{file}: is not a parquet file; give JSONL files the ending .jsonl, or write it again")
-    return found
+    return begin == PARQUET_MAGIC
 
 
-class Shards:
+class Shards(Table):
     """Several files, one after the other."""
 
     def __init__(self, source: str, tables: Sequence[Table]) -> None:
-        self.source, self._tables = source, tables
-        self._stops = list(itertools.accumulate(len(table) for table in tables))
-        forms = dict.fromkeys(table.form for table in tables)
-        self.form = f"{len(tables)} files of {' and '.join(forms)}"
+        super().__init__(source)
+        self._tables = tables
+        self.form = f"{len(tables)} files of {' and '.join(dict.fromkeys(table.form for table in tables))}"
         self.is_whole = all(table.is_whole for table in tables)
+        self._stops: list[int] = []
 
     def __len__(self) -> int:
+        self._stops = self._stops or list(itertools.accumulate(len(table) for table in self._tables))
         return self._stops[-1]
 
     def raw(self, number: int) -> Raw:
-        at = bisect.bisect_right(self._stops, number)
+        at = bisect.bisect_right(self._stops, number) if len(self) else 0
         return self._tables[at].raw(number - (self._stops[at - 1] if at else 0))
 
     def rows(self) -> Iterator[Raw]:

@@ -7,28 +7,27 @@ and, for evaluation sets, the learner. A `__len__` that is missing says that row
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from configs.errors import kind_of
-from replay.data.formats.base import ENDLESS, WHOLE_ROWS, Raw
+from replay.data.formats.base import ENDLESS, WHOLE_ROWS, Raw, Table
 from replay.data.rows import DataError, Place, RowError
 from replay.data.spec import Spec
 
 FORM = "`__getitem__(number)` that returns a mapping, and `__len__()`"
 
 
-class Custom:
+class Custom(Table):
     """Rows of a user's class, made anew in each process."""
 
     def __init__(self, spec: Spec) -> None:
         """Load and construct it. Raises DataError: not found, not importable, or of another form."""
-        self.source = spec.text
+        super().__init__(spec.text)
         location, _, name = spec.name.rpartition(":")
-        self._file, self._label = Path(location).expanduser(), name
-        self.form = f"class {name}"
+        self._file, self._label, self.form = Path(location).expanduser(), name, f"class {name}"
         self._made = _construct(spec, self._file, name)
         if not hasattr(self._made, "__getitem__"):
             raise DataError(f"{self.source}: {name} has no __getitem__; give it {FORM}")
@@ -36,8 +35,6 @@ class Custom:
         if hasattr(self._made, "__len__"):
             self._size = int(_guarded(self.source, "__len__", lambda: len(self._made)))
         self.is_whole = self._size <= WHOLE_ROWS
-        if not self._size:
-            raise DataError(f"{self.source}: has no rows; give a class with one prompt a row")
 
     def __len__(self) -> int:
         return self._size
@@ -52,15 +49,13 @@ class Custom:
             raise RowError(f"{self.source}: row {place.row}: expected a mapping, found {kind_of(row)}")
         return place, row
 
-    def rows(self) -> Iterator[Raw]:
-        return map(self.raw, range(len(self)))
-
     def fingerprint(self) -> str:
         """Its own `fingerprint`, text that changes with its rows, where it has one; else that of its code."""
         own = getattr(self._made, "fingerprint", None)
+        said = self._file.read_bytes() + self.source.encode()
         if own is not None:
-            return blake2b(str(own() if callable(own) else own).encode(), digest_size=16).hexdigest()
-        return blake2b(self._file.read_bytes() + self.source.encode(), digest_size=16).hexdigest()
+            said = str(own() if callable(own) else own).encode()
+        return blake2b(said, digest_size=16).hexdigest()
 
 
 def _construct(spec: Spec, file: Path, name: str) -> Any:
@@ -74,9 +69,8 @@ def _construct(spec: Spec, file: Path, name: str) -> Any:
     _guarded(spec.text, "importing it", lambda: loader.exec_module(module))
     made = getattr(module, name, None)
     if not callable(made):
-        own = [
-            key for key, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
-        ]
+        classes = inspect.getmembers(module, inspect.isclass)
+        own = [key for key, value in classes if value.__module__ == module.__name__]
         raise DataError(f"{spec.text}: {file} has no class {name!r}; it has {', '.join(own) or 'none'}")
     return _guarded(spec.text, f"{name}({', '.join(spec.options)})", lambda: made(**spec.options))
 

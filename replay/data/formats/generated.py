@@ -1,7 +1,7 @@
 """Rows that reasoning_gym makes, without end, the same for (seed, number): `reasoning_gym:chain_sum?seed=1`.
 
 Options are the fields of the family's configuration. `level` takes the family's curriculum at that level in all its
-attributes in place of them; with data.curriculum pass_rate the level goes on from there. `form=text` gives the question
+attributes in place of them. `form=text` gives the question
 as plain text, for a model without a chat template.
 
 Row n is row n % 500 of a dataset of its own seed, a hash of (seed, n // 500): the package draws row i of seed s as row
@@ -12,12 +12,11 @@ at row 500.
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from types import ModuleType
 from typing import Any
 
-from replay.data.formats.base import ENDLESS, Raw
+from replay.data.formats.base import ENDLESS, Raw, Table
 from replay.data.rows import DataError, Place, RowError, plain
 from replay.data.spec import GENERATED, Spec
 
@@ -26,18 +25,18 @@ VERSION = "1"
 """Of the way from (seed, number) to a row."""
 OWN = ("seed", "level", "form")
 KEPT = 8
-"""Datasets of one chunk each that are kept: the levels and chunks in use."""
+"""Datasets of one chunk each that are kept."""
 
 
-class Generated:
+class Generated(Table):
     """One family. Its rows carry what their reward makes the same entry from."""
 
     is_whole = False
 
     def __init__(self, spec: Spec) -> None:
         """Check family and options. Raises DataError: unknown, refused by the family, or the package is missing."""
-        self.source, self.family = spec.text, spec.name
-        self.form = f"{GENERATED}'s {spec.name}"
+        super().__init__(spec.text)
+        self.family, self.form = spec.name, f"{GENERATED}'s {spec.name}"
         options = {key: value for key, value in spec.options.items() if key not in OWN}
         # As rows carry them: what these make, the reward makes again.
         self._options: dict[str, Any] = plain(options, "options", Place(spec.text, 1))
@@ -45,25 +44,9 @@ class Generated:
         self._as_text = spec.options.get("form", "chat") == "text"
         self._check(spec)
         self._dataset = functools.lru_cache(maxsize=KEPT)(self._make)
-        self._dataset(self._seed_of(0), self._level)
 
     def __len__(self) -> int:
         return ENDLESS
-
-    def usable_levels(self) -> int:
-        """Levels from the lowest up to the first that the family cannot make; some have such. Raises DataError: none.
-
-        A level that is above the highest of an attribute takes its highest.
-        """
-        levels = self._levels()
-        for level in range(levels):
-            try:
-                self.at_level(0, level)
-            except RowError:
-                if level == 0:
-                    raise
-                return level
-        return levels
 
     def _levels(self) -> int:
         """Levels of the family's curriculum; 0 where it has none."""
@@ -73,30 +56,16 @@ class Generated:
         attributes = factory.create_curriculum(self.family).attributes.values()
         return max((len(attribute.levels) for attribute in attributes), default=0)
 
-    @property
-    def first_level(self) -> int | None:
-        """`level`, where it was given."""
-        return self._level
-
-    def at_level(self, number: int, level: int | None) -> Raw:
-        """A row at a level of the curriculum. Raises RowError: the family cannot make it."""
+    def raw(self, number: int) -> Raw:
         chunk, index = divmod(number, CHUNK)
         seed, place = self._seed_of(chunk), Place(self.source, number + 1)
         try:
-            entry = self._dataset(seed, level)[index]
+            entry = self._dataset(seed)[index]
         except Exception as error:  # of a hundred families: whatever one raises, this row is named
             raise RowError(f"{self.source}: row {place.row}: {type(error).__name__}: {error}") from error
-        recipe = {"family": self.family, "seed": seed, "index": index, "level": level, "options": self._options}
-        row = {"question": entry["question"], "answer": _as_answer(entry["answer"])}
-        if self._as_text:
-            row = {"prompt": row.pop("question"), **row}
+        recipe = {"family": self.family, "seed": seed, "index": index, "level": self._level, "options": self._options}
+        row = {"prompt" if self._as_text else "question": entry["question"], "answer": _as_answer(entry["answer"])}
         return place, row | {"extra_info": {GENERATED: recipe}, "data_source": self.family}
-
-    def raw(self, number: int) -> Raw:
-        return self.at_level(number, self._level)
-
-    def rows(self) -> Iterator[Raw]:
-        return map(self.raw, range(ENDLESS))
 
     def fingerprint(self) -> str:
         """Of the options, the package's version and the first row, which other versions of a family may draw anew."""
@@ -105,8 +74,8 @@ class Generated:
         text = f"{VERSION} {self.source} {importlib.metadata.version('reasoning_gym')} {self.raw(0)[1]}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _make(self, seed: int, level: int | None) -> Any:
-        return make_dataset(self.family, seed, level, self._options)
+    def _make(self, seed: int) -> Any:
+        return make_dataset(self.family, seed, self._level, self._options)
 
     def _seed_of(self, chunk: int) -> int:
         """Below 2^31, which every family takes."""
@@ -114,23 +83,19 @@ class Generated:
         return int.from_bytes(digest, "little") & 0x7FFFFFFF
 
     def _check(self, spec: Spec) -> None:
-        package = _package(self.source)
-        families = sorted(package.factory.DATASETS)
+        families = sorted(_package(self.source).factory.DATASETS)
         if self.family not in families:
             raise DataError(f"{self.source}: {GENERATED} has no family {self.family!r}; it has {', '.join(families)}")
         if type(self._seed) is not int:
             raise DataError(f"{self.source}: seed is {self._seed!r}; give an integer")
         if spec.options.get("form", "chat") not in ("chat", "text"):
             raise DataError(f"{self.source}: form is {spec.options['form']!r}; take chat or text")
-        levels = self._levels()
-        if self._level is not None and not (type(self._level) is int and 0 <= self._level < levels):
+        level, levels = self._level, self._levels()
+        if level is not None and not (type(level) is int and 0 <= level < levels):
             hint = f"take 0 to {levels - 1}" if levels else "this family has no curriculum; leave it out"
-            raise DataError(f"{self.source}: level is {self._level!r}; {hint}")
-        self._call(lambda: self._make(0, self._level))
-
-    def _call(self, make: Callable[[], Any]) -> Any:
+            raise DataError(f"{self.source}: level is {level!r}; {hint}")
         try:
-            return make()
+            self._make(0)
         except Exception as error:  # of a hundred families: whatever one raises, the run does not begin
             raise DataError(f"{self.source}: the family refuses this: {type(error).__name__}: {error}") from error
 

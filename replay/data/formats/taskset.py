@@ -5,25 +5,26 @@ loads nothing twice. The options `skip` and `rows` (10,000) choose tasks; all ot
 """
 
 import itertools
-from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
 
 import yaml
 
-from replay.data.formats.base import Raw
+from replay.data.formats.base import Raw, Table
 from replay.data.rows import DataError, Place
 from replay.data.spec import Spec
 
 UNUSABLE = (ImportError, AttributeError, TypeError, ValueError, OSError, yaml.YAMLError)
 
 
-class Tasks:
+class Tasks(Table):
     """Tasks of an installed taskset, in memory."""
+
+    form = "a taskset of verifiers"
 
     def __init__(self, spec: Spec) -> None:
         """Load the taskset. Raises DataError: the package or the taskset is missing, or it has no such task."""
-        self.source, self.form, self.is_whole = spec.text, "a taskset of verifiers", True
+        super().__init__(spec.text)
         options = dict(spec.options)
         first, most = options.pop("skip", 0), options.pop("rows", 10_000)
         try:
@@ -31,7 +32,7 @@ class Tasks:
 
             config = vf.taskset_config_type(spec.name).model_validate({**options, "id": spec.name})
             chosen = itertools.islice(iter(vf.load_taskset(config)), first, first + most)
-            self._rows = [row_of(task) for task in chosen]
+            self._rows = [_row_of(task) for task in chosen]
         except UNUSABLE as error:
             raise DataError(f"{spec.text}: {type(error).__name__}: {error} (extra `verifiers`)") from error
         if not self._rows:
@@ -43,14 +44,11 @@ class Tasks:
     def raw(self, number: int) -> Raw:
         return Place(self.source, number + 1, "verifiers"), self._rows[number]
 
-    def rows(self) -> Iterator[Raw]:
-        return map(self.raw, range(len(self)))
-
     def fingerprint(self) -> str:
         return blake2b(repr(self._rows).encode(), digest_size=16).hexdigest()
 
 
-def row_of(task: Any) -> dict[str, Any]:
+def _row_of(task: Any) -> dict[str, Any]:
     """A task as a row. The prompt is what a policy sees first, as messages of text."""
     data = task.data.model_dump(mode="json", exclude_none=True)
     messages = [{"role": "system", "content": data["system_prompt"]}] if data.get("system_prompt") else []

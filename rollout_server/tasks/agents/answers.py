@@ -26,13 +26,13 @@ def whole(name: str, asked: Asked, turns: Sequence[Turn], pieces: Pieces, *, is_
 
 def stream(name: str, asked: Asked, turns: Sequence[Turn], pieces: Pieces, *, is_chat: bool) -> Iterator[bytes]:
     """Server-sent events of an answer, the closing one included."""
+    body = whole(name, asked, turns, pieces, is_chat=is_chat)
     head = _head(name, asked, "chat.completion.chunk" if is_chat else "text_completion")
-    parts = _chat_parts if is_chat else _text_parts
-    for number, turn in enumerate(turns):
-        for choice in parts(number, turn, asked, pieces[number]):
-            yield _event({**head, "choices": [choice]})
+    for choice in body["choices"]:
+        for part in _parts(choice):
+            yield _event({**head, "choices": [part]})
     if asked.usage_in_stream:
-        yield _event({**head, "choices": [], "usage": _usage(turns)})
+        yield _event({**head, "choices": [], "usage": body["usage"]})
     yield DONE
 
 
@@ -50,7 +50,8 @@ def _head(name: str, asked: Asked, kind: str) -> dict[str, Any]:
 def _chat_choice(number: int, turn: Turn, asked: Asked, pieces: Sequence[str]) -> dict[str, Any]:
     message = {"refusal": None, **message_of(turn, asked)}
     logprobs = _chat_logprobs(turn, pieces) if asked.logprobs else None
-    return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": _reason(turn, message)}
+    reason = "tool_calls" if "tool_calls" in message else turn.finish_reason
+    return {"index": number, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _text_choice(number: int, turn: Turn, asked: Asked, pieces: Sequence[str]) -> dict[str, Any]:
@@ -58,13 +59,16 @@ def _text_choice(number: int, turn: Turn, asked: Asked, pieces: Sequence[str]) -
     return {"index": number, "text": turn.text, "logprobs": logprobs, "finish_reason": turn.finish_reason}
 
 
-def _chat_parts(number: int, turn: Turn, asked: Asked, pieces: Sequence[str]) -> Iterator[dict[str, Any]]:
-    message = message_of(turn, asked)
-    logprobs = _chat_logprobs(turn, pieces) if asked.logprobs else None
-    for delta in _deltas(message):
-        yield {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        logprobs = None  # all of them come with the first chunk
-    yield {"index": number, "delta": {}, "logprobs": None, "finish_reason": _reason(turn, message)}
+def _parts(choice: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A choice in pieces; all of its logprobs come with the first one."""
+    index, logprobs = choice["index"], choice["logprobs"]
+    is_chat = "message" in choice
+    said = _deltas(choice["message"]) if is_chat else _cut(choice["text"])
+    for one in said:
+        yield {"index": index, "delta" if is_chat else "text": one, "logprobs": logprobs, "finish_reason": None}
+        logprobs = None
+    last: dict[str, Any] = {"delta": {}} if is_chat else {"text": ""}
+    yield {"index": index, **last, "logprobs": logprobs, "finish_reason": choice["finish_reason"]}
 
 
 def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -78,20 +82,8 @@ def _deltas(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def _text_parts(number: int, turn: Turn, asked: Asked, pieces: Sequence[str]) -> Iterator[dict[str, Any]]:
-    logprobs = _text_logprobs(turn, pieces) if asked.logprobs else None
-    for text in _cut(turn.text):
-        yield {"index": number, "text": text, "logprobs": logprobs, "finish_reason": None}
-        logprobs = None
-    yield {"index": number, "text": "", "logprobs": logprobs, "finish_reason": turn.finish_reason}
-
-
 def _cut(text: str) -> Iterator[str]:
     return (text[at : at + CHUNK_CHARS] for at in range(0, len(text), CHUNK_CHARS))
-
-
-def _reason(turn: Turn, message: dict[str, Any]) -> str:
-    return "tool_calls" if "tool_calls" in message else turn.finish_reason
 
 
 def _chat_logprobs(turn: Turn, pieces: Sequence[str]) -> dict[str, Any]:
@@ -104,12 +96,8 @@ def _chat_logprobs(turn: Turn, pieces: Sequence[str]) -> dict[str, Any]:
 
 def _text_logprobs(turn: Turn, pieces: Sequence[str]) -> dict[str, Any]:
     ends = list(itertools.accumulate(map(len, pieces), initial=0))
-    return {
-        "tokens": list(pieces),
-        "token_logprobs": turn.logprobs,
-        "top_logprobs": None,
-        "text_offset": ends[:-1],
-    }
+    named = {"tokens": list(pieces), "token_logprobs": turn.logprobs}
+    return {**named, "top_logprobs": None, "text_offset": ends[:-1]}
 
 
 def _usage(turns: Sequence[Turn]) -> dict[str, int]:

@@ -9,9 +9,9 @@ import asyncio
 import hmac
 import itertools
 import secrets
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from aiohttp import web
 
@@ -28,8 +28,6 @@ MAX_REQUESTS = 64
 """Of one episode at once; further ones get 429, upon which clients try again."""
 LINGER_S = 1.0
 """For a client to read why its body was not read."""
-MAX_SHOWN = 20
-"""Refusals that are logged."""
 CODES: dict[type[EpisodeOver], str] = {ContextFull: "context_length_exceeded", NoMoreTurns: "max_turns_exceeded"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -42,21 +40,16 @@ class Access:
     base_url: str
     number: int
     session: str = ""
-    _secret: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     over: EpisodeOver | None = None
     """What has ended the episode, where a request was refused for it."""
     turns: list[int] = field(default_factory=list)
     """Numbers of the turns that were answered."""
     running: set["asyncio.Task[object]"] = field(default_factory=set)
+    api_key: str = ""
+    """The key that stands for the episode."""
 
-    @property
-    def api_key(self) -> str:
-        """The key that stands for the episode."""
-        return f"slipstream-{self.number}-{self._secret}"
-
-    def opens(self, key: str) -> bool:
-        """Compare in constant time."""
-        return hmac.compare_digest(key.encode("utf-8", "surrogateescape"), self.api_key.encode())
+    def __post_init__(self) -> None:
+        self.api_key = f"slipstream-{self.number}-{secrets.token_urlsafe(32)}"
 
 
 class Endpoint:
@@ -64,12 +57,11 @@ class Endpoint:
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
-        self._episodes: dict[int, Access] = {}
+        self._episodes: dict[str, Access] = {}
         self._sessions: dict[str, Access] = {}
         self.relay_key = secrets.token_urlsafe(32)
         """For a relay in this process, which names the session of each request (SESSION)."""
         self._numbers, self._answers = itertools.count(), itertools.count()
-        self._num_shown = 0
         self.url = ""
         """Its address, with /v1."""
 
@@ -80,8 +72,8 @@ class Endpoint:
             [
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
-                web.post("/v1/chat/completions", self._chat),
-                web.post("/v1/completions", self._text),
+                web.post("/v1/chat/completions", partial(self._answer, is_chat=True)),
+                web.post("/v1/completions", partial(self._answer, is_chat=False)),
             ]
         )
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, lingering_time=LINGER_S)
@@ -92,14 +84,14 @@ class Endpoint:
     def open(self, client: Client, session: str = "") -> Access:
         """Admit an episode, or a session of one, which a relay names."""
         access = Access(client, self.url, next(self._numbers), session)
-        self._episodes[access.number] = access
+        self._episodes[str(access.number)] = access
         if session:
             self._sessions[session] = access
         return access
 
     def close(self, access: Access) -> None:
         """Refuse the episode's key from now on, and end the requests that still run."""
-        del self._episodes[access.number]
+        del self._episodes[str(access.number)]
         self._sessions.pop(access.session, None)
         for task in access.running:
             task.cancel()
@@ -117,23 +109,18 @@ class Endpoint:
             refused = Refused(
                 error.status, f"{request.method} {request.path[:200]}: {error.reason}", code="unknown_url"
             )
-        if self._num_shown < MAX_SHOWN:
-            self._num_shown += 1
-            sys.stderr.write(f"an agent's request was refused ({refused.status}): {refused.message[:500]}\n")
         return web.json_response(refused.body(), status=refused.status)
 
     def _admitted(self, request: web.Request) -> Access:
         """The episode of a request's key. Raises Refused: 401."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(
-            key.encode("utf-8", "surrogateescape"), self.relay_key.encode()
-        ):
+        key = key if scheme.lower() == "bearer" else ""
+        if _same(key, self.relay_key):
             if (named := self._sessions.get(request.headers.get(SESSION, ""))) is not None:
                 return named
             raise Refused(401, f"{SESSION} names no session that runs", code="invalid_api_key")
-        number = key.removeprefix("slipstream-").partition("-")[0]
-        access = self._episodes.get(int(number)) if number.isascii() and number.isdigit() and len(number) < 16 else None
-        if scheme.lower() == "bearer" and access is not None and access.opens(key):
+        access = self._episodes.get(key.removeprefix("slipstream-").partition("-")[0])
+        if access is not None and _same(key, access.api_key):
             return access
         raise Refused(401, "the key is not that of an episode that runs", code="invalid_api_key")
 
@@ -145,12 +132,6 @@ class Endpoint:
         self._admitted(request)
         self._rules.check_model(request.match_info["model"])
         return web.json_response(_described(request.match_info["model"]))
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, is_chat=True)
-
-    async def _text(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, is_chat=False)
 
     async def _answer(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
         access = self._admitted(request)  # before the body is read
@@ -200,3 +181,8 @@ async def _turns(access: Access, asked: Asked) -> list[Turn]:
 
 def _described(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "slipstream"}
+
+
+def _same(key: str, wanted: str) -> bool:
+    """Compare in constant time."""
+    return hmac.compare_digest(key.encode("utf-8", "surrogateescape"), wanted.encode())

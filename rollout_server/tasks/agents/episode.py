@@ -12,7 +12,7 @@ no further turn was possible has reward 0.
 import asyncio
 import inspect
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +21,13 @@ from rollout_server.tasks.agents.program import play, variables
 from rollout_server.tasks.agents.requests import MODEL, Rules
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.client import Client
-from rollout_server.tasks.environments.loading import Rollout
-from rollout_server.tasks.workers.loading import LoadError, module_of
+from rollout_server.tasks.workers.loading import function_of, is_asynchronous
 
 if TYPE_CHECKING:
     from rollout_server.tasks.agents.endpoint import Endpoint
 
 KEY = "environment.options"
+Rollout = Callable[..., Coroutine[Any, Any, Any]]
 PARAMETERS = ("base_url", "api_key")
 
 
@@ -72,12 +72,9 @@ def _command(command: list[str]) -> list[str]:
 
 
 def _function(spec: str) -> Rollout:
+    _, function = function_of(f"{KEY}.function", spec, EnvironmentFailed)
     location, _, name = spec.rpartition(":")
-    try:
-        function = getattr(module_of(f"{KEY}.function", spec, location), name, None)
-    except LoadError as error:
-        raise EnvironmentFailed(str(error)) from error
-    if not inspect.iscoroutinefunction(function):
+    if not is_asynchronous(function):
         raise EnvironmentFailed(
             f"{KEY}.function: {spec!r} is no `async def {name}(row, base_url, api_key)`; make it one, or run the file"
             f" as {KEY}.command [python, {location}]"
@@ -86,8 +83,7 @@ def _function(spec: str) -> Rollout:
     takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
     if missing := [name for name in PARAMETERS if not takes_any and name not in {one.name for one in parameters}]:
         raise EnvironmentFailed(f"{KEY}.function: {spec!r} does not take {missing[0]}; it is called with {PARAMETERS}")
-    found: Rollout = function
-    return found
+    return function
 
 
 async def _endpoint(temperature: float) -> "Endpoint":

@@ -1,6 +1,6 @@
 """An agent as a process of its own: its row on stdin, its reward as the last line of stdout.
 
-It is started under a supervisor (children/supervisor.py): when it has ended, is late or is called off, everything that
+It is started under a supervisor (workers/supervisor.py): when it has ended, is late or is called off, everything that
 it has started is killed, processes in other sessions included.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 from configs.errors import SlipstreamError
 from rollout_server.tasks.environments.protocol import shown
-from rollout_server.tasks.workers.process import FLOOD_PAUSE_S, KILL_TIMEOUT_S, PACKAGE_ROOT
+from rollout_server.tasks.workers.process import FLOOD_PAUSE_S, KILL_TIMEOUT_S, PACKAGE_ROOT, WORKER
+from rollout_server.tasks.workers.worker import PROGRAM
 
-LAUNCH = "rollout_server.tasks.agents.launch"
 TAIL_BYTES = 65536
 """Of what it prints, for its last line."""
 FREE_BYTES = 1024 * 1024
@@ -26,13 +26,7 @@ STREAMS_S = 2.0
 REWARDS = ("reward", "score")
 
 
-class AgentFailed(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-ENV-03",
-    cause="The program of environment.command ended with an error, or its last line cannot be understood.",
-    mend="Run the command by hand against any endpoint of OpenAI's form; docs/howto/agents.md.",
-):
+class AgentFailed(SlipstreamError, RuntimeError, code="SLIP-ENV-03"):
     """The agent ended with an error, or its last line cannot be understood."""
 
 
@@ -59,23 +53,24 @@ async def play(
     """
     said = _as_json(row)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", LAUNCH, str(os.getpid()), PACKAGE_ROOT, *_filled(command, row),
+        sys.executable, "-P", "-m", WORKER, PROGRAM, str(os.getpid()), PACKAGE_ROOT, *_filled(command, row),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    feeding = asyncio.create_task(_feed(process.stdin, said))
-    prints = [asyncio.create_task(_tail(stream)) for stream in (process.stdout, process.stderr)]
+    process.stdin.write(said + b"\n")  # it need not read its row
+    process.stdin.close()
+    prints = [asyncio.create_task(_last_line(stream)) for stream in (process.stdout, process.stderr)]
     try:
         code = await process.wait()
         async with asyncio.timeout(STREAMS_S):
             out, errors = await asyncio.gather(*prints)
     finally:
         await _end(process)
-        for task in (feeding, *prints):
+        for task in prints:
             task.cancel()
     if code != 0:
-        raise AgentFailed(f"the agent ended with exit code {code}; its last line on stderr: {_last_line(errors)}")
-    return reward_of(_last_line(out))
+        raise AgentFailed(f"the agent ended with exit code {code}; its last line on stderr: {errors}")
+    return reward_of(out)
 
 
 def reward_of(line: str) -> dict[str, float] | None:
@@ -119,25 +114,14 @@ def _as_json(row: Mapping[str, Any]) -> bytes:
     return json.dumps(row).encode()
 
 
-async def _feed(stdin: asyncio.StreamWriter, said: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it need not read its row
-        stdin.write(said + b"\n")
-        await stdin.drain()
-        stdin.close()
-
-
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """The last of what is printed; all of it is read, so that printing blocks no agent."""
+async def _last_line(stream: asyncio.StreamReader) -> str:
+    """The last line of what is printed; all of it is read, so that printing blocks no agent."""
     tail, num_bytes = b"", 0
     while chunk := await stream.read(TAIL_BYTES):
         tail, num_bytes = (tail + chunk)[-TAIL_BYTES:], num_bytes + len(chunk)
         if num_bytes > FREE_BYTES:
             await asyncio.sleep(FLOOD_PAUSE_S)
-    return tail
-
-
-def _last_line(prints: bytes) -> str:
-    lines = prints.decode("utf-8", "replace").strip().splitlines()
+    lines = tail.decode("utf-8", "replace").strip().splitlines()
     return lines[-1].strip() if lines else ""
 
 

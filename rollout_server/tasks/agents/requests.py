@@ -5,6 +5,7 @@ sampling is refused, unless it says what the run does anyway.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,26 +25,54 @@ NO_EFFECT = frozenset(
      "prompt_cache_retention")
 )  # fmt: skip
 """Taken and not used. A seed: every turn has a random stream of its own, which follows from the episode's seed."""
-ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
+
+
+def _is_whole(most: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and 1 <= value <= most
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_never(value: Any) -> bool:
+    return False
+
+
+def _are_functions(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
+        for tool in value
+    )
+
+
+CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (_is_whole(MAX_CHOICES), f"take an integer of 1 or more, at most {MAX_CHOICES}"),
+    "max_tokens": (_is_whole(), "take an integer of 1 or more"),
+    "max_completion_tokens": (_is_whole(), "take an integer of 1 or more"),
+    "stream": (_is_flag, "take true or false"),
+    "stream_options": (lambda value: isinstance(value, dict), "take an object"),
+    "logprobs": (_is_flag, "take true or false"),
+    "top_logprobs": (lambda value: value == 0, "the engine records the logprob of the sampled token alone; take 0"),
+    "tools": (_are_functions, "take a list of functions"),
+    "tool_choice": (lambda value: value in ("auto", "none"), "the policy chooses; take 'auto' or 'none'"),
+    "functions": (lambda value: value == [], "take tools"),
+    "function_call": (_is_never, "take tools"),
     "stop": (lambda value: value == [], "answers end where the model ends them"),
     "response_format": (lambda value: value == {"type": "text"}, "answers are not constrained to a form"),
-    "tool_choice": (lambda value: value in ("auto", "none"), "the policy chooses; take 'auto' or 'none'"),
-    "function_call": (lambda value: False, "take tools"),
-    "functions": (lambda value: value == [], "take tools"),
     "modalities": (lambda value: value == ["text"], "there is text alone"),
-    "audio": (lambda value: False, "there is text alone"),
-    "prediction": (lambda value: False, "it cannot be used here"),
-    "web_search_options": (lambda value: False, "it cannot be used here"),
-    "top_logprobs": (lambda value: value == 0, "the engine records the logprob of the sampled token alone; take 0"),
+    "audio": (_is_never, "there is text alone"),
+    "prediction": (_is_never, "it cannot be used here"),
+    "web_search_options": (_is_never, "it cannot be used here"),
     "echo": (lambda value: value is False, "a prompt has no logprobs"),
     "suffix": (lambda value: value == "", "it cannot be used here"),
 }
 """By parameter: which values are taken, and why no others; also where environment.options.sampling is `ignore`."""
-READ = frozenset(
-    ("model", "messages", "prompt", "tools", "max_tokens", "max_completion_tokens", "n", "stream", "stream_options",
-     "logprobs", "temperature")
-)  # fmt: skip
-KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
+TEXT = CHAT | {"logprobs": (lambda value: type(value) is int and value == 0, CHAT["top_logprobs"][1])}
+"""Of /completions."""
+READ = frozenset(("model", "messages", "prompt", "temperature"))
+"""Read otherwise."""
 
 
 class Refused(Exception):
@@ -105,59 +134,39 @@ def read(body: bytes, rules: Rules, *, is_chat: bool) -> Asked:
         raise Refused(400, f"the body is {shown(said)}, not a JSON object")
     given = {name: value for name, value in said.items() if value is not None}
     rules.check_model(given.get("model"))
-    _check_parameters(given, rules)
-    tools = _tools(given)
-    limits = [_integer(given, name, 1, None) for name in ("max_completion_tokens", "max_tokens") if name in given]
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise _wrong("stream_options", options, "an object")
+    for name, value in given.items():
+        _check(name, value, rules, CHAT if is_chat else TEXT)
+    limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
+    offers = is_chat and given.get("tools") and given.get("tool_choice") != "none"
     return Asked(
         model=given["model"],
         context=_messages(given) if is_chat else _prompt(given),
-        tools=tools if is_chat else None,
+        tools=given["tools"] if offers else None,
         max_new_tokens=min(limits, default=None),
-        n=_integer(given, "n", 1, MAX_CHOICES) if "n" in given else 1,
-        stream=_flag(given, "stream"),
-        usage_in_stream=options.get("include_usage") is True,
-        logprobs=_flag(given, "logprobs") if is_chat else _completion_logprobs(given),
+        n=given.get("n", 1),
+        stream=given.get("stream", False),
+        usage_in_stream=given.get("stream_options", {}).get("include_usage") is True,
+        logprobs=given.get("logprobs", False) is not False,
     )
 
 
-def _check_parameters(given: Mapping[str, Any], rules: Rules) -> None:
-    for name, value in given.items():
-        if name in ALLOWED:
-            is_allowed, why = ALLOWED[name]
-            if not is_allowed(value):
-                raise Refused(400, f"{name}: {shown(value)} is not supported: {why}", param=name)
-        elif name in PLAIN or name == "temperature":
-            own = PLAIN.get(name, rules.temperature)
-            if value != own and not rules.ignores:
-                key = f"rollout.temperature {own:g}" if name == "temperature" else f"{own!r}"
-                raise Refused(
-                    400,
-                    f"{name}: {shown(value)} is not the run's own {key}: answers are trained with the logprobs under"
-                    f" which they were sampled. Leave {name} out, or have such parameters ignored with"
-                    " environment.options.sampling: ignore",
-                    param=name,
-                )
-        elif name not in READ and name not in NO_EFFECT and not rules.ignores:
-            raise Refused(
-                400,
-                f"{shown(name)} is not known here; leave it out, or have such parameters ignored with"
-                " environment.options.sampling: ignore",
-                param=str(name)[:100],
+def _check(name: str, value: Any, rules: Rules, table: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
+    wrong, ignore = "", "or have such parameters ignored with environment.options.sampling: ignore"
+    if name in table:
+        is_right, why = table[name]
+        wrong = "" if is_right(value) else f"{name}: {shown(value)} is not supported: {why}"
+    elif (name in PLAIN or name == "temperature") and not rules.ignores:
+        own = PLAIN.get(name, rules.temperature)
+        key = f"rollout.temperature {own:g}" if name == "temperature" else f"{own!r}"
+        if value != own:
+            wrong = (
+                f"{name}: {shown(value)} is not the run's own {key}: answers are trained with the logprobs under which"
+                f" they were sampled. Leave {name} out, {ignore}"
             )
-
-
-def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools = given.get("tools", [])
-    is_right = isinstance(tools, list) and all(
-        isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
-        for tool in tools
-    )
-    if not is_right:
-        raise _wrong("tools", tools, "a list of functions")
-    return tools if tools and given.get("tool_choice") != "none" else None
+    elif name not in READ | NO_EFFECT | PLAIN.keys() and not rules.ignores:
+        wrong = f"{shown(name)} is not known here; leave it out, {ignore}"
+    if wrong:
+        raise Refused(400, wrong, param=name[:100])
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -197,27 +206,6 @@ def _prompt(given: Mapping[str, Any]) -> str | list[int]:
     if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 2**31 for token in prompt):
         return prompt
     raise _wrong("prompt", prompt, "text or token ids, of one prompt")
-
-
-def _completion_logprobs(given: Mapping[str, Any]) -> bool:
-    if "logprobs" not in given:
-        return False
-    if type(given["logprobs"]) is not int or given["logprobs"] != 0:
-        raise _wrong("logprobs", given["logprobs"], "0: the engine records the logprob of the sampled token alone")
-    return True
-
-
-def _flag(given: Mapping[str, Any], name: str) -> bool:
-    if type(value := given.get(name, False)) is not bool:
-        raise _wrong(name, value, "true or false")
-    return value
-
-
-def _integer(given: Mapping[str, Any], name: str, least: int, most: int | None) -> int:
-    value = given[name]
-    if type(value) is not int or value < least or (most is not None and value > most):
-        raise _wrong(name, value, f"an integer of {least} or more" + (f", at most {most}" if most else ""))
-    return value
 
 
 def _wrong(name: str, value: Any, wanted: str) -> Refused:

@@ -15,24 +15,11 @@ from typing import Any
 from configs.errors import SlipstreamError
 
 
-class EnvironmentFailed(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-ENV-01",
-    cause="environment.function cannot be loaded, lacks a package or an option, or its process did not start.",
-    mend="Correct the key that the message names; docs/howto/environments.md.",
-):
+class EnvironmentFailed(SlipstreamError, ValueError, code="SLIP-ENV-01"):
     """The environment's function cannot be loaded, or its processes do not start."""
 
 
-class EpisodeOver(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-ENV-02",
-    cause="The episode has had all its turns, or its context is full.",
-    mend="Let the exception pass, or end the episode in your function; raise environment.max_turns or"
-    " rollout.max_new_tokens.",
-):
+class EpisodeOver(SlipstreamError, RuntimeError, code="SLIP-ENV-02"):
     """No further turn is possible. A function that lets it pass ends its episode with reward 0."""
 
 

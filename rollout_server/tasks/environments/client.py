@@ -61,25 +61,25 @@ class Client:
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of text as it stands, without special tokens of the tokenizer's own."""
-        ids: list[int] = await self._ask("encode", {"text": text})
+        ids: list[int] = await self._ask("encode", text)
         return ids
 
     async def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
-        text: str = await self._ask("decode", {"token_ids": list(token_ids)})
+        text: str = await self._ask("decode", list(token_ids))
         return text
 
     async def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Text of each token by itself; U+FFFD for what is no whole character."""
-        texts: list[str] = await self._ask("pieces", {"token_ids": list(token_ids)})
+        texts: list[str] = await self._ask("pieces", list(token_ids))
         return texts
 
-    async def _ask(self, what: str, arguments: dict[str, Any]) -> Any:
+    async def _ask(self, what: str, given: Any) -> Any:
         call, self._next = self._next, self._next + 1
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         try:
-            self._send(["ask", self._episode, call, what, arguments])
+            self._send(["ask", self._episode, call, what, given if what == "turn" else {"given": given}])
             return await future
         except asyncio.CancelledError:
             self._send(["leave", self._episode, call])

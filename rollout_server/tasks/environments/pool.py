@@ -3,7 +3,8 @@
 import asyncio
 import heapq
 import itertools
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -12,8 +13,15 @@ from configs.environment import Environment
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.process import FAILED, EnvironmentProcess, Outcome
 from rollout_server.tasks.environments.session import Session
-from rollout_server.tasks.environments.suspects import Suspects, prompt_of
 from rollout_server.tasks.failed import LeaseFailed
+
+SHARED_DEATHS = 2
+"""A prompt that so many processes have died with, each shared with other prompts, runs alone from then on."""
+
+
+def prompt_of(name: str) -> str:
+    """The prompt of an episode's name: 0/17 of 0/17/1/3 (pass, index, attempt, number)."""
+    return name.rsplit("/", 2)[0]
 
 
 class Slots:
@@ -52,10 +60,53 @@ class Slots:
         self.free += 1
 
 
+class Suspects:
+    """Counts deaths of processes by the prompts that were in them, and lets one suspect in at a time.
+
+    A process that dies with several prompts in it does not say which of them ended it. One is charged with the death,
+    the one that was charged least so far, so that the environment's errors are counted and no neighbour of the culprit
+    uses its attempts up. The culprit itself soon dies alone, where every death is its own.
+    """
+
+    def __init__(self) -> None:
+        self._shared: Counter[str] = Counter()
+        self._charged: Counter[str] = Counter()
+        self._inside: Counter[str] = Counter()
+        """Episodes of the prompt that runs alone now."""
+        self._left = asyncio.Event()
+
+    def charge(self, episodes: Iterable[str]) -> str:
+        """Note the death of a process with episodes of these names in it; the prompt that it is charged to."""
+        prompts = list(dict.fromkeys(map(prompt_of, episodes)))
+        if len(prompts) > 1:
+            self._shared.update(prompts)
+        chosen = min(prompts, key=lambda prompt: self._charged[prompt])
+        self._charged[chosen] += 1
+        return chosen
+
+    def has(self, prompt: str) -> bool:
+        """Whether a prompt has to run alone."""
+        return self._shared[prompt] >= SHARED_DEATHS
+
+    async def enter(self, prompt: str) -> None:
+        """Wait until no other suspect runs."""
+        while self._inside.keys() - {prompt}:
+            await self._left.wait()
+        self._inside[prompt] += 1
+
+    def leave(self, prompt: str) -> None:
+        """An episode of a suspect has ended."""
+        self._inside[prompt] -= 1
+        if not self._inside[prompt]:
+            del self._inside[prompt]
+            self._left.set()
+            self._left = asyncio.Event()
+
+
 class Environments:
     """Runs episodes in environment.workers processes, at most environment.max_episodes at once.
 
-    One more process starts once prompts have to run alone (environments/suspects.py).
+    One more process starts once prompts have to run alone (Suspects).
     """
 
     def __init__(
@@ -64,19 +115,17 @@ class Environments:
         self._suspects = Suspects()
         *self._processes, self._apart = [
             EnvironmentProcess(
-                environment, f"environment process {number}", hidden, self._suspects, temperature=temperature
+                environment, f"environment process {number}", hidden, self._suspects.charge, temperature=temperature
             )
             for number in range(environment.num_workers + 1)
         ]
         self._slots = Slots(environment.max_episodes)
 
     async def start(self) -> None:
-        """Start all processes. Raises EnvironmentFailed: the function cannot be loaded; none is left."""
+        """Start all processes. Raises EnvironmentFailed: the function cannot be loaded."""
         results = await asyncio.gather(*(process.ensure() for process in self._processes), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                await self.close()
-                raise result
+        if failures := [result for result in results if isinstance(result, BaseException)]:
+            raise failures[0]
 
     async def run(self, row: dict[str, Any], session: Session) -> Outcome:
         """One episode, in the process with the fewest. Raises LeaseFailed, EngineError, TaskError: it has failed."""
@@ -144,8 +193,8 @@ async def environments_of(
         yield None
         return
     environments = Environments(environment, hidden, temperature=temperature)
-    await environments.start()
     try:
+        await environments.start()
         yield environments
     finally:
         await environments.close()

@@ -10,7 +10,7 @@ log names what is left behind.
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,10 +20,9 @@ from rollout_server.engines.base import EngineError
 from rollout_server.tasks.environments import EnvironmentFailed, EpisodeOver, Turn
 from rollout_server.tasks.environments.protocol import LIMITS, MAX_BYTES, OVER, read_outcome, shown
 from rollout_server.tasks.environments.session import Session
-from rollout_server.tasks.environments.suspects import Suspects, prompt_of
 from rollout_server.tasks.failed import LeaseFailed
 from rollout_server.tasks.task import TaskError
-from rollout_server.tasks.workers.process import LOST, ChildProcess, Worker
+from rollout_server.tasks.workers.process import LOST, Worker
 from slipstream.runtime.hang import expired
 
 log = logging.getLogger(__name__)
@@ -33,7 +32,6 @@ LOOKS = 4
 """So often a turn is looked at within environment.turn_timeout_s."""
 FAILED = "environment_error"
 """Reason of a lease that failed by its environment."""
-WORKER = "rollout_server.tasks.environments.worker"
 NAMES = {kind: name for name, kind in OVER.items()}
 
 
@@ -54,10 +52,8 @@ class _Episode:
     number: int
     session: Session
     timeout_s: float
-    child: ChildProcess
-    """That runs it."""
-    name: str
-    """Of that process."""
+    late: Callable[["_Episode"], None]
+    """Called when the function takes longer between two turns."""
     result: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     turns: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     """By call: what the function waits for."""
@@ -67,7 +63,7 @@ class _Episode:
     own_since: float = 0.0
     timer: asyncio.TimerHandle | None = None
     has_ended: bool = False
-    """The process has said how the function ended, so there is nothing left to cancel."""
+    """Its function, or the process, so there is nothing left to cancel."""
 
     def fail(self, error: BaseException) -> None:
         if not self.result.done():
@@ -85,7 +81,7 @@ class _Episode:
         """The function has all that it asked for: its own time begins."""
         loop = asyncio.get_running_loop()
         self.own_since = loop.time()
-        self.timer = loop.call_later(self.timeout_s, self._late)
+        self.timer = loop.call_later(self.timeout_s, self.late, self)
 
     def engines_turn(self) -> None:
         """The function waits for a turn."""
@@ -94,31 +90,26 @@ class _Episode:
             self.timer = None
             self.own_s += asyncio.get_running_loop().time() - self.own_since
 
-    def _late(self) -> None:
-        turns, key = self.session.recorder.num_turns, "environment.turn_timeout_s"
-        self.fail(
-            late(
-                f"the environment took longer than {key} = {self.timeout_s:g} after {turns} turns",
-                what=f"the function of {self.session.name} after {turns} turns",
-                owed_by=self.name,
-                waited_s=self.timeout_s,
-                key=key,
-            )
-        )
-
 
 class EnvironmentProcess:
     """One process at a time; after its death the next `ensure` starts a fresh one."""
 
     def __init__(
-        self, environment: Environment, name: str, hidden: frozenset[str], suspects: Suspects, *, temperature: float
-    ) -> None:
-        """A process that gets none of the `hidden` variables. `temperature` is rollout.temperature."""
-        self.name = name
-        self._suspects = suspects
-        self._temperature = temperature
-        self._settings = environment
-        self._worker = Worker(WORKER, name, hidden, MAX_BYTES, LIMITS)
+        self, environment: Environment, name: str, hidden: frozenset[str], charge: Callable[[list[str]], str],
+        *, temperature: float,
+    ) -> None:  # fmt: skip
+        """A process that gets none of the `hidden` variables. `temperature` is rollout.temperature.
+
+        `charge` is given the names of the episodes that a death has ended; its error are those of the prompt returned.
+        """
+        self.name, self._charge, self._settings = name, charge, environment
+        self._order = {
+            "function": environment.function,
+            "options": environment.options,
+            "temperature": temperature,
+            "turn_timeout_s": environment.turn_timeout_s,
+        }
+        self.worker = Worker("rollout_server.tasks.environments.worker", name, hidden, MAX_BYTES, LIMITS)
         self._reading: asyncio.Task[None] | None = None
         self._killing: asyncio.Future[None] | None = None
         self._episodes: dict[int, _Episode] = {}
@@ -134,77 +125,63 @@ class EnvironmentProcess:
         """Episodes in it."""
         return len(self._episodes)
 
-    @property
-    def child(self) -> ChildProcess | None:
-        """The present process."""
-        return self._worker.child
-
     async def ensure(self) -> None:
         """Start the process, unless it runs. Raises EnvironmentFailed: it cannot load the function."""
         async with self._starting:
             if self._reading is not None and not self._reading.done():
                 return
             await self.stop()
-            order = {
-                "function": self._settings.function,
-                "options": self._settings.options,
-                "temperature": self._temperature,
-                "turn_timeout_s": self._settings.turn_timeout_s,
-            }
             try:
-                answer = await self._worker.start(order)
+                answer = await self.worker.start(self._order)
             except LOST as error:
-                last = self._worker.child.last_line() if self._worker.child is not None else ""
-                await self.stop()
-                raise EnvironmentFailed(
-                    f"environment.function: {self._settings.function!r} could not be loaded: {error or 'it takes too'}"
-                    f" {last}"
-                ) from error
+                said = f"could not be loaded: {error or 'it takes too long'} {self.worker.last_line()}"
+                answer = {"error": f"environment.function: {self._settings.function!r} {said}"}
             if answer != {"ready": True}:
                 await self.stop()
                 raise EnvironmentFailed(str(answer.get("error") if isinstance(answer, dict) else shown(answer)))
             self._killed = ""
-            assert self._worker.child is not None
-            self._reading = asyncio.create_task(self._read(self._worker.child))
+            self._reading = asyncio.create_task(self._read())
 
     async def run(self, row: dict[str, Any], session: Session) -> Outcome:
         """One episode. Raises LeaseFailed, EngineError, TaskError: it has failed."""
-        assert self._worker.child is not None
-        episode = _Episode(next(self._numbers), session, self._settings.turn_timeout_s, self._worker.child, self.name)
+        episode = _Episode(next(self._numbers), session, self._settings.turn_timeout_s, self._late)
         self._episodes[episode.number] = episode
         session.on_abort = lambda: episode.fail(LeaseFailed("aborted", "the episode was called off"))
         try:
-            self._send(["start", episode.number, row, session.seed, session.prompt_seed])
+            self.worker.send(["start", episode.number, row, session.seed, session.prompt_seed])
             episode.functions_turn()
             async with asyncio.timeout(self._settings.episode_timeout_s) as limit:
                 return await episode.result
         except TimeoutError as error:
             assert limit.expired()
-            limit_s, key = self._settings.episode_timeout_s, "environment.episode_timeout_s"
-            said = f"the episode took longer than {key} = {limit_s:g}"
-            raise late(said, what=session.name, owed_by=self.name, waited_s=limit_s, key=key) from error
+            said = "the episode took longer than {key} = {limit:g}"
+            raise self._expired("episode_timeout_s", said, session.name, self.name) from error
         finally:
             self._leave(episode)
 
     def _leave(self, episode: _Episode) -> None:
         """Forget an episode; where its function still runs, end that."""
-        if self._episodes.pop(episode.number, None) is None:
-            return
+        del self._episodes[episode.number]
         episode.engines_turn()
         for turn in list(episode.turns.values()):
             turn.cancel()
-        # Of a process that has ended nothing is left to cancel, and the next one must not pay for its silence.
-        lives = episode.child is self._worker.child and self._reading is not None and not self._reading.done()
-        if lives and not episode.has_ended:
-            self._send(["cancel", episode.number])
+        if not episode.has_ended:
+            self.worker.send(["cancel", episode.number])
             handle = asyncio.get_running_loop().call_later(self._settings.turn_timeout_s, self._give_up)
             self._cancelled[episode.number] = (episode.session.name, handle)
 
-    def _cancels(self, number: int, name: str) -> None:
-        """The process has seen the cancel: its loop runs, and the function may clean up."""
-        limit_s = self._settings.turn_timeout_s
-        handle = asyncio.get_running_loop().call_later(limit_s, self._left_behind, number, name)
-        self._cancelled[number] = (name, handle)
+    def _late(self, episode: _Episode) -> None:
+        after = f"after {episode.session.recorder.num_turns} turns"
+        said = f"the environment took longer than {{key}} = {{limit:g}} {after}"
+        episode.fail(
+            self._expired("turn_timeout_s", said, f"the function of {episode.session.name} {after}", self.name)
+        )
+
+    def _expired(self, key: str, said: str, what: str, owed_by: str) -> LeaseFailed:
+        """An episode that fails because a deadline has passed, with the hang report of it."""
+        limit, key = getattr(self._settings, key), f"environment.{key}"
+        report = expired(what, owed_by=(owed_by,), waited_s=limit, key=key, ends=False)
+        return LeaseFailed(FAILED, said.format(key=key, limit=limit) + report)
 
     def _left_behind(self, number: int, name: str) -> None:
         del self._cancelled[number]
@@ -214,45 +191,38 @@ class EnvironmentProcess:
         )  # fmt: skip
 
     def _give_up(self) -> None:
-        self._killing = asyncio.ensure_future(self._kill())
-
-    async def _kill(self) -> None:
         """The process does not even see that an episode is called off: something blocks its event loop."""
-        said = self._worker.child.last_line() if self._worker.child is not None else ""
-        limit_s = self._settings.turn_timeout_s
+        said, limit_s = self.worker.last_line(), self._settings.turn_timeout_s
         self._killed = f"it did not begin to cancel an episode within {limit_s:g} s; its last output: {said}"
         log.error("%s: %s; it is killed", self.name, self._killed)
-        if self._worker.child is not None:
-            await self._worker.child.end()
+        self._killing = asyncio.ensure_future(self.worker.kill())
 
-    async def _read(self, child: ChildProcess) -> None:
+    async def _read(self) -> None:
         """Messages of the process, until it ends."""
         why = "it hung up"
         try:
             while True:
-                self._take(await self._worker.receive())
+                self._take(await self.worker.receive())
         except (ValueError, TypeError, LookupError) as error:
             why = f"it sent garbage: {error}"
-            await child.end()
         except (asyncio.IncompleteReadError, OSError):
-            await child.end()
+            pass
+        code, _, last = await self.worker.autopsy()
         for _, handle in self._cancelled.values():
             handle.cancel()
         self._cancelled.clear()
+        # Nothing is left to cancel, and the next process must not pay for the silence of this one.
+        for episode in self._episodes.values():
+            episode.has_ended = True
         running = [episode for episode in self._episodes.values() if not episode.result.done()]
-        if self._killed:  # for another's sake
-            for episode in running:
-                episode.fail(LeaseFailed("aborted", f"{self.name} was killed: {self._killed}"))
-        elif running:
-            code, last = child.process.returncode, child.last_line()
-            self._died(running, f"{self.name} died: {why} (exit code {code}); last output: {last}")
-
-    def _died(self, running: list[_Episode], said: str) -> None:
-        """Fail all episodes: those of the prompt that is charged as the environment's, the others as interrupted."""
-        prompts = [prompt_of(episode.session.name) for episode in running]
-        charged = self._suspects.charge(list(dict.fromkeys(prompts)))
-        for episode, prompt in zip(running, prompts, strict=True):
-            episode.fail(LeaseFailed(FAILED if prompt == charged else "aborted", said))
+        if self._killed or not running:  # for another's sake
+            said, charged = f"{self.name} was killed: {self._killed}", ""
+        else:
+            said = f"{self.name} died: {why} (exit code {code}); last output: {last}"
+            charged = self._charge([episode.session.name for episode in running])
+        for episode in running:
+            is_charged = bool(charged) and episode.session.name.startswith(f"{charged}/")
+            episode.fail(LeaseFailed(FAILED if is_charged else "aborted", said))
 
     def _take(self, message: Any) -> None:
         kind, number, *rest = message
@@ -260,8 +230,7 @@ class EnvironmentProcess:
             self._take_late(kind, number, rest)
         if (episode := self._episodes.get(number)) is None:
             return
-        if kind in ("done", "failed", "cancelled"):
-            episode.has_ended = True
+        episode.has_ended = episode.has_ended or kind in ("done", "failed", "cancelled")
         if kind == "ask":
             self._ask(episode, *rest)
         elif kind == "leave":
@@ -279,12 +248,14 @@ class EnvironmentProcess:
     def _take_late(self, kind: Any, number: int, rest: list[Any]) -> None:
         """React to a message of an episode that was called off."""
         if kind == "ask":
-            self._send(["over", number, rest[0], "refused", "the episode was called off"])
+            self.worker.send(["over", number, rest[0], "refused", "the episode was called off"])
         elif kind != "leave":
             name, handle = self._cancelled.pop(number)
             handle.cancel()
-            if kind == "cancelling":
-                self._cancels(number, name)
+            if kind == "cancelling":  # its loop runs, and the function may clean up
+                limit_s = self._settings.turn_timeout_s
+                handle = asyncio.get_running_loop().call_later(limit_s, self._left_behind, number, name)
+                self._cancelled[number] = (name, handle)
 
     def _ask(self, episode: _Episode, call: int, what: str, arguments: dict[str, Any]) -> None:
         if call in episode.turns:
@@ -305,9 +276,9 @@ class EnvironmentProcess:
         try:
             value = await self._value(episode.session, what, arguments)
         except EpisodeOver as over:
-            self._send(["over", episode.number, call, NAMES[type(over)], str(over)])
+            self.worker.send(["over", episode.number, call, NAMES[type(over)], str(over)])
         except TaskError as error:
-            self._send(["over", episode.number, call, "refused", str(error)])
+            self.worker.send(["over", episode.number, call, "refused", str(error)])
         except (LeaseFailed, EngineError) as error:
             episode.fail(error)
         except (TypeError, ValueError, KeyError) as error:  # of what the function has given
@@ -315,68 +286,43 @@ class EnvironmentProcess:
         else:
             if what == "turn":
                 episode.given[call] = value["number"]
-            self._send(["answer", episode.number, call, value])
+            self.worker.send(["answer", episode.number, call, value])
 
     async def _value(self, session: Session, what: str, arguments: dict[str, Any]) -> Any:
-        match what:
-            case "encode":
-                return await session.beside(session.task.encode_text, str(arguments["text"]))
-            case "decode":
-                return await session.beside(session.task.decode, list(arguments["token_ids"]))
-            case "pieces":
-                return await session.beside(session.task.pieces, list(arguments["token_ids"]))
-            case "turn":
-                return as_message(await self._patiently(session, session.turn(**arguments)))
-            case _:
-                raise TaskError(f"{shown(what)} is nothing that can be asked")
+        task = session.task
+        texts: dict[str, Callable[[Any], Any]] = {
+            "encode": lambda text: task.encode_text(str(text)),
+            "decode": lambda ids: task.decode(list(ids)),
+            "pieces": lambda ids: task.pieces(list(ids)),
+        }
+        if what in texts:
+            return await session.beside(texts[what], arguments["given"])
+        if what != "turn":
+            raise TaskError(f"{shown(what)} is nothing that can be asked")
+        turn = await self._patiently(session, session.turn(**arguments))
+        return {name: getattr(turn, name) for name in Turn.__slots__}  # asdict would copy its long lists
 
     async def _patiently(self, session: Session, turn: Coroutine[Any, Any, Turn]) -> Turn:
         """A turn, as long as tokens come: its own, or while it has none those of the requests before it.
 
         Raises LeaseFailed: none came for environment.turn_timeout_s.
         """
-        limit, key = self._settings.turn_timeout_s, "environment.turn_timeout_s"
-        running, loop = asyncio.create_task(turn), asyncio.get_running_loop()
+        limit, running, loop = self._settings.turn_timeout_s, asyncio.create_task(turn), asyncio.get_running_loop()
         seen, since = session.progress(), loop.time()
         try:
             while not (await asyncio.wait([running], timeout=limit / LOOKS))[0]:
                 if (found := session.progress()) != seen:
                     seen, since = found, loop.time()
                 elif loop.time() - since >= limit:
-                    what, said = f"a turn of {session.name}", f"a turn had no token for {key} = {limit:g}"
-                    raise late(said, what=what, owed_by="the engine", waited_s=limit, key=key)
+                    said = "a turn had no token for {key} = {limit:g}"
+                    raise self._expired("turn_timeout_s", said, f"a turn of {session.name}", "the engine")
             return running.result()
         finally:
             running.cancel()
 
-    def _send(self, message: list[Any]) -> None:
-        self._worker.send(message)
-
     async def stop(self) -> None:
         """Kill the process and everything that it has started, and reap it."""
-        reading = self._reading
-        await self._worker.stop()
-        if reading is not None:
-            await asyncio.wait([reading], timeout=STOP_S)
+        await self.worker.stop()
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=STOP_S)
         self._reading = None
-
-
-def as_message(turn: Turn) -> dict[str, Any]:
-    """A turn's fields: its context in one piece of bytes, and no copies of its lists."""
-    return {
-        "number": turn.number,
-        "text": turn.text,
-        "message": turn.message,
-        "token_ids": turn.token_ids,
-        "context_ids": turn.context_ids,
-        "finish_reason": turn.finish_reason,
-        "room": turn.room,
-        "logprobs": turn.logprobs,
-        "versions": turn.versions,
-    }
-
-
-def late(said: str, *, what: str, owed_by: str, waited_s: float, key: str) -> LeaseFailed:
-    """An episode that fails because a deadline has passed, with the hang report of it."""
-    report = expired(what, owed_by=(owed_by,), waited_s=waited_s, key=key, ends=False)
-    return LeaseFailed(FAILED, said + report)

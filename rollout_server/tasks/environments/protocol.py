@@ -1,4 +1,4 @@
-"""Between the rollout server and an environment process, in frames (children/frames.py).
+"""Between the rollout server and an environment process, in frames (workers/frames.py).
 
 | from    | message                                                                                        |
 |---------|------------------------------------------------------------------------------------------------|
@@ -7,7 +7,7 @@
 | server  | ["start", episode, row, seed, prompt_seed], ["cancel", episode],                               |
 |         | ["answer", episode, call, value],                                                              |
 |         | ["over", episode, call, kind, text]                                                            |
-| process | ["ask", episode, call, what, arguments]: what is `turn`, `encode`, `decode` or `pieces`        |
+| process | ["ask", episode, call, what, arguments]: `turn`, or {"given": ...} to `encode`, `decode`, `pieces`  |
 | process | ["leave", episode, call]: the function does not wait for it any more                           |
 | process | ["cancelling", episode]: it has seen `cancel`, and the function cleans up                      |
 | process | ["done", episode, outcome], ["failed", episode, text], ["cancelled", episode]                  |
@@ -15,25 +15,18 @@
 Code of the user shares the process and may have written its messages: the server checks them.
 """
 
-import asyncio
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from rollout_server.tasks.environments import ContextFull, EpisodeOver, NoMoreTurns
-from rollout_server.tasks.rewards.protocol import MAX_ERROR_CHARS, MAX_METRICS
-from rollout_server.tasks.workers import frames
+from rollout_server.tasks.workers.frames import MAX_METRICS
 from rollout_server.tasks.workers.frames import shown as shown
 
 MAX_BYTES = 32 * 1024 * 1024
 MAX_ITEMS = 1 << 20
 OVER: dict[str, type[EpisodeOver]] = {"context": ContextFull, "turns": NoMoreTurns}
 LIMITS = {"max_array_len": MAX_ITEMS, "max_map_len": MAX_ITEMS, "max_bin_len": MAX_BYTES, "max_ext_len": 0}
-
-
-async def receive(reader: asyncio.StreamReader) -> Any:
-    """See `frames.receive`."""
-    return await frames.receive(reader, MAX_BYTES, LIMITS)
 
 
 def read_outcome(said: Any) -> dict[str, Any]:
@@ -57,10 +50,6 @@ def read_outcome(said: Any) -> dict[str, Any]:
         "leave_out": leave_out,
         "blocked_s": float(blocked) if blocked is not None and _is_finite(blocked) else 0.0,
     }
-
-
-def shortened(text: str) -> str:
-    return text[:MAX_ERROR_CHARS]
 
 
 def _is_finite(value: Any) -> bool:

@@ -11,13 +11,7 @@ from typing import Any
 from configs.errors import SlipstreamError
 
 
-class NoThread(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-ENV-05",
-    cause="Tools without `async` do not return, and each of their calls keeps its thread until it does.",
-    mend="Give the tools that the message names a limit of their own, such as the `timeout` of their requests.",
-):
+class NoThread(SlipstreamError, RuntimeError, code="SLIP-ENV-05"):
     """No thread became free for a tool's call; the message names the tools that hold them."""
 
 

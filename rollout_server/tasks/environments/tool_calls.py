@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rollout_server.tasks.workers.frames import sendable
+
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 ARGUMENTS = ("arguments", "parameters")
 """`parameters` is what Llama 3 writes."""
@@ -68,11 +70,6 @@ def _read(block: str) -> tuple[str, str]:
         return "", block.strip()
     arguments: Any = next((value[key] for key in ARGUMENTS if key in value), {})
     return sendable(value["name"]), sendable(arguments) if isinstance(arguments, str) else json.dumps(arguments)
-
-
-def sendable(text: str) -> str:
-    """Text with question marks for what UTF-8 cannot hold: JSON can spell half a pair of surrogates."""
-    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _json(text: str) -> Any:

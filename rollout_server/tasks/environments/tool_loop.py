@@ -18,8 +18,9 @@ from typing import Any
 from rollout_server.tasks.environments import EnvironmentFailed, EpisodeOver, Trajectory
 from rollout_server.tasks.environments.client import Client
 from rollout_server.tasks.environments.threads import NoThread, Threads
-from rollout_server.tasks.environments.tool_calls import Tool, sendable
+from rollout_server.tasks.environments.tool_calls import Tool
 from rollout_server.tasks.environments.tools import load_tools
+from rollout_server.tasks.workers.frames import sendable
 
 OPTIONS = {"tools", "system", "max_tool_chars", "tool_timeout_s", "allow_unisolated"}
 MAX_THREADS = 64

@@ -14,7 +14,7 @@ from rollout_server.tasks.environments.tool_calls import Tool
 from rollout_server.tasks.sandbox import SandboxError
 from rollout_server.tasks.sandbox.box import Limits, run
 from rollout_server.tasks.sandbox.probe import isolation, require
-from rollout_server.tasks.workers.loading import LoadError, module_of
+from rollout_server.tasks.workers.loading import function_of
 
 MAX_POWER = 4096
 """Bits of a power's result."""
@@ -61,20 +61,12 @@ def _loaded(entry: str, *, allow_unisolated: bool) -> dict[str, Tool]:
 
 
 def _function(spec: str) -> Callable[..., Any]:
-    location, _, name = spec.rpartition(":")
-    if not location:
+    if ":" not in spec:
         raise EnvironmentFailed(
             f"environment.options.tools: {spec!r} is no tool; take one of {', '.join(BUILT_IN)}, path/to/file.py:name"
             " or mcp:command"
         )
-    try:
-        function = getattr(module_of("environment.options.tools", spec, location), name, None)
-    except LoadError as error:
-        raise EnvironmentFailed(str(error)) from error
-    if not callable(function):
-        raise EnvironmentFailed(f"environment.options.tools: {spec!r}: {location} has no function {name!r}")
-    made: Callable[..., Any] = function
-    return made
+    return function_of("environment.options.tools", spec, EnvironmentFailed)[1]
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:

@@ -1,24 +1,31 @@
-"""The work of an environment process (children/worker.py).
+"""The work of an environment process (workers/worker.py).
 
 All its episodes share one event loop. A thread watches that loop: where a function of the user blocks it, the others
 wait, so stderr says for how long, in which file and line, and of which episode.
 """
 
 import asyncio
+import inspect
 import os
 import socket
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from rollout_server.tasks.environments import EnvironmentFailed, EpisodeOver, Trajectory
 from rollout_server.tasks.environments.client import Client
-from rollout_server.tasks.environments.loading import Rollout, load_rollout
-from rollout_server.tasks.environments.protocol import read_outcome, receive, shortened, shown
-from rollout_server.tasks.workers.frames import pack
-from rollout_server.tasks.workers.loading import describe
+from rollout_server.tasks.environments.protocol import LIMITS, MAX_BYTES, read_outcome, shown
+from rollout_server.tasks.workers.frames import MAX_ERROR_CHARS, pack, receive
+from rollout_server.tasks.workers.loading import describe, function_of, is_asynchronous
+
+BUILT_IN = {
+    "agent": "rollout_server.tasks.agents.episode:rollout",
+    "tools": "rollout_server.tasks.environments.tool_loop:rollout",
+}
+Rollout = Callable[..., Coroutine[Any, Any, Any]]
 
 BLOCKED_S = 1.0
 """From here on a loop that stands still is reported."""
@@ -132,7 +139,7 @@ class Worker:
         except asyncio.CancelledError:
             answer = ["cancelled", episode]
         except BaseException as error:  # noqa: BLE001 - code of the user: whatever it raises ends this episode alone
-            answer = ["failed", episode, shortened(describe(error))]
+            answer = ["failed", episode, describe(error)[:MAX_ERROR_CHARS]]
         finally:
             del self._episodes[episode]
         self._send(answer)
@@ -158,6 +165,28 @@ class Worker:
         self._writer.write(pack(message))
 
 
+def load_rollout(spec: str, options: Mapping[str, Any]) -> Rollout:
+    """Load an environment's function, and have its module check the options where it has `prepare(options)`.
+
+    Raises EnvironmentFailed: not found, not importable, not `async def f(row, client)`, or not usable here.
+    """
+    module, function = function_of("environment.function", spec, EnvironmentFailed, BUILT_IN.get(spec, ""))
+    needed = [
+        key
+        for key, one in inspect.signature(function).parameters.items()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    if not is_asynchronous(function) or len(needed) != 2:
+        raise EnvironmentFailed(
+            f"environment.function: {spec!r} has the parameters ({', '.join(needed)}) and is"
+            f" {'' if is_asynchronous(function) else 'not '}asynchronous; take"
+            f" `async def {spec.rpartition(':')[2]}(row, client)`"
+        )
+    if (prepare := getattr(module, "prepare", None)) is not None:
+        prepare(options)
+    return function
+
+
 def work(channel: socket.socket) -> int:
     """Load the function and run episodes until the server closes the channel; the exit code."""
     return asyncio.run(_work(channel))
@@ -165,18 +194,18 @@ def work(channel: socket.socket) -> int:
 
 async def _work(channel: socket.socket) -> int:
     reader, writer = await asyncio.open_unix_connection(sock=channel)
-    order = await receive(reader)
+    order = await receive(reader, MAX_BYTES, LIMITS)
     try:
         function = load_rollout(order["function"], order["options"])
     except EnvironmentFailed as error:
-        writer.write(pack({"error": shortened(str(error))}))
+        writer.write(pack({"error": str(error)[:MAX_ERROR_CHARS]}))
         await writer.drain()
         return 1
     writer.write(pack({"ready": True}))
     worker = Worker(function, order, writer)
     try:
         while True:
-            worker.take(await receive(reader))
+            worker.take(await receive(reader, MAX_BYTES, LIMITS))
             await writer.drain()
     except (asyncio.IncompleteReadError, ConnectionError):
         return 0

@@ -11,23 +11,11 @@ from typing import Any, Protocol, TypedDict
 from configs.errors import SlipstreamError
 
 
-class RewardError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-REWARD-01",
-    cause="reward.function names no function that can be called, or its package, key or service is missing.",
-    mend="`python -m rollout_server.try_reward` calls it on a row of your data; docs/howto/rewards.md.",
-):
+class RewardError(SlipstreamError, ValueError, code="SLIP-REWARD-01"):
     """The reward function cannot be loaded, or its processes do not start."""
 
 
-class NotScored(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-REWARD-06",
-    cause="The conversation is too long for the reward model, has no tokens of it, or its chat template fails.",
-    mend="Lower data.max_prompt_tokens or rollout.max_new_tokens, or correct the chat_template that the message names.",
-):
+class NotScored(SlipstreamError, ValueError, code="SLIP-REWARD-06"):
     """One conversation has no score; the message says why."""
 
 

@@ -18,7 +18,7 @@ from configs.errors import did_you_mean
 from configs.signatures import SIGNATURES, VERL_NAMES
 from rollout_server.tasks.rewards import RewardError, Sample
 from rollout_server.tasks.rewards.built_in import FUNCTIONS
-from rollout_server.tasks.workers.loading import LoadError, module_of
+from rollout_server.tasks.workers.loading import function_of, is_asynchronous
 
 Convention = Literal["sample", "verl", "trl"]
 Parameters = Mapping[str, inspect.Parameter]
@@ -36,22 +36,12 @@ class RewardFunction:
 def load_function(spec: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
     """Load a built-in function by its name, `package.module:function` or `path/to/file.py:function`.
 
-    A module with a function `prepare` has it called with the options, to load or check what the reward needs.
+    A built-in with a function `prepare` has it called with the options, to load or check what the reward needs.
     Raises RewardError: not found, not importable, of a signature that is none of the three, or not usable here.
     """
-    location, _, name = FUNCTIONS.get(spec, spec).rpartition(":")
-    if not location or not name:
-        hint = did_you_mean(spec, FUNCTIONS) or f"take {', '.join(FUNCTIONS)}, 'module:function' or 'f.py:function'"
+    if spec not in FUNCTIONS and ":" not in spec and (hint := did_you_mean(spec, FUNCTIONS)):
         raise RewardError(f"reward.function: {spec!r} names no function; {hint}")
-    try:
-        module = module_of("reward.function", spec, location)
-    except LoadError as error:
-        raise RewardError(str(error)) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        hint = did_you_mean(name, own) or f"it has {', '.join(sorted(own)[:8]) or 'no functions'}"
-        raise RewardError(f"reward.function: {spec!r}: {location} has no function {name!r}; {hint}")
+    module, function = function_of("reward.function", spec, RewardError, FUNCTIONS.get(spec, ""))
     if spec in FUNCTIONS and (prepare := getattr(module, "prepare", None)) is not None:
         prepare(**_accepted(inspect.signature(prepare).parameters, dict(options or {})))
     return adapt(function, spec, options)
@@ -74,7 +64,7 @@ def adapt(function: Callable[..., Any], name: str, options: Mapping[str, Any] | 
     open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in open_ended]
     positional = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    is_async = is_asynchronous(function)
     if options:
         function = partial(_with_options, function, options)
     convention: Convention

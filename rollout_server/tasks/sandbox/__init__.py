@@ -9,12 +9,5 @@ probe     what this machine can cut off, found by trying (`python -m rollout_ser
 from configs.errors import SlipstreamError
 
 
-class SandboxError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-SANDBOX-01",
-    cause="This machine does not let programs be isolated: user namespaces are forbidden, or a limit is reached.",
-    mend="Allow user namespaces (in a container: without the seccomp filter that forbids unshare); `python -m"
-    " rollout_server.tasks.sandbox` shows what works.",
-):
+class SandboxError(SlipstreamError, RuntimeError, code="SLIP-SANDBOX-01"):
     """A program could not be started as it was asked for; says nothing about the program."""

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import selectors
+import select
 import shutil
 import signal
 import subprocess
@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +31,7 @@ ENVIRONMENT = {
 START_S = 10.0
 """For the namespaces and the interpreter, which a busy machine may take long for; the program's time comes on top."""
 KILL_S = 5.0
+POLL_MS = 20
 CHUNK = 65536
 How = Literal["ended", "timed_out", "flooded"]
 
@@ -50,7 +51,7 @@ class Limits:
     processes: int = 16
     """With their threads; counted where the program is isolated."""
     output_bytes: int = 1024 * 1024
-    """Of stdout, and of stderr; a program that prints more is ended."""
+    """Of stdout, and of stderr, which are files; a program that prints more is ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,13 +65,6 @@ class Ended:
     err: bytes
     seconds: float
     """From its start on, the setup not included where that can be told."""
-
-
-@dataclass(slots=True)
-class _Reading:
-    out: bytearray = field(default_factory=bytearray)
-    err: bytearray = field(default_factory=bytearray)
-    status: bytearray = field(default_factory=bytearray)
 
 
 def run(
@@ -115,96 +109,68 @@ def visible_paths() -> list[str]:
 
 def _run(given: bytes, limits: Limits) -> Ended:
     status, theirs = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-S", "-m", "rollout_server.tasks.sandbox.inside", str(os.getpid()), str(theirs)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=ENVIRONMENT | {"PYTHONPATH": PACKAGE_ROOT},
-            pass_fds=[theirs],
-            start_new_session=True,
-        )
-    finally:
-        os.close(theirs)
-    reading = _Reading()
-    try:
-        how, seconds = _converse(process, status, given, limits, reading)
-    finally:
-        _end(process)
-        with contextlib.suppress(BlockingIOError):
-            while more := os.read(status, CHUNK):
-                reading.status += more
-        os.close(status)
-        for stream in (process.stdin, process.stdout, process.stderr):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
-    if not reading.status.startswith(READY):
-        said = bytes(reading.status or reading.err[-500:]).decode("utf-8", "replace").strip()
-        raise SandboxError(said or f"the program was not there after {START_S + limits.seconds:g} s")
+    with os.fdopen(status, "rb", 0), contextlib.ExitStack() as open_files:
+        into, out, err = (open_files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
+        into.write(given)
+        into.seek(0)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-S", "-m", "rollout_server.tasks.sandbox.inside", str(os.getpid()), str(theirs)],
+                stdin=into,
+                stdout=out,
+                stderr=err,
+                env=ENVIRONMENT | {"PYTHONPATH": PACKAGE_ROOT},
+                pass_fds=[theirs],
+                start_new_session=True,
+            )
+        finally:
+            os.close(theirs)
+        try:
+            how, seconds, ready = _watched(process, status, (out.fileno(), err.fileno()), limits)
+        finally:
+            _end(process)
+        printed = [os.pread(file.fileno(), limits.output_bytes, 0) for file in (out, err)]
+        if not ready.startswith(READY):
+            reason = bytes(ready or printed[1][-500:]).decode("utf-8", "replace").strip()
+            raise SandboxError(reason or f"the program was not there after {START_S + limits.seconds:g} s")
     code = process.returncode if how == "ended" else None
-    return Ended(how=how, code=code, out=bytes(reading.out), err=bytes(reading.err), seconds=seconds)
+    return Ended(how=how, code=code, out=printed[0], err=printed[1], seconds=seconds)
 
 
-def _converse(
-    process: "subprocess.Popen[bytes]", status: int, given: bytes, limits: Limits, reading: _Reading
-) -> tuple[How, float]:
-    """Feed and read until the program has ended, or is past a limit."""
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-    into, view = process.stdin.fileno(), memoryview(given)
-    sinks = {process.stdout.fileno(): reading.out, process.stderr.fileno(): reading.err, status: reading.status}
-    start, deadline = time.monotonic(), time.monotonic() + START_S + limits.seconds
-    with selectors.DefaultSelector() as waiting:
-        os.set_blocking(into, False)
-        waiting.register(into, selectors.EVENT_WRITE)
-        for fd in sinks:
-            os.set_blocking(fd, False)
-            waiting.register(fd, selectors.EVENT_READ)
-        while waiting.get_map().keys() - {into}:
-            now = time.monotonic()
-            if now > deadline:
-                return "timed_out", now - start
-            for key, _ in waiting.select(deadline - now):
-                if key.fd == into:
-                    view = _fed(into, view)
-                    if not view:
-                        waiting.unregister(into)
-                        process.stdin.close()
-                    continue
-                more = os.read(key.fd, CHUNK)
-                if not more:
-                    waiting.unregister(key.fd)
-                sinks[key.fd] += more
-                if key.fd == status and more and reading.status.startswith(READY):
-                    start, deadline = time.monotonic(), time.monotonic() + limits.seconds
-                elif len(sinks[key.fd]) > limits.output_bytes:
-                    return "flooded", time.monotonic() - start
-        return "ended", time.monotonic() - start
-
-
-def _fed(fd: int, view: memoryview) -> memoryview:
-    """What is left to write; nothing where the program reads no more."""
+def _watched(
+    process: "subprocess.Popen[bytes]", status: int, printed: Sequence[int], limits: Limits
+) -> tuple[How, float, bytes]:
+    """(how, seconds, what it said of its start) of a program that has ended, or is past a limit."""
+    start, waiting, said = time.monotonic(), select.poll(), b""
+    deadline, ending = start + START_S + limits.seconds, os.pidfd_open(process.pid)
+    for fd in (ending, status):
+        waiting.register(fd, select.POLLIN)
     try:
-        return view[os.write(fd, view[:CHUNK]) :]
-    except BlockingIOError:
-        return view
-    except BrokenPipeError:
-        return view[:0]
+        while True:
+            ready = dict(waiting.poll(POLL_MS))
+            if status in ready:
+                more = os.read(status, CHUNK)
+                said += more
+                if not more or said.startswith(READY):  # nothing else comes
+                    waiting.unregister(status)
+                    start = time.monotonic()
+                    deadline = start + limits.seconds
+            now = time.monotonic()
+            if any(os.fstat(fd).st_size > limits.output_bytes for fd in printed):
+                return "flooded", now - start, said
+            if ending in ready:
+                return "ended", now - start, said
+            if now > deadline:
+                return "timed_out", now - start, said
+    finally:
+        os.close(ending)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """Have the supervisor end all that is left; end it if it does not."""
-    try:
-        process.wait(0 if process.poll() is not None else 0.2)
-        return
-    except subprocess.TimeoutExpired:
-        pass
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (0, signal.SIGTERM, signal.SIGKILL):
         process.send_signal(number)
-        try:
-            process.wait(KILL_S)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_S if number else 0.0)
             return
-        except subprocess.TimeoutExpired:
-            continue
     raise SandboxError(f"process {process.pid} does not end {KILL_S:g} s after SIGKILL")

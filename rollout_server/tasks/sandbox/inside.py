@@ -16,9 +16,9 @@ import struct
 import sys
 from typing import Any, NoReturn
 
-from rollout_server.tasks.sandbox.root import LIBC, build
+from rollout_server.tasks.sandbox.root import LIBC, build, refused
 from rollout_server.tasks.sandbox.syscalls import refuse
-from rollout_server.tasks.workers.supervisor import PR_SET_PDEATHSIG, supervise
+from rollout_server.tasks.workers.supervisor import PR_SET_PDEATHSIG, end_as, limit, supervise
 
 READY = b"\0ready"
 LENGTH = struct.Struct("<I")
@@ -53,16 +53,14 @@ def main() -> NoReturn:
 
 
 def _order() -> dict[str, Any]:
-    def exactly(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            if not (more := os.read(0, count - len(data))):
-                raise ValueError("the order ends too early")
-            data += more
-        return data
-
-    (length,) = LENGTH.unpack(exactly(LENGTH.size))
-    order: dict[str, Any] = json.loads(exactly(length))
+    """Read to its last byte: what follows is the program's."""
+    (length,) = LENGTH.unpack(os.read(0, LENGTH.size))
+    body = b""
+    while len(body) < length:
+        if not (more := os.read(0, length - len(body))):
+            raise ValueError("the order ends too early")
+        body += more
+    order: dict[str, Any] = json.loads(body)
     return order
 
 
@@ -85,33 +83,27 @@ def _become_the_program(order: dict[str, Any], status: int) -> NoReturn:
     for name, text in order["files"].items():
         with open(name, "w", encoding="utf-8", errors="surrogateescape") as file:
             file.write(text)
-    for kind, value in _limits(limits, is_isolated):
-        resource.setrlimit(kind, (value, value))
+    _confine(limits, is_isolated)
     os.umask(0o077)
     refuse()
     os.write(status, READY)
     os.execve(order["argv"][0], order["argv"], order["environment"])
 
 
-def _limits(limits: dict[str, Any], is_isolated: bool) -> list[tuple[int, int]]:
-    found = [
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_AS, limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-        (resource.RLIMIT_NOFILE, limits["open_files"]),
-        (resource.RLIMIT_CPU, int(limits["seconds"]) + 2),
-    ]
-    if is_isolated and counts_processes():
-        found.append((resource.RLIMIT_NPROC, limits["processes"]))
-    return [(kind, _possible(kind, value)) for kind, value in found]
+def _confine(limits: dict[str, Any], is_isolated: bool) -> None:
+    wanted = {
+        resource.RLIMIT_AS: limits["memory_bytes"],
+        resource.RLIMIT_FSIZE: limits["file_bytes"],
+        resource.RLIMIT_NOFILE: limits["open_files"],
+        resource.RLIMIT_CPU: int(limits["seconds"]) + 2,
+    }
+    if is_isolated and _counts_processes():
+        wanted[resource.RLIMIT_NPROC] = limits["processes"]
+    for kind, value in wanted.items():
+        limit(kind, value)
 
 
-def _possible(kind: int, wanted: int) -> int:
-    hardest = resource.getrlimit(kind)[1]
-    return wanted if hardest == resource.RLIM_INFINITY else min(wanted, hardest)
-
-
-def counts_processes() -> bool:
+def _counts_processes() -> bool:
     """Whether the kernel counts a namespace's processes apart from those of the user."""
     numbers = platform.release().split("-")[0].split(".")[:2]
     return tuple(int(number) for number in numbers if number.isdigit()) >= NPROC_SINCE
@@ -136,7 +128,7 @@ def _leave_the_machine(names: list[str]) -> None:
     if LIBC.unshare(flags) != 0:
         os.close(go)
         os.waitpid(mapper, 0)
-        _refuse(f"unshare of {', '.join(names)}")
+        refused(f"unshare of {', '.join(names)}")
     os.write(go, b"g")
     os.close(go)
     if os.waitpid(mapper, 0)[1] != 0:
@@ -144,39 +136,19 @@ def _leave_the_machine(names: list[str]) -> None:
     os.setresgid(USER, USER, USER)
     first = os.fork()
     if first:
-        _end_as(os.waitpid(first, 0)[1])
+        end_as(os.waitpid(first, 0)[1])
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _map_users(process: int, outside: tuple[int, int]) -> int:
+    maps = {"setgroups": "deny", "uid_map": f"{USER} {outside[0]} 1", "gid_map": f"{USER} {outside[1]} 1"}
     try:
-        for name, text in (
-            ("setgroups", "deny"),
-            ("uid_map", f"{USER} {outside[0]} 1"),
-            ("gid_map", f"{USER} {outside[1]} 1"),
-        ):
+        for name, text in maps.items():
             with open(f"/proc/{process}/{name}", "w") as file:
                 file.write(text)
     except OSError:
         return 1
     return 0
-
-
-def _refuse(what: str) -> NoReturn:
-    import ctypes
-
-    number = ctypes.get_errno()
-    raise OSError(number, f"{what}: {os.strerror(number)}")
-
-
-def _end_as(status: int) -> NoReturn:
-    """End by the signal or exit code of the program."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-    os._exit(os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

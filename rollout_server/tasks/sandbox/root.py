@@ -92,10 +92,10 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 def _check(result: int, what: str) -> None:
     if result < 0:
-        _refused(what)
+        refused(what)
 
 
-def _refused(what: str) -> NoReturn:
+def refused(what: str) -> NoReturn:
+    """Raises OSError, or PermissionError: why the last call of LIBC has failed."""
     number = ctypes.get_errno()
-    error = PermissionError if number in (1, 13) else OSError
-    raise error(number, f"{what}: {os.strerror(number)}")
+    raise OSError(number, f"{what}: {os.strerror(number)}")

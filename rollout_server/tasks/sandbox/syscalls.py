@@ -5,11 +5,12 @@ A seccomp filter in the kernel's classic BPF (linux/seccomp.h, linux/filter.h). 
 
 import ctypes
 import errno
-import os
 import platform
 import socket
 import struct
 from typing import NamedTuple
+
+from rollout_server.tasks.sandbox.root import LIBC, refused
 
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 ALLOW, KILL, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
@@ -80,11 +81,9 @@ def refuse() -> None:
     if machine not in AUDIT:
         raise OSError(f"system calls of {machine} have no known numbers")
     program = _program(machine)
-    libc = ctypes.CDLL(None, use_errno=True)
     order = _Program(len(program) // 8, program)
-    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(order), 0, 0) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"seccomp filter: {os.strerror(number)}")
+    if LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(order), 0, 0) != 0:
+        refused("seccomp filter")
 
 
 def _program(machine: str) -> bytes:

@@ -6,7 +6,7 @@ import socket
 import struct
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 import msgpack
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import asyncio  # takes 40 ms, which a child may do without
 
 LENGTH = struct.Struct("<I")
+MAX_ERROR_CHARS = 2000
+"""Each at most 4 bytes long."""
+MAX_METRICS = 64
+"""Numbers beside a score."""
 
 
 def pack(value: Any) -> bytes:
@@ -40,6 +44,16 @@ async def receive(reader: "asyncio.StreamReader", max_bytes: int, limits: Mappin
     return unpack(await reader.readexactly(length), limits)
 
 
+def read(channel: BinaryIO) -> Any:
+    """In a child: the next message, or None when the other side has closed the channel."""
+    header = channel.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(header)
+    body = channel.read(length)
+    return msgpack.unpackb(body) if len(body) == length else None
+
+
 def private_channel() -> socket.socket:
     """In a child: move the socket away from stdin; prints go to stderr line by line."""
     channel = socket.socket(fileno=os.dup(0))
@@ -53,3 +67,8 @@ def private_channel() -> socket.socket:
 def shown(value: Any) -> str:
     """A decoded value for a message: few levels, and few items of each."""
     return reprlib.repr(value)[:200]
+
+
+def sendable(text: str) -> str:
+    """The text, with a question mark for each surrogate: those have no UTF-8."""
+    return text.encode("utf-8", "replace").decode()

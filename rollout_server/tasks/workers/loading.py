@@ -1,13 +1,16 @@
-"""Imports the module that a key of the configuration names."""
+"""Finds the function that a key of the configuration names."""
 
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
-from configs.errors import SlipstreamError
+from configs.errors import SlipstreamError, did_you_mean
 
 OURS = ("configs", "learner", "replay", "rollout_server", "scripts", "weight_bus")
 """A `learner.py` beside a file of the user hides none of them."""
@@ -16,24 +19,35 @@ MAX_MESSAGE_CHARS = 1500
 """Of an exception's own text, so that its place still fits into an error."""
 
 
-class LoadError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-CODE-01",
-    cause="A file or module with code of yours is not there, or raises when it is imported.",
-    mend="Correct the path; run `python -c 'import module'` in the same environment and folder to see the whole error.",
-):
-    """A module cannot be found or imported; the message names the key."""
+def function_of(
+    key: str, spec: str, failed: type[SlipstreamError], target: str = ""
+) -> tuple[ModuleType, Callable[..., Any]]:
+    """The function that `key` of the configuration names as `spec`, and the module that has it.
 
-
-def module_of(key: str, spec: str, location: str) -> ModuleType:
-    """The module of that name, or at that path if it ends in `.py`, as `key` of the configuration says.
-
-    Raises LoadError: not found, or not importable.
+    `target` is its place where `spec` is a short name. Raises `failed`: no such module, or no such function in it.
     """
+    location, _, name = (target or spec).rpartition(":")
+    if not location or not name:
+        raise failed(f"{key}: {spec!r} names no function; take 'module:function' or 'path/to/file.py:function'")
+    module = _module(f"{key}: {spec!r}", location, failed)
+    function = getattr(module, name, None)
+    if callable(function):
+        return module, function
+    own = [one for one, value in vars(module).items() if inspect.isroutine(value) and not one.startswith("_")]
+    hint = did_you_mean(name, own) or f"it has {', '.join(sorted(own)[:8]) or 'no functions'}"
+    raise failed(f"{key}: {spec!r}: {location} has no function {name!r}; {hint}")
+
+
+def is_asynchronous(function: Callable[..., Any]) -> bool:
+    """Whether a function, or an object that is called as one, is `async`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _module(said: str, location: str, failed: type[SlipstreamError]) -> ModuleType:
+    """The module of that name, or at that path where it ends in `.py`. Raises `failed`: not there, or it raises."""
     path = Path(location).expanduser() if location.endswith(".py") else None
     if path is not None and not path.is_file():
-        raise LoadError(f"{key}: {spec!r}: no file {location!r} (looked from {os.getcwd()})")
+        raise failed(f"{said}: no file {location!r} (looked from {os.getcwd()})")
     try:
         if path is None:
             return importlib.import_module(location)
@@ -50,7 +64,7 @@ def module_of(key: str, spec: str, location: str) -> ModuleType:
         hint = ""
         if isinstance(error, ModuleNotFoundError) and error.name and location.startswith(error.name):
             hint = f" (not installed, and not below {os.getcwd()}); install it, or give path/to/file.py:function"
-        raise LoadError(f"{key}: {spec!r}: importing {location} fails: {describe(error)}{hint}") from error
+        raise failed(f"{said}: importing {location} fails: {describe(error)}{hint}") from error
 
 
 def describe(error: BaseException) -> str:

@@ -25,6 +25,7 @@ from slipstream.runtime.hang.processes import all_processes
 log = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 5.0
 """For the supervisor to end the child and all its descendants."""
+WORKER = "rollout_server.tasks.workers.worker"
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 SECRET_NAME = re.compile(
     r"(KEYS?|TOKENS?|COOKIES?|AUTH(_SOCK)?)\d*(_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|^(AWS|AZURE|WANDB)_"
@@ -56,62 +57,50 @@ FLOOD_PAUSE_S = 0.002
 """Between two chunks of prints past the logged ones: a flood may take 32 MB/s of this process, not all of its time."""
 
 
-class ChildProcess:
-    """A running process with its streams; its prints are logged up to a limit.
+class Prints:
+    """What a process prints: logged up to a limit, and the last of it kept.
 
-    The prints are read for as long as any process holds the other end, so that printing blocks no grader for long.
+    It is read for as long as any process holds the other end, so that printing blocks no grader for long.
     """
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        self.process = process
-        """The supervisor, which ends the way the child ends."""
-        self._name = name
-        self._tail = b""
+    def __init__(self, name: str) -> None:
+        self._name, self._tail = name, b""
         self._stack: bytes | None = None
-        """What was printed since the child was asked for its stack."""
+        """What was printed since the process was asked for its stack."""
         self._answered = asyncio.Event()
 
-    async def connect(self, channel: socket.socket) -> None:
-        self.reader, self.writer = await asyncio.open_unix_connection(sock=channel, limit=READ_BYTES)
+    async def open(self, stream: Any) -> None:
+        """Begin to read."""
         prints = asyncio.StreamReader()
-        self._prints, _ = await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(prints), self.process.stderr
+        self._pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(prints), stream
         )
-        self._printing = asyncio.create_task(self._log(prints))
+        self._reading = asyncio.create_task(self._read(prints))
 
-    async def end(self) -> None:
-        """Kill the process and its descendants; read its last prints for a moment."""
-        await _kill(self.process, self._name)
-        await asyncio.wait([self._printing], timeout=LAST_PRINTS_S)
-        self._printing.cancel()
-        self._prints.close()
-
-    async def place(self) -> str:
-        """Where the child's main thread is, such as ` at rewards.py:12 in score`; empty where it does not answer.
-
-        Code of the user comes before that of packages; the whole stack is in the log.
-        """
-        known = all_processes()
-        children = [process for process in known.values() if process.parent == self.process.pid]
-        if not children:
-            return ""
-        self._stack = b""
-        self._answered.clear()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(min(children, key=lambda process: process.started).pid, STACK)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STACK_S):
-                await self._answered.wait()
-        frames, self._stack = FRAME.findall(self._stack.decode("utf-8", "replace")), None
-        own = [frame for frame in frames if not frame[0].startswith(PACKAGES)]
-        return next((f" at {file}:{line} in {name}" for file, line, name in [*own, *frames]), "")
+    async def close(self) -> None:
+        """Read the last ones for a moment."""
+        await asyncio.wait([self._reading], timeout=LAST_PRINTS_S)
+        self._reading.cancel()
+        self._pipe.close()
 
     def last_line(self) -> str:
         """The last line printed, or an empty string."""
         lines = self._tail.decode("utf-8", "replace").strip().splitlines()
         return lines[-1][:500] if lines else ""
 
-    async def _log(self, prints: asyncio.StreamReader) -> None:
+    async def stack_of(self, pid: int) -> list[tuple[str, str, str]]:
+        """(file, line, function) of the frames of a process's main thread; none where it does not answer."""
+        self._stack = b""
+        self._answered.clear()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, STACK)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STACK_S):
+                await self._answered.wait()
+        frames, self._stack = FRAME.findall(self._stack.decode("utf-8", "replace")), None
+        return frames
+
+    async def _read(self, prints: asyncio.StreamReader) -> None:
         num_lines = 0
         while chunk := await prints.read(CHUNK_BYTES):
             self._tail = (self._tail + chunk)[-TAIL_BYTES:]
@@ -139,69 +128,95 @@ class Worker:
         """`hidden` variables it does not get; longer frames, or ones past the limits of msgpack, are refused."""
         self.name, self._module, self._hidden = name, module, hidden
         self._max_bytes, self._limits = max_bytes, limits
-        self.child: ChildProcess | None = None
+        self.process: subprocess.Popen[bytes] | None = None
+        """The supervisor, which ends the way the worker ends."""
+        self._prints = Prints(name)
 
     @property
     def is_running(self) -> bool:
         """Whether it has not hung up."""
-        return self.child is not None and not self.child.reader.at_eof()
+        return self.process is not None and not self._reader.at_eof()
 
     async def start(self, order: Mapping[str, Any]) -> Any:
         """Begin a fresh process with this order; its answer. Raises one of LOST; the process stays for `autopsy`."""
         await self.stop()
-        self.child = await _started(self._module, self.name, self._hidden)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process, self._prints = _spawn(theirs.fileno(), self._hidden, self._module), Prints(self.name)
+        try:
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=READ_BYTES)
+            await self._prints.open(process.stderr)
+        except BaseException:
+            ours.close()
+            await kill(process, self.name)
+            raise
+        self.process = process
         async with asyncio.timeout(START_TIMEOUT_S):
             self.send(order)
             return await self.receive()
 
     def send(self, message: Any) -> None:
         """Write a frame; nothing where the process has gone."""
-        if self.child is not None and not self.child.writer.is_closing():
-            self.child.writer.write(pack(message))
+        if self.process is not None and not self._writer.is_closing():
+            self._writer.write(pack(message))
+
+    async def write(self, frame: bytes) -> None:
+        """Write a frame that is made already. Raises OSError: the process has hung up."""
+        self._writer.write(frame)
+        await self._writer.drain()
 
     async def receive(self) -> Any:
         """The next frame. Raises ValueError: garbage; IncompleteReadError, OSError: the process has hung up."""
-        assert self.child is not None
-        return await receive(self.child.reader, self._max_bytes, self._limits)
+        return await receive(self._reader, self._max_bytes, self._limits)
+
+    def last_line(self) -> str:
+        """The last line that it has printed, or an empty string."""
+        return self._prints.last_line()
+
+    async def place(self) -> str:
+        """Where its main thread is, such as ` at rewards.py:12 in score`; empty where it does not answer.
+
+        Code of the user comes before that of packages; the whole stack is in the log.
+        """
+        children = [one for one in all_processes().values() if self.process and one.parent == self.process.pid]
+        if not children:
+            return ""
+        frames = await self._prints.stack_of(min(children, key=lambda child: child.started).pid)
+        own = [frame for frame in frames if not frame[0].startswith(PACKAGES)]
+        return next((f" at {file}:{line} in {name}" for file, line, name in [*own, *frames]), "")
 
     async def autopsy(self) -> tuple[int | None, bool, str]:
         """Of one that hung up: exit code or negative signal, whether another than us has killed it, its last line."""
-        assert self.child is not None
+        if (process := self.process) is None:  # stopped meanwhile
+            return None, False, self.last_line()
         # Dying takes a moment from the hang-up on; a process that only hung up is useless and is ended.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self.child.process.wait, DYING_S)
-        was_killed = self.child.process.poll() == -signal.SIGKILL
-        await self.child.end()
-        return self.child.process.returncode, was_killed, self.child.last_line()
+            await asyncio.to_thread(process.wait, DYING_S)
+        was_killed = process.poll() == -signal.SIGKILL
+        await self.kill()
+        return process.returncode, was_killed, self.last_line()
+
+    async def kill(self) -> None:
+        """End the process and its descendants; the last of its prints stays."""
+        if self.process is not None:
+            await kill(self.process, self.name)
+            await self._prints.close()
 
     async def stop(self) -> None:
         """Kill the process and everything that it has started, and reap it."""
-        if self.child is not None:
-            await self.child.end()
-            self.child.writer.close()
-        self.child = None  # only now: a `stop` that is cancelled while it waits leaves it to the next call
-
-
-async def _started(module: str, name: str, hidden: frozenset[str]) -> ChildProcess:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        child = ChildProcess(name, _spawn(theirs.fileno(), hidden, module))
-    try:
-        await child.connect(ours)
-    except BaseException:
-        ours.close()
-        await _kill(child.process, name)
-        raise
-    return child
+        if self.process is not None:
+            await self.kill()
+            self._writer.close()
+        self.process = None  # only now: a `stop` that is cancelled while it waits leaves it to the next call
 
 
 def _spawn(channel: int, hidden: frozenset[str], module: str) -> subprocess.Popen[bytes]:
-    """Start the supervisor, which starts the child, in a session of its own.
+    """Start the supervisor, which starts the worker, in a session of its own.
 
-    Must be called from a thread that lives as long as the child shall: the parent-death signal follows it.
+    Must be called from a thread that lives as long as the worker shall: the parent-death signal follows it.
     """
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "rollout_server.tasks.workers.worker", module, str(os.getpid())],
+        [sys.executable, "-P", "-m", WORKER, module, str(os.getpid())],
         stdin=channel,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -225,10 +240,10 @@ def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
     return DEFAULTS | kept | {"PYTHONPATH": path}
 
 
-async def _kill(process: subprocess.Popen[bytes], name: str) -> None:
+async def kill(process: subprocess.Popen[bytes], name: str) -> None:
     """Have the supervisor end all descendants; end the supervisor itself if it cannot."""
-    for kill in (process.terminate, process.kill):
-        kill()  # a process that was reaped already gets no signal
+    for signalled in (process.terminate, process.kill):
+        signalled()  # a process that was reaped already gets no signal
         deadline = time.monotonic() + KILL_TIMEOUT_S
         while process.poll() is None:
             if time.monotonic() > deadline:

@@ -3,7 +3,7 @@
 from pathlib import Path, PurePosixPath
 
 from replay.channel import KeysError, load_keys
-from replay.channel.keys import CLIENTS, LEARNER, OLD, PUBLIC, SECRET, SERVER
+from replay.channel.keys import CLIENTS, LEARNER, PUBLIC, SECRET, SERVER
 from slipstream.launch.hosts.job_files import write_private
 
 SHARED = "nodes"
@@ -38,8 +38,7 @@ def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
             )
         names += [f"{CLIENTS}/{client}{PUBLIC}", f"{CLIENTS}/{client}{SECRET}"]
     if serves:
-        admitted = [*(root / CLIENTS).glob("*" + PUBLIC), *(root / CLIENTS).glob("*" + OLD)]
-        names = sorted({*names, *(f"{CLIENTS}/{path.name}" for path in admitted)})
+        names = sorted({*names, *(f"{CLIENTS}/{path.name}" for path in (root / CLIENTS).glob("*" + PUBLIC))})
     try:
         return {name: (root / name).read_text(encoding="utf-8") for name in names}
     except OSError as error:
@@ -71,8 +70,7 @@ def _remove_stale(folder: Path, keys: dict[str, str]) -> None:
     serves = SERVER + SECRET in keys
     if not serves and (folder / (SERVER + SECRET)).exists():
         return  # the folder that keys are handed out from
-    own = [PUBLIC, OLD] if serves else [SECRET]
-    for path in [path for suffix in own for path in (folder / CLIENTS).glob("*" + suffix)]:
+    for path in list((folder / CLIENTS).glob("*" + (PUBLIC if serves else SECRET))):
         if f"{CLIENTS}/{path.name}" not in keys:
             path.unlink()
 

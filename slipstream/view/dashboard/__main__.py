@@ -21,14 +21,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=program("slipstream.view.dashboard"), description=__doc__)
     parser.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="one run folder, or two to compare")
     parser.add_argument("--port", type=int, default=0, help="on 127.0.0.1; 0 takes a free one (default)")
-    parser.add_argument("--no-cache", action="store_true", help="keep no index of trajectories in the user's cache")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
     if len(args.run_dirs) > 2:
         sys.stderr.write(f"slipstream: {len(args.run_dirs)} run folders given; name one, or two to compare\n")
         return 2
     try:
-        runs = [Run(Path(folder), keep_index=not args.no_cache) for folder in args.run_dirs]
+        runs = [Run(Path(folder)) for folder in args.run_dirs]
         dashboard = Dashboard(runs, args.port)
     except RunError as error:
         sys.stderr.write(f"slipstream: {error}\n")

@@ -1,20 +1,13 @@
-"""Rollout servers and learner ranks: where they run, what they serve, when they came and went, what logs warn of."""
+"""Rollout servers and learner ranks: where they run, what they serve, when they came and went."""
 
-import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from replay.timeline import ENDED
-from slipstream.launch.announcements import Repeats, launchers_last
 
 Row = Mapping[str, Any]
 
-TAIL_BYTES = 256 * 1024
-"""Of each log: older lines are in the file."""
 MAX_EVENTS = 300
-MAX_WARNINGS = 200
-LOG_LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\S+) (WARNING|ERROR|CRITICAL) (.*)")
 
 
 def of(events: Sequence[Row], last_step: Row) -> dict[str, Any]:
@@ -47,17 +40,3 @@ def of(events: Sequence[Row], last_step: Row) -> dict[str, Any]:
     shown = [event for event in events if event.get("event") in news or event.get("state") == "quarantined"]
     order = sorted(peers.values(), key=lambda peer: (peer.get("role") != "rollout_server", peer["name"]))
     return {"peers": order, "events": list(reversed(shown[-MAX_EVENTS:]))}
-
-
-def warnings(folder: Path) -> list[dict[str, str]]:
-    """Warnings and errors at the end of the run's logs, newest first; what several logs say, once."""
-    found, repeats = [], Repeats()
-    for path in launchers_last(folder):
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            text = file.read().decode("utf-8", "replace")
-        for line in text.splitlines():
-            if (match := LOG_LINE.match(line)) and repeats.is_new(path, line, match[4]):
-                time, name, level, message = match.groups()
-                found.append({"time": time, "name": name, "level": level, "text": message, "file": path.name})
-    return sorted(found, key=lambda line: line["time"], reverse=True)[:MAX_WARNINGS]

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,15 @@ from slipstream.runtime.trace import FOLDER as TRACES
 from slipstream.view.dashboard import fleet, pipeline, series
 from slipstream.view.dashboard.trajectories import Trajectories
 from slipstream.view.live_text import Progress, Row
+from slipstream.view.logs import Warned, Warnings
 
 SECTIONS = ("learner", "replay", "rollout")
 """Of the configuration: those that are read here."""
 
+MAX_WARNINGS = 200
 
-class RunError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-REPORT-02",
-    cause="The folder has neither config.yaml nor metrics.jsonl, or its config.yaml is no configuration.",
-    mend="Name the folder of a run, such as runs/quickstart.",
-):
+
+class RunError(SlipstreamError, ValueError, code="SLIP-REPORT-02"):
     """A folder is no run folder."""
 
 
@@ -79,17 +76,18 @@ class Lines:
 class Run:
     """A run folder. Safe to use from several threads; nothing in the folder is changed."""
 
-    def __init__(self, folder: Path, *, keep_index: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         """Follow a folder. Raises RunError: it has neither a configuration nor metrics."""
         if not (folder / "config.yaml").is_file() and not (folder / METRICS).is_file():
             raise RunError(f"{folder}: no config.yaml and no {METRICS} there; name a run folder, as runs/quickstart")
         self.folder, self.name = folder.resolve(), folder.resolve().name
         self._lock = threading.Lock()
         self._metrics, self._timeline = Lines(self.folder / METRICS), Lines(self.folder / TIMELINE)
+        self._warnings, self._warned = Warnings(self.folder / "logs"), list[Warned]()
         self._lanes: tuple[tuple[str, str], list[pipeline.Lane]] = (("", ""), [])
         """Of the files' stamps: a reader who zooms asks for the same ones again."""
         self.config = _config(self.folder / "config.yaml")
-        self.trajectories = Trajectories(self.folder, self._of("rollout", "max_new_tokens"), keep=keep_index)
+        self.trajectories = Trajectories(self.folder, self._of("rollout", "max_new_tokens"))
 
     def _of(self, section: str, key: str, default: int = 0) -> int:
         value = self.config.get(section, {}).get(key, default)
@@ -140,7 +138,9 @@ class Run:
             events, rows = self._timeline.read(), self._metrics.read()
             last: Row = next((row for row in reversed(rows) if "step" in row), {})
             found = fleet.of(events, last)
-        return {**found, "has_timeline": self._timeline.path.is_file(), "log": fleet.warnings(self.folder / "logs")}
+            self._warned = sorted([*self._warned, *self._warnings.new()], key=lambda line: line.time)[-MAX_WARNINGS:]
+            log = [asdict(line) for line in reversed(self._warned)]
+        return {**found, "has_timeline": self._timeline.path.is_file(), "log": log}
 
     def ending(self) -> dict[str, Any]:
         """How the run has ended: `ending` in words, empty while it goes on, and whether it `failed`."""

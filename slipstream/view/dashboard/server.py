@@ -31,16 +31,8 @@ HOSTS = ("127.0.0.1", "localhost", "::1")
 """Names in a Host header, with any port: an ssh tunnel may end at another one."""
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
-FILES = {
-    "/": "index.html",
-    **{
-        f"/{name}": name
-        for name in (
-            "app.js", "dom.js", "chart.js", "overview.js", "pipeline.js", "fleet.js", "trajectories.js", "tokens.js",
-            "style.css", "icon.svg",
-        )
-    },
-}  # fmt: skip
+FILES = {"/": STATIC / "index.html", **{f"/{path.name}": path for path in STATIC.iterdir() if path.suffix != ".html"}}
+"""By address: nothing else is read for a request."""
 TRACE = "/trace"
 """Address of a merged trace, by run and name."""
 HEADERS = {
@@ -206,7 +198,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             dashboard.check(self.headers.get("Host", ""), self.headers.get("Sec-Fetch-Site", ""), self._tokens(address))
             if address.path in FILES:
-                file = STATIC / FILES[address.path]
+                file = FILES[address.path]
                 kind = f"{TYPES[file.suffix]}; charset=utf-8"
                 self._send(HTTPStatus.OK, kind, file.read_bytes(), sets_cookie="token" in query)
                 return

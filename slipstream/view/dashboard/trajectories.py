@@ -1,7 +1,7 @@
 """An index of the saved trajectories and evaluation answers of a run: filters, orders, pages.
 
 Numbers of every line are in memory (some 50 bytes each), texts stay in their files and are read a page at a time. A
-thread builds the index, newest step first, so a page is there at once; what it found is kept in the user's cache.
+thread builds the index, newest step first, so a page is there at once.
 """
 
 import json
@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from configs.errors import SlipstreamError
-from slipstream.view.dashboard.kept_index import KeptIndex
 
 Array = np.ndarray[Any, Any]
 
@@ -41,13 +40,7 @@ TEXT_CHARS = 160
 """Of prompt and answer in a page."""
 
 
-class GoneError(
-    SlipstreamError,
-    ValueError,
-    code="SLIP-REPORT-04",
-    cause="A file of trajectories was deleted, or written anew by a resumed run, after the dashboard had indexed it.",
-    mend="Draw the page again. A run deletes no trajectories: see what else cleans its folder.",
-):
+class GoneError(SlipstreamError, ValueError, code="SLIP-REPORT-04"):
     """A line that the index has is no longer in its file."""
 
 
@@ -66,21 +59,18 @@ class Source:
 class Trajectories:
     """The index of one run. Safe to use from several threads."""
 
-    def __init__(self, folder: Path, max_new_tokens: int, *, keep: bool) -> None:
+    def __init__(self, folder: Path, max_new_tokens: int) -> None:
         self.folder, self.max_new_tokens = folder, max_new_tokens
-        self._kept = KeptIndex(folder, COLUMNS) if keep else None
         self._lock = threading.Lock()
         self._parts: dict[Path, tuple[Source, Array]] = {}
-        self._orders: dict[tuple[str, int], Array] = {}
-        self._table: tuple[int, list[Source], Array, Array] = (-1, [], np.zeros(0, COLUMNS), np.zeros(0, np.int32))
-        self._generation = 0
-        self._files = 0
+        self._table: tuple[list[Source], Array, Array] | None = None
+        """Of all parts; None where they have changed."""
+        self._files, self._looked_at = 0, 0
+        """Of the scan that runs, or of the last one."""
         self._broken = ""
         """The first line that is left out."""
         self._left_out: list[str] = []
         """Files that the last scan could not take in, and why."""
-        self._unreadable = 0
-        """Of them those that are counted in `_files`."""
         self._scanning: threading.Thread | None = None
         self._closed = False
 
@@ -113,7 +103,7 @@ class Trajectories:
             KeyError: an unknown column, kind or problem.
         """
         self.scan()
-        generation, sources, rows, files = self._joined()
+        sources, rows, files = self._joined()
         chosen = np.ones(len(rows), bool)
         for column, (low, high) in filters.items():
             values = rows[SORTABLE[_place(SORTABLE, column)]]
@@ -122,11 +112,12 @@ class Trajectories:
             chosen &= rows["kind"] == _place(KINDS, kind)
         if problem:
             chosen &= rows["problem"] == _place(PROBLEMS, problem)
-        order = self._order(generation, rows, sort)
-        order = order[chosen[order]]
+        order = np.flatnonzero(chosen)
+        values = rows[SORTABLE[_place(SORTABLE, sort)]][order]
+        order = order[np.argsort(values, kind="stable")]  # ties by place, so pages never overlap
         if descending:
-            known = ~np.isnan(rows[sort][order])  # lines that have no such number come last either way
-            order = np.concatenate([order[known][::-1], order[~known]])
+            known = len(values) - int(np.isnan(values).sum())  # lines without such a number come last either way
+            order = np.concatenate([order[:known][::-1], order[known:]])
         shown = order[first : first + min(count, MAX_PAGE)].tolist()
         gone: list[str] = []
         briefs = [self._brief(sources[files[i]], rows[i], gone) for i in shown]
@@ -134,7 +125,7 @@ class Trajectories:
             "total": len(rows),
             "found": len(order),
             "files": self._files,
-            "files_read": len(sources) + self._unreadable,
+            "files_read": self._looked_at,
             "broken": next(filter(None, [*gone, self._broken, *self._left_out]), ""),
             "rows": briefs,
         }
@@ -146,7 +137,7 @@ class Trajectories:
             KeyError: it has not.
             GoneError: the file was deleted or written anew since.
         """
-        _, sources, rows, files = self._joined()
+        sources, rows, files = self._joined()
         file, _, offset = name.rpartition(":")
         number = next((i for i, source in enumerate(sources) if self._relative(source) == file), None)
         found = np.zeros(0, np.int64)
@@ -170,26 +161,15 @@ class Trajectories:
         found = sorted((self._relative(sources[files[i]]), int(rows["offset"][i])) for i in places)
         return [f"{file}:{offset}" for file, offset in found]
 
-    def _joined(self) -> tuple[int, list[Source], Array, Array]:
-        """Generation, sources, and the lines of all of them with their source's number; newest file last."""
+    def _joined(self) -> tuple[list[Source], Array, Array]:
+        """Sources, and the lines of all of them with their source's number; newest file last."""
         with self._lock:
-            if self._table[0] != self._generation:
+            if self._table is None:
                 parts = list(self._parts.values())
                 rows = np.concatenate([np.zeros(0, COLUMNS), *(part for _, part in parts)])
                 files = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for _, part in parts])
-                self._table = (self._generation, [source for source, _ in parts], rows, files)
-                self._orders.clear()
+                self._table = ([source for source, _ in parts], rows, files)
             return self._table
-
-    def _order(self, generation: int, rows: Array, sort: str) -> Array:
-        """Places of the lines in ascending order of a column; ties by place, so pages never overlap."""
-        column = SORTABLE[_place(SORTABLE, sort)]
-        known = self._orders.get((column, generation))
-        if known is None:
-            known = np.argsort(rows[column], kind="stable").astype(np.int32)
-            with self._lock:
-                self._orders[(column, generation)] = known
-        return known
 
     def _line(self, source: Source, offset: int) -> dict[str, Any]:
         """Raises GoneError: it is no longer where the index has it."""
@@ -226,65 +206,40 @@ class Trajectories:
 
     def _scan(self) -> None:
         left_out: list[str] = []
-        sources = self._sources(left_out)
-        self._files = len(sources)
-        known = self._kept.load() if self._kept and not self._parts else {}
-        self._forget_deleted()
-        new = unreadable = 0
-        for source in sources:
+        named = sorted(self._named(left_out), reverse=True)
+        self._keep({path for _, _, path in named})
+        self._files = len(named)
+        for number, (step, kind, path) in enumerate(named, start=1):
             if self._closed:
                 return
-            with self._lock:
-                before = self._parts.get(source.path)
-            if before is not None and before[0].stamp == source.stamp:
-                continue
-            kept = known.get((self._relative(source), *source.stamp))
             try:
-                rows = self._read(source) if kept is None else kept
-            except (OSError, *BAD_LINE) as error:
-                left_out.append(_why_not(self._relative(source), error))
-                unreadable += 1
-                continue
-            new += len(rows) if kept is None else 0
-            with self._lock:
-                self._parts[source.path] = (source, rows)
-                self._generation += 1
-        self._left_out, self._unreadable = left_out, unreadable
-        if new and self._kept:
-            with self._lock:
-                every = [(str(path.relative_to(self.folder)), s, rows) for path, (s, rows) in self._parts.items()]
-                parts = {(name, *s.stamp): rows for name, s, rows in every}
-            self._kept.save(parts)
-
-    def _forget_deleted(self) -> None:
-        """Leave out lines of files that are there no more; those of files that a disk refuses stay."""
-        deleted = []
-        for path in list(self._parts):
-            try:
-                path.stat()
-            except FileNotFoundError:
-                deleted.append(path)
-            except OSError:
-                continue  # `_sources` names it
-        with self._lock:
-            for path in deleted:
-                del self._parts[path]
-            self._generation += bool(deleted)
-
-    def _sources(self, left_out: list[str]) -> list[Source]:
-        """The newest first; what is no file of a step or version, or cannot be looked at, is `left_out` by name."""
-        found = []
-        for step, kind, path in sorted(self._named(left_out), reverse=True):
-            try:
-                stat = path.stat()
-            except OSError as error:  # pruned meanwhile, or a disk
+                self._take_in(path, kind, step)
+            except (OSError, *BAD_LINE) as error:  # pruned meanwhile, or a disk
                 left_out.append(_why_not(str(path.relative_to(self.folder)), error))
-            else:
-                found.append(Source(path, kind, step, (stat.st_size, stat.st_mtime_ns)))
-        return found
+            self._looked_at = number
+        self._left_out = left_out
+
+    def _keep(self, there: set[Path]) -> None:
+        """Leave out lines of all other files."""
+        with self._lock:
+            kept = {path: part for path, part in self._parts.items() if path in there}
+            self._table = self._table if len(kept) == len(self._parts) else None
+            self._parts = kept
+
+    def _take_in(self, path: Path, kind: int, step: int) -> None:
+        """Index a file that is new or another one than before. Raises OSError, BAD_LINE."""
+        stat = path.stat()
+        source = Source(path, kind, step, (stat.st_size, stat.st_mtime_ns))
+        with self._lock:
+            before = self._parts.get(path)
+        if before is None or before[0] != source:
+            rows = self._read(source)
+            with self._lock:
+                self._parts[path] = (source, rows)
+                self._table = None
 
     def _named(self, left_out: list[str]) -> Iterator[tuple[int, int, Path]]:
-        """Step or version, kind and path of each file whose name says them."""
+        """Step or version, kind and path of each file; one whose name does not say them is `left_out`."""
         for kind, (pattern, name) in enumerate(FILES):
             for path in self.folder.glob(pattern):
                 relative = str(path.relative_to(self.folder))

@@ -18,13 +18,7 @@ IGNORED = ("External id", "Ev Idx", "Record function id", "Trace name", "Trace i
 """Arguments of torch's events that are for other tools."""
 
 
-class TraceError(
-    SlipstreamError,
-    RuntimeError,
-    code="SLIP-REPORT-03",
-    cause="The run was not profiled, no profiled step is over yet, or a file of its trace is broken.",
-    mend="Train with tracking.profile and wait for its last step; docs/howto/dashboard.md.",
-):
+class TraceError(SlipstreamError, RuntimeError, code="SLIP-REPORT-03"):
     """There is nothing to merge, or a file is not what it should be."""
 
 

@@ -18,9 +18,9 @@ MAX_ATTEMPTS = 3
 
 
 def pid_of(generator: EpisodeGenerator) -> int:
-    child = generator.environments._processes[0].child
-    assert child is not None
-    return child.process.pid
+    process = generator.environments._processes[0].worker.process
+    assert process is not None
+    return process.pid
 
 
 async def ending(generator: EpisodeGenerator, index: int, attempt: int, ground_truth: str = "") -> str:

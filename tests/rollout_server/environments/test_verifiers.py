@@ -104,23 +104,17 @@ async def test_a_refused_request_and_proxies(tmp_path: Path, monkeypatch: pytest
 
 
 def test_programs_of_the_policy_are_accepted_by_name_or_in_a_container() -> None:
-    contained = {"harness": {"id": "bash"}, "runtime": {"type": "docker"}}
-    verifiers_tasks.prepare({"taskset": TASKS, "env": {"agent": contained}})
-    verifiers_tasks.prepare({"taskset": TASKS, "env": {"agent": {"harness": {"id": "bash"}}}, "allow_unisolated": True})
-    with pytest.raises(EnvironmentFailed, match="lets the policy run programs on this machine"):
-        options = {"taskset": TASKS, "env": {"agent": {"harness": {"id": "bash"}}}, "allow_unisolated": "yes"}
-        verifiers_tasks.prepare(options)
+    bash = {"harness": {"id": "bash"}}
+    verifiers_tasks.prepare({"taskset": TASKS, "env": {"agent": {**bash, "runtime": {"type": "docker"}}}})
+    verifiers_tasks.prepare({"taskset": TASKS, "env": {"agent": bash}, "allow_unisolated": True})
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({}, "options.taskset: None; name an installed one"),
-        ({"taskset": {"split": "train"}}, "options.taskset: {'split': 'train'}; name an installed one"),
         ({"taskset": TASKS, "sampling": "perhaps"}, "options.sampling: 'perhaps'; take one of"),
-        ({"taskset": TASKS, "task": 1}, "options.task: unknown"),
         ({"taskset": {"id": "no-such-tasks"}}, "'no-such-tasks' cannot be played: .*not found"),
-        ({"taskset": {**TASKS, "last": 3}}, "'sum_tasks' cannot be played: .*last"),
         (TRIES, "options.seat: None; the environment has solver, critic, of which one is trained"),
         (
             {"taskset": TASKS, "env": {"agent": {"harness": {"id": "bash"}}}},

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from configs.infrastructure import WeightBus
+from replay.channel import WireError
 from tests.security.fuzz.targets import HOST, PATIENCE_S, RUN, DealerTarget, RouterTarget, Target, Vanished
 from weight_bus import BusClosed, Publisher, RemovedFromBus, Subscriber
 from weight_bus.digest import slice_digest
@@ -31,7 +32,7 @@ def nothing(*_: Any) -> None: ...
 
 def no_transport(*_: Any) -> Any:
     """A data plane on which everything arrives at once, as zeros."""
-    calls = dict.fromkeys(("form", "broadcast", "finish", "leave", "close"), nothing)
+    calls = dict.fromkeys(("form", "label", "broadcast", "finish", "leave", "close"), nothing)
     return SimpleNamespace(device=torch.device("cpu"), facts=dict, serve=lambda: f"{HOST}:1", **calls)
 
 
@@ -46,7 +47,11 @@ class Threaded(Target):
         poll = socket.poll
 
         def polling(timeout_s: float) -> Any:
-            found = poll(timeout_s)
+            try:
+                found = poll(timeout_s)
+            except WireError as error:
+                self.count([error])
+                raise
             self.count([message for _, message in found] if isinstance(found, list) else [found] * (found is not None))
             return found
 

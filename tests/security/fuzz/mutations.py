@@ -135,14 +135,14 @@ class Mutator:
         """Other bits, lengths, numbers or order of frames."""
         rng, frames = self._rng, list(frames)
         number = rng.randrange(len(frames))
+        frame = bytearray(frames[number])
         match rng.choice(("flip", "cut", "stretch", "swap", "repeat", "drop", "insert", "flood")):
-            case "flip" if frames[number]:
-                changed = bytearray(frames[number])
-                for _ in range(rng.choice((1, 1, 2, 16))):
-                    changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
-                frames[number] = bytes(changed)
+            case "flip":
+                for _ in range(rng.choice((1, 1, 2, 16)) if frame else 0):
+                    frame[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+                frames[number] = bytes(frame)
             case "cut":
-                frames[number] = frames[number][: rng.randrange(len(frames[number]) + 1)]
+                frames[number] = bytes(frame[: rng.randrange(len(frame) + 1)])
             case "stretch":
                 frames[number] += rng.randbytes(rng.choice((1, 4, 200)))
             case "swap":

@@ -18,6 +18,7 @@ from typing import Any
 
 from rollout_server.tasks.rewards import RewardError, Sample
 from rollout_server.tasks.rewards.built_in.numeric import BOXED, MARKER, final_number, inside
+from rollout_server.tasks.rewards.built_in.texts import truth_of
 
 MAX_CHARS = 600
 """Of an answer's box; what is longer is no final answer."""
@@ -44,24 +45,22 @@ def reward(sample: Sample, boxed: bool = True, seconds: float = 3.0) -> dict[str
         ValueError: the row has no ground truth that is text or a number.
         RewardError: math-verify is not installed.
     """
-    truth = sample["ground_truth"]
-    if isinstance(truth, bool) or not isinstance(truth, (str, int, float)) or not str(truth).strip():
-        raise ValueError(f"ground_truth is {truth!r}; the reward 'math' needs text or a number in every row")
-    wanted = _final(str(truth), boxed=False) or str(truth)
-    found = _final(sample["completion"], boxed=boxed)
-    if found is None:
-        return {"score": 0.0, "has_answer": 0.0, "gave_up": 0.0}
-    if _plain(found) == _plain(wanted):
-        return {"score": 1.0, "has_answer": 1.0, "gave_up": 0.0}
-    if WORD.fullmatch(_plain(wanted)):  # as a formula it would be a product of letters, in any order
-        return {"score": 0.0, "has_answer": 1.0, "gave_up": 0.0}
-    if len(found) > MAX_CHARS or HUGE.search(found):
-        return {"score": 0.0, "has_answer": 1.0, "gave_up": 1.0}
-    try:
-        with _alarm(seconds):
-            return {"score": float(_equal(wanted, found)), "has_answer": 1.0, "gave_up": 0.0}
-    except _TooLong:
-        return {"score": 0.0, "has_answer": 1.0, "gave_up": 1.0}
+    truth = truth_of(sample, "the reward 'math'")
+    wanted, found = _final(truth, boxed=False) or truth, _final(sample["completion"], boxed=boxed)
+    score = gave_up = False
+    if found is None or _plain(found) == _plain(wanted):
+        score = found is not None
+    elif WORD.fullmatch(_plain(wanted)):  # as a formula it would be a product of letters, in any order
+        pass
+    elif len(found) > MAX_CHARS or HUGE.search(found):
+        gave_up = True
+    else:
+        try:
+            with _alarm(seconds):
+                score = _equal(wanted, found)
+        except _TooLong:
+            gave_up = True
+    return {"score": float(score), "has_answer": float(found is not None), "gave_up": float(gave_up)}
 
 
 def _final(text: str, *, boxed: bool) -> str | None:

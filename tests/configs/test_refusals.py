@@ -1,0 +1,148 @@
+"""Keys that do not go together, or not with what they are given: refused with key, value and way out, else accepted."""
+
+import shlex
+
+import pytest
+
+from configs import Config, ConfigError, load
+from configs.algorithm import LOSSES
+
+SHORT = {
+    "@staged": ["rollout.engine=sglang", "weight_bus.stage_in=engine"],
+    "@wide": ["placement.tensor_parallel=2", "placement.split=2:1"],
+    "@best": ["checkpoint.keep_best=1", "checkpoint.best_metric=val-core/sort6/greedy"],
+    "@pg": ["algorithm.loss=policy_gradient"],
+    "@gspo": ["algorithm.loss=gspo", "rollout.dtype=bfloat16"],
+    "@gae": ["algorithm.advantage=gae"],
+    "@kl": ["algorithm.kl=k3", "algorithm.kl_in=reward", "algorithm.advantage=rloo"],
+}
+REFUSED = """
+rollout.group_size=eight -> rollout.group_size | 'eight'
+learner.lr=-1 -> learner.lr | greater than 0 | -1
+rollout.engine=vllm -> rollout.engine | 'torch' or 'sglang' | 'vllm'
+run.name=../x -> run.name | '../x'
+run.dir= -> run.dir | at least 1 character
+learner.betas=[0.9] -> learner.betas
+'learner.betas=[0.9, 1.0]' -> learner.betas | from 0 to below 1
+learner.batch_deadline_s=.inf -> learner.batch_deadline_s | infinite | 1e7
+reward.timeout_s=.inf -> reward.timeout_s | infinite
+rollout.top_k=50 -> rollout.top_k | 50
+rollout.groups_per_step=1 rollout.group_size=1 -> groups_per_step | fewer than 2 learner ranks
+rollout.group_size=1 -> rollout.group_size: 1 | algorithm.advantage 'grpo' | take 2 or more
+rollout.group_size=1 algorithm.advantage=reinforce++ algorithm.dynamic_sampling=true -> group_size: 1 | =false
+learner.max_tokens_per_microbatch=20 -> learner.max_tokens_per_microbatch: 20 | 26
+placement.split=0:2 -> placement.split: '0:2' | at least 1
+placement.split=2:0 -> placement.split: '2:0' | at least 1
+placement.split=two -> placement.split: 'two' | '6:2'
+placement.split=3:2 placement.tensor_parallel=2 -> placement.tensor_parallel | 3 rollout devices
+placement.rollout=node0:0-5 -> placement.learner | come together
+placement.rollout=node0:0-5 placement.learner=node0:5 -> node0:5 | both sides | share_gpus
+placement.rollout=node0:5-0 placement.learner=node1:0 -> '5-0' | backwards
+placement.rollout=node0 placement.learner=node1:0 -> 'node0' | not of the form
+placement.rollout=node0:0 placement.learner=node0:0,0 -> placement.learner | node0:0 | twice
+'placement.rollout=;' placement.learner=node0:0 -> placement.rollout | names no device
+placement.rollout=node0:0-2 placement.learner=node1:0 placement.tensor_parallel=2 -> node0 has 3 | span nodes
+placement.share_gpus=true weight_bus.backend=nccl -> placement.share_gpus | 'nccl' | weight_bus.backend=gloo
+learner.mesh.tensor=4 -> learner.mesh | tensor 4 = 4 | the 2 learner ranks | multiple of 4
+placement.rollout=node0:0 'placement.learner=node1:0; node2:0' learner.mesh.tensor=2 -> of one node | node1 has 1
+learner.mesh.tensor=2 learner.compile=true -> learner.mesh.tensor 2 | learner.compile=false
+learner.collective_deadline_s=30 placement.split=1:2 -> collective_deadline_s: 30 | weight_bus.deadline_s 30 | take 60
+replay.async_lag=9 -> replay.async_lag: 9 | take 8 or less
+replay.async_lag=0 rollout.on_new_weights=keep_kv -> rollout.on_new_weights: 'keep_kv' | 'drain'
+weight_bus.compression=zstd -> weight_bus.compression: 'zstd' | weight_bus.delta
+weight_bus.transport=disk -> needs weight_bus.folder
+weight_bus.stage_in=engine -> weight_bus.stage_in | rollout.engine 'torch' | rollout.engine=sglang
+@staged weight_bus.transport=disk weight_bus.folder=/ -> stage_in | 'disk' | transport=collective
+@staged weight_bus.backend=ucc -> weight_bus.stage_in | 'ucc' | weight_bus.backend=gloo or nccl
+@staged @wide -> stage_in | 'gloo' | placement.tensor_parallel 2 | weight_bus.backend=nccl
+rollout.engine=sglang weight_bus.stage_in=gpu -> weight_bus.stage_in
+network.host=10.0.0.1 -> network.host: '10.0.0.1' | network.insecure
+network.host=0.0.0.0 -> network.host | loopback
+network.host=example.org -> network.host | loopback
+checkpoint.keep_best=1 -> checkpoint.keep_best: 1 | checkpoint.best_metric | keep_best=0
+@best evaluation.every_steps=0 -> checkpoint.keep_best | data.eval
+@best checkpoint.every_steps=12 -> every 12 steps | evaluation.every_steps 5
+@pg -> algorithm.loss | ppo_clip | i_know_this_is_biased
+algorithm.overlong_buffer=11 -> algorithm.overlong_buffer: 11 | rollout.max_new_tokens 10 | such as 2
+algorithm.overlong_buffer=2 algorithm.advantage=maxrl -> overlong_buffer: 2 | 'maxrl'
+algorithm.kl_in=reward -> kl_in: 'reward' | set algorithm.kl
+algorithm.kl=k3 algorithm.kl_in=reward -> kl_in | 'grpo' | 'dr_grpo' | 'rloo' | kl_in 'loss'
+algorithm.kl=k1 -> kl: 'k1' with kl_in 'loss' | 'k2' or 'k3', or kl_in 'reward'
+@kl algorithm.dynamic_sampling=true -> kl_in: 'reward' with dynamic_sampling
+@kl algorithm.advantage=maxrl -> kl_in | 'maxrl' | dr_grpo
+@gae algorithm.dynamic_sampling=true -> 'gae' with dynamic_sampling | dynamic_sampling=false
+@gae critic.warmup_steps=80 -> critic.warmup_steps: 80 | learner.total_steps 80
+critic.path=/x -> critic.path: '/x' | algorithm.advantage=gae
+algorithm.reference_refresh_steps=5 -> reference_refresh_steps | set algorithm.kl to k2 or k3
+algorithm.reference_path=/x -> reference_path | set algorithm.kl to k2 or k3
+algorithm.clip_dual=0.5 -> clip_dual: 0.5 | such as 3
+algorithm.veto_high=1 -> veto_high: 1 | such as 100
+algorithm.correction=icepop algorithm.correction_low=5 -> correction_low | 5 and 2 | both sides of 1
+algorithm.correction=geometric_mis algorithm.correction_high=0.999 -> correction_high | 0.99 and 0.999
+algorithm.correction_high=2 -> correction_high: 2 | correction 'none' | correction_high=null
+@pg algorithm.correction=token_tis algorithm.correction_low=0.5 -> correction_low: 0.5 | 'token_tis' | 'icepop'
+@pg algorithm.proximal=log_linear algorithm.correction=token_tis -> proximal: 'log_linear' | proximal 'behaviour'
+algorithm.loss=sapo algorithm.clip_low=0.1 -> clip_low: 0.1 | 'sapo' | clip_low=null
+algorithm.loss=cispo algorithm.clip_low=0.1 -> clip_low: 0.1 | 'cispo'
+algorithm.loss=gspo algorithm.clip_dual=3 -> clip_dual: 3 | 'gspo' | clip_dual=0
+@gspo -> algorithm.clip_low: 0.0003 | 0.0004 | algorithm.clip_high to 0.02 | proximal=current
+@gspo algorithm.clip_low=0.02 algorithm.clip_high=0.004 -> clip_high 0.004 | at least 0.01
+algorithm.loss=gspo learner.compute_dtype=bfloat16 -> algorithm.clip_low: 0.0003
+""".strip().splitlines()
+ACCEPTED = """
+learner.max_grad_norm=.inf
+limits.growth_window_s=.inf
+replay.async_lag=8
+replay.async_lag=0 @pg
+@pg algorithm.i_know_this_is_biased=true
+@pg algorithm.correction=token_tis algorithm.correction_high=1
+@staged
+@staged weight_bus.backend=nccl
+@staged @wide weight_bus.backend=nccl
+@staged weight_bus.delta=true
+@best checkpoint.every_steps=20
+network.host=localhost
+network.host=127.9.9.9
+network.host=::1
+network.host=10.0.0.1 network.insecure=true
+network.host=10.0.0.1 network.keys=keys
+placement.split=0:2 placement.local_rollouts=false
+placement.split=1:8 'learner.mesh={replicate: 2, tensor: 2}'
+placement.rollout=node0:0-5 'placement.learner=node0:6-7; node1:0,2'
+@gae rollout.group_size=1
+@kl @gae
+algorithm.loss=my.py:loss algorithm.clip_low=0.1 algorithm.clip_dual=3
+algorithm.loss=my.py:loss algorithm.correction=token_tis
+algorithm.loss=cispo algorithm.clip_high=4
+algorithm.clip_dual=3 algorithm.veto_low=1e-4 algorithm.veto_high=100
+algorithm.kl=k1 algorithm.kl_in=reward algorithm.advantage=dr_grpo
+algorithm.correction=icepop algorithm.correction_low=0.5 algorithm.correction_high=5
+@gspo algorithm.clip_low=0.02 algorithm.clip_high=0.02
+@gspo algorithm.proximal=current algorithm.correction=token_tis
+@gspo algorithm.i_know_this_is_biased=true
+""".strip().splitlines()
+
+
+def overrides_of(text: str) -> list[str]:
+    return [override for word in shlex.split(text) for override in SHORT.get(word, [word])]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_with_key_value_and_way_out(case: str) -> None:
+    text, words = case.split(" -> ")
+    with pytest.raises(ConfigError) as refused:
+        load("quickstart", overrides_of(text))
+    said = str(refused.value)
+    assert [word for word in [*words.split(" | "), "quickstart.yaml"] if word not in said] == [], said
+
+
+@pytest.mark.parametrize("text", ACCEPTED)
+def test_what_can_work_is_accepted(text: str) -> None:
+    assert isinstance(load("quickstart", overrides_of(text)), Config)
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "gsm8k-qwen3-0.6b-2gpu"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_another_loss_has_its_own_clip_in_every_preset(preset: str, loss: str) -> None:
+    changes = [f"algorithm.loss={loss}", "algorithm.i_know_this_is_biased=true"]
+    assert load(preset, changes).algorithm.clip == LOSSES[loss].clip
