@@ -19,10 +19,10 @@ BUDGET = {
     "slipstream/translate": 1_136,
     "slipstream/plan": 1_509,
     "slipstream/command": 169,
-    "replay": 9_507,
+    "replay": 9_501,
     "weight_bus": 5_175,
     "rollout_server/engines": 4_000,
-    "rollout_server/tasks": 7_540,
+    "rollout_server/tasks": 6_995,
     "rollout_server": 13_340,
     "learner": 9_290,
 }

@@ -26,20 +26,12 @@ from rollout_server.generate import LeaseFailed
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.conversation import Conversation
 from rollout_server.tasks.environments.pool import environments_of
-from rollout_server.tasks.rewards import RewardOutcome, Sample
 from rollout_server.tasks.task import Task
-from tests.rollout_server.small_generator import PROMPT, PROMPT_TOKENS, config_of, evaluation_lease
+from tests.rollout_server.small_generator import PROMPT, PROMPT_TOKENS, LengthJudge, config_of, evaluation_lease
 from tests.support.waiting import eventually
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
 GROUP, CAP = 3, 24
-
-
-class Judge:
-    """In place of reward processes: an answer's reward is its length."""
-
-    async def score(self, samples: list[Sample]) -> list[RewardOutcome]:
-        return [RewardOutcome(score=float(sample["num_tokens"]), seconds=0.0) for sample in samples]
 
 
 @asynccontextmanager
@@ -55,7 +47,7 @@ async def playing(
     try:
         async with environments_of(config.environment, frozenset({"JUDGE_WORD"})) as environments:
             assert environments is not None
-            yield EpisodeGenerator(config, engine, Task(config), Judge(), environments=environments)  # type: ignore[arg-type]
+            yield EpisodeGenerator(config, engine, Task(config), LengthJudge(), environments=environments)  # type: ignore[arg-type]
     finally:
         await engine.close()
 

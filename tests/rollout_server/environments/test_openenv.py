@@ -112,13 +112,3 @@ async def test_a_server_that_is_gone_is_passed_over(stand_in: str, capsys: pytes
 def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(EnvironmentFailed, match=said):
         openenv.prepare(options)
-
-
-@pytest.mark.parametrize("fields", [{}, {"x": {"type": "integer"}}, {"a": {"type": "string"}, "b": {"type": "string"}}])
-def test_an_action_without_one_text_field_has_to_be_named(fields: dict[str, Any]) -> None:
-    with pytest.raises(EnvironmentFailed, match="name the one that gets the answer's text, or take `json`"):
-        openenv.text_field({"action": {"properties": fields}})
-    assert (
-        openenv.text_field({"action": {"properties": {**fields, "say": {"type": "string"}}, "required": ["say"]}})
-        == "say"
-    )
