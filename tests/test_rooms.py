@@ -19,7 +19,7 @@ BUDGET = {
     "slipstream/translate": 1_136,
     "slipstream/plan": 1_509,
     "slipstream/command": 169,
-    "replay": 9_507,
+    "replay": 9_501,
     "weight_bus": 5_150,
     "rollout_server/engines": 3_931,
     "rollout_server/tasks": 6_995,
