@@ -73,7 +73,7 @@ class Service:
             run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, fail=fail,
             expired=self._expired, now=now,
         )  # fmt: skip
-        self.report = StatusReport(config, run, peers, self.granting, self.intake, self.batch_desk)
+        self.report = StatusReport(run, peers, self.granting, self.intake, self.batch_desk)
         self.timeline: Timeline | None = None
         """Set where the run has a folder (replay/main.py)."""
         self.no_server_since = now

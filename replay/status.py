@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from typing import Any
 
-from configs.schema import Config
 from replay.desks.batch_desk import BatchDesk
 from replay.desks.granting import Granting
 from replay.desks.intake import Intake
@@ -26,11 +25,9 @@ LEFT_OUT = ("prompt_too_long", "prompt_not_rendered", "broken_row")
 class StatusReport:
     """Reads the state of a run; changes nothing."""
 
-    def __init__(
-        self, config: Config, run: Run, peers: Peers, granting: Granting, intake: Intake, batch_desk: BatchDesk
-    ) -> None:
-        self.run, self.peers, self.granting, self.intake, self.batch_desk = run, peers, granting, intake, batch_desk
-        self.waits = Waits(config, run, peers, batch_desk)
+    def __init__(self, run: Run, peers: Peers, granting: Granting, intake: Intake, batch_desk: BatchDesk) -> None:
+        self.run, self.peers, self.intake = run, peers, intake
+        self.waits = Waits(run, peers, granting, batch_desk)
         self._cores = Cores()
         self.latency = UpdateLatency()
         self.vitals: Vitals | None = None
@@ -39,7 +36,6 @@ class StatusReport:
     def of(self, now: float, *, ended: str | None, no_server_since: float) -> dict[str, Any]:
         """The state that a Status message carries (schema: docs/protocol.md)."""
         buffer = self.run.buffer
-        missing = buffer.oldest_missing()
         leases = Counter(slot.server for slot in buffer.slots.values())
         return {
             "unix_s": time.time(),
@@ -52,15 +48,7 @@ class StatusReport:
                 "taken": buffer.taken,
                 "max": buffer.max_groups,
             },
-            "oldest_missing": {
-                "group": list(missing.group_id),
-                "server": self._name(missing.server),
-                "age_s": now - missing.leased_at if missing.leased_at else 0.0,
-            }
-            if missing is not None
-            else None,
             "waits": self.waits.of(now, no_server_since),
-            "waiting": self.waiting(),
             "peers": [
                 {
                     "name": peer.name,
@@ -80,42 +68,6 @@ class StatusReport:
             "repeats_until": buffer.line.last_committed if buffer.line.last_committed > buffer.version else None,
             "ended": ended,
         }
-
-    def waiting(self) -> dict[str, Any] | None:
-        """Why the batch that was asked for cannot be formed; None while there is no such batch."""
-        buffer, last, step = self.run.buffer, self.granting.last_drop, self.run.buffer.version + 1
-        if not self.batch_desk.takes.get(step) or step in self.batch_desk.batches:
-            return None
-        here, idle, dropped = buffer.count(SlotState.BUFFERED), self.idle_servers(), drops(self.run.counters)
-        why = f"batch {step} has {min(here, buffer.groups_per_step)} of {buffer.groups_per_step} groups"
-        if dropped:
-            why += f"; dropped so far: {', '.join(f'{count} {reason}' for reason, count in dropped.items())}"
-        if last:
-            why += f"; the last, {last}"
-        for server in idle:
-            why += f"; {server['name']!r} has no lease: {server['why']}"
-        return dict(step=step, why=why, dropped=dropped, last_drop=last, idle_servers=idle)
-
-    def idle_servers(self) -> list[dict[str, Any]]:
-        """Rollout servers without a lease although there are prompts to lease: name, policy and why."""
-        buffer, found = self.run.buffer, []
-        queued = [slot for slot in buffer.slots.values() if slot.state is SlotState.QUEUED]
-        busy = {slot.server for slot in buffer.slots.values() if slot.state is SlotState.LEASED}
-        needed = min([slot.min_version for slot in queued], default=buffer.next_min_version())
-        for peer in self.peers.role("rollout_server"):
-            serves = f"it serves version {peer.version} of incarnation {peer.incarnation}"
-            if peer.identity in busy or not (queued or buffer.room > 0):
-                continue
-            if not peer.capacity:
-                why = "it asks for none"
-            elif not self.granting.is_on_line(peer):
-                why = f"{serves}, which incarnation {self.run.policies.incarnation} has replaced"
-            elif peer.version < needed:
-                why = f"{serves}, and the next prompt needs version {needed}"
-            else:
-                continue
-            found.append({"name": peer.name, "version": peer.version, "incarnation": peer.incarnation, "why": why})
-        return found
 
     def look_for_updates(self, now: float) -> None:
         """Note which version every rollout server serves by now."""
@@ -164,7 +116,3 @@ class StatusReport:
             stats["rollout/idle_ratio"] = sum(idle) / len(idle)
             stats["rollout/cores"] = sum(p.gauges.get("cores", 0.0) for p in servers)
         return stats | {f"rollout/groups/{p.name}": float(p.groups_accepted) for p in servers} | self.measured()
-
-    def _name(self, identity: str | None) -> str | None:
-        peer = self.peers.get(identity) if identity else None
-        return peer.name if peer else None

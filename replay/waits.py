@@ -1,11 +1,12 @@
 """What a run waits for, one entry each: by a code for programs, in words for people."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import Config
 from replay.desks.batch_desk import BatchDesk
+from replay.desks.granting import Granting
+from replay.state.buffer import drops
 from replay.state.leases import SlotState
 from replay.state.peers import Peer, Peers
 from replay.state.run import Run
@@ -18,9 +19,9 @@ SLOW_REWARD_S = 5.0
 class Waits:
     """Reads the state of a run; changes nothing."""
 
-    config: Config
     run: Run
     peers: Peers
+    granting: Granting
     batch_desk: BatchDesk
     disk: tuple[float, str] | None = None
     """Since when the journal cannot be written, and why, with its path."""
@@ -43,7 +44,7 @@ class Waits:
             learner = next((f", which is {peer.activity}" for peer in self.peers.role("learner") if peer.activity), "")
             room = f"room: {buffer.max_groups} groups are in flight (the learner is slower{learner})"
             found.append(_wait("room", "rollout servers", room, 0.0))
-        silent_s = 3 * self.config.network.heartbeat_s
+        silent_s = 3 * self.run.config.network.heartbeat_s
         for peer in self.peers.by_identity.values():
             if now - peer.last_heard > silent_s:
                 found.append(_wait("silent", "replay", f"a sign of {peer.name}", now - peer.last_heard))
@@ -60,7 +61,34 @@ class Waits:
             server = self.peers.get(missing.server) if missing.server else None
             where = f"at {server.name}{_engine(server.gauges)}" if server is not None else "at no server yet"
             what += f" (group {missing.group_id[0]}/{missing.group_id[1]} {where})"
+        obstacles = [*self._dropped(), *self._idle()]
+        if obstacles:
+            here = min(buffer.count(SlotState.BUFFERED), buffer.groups_per_step)
+            what += "; ".join([f": it has {here} of {buffer.groups_per_step} groups", *obstacles])
         return [_wait("batch", "learner", what, now - desk.take_since)]
+
+    def _dropped(self) -> Iterator[str]:
+        if dropped := drops(self.run.counters):
+            yield f"dropped so far: {', '.join(f'{count} {reason}' for reason, count in dropped.items())}"
+            yield f"the last, {self.granting.last_drop}"
+
+    def _idle(self) -> Iterator[str]:
+        """Rollout servers without a lease although there are prompts to lease, and why."""
+        buffer = self.run.buffer
+        queued = [slot for slot in buffer.slots.values() if slot.state is SlotState.QUEUED]
+        busy = {slot.server for slot in buffer.slots.values() if slot.state is SlotState.LEASED}
+        needed = min([slot.min_version for slot in queued], default=buffer.next_min_version())
+        for peer in self.peers.role("rollout_server") if queued or buffer.room > 0 else ():
+            serves = f"it serves version {peer.version} of incarnation {peer.incarnation}"
+            if peer.identity in busy:
+                continue
+            if not peer.capacity:
+                yield f"{peer.name!r} has no lease: it asks for none"
+            elif not self.granting.is_on_line(peer):
+                replaced = self.run.policies.incarnation
+                yield f"{peer.name!r} has no lease: {serves}, which incarnation {replaced} has replaced"
+            elif peer.version < needed:
+                yield f"{peer.name!r} has no lease: {serves}, and the next prompt needs version {needed}"
 
     def _ranks(self, now: float) -> list[dict[str, Any]]:
         """Learner ranks that others wait for: before a batch is formed, and before any starts on it."""
@@ -79,7 +107,7 @@ class Waits:
             return None
         workers = peer.gauges.get("reward_workers", 1.0)
         said = f"{waiting:.0f} answers, {workers:.0f} worker{'s' if workers > 1 else ''}"
-        return _wait("reward", peer.name, f"reward {self.config.reward.shown!r}: {said}", oldest_s)
+        return _wait("reward", peer.name, f"reward {self.run.config.reward.shown!r}: {said}", oldest_s)
 
 
 def _engine(gauges: Mapping[str, float]) -> str:

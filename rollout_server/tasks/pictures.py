@@ -83,8 +83,3 @@ class Looker:
             raise TaskError(str(error)) from error
         grids = tuple(grid for _, grid in found)
         return Seen(self._vision, Pictures(np.concatenate([pixels for pixels, _ in found]), grids), sources)
-
-    def prompt(self, token_ids: Sequence[int], images: Sequence[str | bytes]) -> Prompt:
-        """A prompt in which each picture has one token so far. Raises TaskError: a picture cannot be used."""
-        seen = self.look(images)
-        return Prompt(seen.expand(token_ids), seen.pictures, seen.sources)

@@ -79,10 +79,8 @@ class Task:
         else:
             tools = row.get("columns", {}).get("tools")
             token_ids = self.encode_text(self.render(prompt, tools if isinstance(tools, list) else None))
-        if images := row.get("images"):
-            found = self._looker.prompt(token_ids, images)
-        else:
-            found = Prompt(token_ids)
+        seen = self.look(row)
+        found = Prompt(token_ids) if seen is None else Prompt(seen.expand(token_ids), seen.pictures, seen.sources)
         token_ids = found.token_ids
         if not token_ids:
             raise TaskError(f"the prompt {str(prompt)[:80]!r} has no tokens")

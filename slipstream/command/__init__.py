@@ -8,7 +8,6 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib import metadata
 
 from slipstream.runtime.packages import require_ours
@@ -55,12 +54,6 @@ COMMANDS = {
 """By name, in the order of the help."""
 
 
-@cache
-def available() -> dict[str, Command]:
-    """The commands whose module is installed."""
-    return {name: command for name, command in COMMANDS.items() if importlib.util.find_spec(command.module)}
-
-
 def entry_module(module: str) -> str:
     """The module that has `main`: of a package, its `__main__`."""
     spec = importlib.util.find_spec(module)
@@ -69,8 +62,8 @@ def entry_module(module: str) -> str:
 
 def overview() -> str:
     """The help: at most 24 lines of 80 columns."""
-    shown = [(name, command.does) for name, command in available().items() if command.does]
-    others = ", ".join(name for name, command in available().items() if not command.does)
+    shown = [(name, command.does) for name, command in COMMANDS.items() if command.does]
+    others = ", ".join(name for name, command in COMMANDS.items() if not command.does)
     return "\n".join(
         [
             f"usage: {NAME} COMMAND [arguments]    ({NAME} COMMAND --help shows them)",
@@ -99,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"{NAME} {_version()}\n")
         return 0
     name, arguments = words[0], words[1:]
-    command = available().get(name)
+    command = COMMANDS.get(name)
     if command is None:
         sys.stderr.write(f"{NAME}: {_no_such(name)}\n")
         return 2
@@ -119,8 +112,5 @@ def _version() -> str:
 def _no_such(name: str) -> str:
     from configs.loading import did_you_mean  # here, because it loads the schema, which the other commands do without
 
-    if name in COMMANDS:
-        return f"{name!r} needs {COMMANDS[name].module}, which is not in this installation"
-    names = list(available())
-    hint = did_you_mean(name, names) or f"there are {', '.join(names)}"
+    hint = did_you_mean(name, COMMANDS) or f"there are {', '.join(COMMANDS)}"
     return f"no command {name!r}; {hint} ({NAME} --help shows all)"

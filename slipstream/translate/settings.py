@@ -1,10 +1,11 @@
 """One setting of another framework, and the file that it stands in."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from configs.errors import ConfigError
+from slipstream.translate.names import TABLES
 
 Framework = str
 """One of slipstream.translate.names.FRAMEWORKS."""
@@ -23,28 +24,15 @@ class Section:
     """A part of a file with settings of another model, which are named as those of the policy are."""
 
     model: str
-    words: tuple[str, ...]
+    words: Sequence[str] = ()
     """Parts of names that mean that model alone."""
     switch: str = ""
     """What turns a model on that there is none of here; empty of a teacher: its section alone."""
 
 
-REWARD_WORDS = ("reward_model", "reward_manager", "reward_kwargs", "reward_fn_key", "overlong_buffer", "sandbox_fusion")
 SECTIONS: Mapping[Framework, Mapping[str, Section]] = {
-    "verl": {
-        "critic": Section("critic", ("critic", "cliprange_value")),
-        "reward_model": Section("reward model", (*REWARD_WORDS, "overlong_buffer_cfg")),
-        "reward.reward_model": Section("reward model", ("reward_model",)),
-        "actor_rollout_ref.ref": Section("reference model", ("ref",)),
-        "actor_rollout_ref.model.lora": Section("Megatron adapter", ("lora",), "actor_rollout_ref.model.lora.rank"),
-        "distillation": Section("teacher", ("distillation",), "distillation.enabled"),
-    },
-    "prime-rl": {
-        "orchestrator.eval": Section("evaluation", ("eval",)),
-        "orchestrator.teacher": Section("teacher", ()),
-        "orchestrator.teacher_model": Section("teacher", ()),
-        "teacher_inference": Section("teacher", ()),
-    },
+    framework: {start: Section(**section) for start, section in sections.items()}
+    for framework, sections in TABLES["sections"].items()
 }
 """By framework and beginning of the names."""
 

@@ -273,11 +273,6 @@ def _environment(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", pairs, f"its tasks are the rows: data.train verifiers:{value} (extra `verifiers`)")
 
 
-def _reference_of_slime(shown: str, value: Any, foreign: Foreign) -> Line:
-    note = "Megatron's format; algorithm.reference_path is a Hugging Face folder, unset the model itself"
-    return Line(shown, "no counterpart", note=note)
-
-
 def _trackers(shown: str, value: Any, foreign: Foreign) -> Line:
     names = ["wandb"] if value is True else [str(one) for one in (value if isinstance(value, list) else [value])]
     kept = [one for one in names if one != "console"]
@@ -297,7 +292,6 @@ CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
     "adam_beta2": _betas,
     "trainer.optim.betas1": _betas,
     "trainer.optim.betas2": _betas,
-    "ref_load": _reference_of_slime,
     "actor.clip_ratio": _both_clips,
     "norm_adv_by_std_in_grpo": _undivided,
     "disable_grpo_std_normalization": _undivided,

@@ -240,15 +240,8 @@ def waiting_text(status: Status) -> str:
         return f"the run has ended: {status['ended']}"
     waits = [_wait(wait) for wait in status.get("waits") or []]
     if waits:
-        batch = status.get("waiting") or {}  # why the requested batch cannot be formed, beyond taking its time
-        obstacles = [str(batch["why"])] if batch.get("dropped") or batch.get("idle_servers") else []
-        return "; ".join(waits + obstacles)
-    missing = status.get("oldest_missing")
-    if not missing:
-        return "no process waits"
-    group = "/".join(str(part) for part in missing.get("group", ()))
-    where = f"at {missing['server']} for {duration(missing.get('age_s'))}" if missing.get("server") else "not leased"
-    return f"no process waits; the oldest missing group is {group}, {where}"
+        return "; ".join(waits)
+    return "no process waits"
 
 
 def _wait(wait: Mapping[str, Any]) -> str:

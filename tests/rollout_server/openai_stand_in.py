@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -74,13 +73,3 @@ def serving(answer: Callable[[str, dict[str, Any]], Reply]) -> Iterator[Served]:
         finally:
             server.shutdown()
             thread.join()
-
-
-def slowly(seconds: float, reply: Reply) -> Callable[[str, dict[str, Any]], Reply]:
-    """Answers after so long."""
-
-    def answer(_: str, __: dict[str, Any]) -> Reply:
-        time.sleep(seconds)
-        return reply
-
-    return answer

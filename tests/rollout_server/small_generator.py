@@ -9,6 +9,7 @@ from configs import Config
 from replay import messages as m
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
+from rollout_server.tasks.rewards import RewardOutcome, Sample
 from rollout_server.tasks.rewards.pool import RewardPool
 from rollout_server.tasks.task import Task
 from scripts.bench.server import ForcedLengths
@@ -33,6 +34,13 @@ def config_of(folder: Path, group: int, cap: int, **replay: Any) -> Config:
             "network": {"heartbeat_s": 0.01},
         }
     )
+
+
+class LengthJudge:
+    """In place of reward processes: an answer's reward is its length."""
+
+    async def score(self, samples: list[Sample]) -> list[RewardOutcome]:
+        return [RewardOutcome(score=float(sample["num_tokens"]), seconds=0.0) for sample in samples]
 
 
 @asynccontextmanager

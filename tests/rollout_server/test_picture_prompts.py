@@ -164,4 +164,4 @@ def test_sizes_are_those_of_the_image_processor(width: int, height: int, limits:
 def test_a_model_of_text_takes_no_pictures(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(TaskError, match=r"1 pictures, and model.path .* is a 'qwen3' model, which takes none"):
-        Looker(str(tmp_path)).prompt([1], ["x.png"])
+        Looker(str(tmp_path)).look(["x.png"])

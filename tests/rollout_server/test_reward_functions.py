@@ -1,6 +1,5 @@
 """Reward functions: the built-in ones, user code and its signatures, its results, and what a pool believes of them."""
 
-import asyncio
 import contextlib
 import subprocess
 import sys
@@ -136,21 +135,6 @@ def test_no_answer_buys_time(text: str) -> None:
     start = time.process_time()
     final_number(text)
     assert time.process_time() - start < 1.0
-
-
-def test_own_signature_sync_and_async() -> None:
-    def sync(sample: Sample, weight: float = 2.0) -> float:
-        return weight * sample["num_tokens"]
-
-    async def later(sample: Sample) -> dict[str, float]:
-        await asyncio.sleep(0)
-        return {"reward": 1.0}
-
-    function = adapt(sync, "f")
-    assert (function.convention, function.is_async, function.call(sample())) == ("sample", False, 6.0)
-    function = adapt(later, "f")
-    assert (function.convention, function.is_async) == ("sample", True)
-    assert asyncio.run(function.call(sample())) == {"reward": 1.0}
 
 
 def test_verl_signature() -> None:

@@ -187,13 +187,6 @@ def test_the_built_in_rewards_run_nothing_that_an_answer_says(function: str, tmp
     assert [outcome.score for outcome in outcomes[-2:]] == [0.0, 1.0]
 
 
-def test_scores_come_in_order_with_metrics(grader: str) -> None:
-    outcomes = score(f"{grader}:grade", *[f"score {i}" for i in range(150)], workers=2)
-    assert [outcome.score for outcome in outcomes] == [float(i) for i in range(150)]
-    assert all(outcome.error is None and 0 <= outcome.seconds < 1 for outcome in outcomes)
-    assert float(os.getpid()) not in {outcome.metrics["pid"] for outcome in outcomes}
-
-
 def line_of(text: str) -> int:
     lines = (Path(__file__).parent / "grader.py").read_text().splitlines()
     return next(number for number, line in enumerate(lines, start=1) if text in line)

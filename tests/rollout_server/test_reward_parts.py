@@ -5,15 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from configs.data import Reward
-from rollout_server.tasks.rewards import RewardError, RewardOutcome, Sample, added
+from rollout_server.tasks.rewards import RewardError, RewardOutcome, added
 from rollout_server.tasks.rewards.built_in.texts import form, length, pattern
 from rollout_server.tasks.rewards.loading import adapt
-from rollout_server.tasks.rewards.process import order_of
-from rollout_server.tasks.rewards.worker import Order, Verdict, load
 from tests.rollout_server.reward_runs import sample, score
 
 OWN = """
@@ -92,28 +87,6 @@ def test_options_reach_functions_of_every_convention_and_unknown_ones_are_refuse
 
     function = adapt(open_ended, "f", {"level": 9})
     assert function.call([sample()]) == [9.0], "an option counts, whatever columns the rows have"
-
-
-@given(weights=st.lists(st.floats(-5, 5), min_size=2, max_size=3), text=st.text(max_size=8))
-def test_the_sum_is_that_of_its_parts(weights: list[float], text: str) -> None:
-    names = [{"exact": {}}, {"length": {"max_tokens": 1, "buffer": 4}}, {"regex": {"pattern": "4."}}][: len(weights)]
-    if not any(weights):
-        return
-    reward = Reward(
-        function={
-            name: one | {"weight": w} for part, w in zip(names, weights, strict=True) for name, one in part.items()
-        }
-    )
-    (_, score, metrics, _, _) = judged(order_of(reward), sample(text))
-    scores = [judged([("", part.spec, 1.0, part.options)], sample(text))[1] for part in reward.parts]
-    assert score == pytest.approx(sum(w * one for w, one in zip(weights, scores, strict=True)))
-    assert [metrics[part.label] for part in reward.parts] == scores
-
-
-def judged(order: Order, sample: Sample) -> Verdict:
-    verdicts: list[Verdict] = []
-    load(order).judge([sample], verdicts.extend)
-    return verdicts[0]
 
 
 @pytest.mark.parametrize(

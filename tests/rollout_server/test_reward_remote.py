@@ -17,7 +17,7 @@ from configs.rewards import Judge, RemoteModel
 from rollout_server.tasks.rewards import RewardError, RewardOutcome, Sample
 from rollout_server.tasks.rewards.remote import rewards_of
 from rollout_server.tasks.rewards.remote.questions import Grading, NoVerdict, Scoring
-from tests.rollout_server.openai_stand_in import Reply, Served, serving, slowly, verdict
+from tests.rollout_server.openai_stand_in import Reply, Served, serving, verdict
 from tests.rollout_server.reward_runs import sample
 
 KEY = "sk-test-5f1c"
@@ -172,28 +172,6 @@ def test_requests_of_several_groups_are_under_way_together_up_to_the_limit() -> 
     with serving(answer) as served:
         outcomes = judged(served, *map(str, range(24)), concurrency=8, timeout_s=20.0)
     assert all(outcome.score == 0.8 for outcome in outcomes) and served.most_at_once == 8
-
-
-def test_the_loop_that_serves_the_engine_goes_on_while_answers_are_scored(tmp_path: Path) -> None:
-    """A function that never gives its processor away, a program in its sandbox, a judge: none of it here."""
-    (tmp_path / "busy.py").write_text(
-        "import time\ndef reward(sample):\n    end = time.monotonic() + 0.4\n    while time.monotonic() < end: pass\n"
-        "    return 1.0\n"
-    )
-
-    async def main(reward: dict[str, Any]) -> tuple[int, RewardOutcome]:
-        async with asyncio.timeout(30), rewards_of(Reward(function=reward)) as rewards:
-            scoring, beats = asyncio.create_task(rewards.score([sample()])), 0
-            while not scoring.done():
-                await asyncio.sleep(0.01)
-                beats += 1
-            return beats, (await scoring)[0]
-
-    with serving(slowly(0.4, GOOD)) as served:
-        judge_part = {"url": served.url, "model": "j"}
-        for part in ({f"{tmp_path}/busy.py:reward": 1}, {"judge": judge_part}):
-            beats, outcome = asyncio.run(main(part))
-            assert outcome.error is None and beats >= 8, (part, beats)
 
 
 def test_replies_are_read_on_a_thread_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

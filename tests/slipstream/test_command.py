@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream import command
-from slipstream.command import COMMANDS, available
+from slipstream.command import COMMANDS
 from slipstream.runtime.program import program
 from tests.test_docs import help_of
 
@@ -33,11 +33,10 @@ LIGHT = (
 def test_the_console_script_is_the_table():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"slipstream": "slipstream.command:main"}
-    assert set(available()) >= WANTED and all(COMMANDS[name].does for name in WANTED)
+    assert set(COMMANDS) >= WANTED and all(COMMANDS[name].does for name in WANTED)
 
 
-def test_the_help_fits_a_screen_with_every_command(monkeypatch, capsys):
-    monkeypatch.setattr(command, "available", lambda: COMMANDS)
+def test_the_help_fits_a_screen_with_every_command(capsys):
     assert command.main([]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 80
@@ -85,7 +84,7 @@ def test_usage_names_how_it_was_started(module, monkeypatch):
 
 def test_every_parser_asks_how_it_was_started():
     asking = []
-    for module in {each.module for each in available().values()}:
+    for module in {each.module for each in COMMANDS.values()}:
         spec = importlib.util.find_spec(command.entry_module(module))
         assert spec is not None and spec.origin is not None
         text = Path(spec.origin).read_text(encoding="utf-8")

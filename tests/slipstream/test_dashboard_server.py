@@ -4,12 +4,10 @@ import contextlib
 import http.client
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +17,6 @@ from slipstream.view.dashboard.server import FILES, STATIC, VIEWS, Dashboard
 from tests.support import chromium, dashboard_runs
 
 TOKEN = "a-token-of-the-test"
-PAGE = Path(__file__).parents[1] / "support" / "page.mjs"
 
 
 @contextlib.contextmanager
@@ -112,7 +109,6 @@ def test_a_merged_trace_can_be_fetched_and_nothing_else(tmp_path):
         for name in ("replay.jsonl", "../config.yaml", "steps_1_3.json.gz", "", "/etc/passwd"):
             assert ask(dashboard, f"/trace?name={name}")[0].status == 404, name
         assert ask(dashboard, "/trace?run=7&name=steps_1_2.json.gz")[0].status == 404
-        assert ("trace", "trace of steps 1 to 2 (for Perfetto)") in drawn(dashboard, "pipeline")
 
 
 @pytest.mark.parametrize("query", ["run=1", "run=-1", "run=x", "start=nan&run=0", "start=x"])
@@ -178,40 +174,6 @@ def test_what_cannot_be_served_is_refused_in_one_line(dashboard, folder, tmp_pat
         assert reason in said and said.count("\n") == 1
 
 
-def drawn(dashboard, view, query=""):
-    """[class or tag, text] of the elements of a view, drawn by the page's own modules under Node."""
-    node = shutil.which("node")
-    if node is None:
-        pytest.skip("no Node.js on this machine (Debian: apt-get install nodejs)")
-    cookie = f"{dashboard.cookie}={TOKEN}"
-    command = [node, str(PAGE), str(STATIC), f"http://127.0.0.1:{dashboard.port}", cookie, view, query]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert said.returncode == 0, said.stderr
-    return [tuple(pair) for pair in json.loads(said.stdout)]
-
-
-def test_the_views_draw_without_a_browser(dashboard):
-    overview = drawn(dashboard, "overview")
-    assert {"Reward", "Evaluation", "Entropy", "Idle"} <= {text for _, text in overview}
-    chosen = drawn(dashboard, "overview", "find=TIMING_s+up&smooth=0.5&log=1")
-    assert "timing_s/update_actor" in [text for _, text in chosen] and "timing_s/step" not in [
-        text for _, text in chosen
-    ]
-    assert "1 of 16 metrics" in [text for kind, text in chosen if kind == "hint"]
-    lanes = [text for kind, text in drawn(dashboard, "pipeline") if kind == "span"]
-    assert {"learner", "weight bus", "rollout-0"} <= set(lanes)
-    assert "is gone: silent" in [text for _, text in drawn(dashboard, "fleet")]
-
-
-def test_the_overview_says_which_row_it_lacks(tmp_path):
-    folder = dashboard_runs.write(tmp_path / "run", steps=2)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": "x"}\n')
-    with serving(folder) as dashboard:
-        said = [text for kind, text in drawn(dashboard, "overview") if kind == "bad"]
-    assert len(said) == 1 and said[0].endswith("step 'x' is no number")
-
-
 @pytest.fixture(scope="module")
 def episodes(tmp_path_factory):
     """A run whose third step has an episode of two samples, of which two sampled tokens were not trained."""
@@ -222,40 +184,6 @@ def episodes(tmp_path_factory):
         found.runs[0].trajectories.scan()
         assert found.runs[0].trajectories.wait(30)
         yield found
-
-
-def test_turns_samples_and_tokens_outside_the_loss_are_marked(episodes):
-    rows = json.loads(ask(episodes, "/api/trajectories?step_min=3&kind=trained&sort=length")[1])["rows"]
-    assert [row["length"] for row in rows] == [8, 6, 6] and {row["turns"] for row in rows} == {2}
-    samples = json.loads(ask(episodes, f"/api/trajectory?id={rows[0]['id']}")[1])["samples"]
-    places = [int(name.rpartition(":")[2]) for name in samples]
-    assert samples[1] == rows[0]["id"] and places == sorted(places), "in the order of the file"
-    assert {row["prompt"] for row in rows} == {"prompt 0", "prompt 1"} and {row["index"] for row in rows} == {0}
-    shown = drawn(episodes, "trajectories", f"kind=trained&id={rows[0]['id']}")
-    assert [text for kind, text in shown if kind == "h4"] == ["prompt", "turn 1", "environment", "turn 2"]
-    assert [text for kind, text in shown if kind == "badge"] == ["2 of 4 tokens not trained", "not trained"]
-    assert [text for kind, text in shown if kind == "sample"] == ["sample 1 of 2", "sample 2 of 2"]
-    untrained = ["untrained" in kind for kind, _ in shown if kind.startswith("token")]
-    assert untrained == [True, True, False, False, True, False, False, False]
-    assert "8 tokens, 5 of them trained" in next(text for kind, text in shown if "of them trained" in text)
-
-
-def test_a_chosen_line_whose_file_was_deleted_leaves_the_list_as_it_is(tmp_path):
-    folder = dashboard_runs.write(tmp_path / "run", steps=2)
-    with serving(folder) as dashboard:
-        index = dashboard.runs[0].trajectories
-        index.scan()
-        assert index.wait(30)
-        rows = json.loads(ask(dashboard, "/api/trajectories?kind=trained")[1])["rows"]
-        assert index.wait(30)
-        chosen = rows[0]["id"]
-        (folder / rows[0]["file"]).unlink()
-        answer, body = ask(dashboard, f"/api/trajectory?id={chosen}")
-        assert answer.status == 400 and body.decode().startswith(f"{rows[0]['file']} was deleted since")
-        shown = drawn(dashboard, "trajectories", f"kind=trained&id={chosen}")
-    said = [text for kind, text in shown if kind == "detail bad"]
-    assert len(said) == 1 and rows[0]["file"] in said[0] and "was deleted" in said[0]
-    assert "prompt 0" in [text for _, text in shown]
 
 
 @pytest.fixture(scope="module")
@@ -302,6 +230,10 @@ def test_the_views_show_the_run(browser, dashboard):
 
 
 def test_a_reader_finds_any_metric_smooths_it_and_takes_a_log_axis(browser, dashboard):
+    visit(browser, dashboard, "overview?find=TIMING_s+up")
+    assert "1 of 16 metrics" in texts(browser, ".hint") and "timing_s/update_actor" in texts(
+        browser, "figcaption > span"
+    )
     visit(browser, dashboard, "overview")
     drawn_first = len(texts(browser, "figcaption"))
     browser.run("[...document.querySelectorAll('button.pick')].find((b) => b.textContent === 'timing_s/').click()")
@@ -362,6 +294,56 @@ def test_a_reader_goes_from_a_sample_to_the_other_one_and_to_its_group(browser, 
     browser.run("document.querySelector('button.group').click()")
     browser.until("location.hash.includes('index_min=0') && document.body.dataset.at === location.hash")
     assert texts(browser, ".found")[0].startswith("1–3 of 3") and browser.errors() == []
+
+
+def test_turns_samples_and_tokens_outside_the_loss_are_marked(browser, episodes):
+    rows = json.loads(ask(episodes, "/api/trajectories?step_min=3&kind=trained&sort=length")[1])["rows"]
+    assert [row["length"] for row in rows] == [8, 6, 6] and {row["turns"] for row in rows} == {2}
+    samples = json.loads(ask(episodes, f"/api/trajectory?id={rows[0]['id']}")[1])["samples"]
+    places = [int(name.rpartition(":")[2]) for name in samples]
+    assert samples[1] == rows[0]["id"] and places == sorted(places), "in the order of the file"
+    assert {row["prompt"] for row in rows} == {"prompt 0", "prompt 1"} and {row["index"] for row in rows} == {0}
+    visit(browser, episodes, f"trajectories?kind=trained&id={rows[0]['id']}")
+    browser.until("document.querySelectorAll('.token').length === 8")
+    assert texts(browser, ".turn h4")[0] == "prompt" and len(texts(browser, ".turn h4")) == 4
+    assert texts(browser, ".badge") == ["2 of 4 tokens not trained", "not trained"]
+    assert texts(browser, "button.sample") == ["sample 1 of 2", "sample 2 of 2"]
+    marked = "[...document.querySelectorAll('.token')].map((node) => node.classList.contains('untrained'))"
+    assert browser.run(marked) == [True, True, False, False, True, False, False, False]
+    assert "8 tokens, 5 of them trained" in browser.run("document.body.innerText")
+
+
+def test_a_chosen_line_whose_file_was_deleted_leaves_the_list_as_it_is(browser, tmp_path):
+    folder = dashboard_runs.write(tmp_path / "run", steps=2)
+    with serving(folder) as dashboard:
+        index = dashboard.runs[0].trajectories
+        index.scan()
+        assert index.wait(30)
+        rows = json.loads(ask(dashboard, "/api/trajectories?kind=trained")[1])["rows"]
+        assert index.wait(30)
+        chosen = rows[0]["id"]
+        (folder / rows[0]["file"]).unlink()
+        answer, body = ask(dashboard, f"/api/trajectory?id={chosen}")
+        assert answer.status == 400 and body.decode().startswith(f"{rows[0]['file']} was deleted since")
+        visit(browser, dashboard, f"trajectories?kind=trained&id={chosen}")
+        browser.until("document.querySelector('.detail.bad')")
+        (said,) = texts(browser, ".detail.bad")
+        assert rows[0]["file"] in said and "was deleted" in said
+        assert "prompt 0" in browser.run("document.querySelector('.list').innerText")
+
+
+def test_the_overview_says_which_row_it_lacks(browser, tmp_path):
+    folder = dashboard_runs.write(tmp_path / "run", steps=2)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": "x"}\n')
+    (folder / "trace").mkdir()
+    (folder / "trace" / "steps_1_2.json.gz").write_bytes(b"packed")
+    with serving(folder) as dashboard:
+        visit(browser, dashboard, "overview")
+        (said,) = texts(browser, ".bad")
+        assert said.endswith("step 'x' is no number")
+        visit(browser, dashboard, "pipeline")
+        assert "trace of steps 1 to 2 (for Perfetto)" in texts(browser, ".trace")
 
 
 def test_a_hostile_answer_is_text(browser, dashboard):

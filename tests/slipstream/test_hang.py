@@ -119,7 +119,7 @@ def test_a_run_that_goes_on_waits_for_no_report(run_dir, member, monkeypatch):
     monkeypatch.setattr(stacks, "ANSWER_S", 0.1)
     go_on, write = threading.Event(), report.write
     monkeypatch.setattr(report, "write", lambda *words: go_on.wait(30) and write(*words))
-    state = {"version": 3, "groups": {"leased": 2, "buffered": 1, "taken": 0, "max": 4}, "waiting": None}
+    state = {"version": 3, "groups": {"leased": 2, "buffered": 1, "taken": 0, "max": 4}}
     wait = {"code": "ranks", "who": "learner-0", "for": "learner-1 to hold batch 4", "since_s": 2.0}
     silent = {"name": "rollout-7", "role": "rollout_server", "leases": 2, "silent_s": 9.0, "since_s": 9.0}
     slow = {"code": "reward", "who": "rollout-7", "for": "reward 'judge.py:f': 40 answers, 1 worker", "since_s": 41.0}

@@ -2,7 +2,6 @@
 
 episode    `environment.function: agent`: starts an agent for each episode, and what its end means
 program    an agent as a process: its row on stdin, its reward on stdout, killed with all that it has started
-launch     the first thing that such a process runs
 endpoint   the OpenAI-compatible server in an environment process, with a key for each episode
 requests   what may be asked of it
 answers    turns in OpenAI's JSON, whole or as a stream

@@ -9,7 +9,6 @@ import asyncio
 import hmac
 import itertools
 import secrets
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,8 +28,6 @@ MAX_REQUESTS = 64
 """Of one episode at once; further ones get 429, upon which clients try again."""
 LINGER_S = 1.0
 """For a client to read why its body was not read."""
-MAX_SHOWN = 20
-"""Refusals that are logged."""
 CODES: dict[type[EpisodeOver], str] = {ContextFull: "context_length_exceeded", NoMoreTurns: "max_turns_exceeded"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -65,7 +62,6 @@ class Endpoint:
         self.relay_key = secrets.token_urlsafe(32)
         """For a relay in this process, which names the session of each request (SESSION)."""
         self._numbers, self._answers = itertools.count(), itertools.count()
-        self._num_shown = 0
         self.url = ""
         """Its address, with /v1."""
 
@@ -113,9 +109,6 @@ class Endpoint:
             refused = Refused(
                 error.status, f"{request.method} {request.path[:200]}: {error.reason}", code="unknown_url"
             )
-        if self._num_shown < MAX_SHOWN:
-            self._num_shown += 1
-            sys.stderr.write(f"an agent's request was refused ({refused.status}): {refused.message[:500]}\n")
         return web.json_response(refused.body(), status=refused.status)
 
     def _admitted(self, request: web.Request) -> Access:

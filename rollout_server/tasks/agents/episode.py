@@ -31,16 +31,16 @@ Rollout = Callable[..., Coroutine[Any, Any, Any]]
 PARAMETERS = ("base_url", "api_key")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Agent:
     command: list[str]
     function: Rollout | None
     models: tuple[str, ...]
     ignores: bool
+    endpoint: "Endpoint | None" = None
 
 
 _agents: list[_Agent] = []
-_endpoints: list["Endpoint"] = []
 _starting = asyncio.Lock()
 
 
@@ -86,23 +86,22 @@ def _function(spec: str) -> Rollout:
     return function
 
 
-async def _endpoint(temperature: float) -> "Endpoint":
+async def _endpoint(agent: _Agent, temperature: float) -> "Endpoint":
     """The endpoint of this process, started for its first episode."""
     from rollout_server.tasks.agents.endpoint import Endpoint
 
     async with _starting:
-        if not _endpoints:
-            (agent,) = _agents
+        if agent.endpoint is None:
             endpoint = Endpoint(Rules(temperature=temperature, models=agent.models, ignores=agent.ignores))
             await endpoint.start()
-            _endpoints.append(endpoint)
-    return _endpoints[0]
+            agent.endpoint = endpoint
+    return agent.endpoint
 
 
 async def rollout(row: dict[str, Any], client: Client) -> Any:
     """One episode of an agent. What it returns is what a function of an environment may return."""
-    endpoint = await _endpoint(client.temperature)
     (agent,) = _agents
+    endpoint = await _endpoint(agent, client.temperature)
     access = endpoint.open(client)
     try:
         if agent.function is not None:

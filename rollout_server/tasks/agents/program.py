@@ -14,9 +14,9 @@ from typing import Any
 
 from configs.errors import SlipstreamError
 from rollout_server.tasks.environments.protocol import shown
-from rollout_server.tasks.workers.process import FLOOD_PAUSE_S, KILL_TIMEOUT_S, PACKAGE_ROOT
+from rollout_server.tasks.workers.process import FLOOD_PAUSE_S, KILL_TIMEOUT_S, PACKAGE_ROOT, WORKER
+from rollout_server.tasks.workers.worker import PROGRAM
 
-LAUNCH = "rollout_server.tasks.agents.launch"
 TAIL_BYTES = 65536
 """Of what it prints, for its last line."""
 FREE_BYTES = 1024 * 1024
@@ -53,7 +53,7 @@ async def play(
     """
     said = _as_json(row)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-P", "-m", LAUNCH, str(os.getpid()), PACKAGE_ROOT, *_filled(command, row),
+        sys.executable, "-P", "-m", WORKER, PROGRAM, str(os.getpid()), PACKAGE_ROOT, *_filled(command, row),
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None and process.stderr is not None

@@ -25,28 +25,19 @@ NO_EFFECT = frozenset(
      "prompt_cache_retention")
 )  # fmt: skip
 """Taken and not used. A seed: every turn has a random stream of its own, which follows from the episode's seed."""
-ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "stop": (lambda value: value == [], "answers end where the model ends them"),
-    "response_format": (lambda value: value == {"type": "text"}, "answers are not constrained to a form"),
-    "tool_choice": (lambda value: value in ("auto", "none"), "the policy chooses; take 'auto' or 'none'"),
-    "function_call": (lambda value: False, "take tools"),
-    "functions": (lambda value: value == [], "take tools"),
-    "modalities": (lambda value: value == ["text"], "there is text alone"),
-    "audio": (lambda value: False, "there is text alone"),
-    "prediction": (lambda value: False, "it cannot be used here"),
-    "web_search_options": (lambda value: False, "it cannot be used here"),
-    "top_logprobs": (lambda value: value == 0, "the engine records the logprob of the sampled token alone; take 0"),
-    "echo": (lambda value: value is False, "a prompt has no logprobs"),
-    "suffix": (lambda value: value == "", "it cannot be used here"),
-}
-"""By parameter: which values are taken, and why no others; also where environment.options.sampling is `ignore`."""
-READ = frozenset(("model", "messages", "prompt", "temperature"))
-"""Read beside those of FORMS."""
 KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
 
 
 def _is_whole(most: float = math.inf) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and 1 <= value <= most
+
+
+def _is_flag(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_never(value: Any) -> bool:
+    return False
 
 
 def _are_functions(value: Any) -> bool:
@@ -56,22 +47,32 @@ def _are_functions(value: Any) -> bool:
     )
 
 
-FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (_is_whole(MAX_CHOICES), f"an integer of 1 or more, at most {MAX_CHOICES}"),
-    "max_tokens": (_is_whole(), "an integer of 1 or more"),
-    "max_completion_tokens": (_is_whole(), "an integer of 1 or more"),
-    "stream": (lambda value: type(value) is bool, "true or false"),
-    "stream_options": (lambda value: isinstance(value, dict), "an object"),
-    "logprobs": (lambda value: type(value) is bool, "true or false"),
-    "tools": (_are_functions, "a list of functions"),
+CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (_is_whole(MAX_CHOICES), f"take an integer of 1 or more, at most {MAX_CHOICES}"),
+    "max_tokens": (_is_whole(), "take an integer of 1 or more"),
+    "max_completion_tokens": (_is_whole(), "take an integer of 1 or more"),
+    "stream": (_is_flag, "take true or false"),
+    "stream_options": (lambda value: isinstance(value, dict), "take an object"),
+    "logprobs": (_is_flag, "take true or false"),
+    "top_logprobs": (lambda value: value == 0, "the engine records the logprob of the sampled token alone; take 0"),
+    "tools": (_are_functions, "take a list of functions"),
+    "tool_choice": (lambda value: value in ("auto", "none"), "the policy chooses; take 'auto' or 'none'"),
+    "functions": (lambda value: value == [], "take tools"),
+    "function_call": (_is_never, "take tools"),
+    "stop": (lambda value: value == [], "answers end where the model ends them"),
+    "response_format": (lambda value: value == {"type": "text"}, "answers are not constrained to a form"),
+    "modalities": (lambda value: value == ["text"], "there is text alone"),
+    "audio": (_is_never, "there is text alone"),
+    "prediction": (_is_never, "it cannot be used here"),
+    "web_search_options": (_is_never, "it cannot be used here"),
+    "echo": (lambda value: value is False, "a prompt has no logprobs"),
+    "suffix": (lambda value: value == "", "it cannot be used here"),
 }
-TEXT_FORMS = FORMS | {
-    "logprobs": (
-        lambda value: type(value) is int and value == 0,
-        "0: the engine records the logprob of the sampled token alone",
-    )
-}
+"""By parameter: which values are taken, and why no others; also where environment.options.sampling is `ignore`."""
+TEXT = CHAT | {"logprobs": (lambda value: type(value) is int and value == 0, CHAT["top_logprobs"][1])}
 """Of /completions."""
+READ = frozenset(("model", "messages", "prompt", "temperature"))
+"""Read otherwise."""
 
 
 class Refused(Exception):
@@ -133,10 +134,8 @@ def read(body: bytes, rules: Rules, *, is_chat: bool) -> Asked:
         raise Refused(400, f"the body is {shown(said)}, not a JSON object")
     given = {name: value for name, value in said.items() if value is not None}
     rules.check_model(given.get("model"))
-    _check_parameters(given, rules)
-    for name, (is_right, wanted) in (FORMS if is_chat else TEXT_FORMS).items():
-        if name in given and not is_right(given[name]):
-            raise _wrong(name, given[name], wanted)
+    for name, value in given.items():
+        _check(name, value, rules, CHAT if is_chat else TEXT)
     limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
     offers = is_chat and given.get("tools") and given.get("tool_choice") != "none"
     return Asked(
@@ -151,30 +150,23 @@ def read(body: bytes, rules: Rules, *, is_chat: bool) -> Asked:
     )
 
 
-def _check_parameters(given: Mapping[str, Any], rules: Rules) -> None:
-    for name, value in given.items():
-        if name in ALLOWED:
-            is_allowed, why = ALLOWED[name]
-            if not is_allowed(value):
-                raise Refused(400, f"{name}: {shown(value)} is not supported: {why}", param=name)
-        elif name in PLAIN or name == "temperature":
-            own = PLAIN.get(name, rules.temperature)
-            if value != own and not rules.ignores:
-                key = f"rollout.temperature {own:g}" if name == "temperature" else f"{own!r}"
-                raise Refused(
-                    400,
-                    f"{name}: {shown(value)} is not the run's own {key}: answers are trained with the logprobs under"
-                    f" which they were sampled. Leave {name} out, or have such parameters ignored with"
-                    " environment.options.sampling: ignore",
-                    param=name,
-                )
-        elif name not in READ | FORMS.keys() | NO_EFFECT and not rules.ignores:
-            raise Refused(
-                400,
-                f"{shown(name)} is not known here; leave it out, or have such parameters ignored with"
-                " environment.options.sampling: ignore",
-                param=str(name)[:100],
+def _check(name: str, value: Any, rules: Rules, table: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
+    wrong, ignore = "", "or have such parameters ignored with environment.options.sampling: ignore"
+    if name in table:
+        is_right, why = table[name]
+        wrong = "" if is_right(value) else f"{name}: {shown(value)} is not supported: {why}"
+    elif (name in PLAIN or name == "temperature") and not rules.ignores:
+        own = PLAIN.get(name, rules.temperature)
+        key = f"rollout.temperature {own:g}" if name == "temperature" else f"{own!r}"
+        if value != own:
+            wrong = (
+                f"{name}: {shown(value)} is not the run's own {key}: answers are trained with the logprobs under which"
+                f" they were sampled. Leave {name} out, {ignore}"
             )
+    elif name not in READ | NO_EFFECT | PLAIN.keys() and not rules.ignores:
+        wrong = f"{shown(name)} is not known here; leave it out, {ignore}"
+    if wrong:
+        raise Refused(400, wrong, param=name[:100])
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -87,15 +87,15 @@ class Client:
         finally:
             del self._calls[call]
 
-    def answered(self, call: int, value: Any) -> None:
-        """The server has answered."""
-        if (future := self._calls.get(call)) is not None and not future.done():
+    def answered(self, call: int, value: Any, over: str | None = None) -> None:
+        """The server has answered, or refuses with `value`: `over` says whether the episode can have another turn."""
+        future = self._calls.get(call)
+        if future is None or future.done():
+            return
+        if over is None:
             future.set_result(value)
-
-    def over(self, call: int, kind: str, text: str) -> None:
-        """The server refuses: the episode can have no further turn."""
-        if (future := self._calls.get(call)) is not None and not future.done():
-            future.set_exception(OVER[kind](text) if kind in OVER else ValueError(text))
+        else:
+            future.set_exception(OVER.get(over, ValueError)(value))
 
 
 def _sendable(context: str | Sequence[Any]) -> Any:

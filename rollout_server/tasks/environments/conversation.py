@@ -10,12 +10,12 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_server.tasks.task import TaskError
+from rollout_server.tasks.task import Task, TaskError
 
 Message = Mapping[str, Any]
 Int32 = NDArray[np.int32]
@@ -34,21 +34,6 @@ ASKED: Message = {"role": "user", "content": "?"}
 
 
 Expand = Callable[[Sequence[int]], list[int]]
-
-
-class Encoder(Protocol):
-    """The part of a Task that is needed here."""
-
-    stop_token_ids: tuple[int, ...]
-
-    def encode_text(self, text: str) -> list[int]:
-        """Ids of text as it stands."""
-
-    def begin(self, text: str) -> list[int]:
-        """Ids of text that begins a context."""
-
-    def render(self, messages: Sequence[Message], tools: Tools) -> str:
-        """Messages as text, up to where the assistant speaks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +58,7 @@ class _Known:
 class Conversation:
     """What one episode has said so far, by its exact ids."""
 
-    def __init__(self, task: Encoder, expand: Expand | None = None) -> None:
+    def __init__(self, task: Task, expand: Expand | None = None) -> None:
         """`expand` writes out the row's pictures in ids where each has one token; without, there are none."""
         self._task, self._expand = task, expand
         self._known: dict[bytes, _Known] = {}

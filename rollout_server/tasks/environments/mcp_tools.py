@@ -22,8 +22,8 @@ START_S = 30.0
 """For a server to start and say what it has."""
 
 
-def tools_of(address: str) -> dict[str, Tool]:
-    """The tools of a server, by name. Raises EnvironmentFailed: not installed, or it does not start."""
+def tools_of(address: str) -> list[Tool]:
+    """The tools of a server. Raises EnvironmentFailed: not installed, or it does not start."""
     where = f"environment.options.tools: 'mcp:{address}'"
     try:
         import mcp  # noqa: F401
@@ -44,7 +44,7 @@ def tools_of(address: str) -> dict[str, Tool]:
     thread.join()
     if isinstance(found[0], BaseException):
         raise EnvironmentFailed(f"{where} does not start: {found[0]!r}")
-    return {one["function"]["name"]: Tool(one, server.caller(one["function"]["name"])) for one in found[0]}
+    return [Tool(one, server.caller(one["function"]["name"])) for one in found[0]]
 
 
 class Server:

@@ -122,12 +122,10 @@ class Environments:
         self._slots = Slots(environment.max_episodes)
 
     async def start(self) -> None:
-        """Start all processes. Raises EnvironmentFailed: the function cannot be loaded; none is left."""
+        """Start all processes. Raises EnvironmentFailed: the function cannot be loaded."""
         results = await asyncio.gather(*(process.ensure() for process in self._processes), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                await self.close()
-                raise result
+        if failures := [result for result in results if isinstance(result, BaseException)]:
+            raise failures[0]
 
     async def run(self, row: dict[str, Any], session: Session) -> Outcome:
         """One episode, in the process with the fewest. Raises LeaseFailed, EngineError, TaskError: it has failed."""
@@ -195,8 +193,8 @@ async def environments_of(
         yield None
         return
     environments = Environments(environment, hidden, temperature=temperature)
-    await environments.start()
     try:
+        await environments.start()
         yield environments
     finally:
         await environments.close()

@@ -248,7 +248,7 @@ class EnvironmentProcess:
     def _take_late(self, kind: Any, number: int, rest: list[Any]) -> None:
         """React to a message of an episode that was called off."""
         if kind == "ask":
-            self.worker.send(["over", number, rest[0], "refused", "the episode was called off"])
+            self.worker.send(["over", number, rest[0], "the episode was called off", "refused"])
         elif kind != "leave":
             name, handle = self._cancelled.pop(number)
             handle.cancel()
@@ -276,9 +276,9 @@ class EnvironmentProcess:
         try:
             value = await self._value(episode.session, what, arguments)
         except EpisodeOver as over:
-            self.worker.send(["over", episode.number, call, NAMES[type(over)], str(over)])
+            self.worker.send(["over", episode.number, call, str(over), NAMES[type(over)]])
         except TaskError as error:
-            self.worker.send(["over", episode.number, call, "refused", str(error)])
+            self.worker.send(["over", episode.number, call, str(error), "refused"])
         except (LeaseFailed, EngineError) as error:
             episode.fail(error)
         except (TypeError, ValueError, KeyError) as error:  # of what the function has given

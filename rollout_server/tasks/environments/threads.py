@@ -29,14 +29,21 @@ class Threads:
     ) -> asyncio.Future[Any]:
         """Wait for a free thread and call a function in it. The thread is taken until the function ends.
 
-        Raises NoThread: none was free within `wait_s`.
+        Raises NoThread: none was free within `wait_s`; what holds them, the tool with the most calls first.
         """
         try:
             async with asyncio.timeout(wait_s):
                 await self._free.acquire()
         except TimeoutError as error:
-            said = f"{tool} waited {wait_s:g} s for one of {len(self._held)} threads: {self._said()}"
-            raise NoThread(said) from error
+            now, since = time.monotonic(), dict[str, list[float]]()
+            for name, began in self._held.values():
+                since.setdefault(name, []).append(now - began)
+            most = sorted(since.items(), key=lambda one: -len(one[1]))
+            held = "; ".join(f"{len(ages)} of {name}, the longest since {max(ages):.0f} s" for name, ages in most)
+            raise NoThread(
+                f"{tool} waited {wait_s:g} s for one of {len(self._held)} threads: calls that have not returned hold"
+                f" them ({held})"
+            ) from error
         loop = asyncio.get_running_loop()
         running = self._executor.submit(contextvars.copy_context().run, partial(function, **values))
         self._held[running] = (tool, time.monotonic())
@@ -46,12 +53,3 @@ class Threads:
     def _ended(self, running: Future[Any]) -> None:
         del self._held[running]
         self._free.release()
-
-    def _said(self) -> str:
-        """What holds the threads, the tool with the most calls first."""
-        now, since = time.monotonic(), dict[str, list[float]]()
-        for tool, began in self._held.values():
-            since.setdefault(tool, []).append(began)
-        most = sorted(since.items(), key=lambda one: -len(one[1]))
-        calls = [f"{len(began)} of {tool}, the longest since {now - min(began):.0f} s" for tool, began in most]
-        return f"calls that have not returned hold them ({'; '.join(calls)})"

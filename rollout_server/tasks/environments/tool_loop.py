@@ -77,29 +77,22 @@ async def use(call: Mapping[str, Any], client: Client) -> tuple[str, bool]:
     """
     name, arguments, options = call["function"]["name"], call["function"]["arguments"], client.options
     most, limit_s = int(options.get("max_tool_chars", 4096)), float(options.get("tool_timeout_s", 20.0))
-    if name not in _tools:
+    if (tool := _tools.get(name)) is None:
         known = ", ".join(_tools)
         return (f"error: no tool {name!r}; there are {known}" if name else "error: the call is no JSON"), True
     try:
         values = json.loads(arguments) if arguments.strip() else {}
         if not isinstance(values, dict):
             return "error: the arguments are no JSON object", True
-        said = await _said(name, values, limit_s, WAIT * client.turn_timeout_s)
-        return sendable(str(said)[:most]), False
+        if tool.in_thread:
+            running = await _threads[0].start(name, tool.call, values, WAIT * client.turn_timeout_s)
+        else:
+            running = tool.call(**values)
+        async with asyncio.timeout(limit_s):  # from its start on
+            return sendable(str(await running)[:most]), False
     except NoThread:
         raise
     except TimeoutError:
         return f"error: {name} took longer than {limit_s:g} s", True
     except Exception as error:  # noqa: BLE001 - whatever a tool raises is its answer
         return sendable(f"error: {type(error).__name__}: {error}"[:most]), True
-
-
-async def _said(name: str, values: Mapping[str, Any], limit_s: float, wait_s: float) -> Any:
-    """What a tool returns. Raises TimeoutError: it took longer than `limit_s` from its start on; NoThread."""
-    tool = _tools[name]
-    if tool.in_thread:
-        running = await _threads[0].start(name, tool.call, values, wait_s)
-    else:
-        running = tool.call(**values)
-    async with asyncio.timeout(limit_s):
-        return await running

@@ -37,8 +37,8 @@ def load_tools(names: Iterable[str], *, allow_unisolated: bool = False) -> dict[
     found: dict[str, Tool] = {}
     entries: dict[str, str] = {}
     for entry in names:
-        for name, tool in _loaded(entry, allow_unisolated=allow_unisolated).items():
-            if name in found:
+        for tool in _loaded(entry, allow_unisolated=allow_unisolated):
+            if (name := tool.schema["function"]["name"]) in found:
                 raise EnvironmentFailed(
                     f"environment.options.tools: {entries[name]!r} and {entry!r} both have a tool {name!r}, and"
                     " a policy calls tools by name; rename one or leave it out"
@@ -47,26 +47,25 @@ def load_tools(names: Iterable[str], *, allow_unisolated: bool = False) -> dict[
     return found
 
 
-def _loaded(entry: str, *, allow_unisolated: bool) -> dict[str, Tool]:
+def _loaded(entry: str, *, allow_unisolated: bool) -> list[Tool]:
     """The tools of one entry of environment.options.tools."""
     if entry.startswith("mcp:"):
         from rollout_server.tasks.environments.mcp_tools import tools_of
 
         return tools_of(entry.removeprefix("mcp:"))
     if entry == "python":
-        check_sandbox(allow_unisolated=allow_unisolated)
-    function = BUILT_IN[entry] if entry in BUILT_IN else _function(entry)
-    tool = tool_of(function)
-    return {tool.schema["function"]["name"]: tool}
-
-
-def _function(spec: str) -> Callable[..., Any]:
-    if ":" not in spec:
+        try:
+            require(allow_unisolated=allow_unisolated, key="environment.options.allow_unisolated: true")
+        except SandboxError as error:
+            raise EnvironmentFailed(f"environment.options.tools: 'python': {error}") from error
+    if entry in BUILT_IN:
+        return [tool_of(BUILT_IN[entry])]
+    if ":" not in entry:
         raise EnvironmentFailed(
-            f"environment.options.tools: {spec!r} is no tool; take one of {', '.join(BUILT_IN)}, path/to/file.py:name"
+            f"environment.options.tools: {entry!r} is no tool; take one of {', '.join(BUILT_IN)}, path/to/file.py:name"
             " or mcp:command"
         )
-    return function_of("environment.options.tools", spec, EnvironmentFailed)[1]
+    return [tool_of(function_of("environment.options.tools", entry, EnvironmentFailed)[1])]
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
@@ -157,14 +156,6 @@ def python(code: str) -> str:
     if ended.how != "ended":
         return f"{said}\n(the program {ended.how.replace('_', ' ')})".strip()
     return said or f"(no output, exit code {ended.code})"
-
-
-def check_sandbox(*, allow_unisolated: bool) -> None:
-    """Try what this machine can isolate, and say what it cannot. Raises EnvironmentFailed: too little for programs."""
-    try:
-        require(allow_unisolated=allow_unisolated, key="environment.options.allow_unisolated: true")
-    except SandboxError as error:
-        raise EnvironmentFailed(f"environment.options.tools: 'python': {error}") from error
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}

@@ -119,10 +119,8 @@ class Worker:
         if kind == "cancel":
             self._send(["cancelling", episode])
             task.cancel()
-        elif kind == "answer":
+        elif kind in ("answer", "over"):
             client.answered(*rest)
-        elif kind == "over":
-            client.over(*rest)
 
     def _never_ran(self, episode: int) -> None:
         """An episode that was cancelled before its first step has not said that it has ended."""

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping
 from typing import NoReturn
 
+from rollout_server.tasks.workers.supervisor import limit
+
 RESOURCES = {
     "memory_bytes": resource.RLIMIT_AS,
     "max_file_bytes": resource.RLIMIT_FSIZE,
@@ -30,15 +32,12 @@ MAX_CHAIN = 8
 
 
 def confine(limits: Mapping[str, int]) -> None:
-    """Set the limit of each key of RESOURCES for good: raising it again needs privileges.
+    """Set the limit of each key of RESOURCES for good.
 
     Where the machine allows less, that holds, and stderr says so.
     """
     for key, kind in RESOURCES.items():
-        hardest = resource.getrlimit(kind)[1]
-        allowed = limits[key] if hardest == resource.RLIM_INFINITY else min(limits[key], hardest)
-        resource.setrlimit(kind, (allowed, allowed))
-        if allowed != limits[key]:
+        if (allowed := limit(kind, limits[key])) != limits[key]:
             sys.stderr.write(f"reward.{key} is {limits[key]}, but this machine allows {allowed}\n")
 
 

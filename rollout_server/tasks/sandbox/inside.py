@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from rollout_server.tasks.sandbox.root import LIBC, build, refused
 from rollout_server.tasks.sandbox.syscalls import refuse
-from rollout_server.tasks.workers.supervisor import PR_SET_PDEATHSIG, end_as, supervise
+from rollout_server.tasks.workers.supervisor import PR_SET_PDEATHSIG, end_as, limit, supervise
 
 READY = b"\0ready"
 LENGTH = struct.Struct("<I")
@@ -92,7 +92,6 @@ def _become_the_program(order: dict[str, Any], status: int) -> NoReturn:
 
 def _confine(limits: dict[str, Any], is_isolated: bool) -> None:
     wanted = {
-        resource.RLIMIT_CORE: 0,
         resource.RLIMIT_AS: limits["memory_bytes"],
         resource.RLIMIT_FSIZE: limits["file_bytes"],
         resource.RLIMIT_NOFILE: limits["open_files"],
@@ -101,9 +100,7 @@ def _confine(limits: dict[str, Any], is_isolated: bool) -> None:
     if is_isolated and _counts_processes():
         wanted[resource.RLIMIT_NPROC] = limits["processes"]
     for kind, value in wanted.items():
-        hardest = resource.getrlimit(kind)[1]
-        possible = value if hardest == resource.RLIM_INFINITY else min(value, hardest)
-        resource.setrlimit(kind, (possible, possible))
+        limit(kind, value)
 
 
 def _counts_processes() -> bool:

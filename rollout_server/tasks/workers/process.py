@@ -25,6 +25,7 @@ from slipstream.runtime.hang.processes import all_processes
 log = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 5.0
 """For the supervisor to end the child and all its descendants."""
+WORKER = "rollout_server.tasks.workers.worker"
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 SECRET_NAME = re.compile(
     r"(KEYS?|TOKENS?|COOKIES?|AUTH(_SOCK)?)\d*(_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|^(AWS|AZURE|WANDB)_"
@@ -215,7 +216,7 @@ def _spawn(channel: int, hidden: frozenset[str], module: str) -> subprocess.Pope
     Must be called from a thread that lives as long as the worker shall: the parent-death signal follows it.
     """
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "rollout_server.tasks.workers.worker", module, str(os.getpid())],
+        [sys.executable, "-P", "-m", WORKER, module, str(os.getpid())],
         stdin=channel,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

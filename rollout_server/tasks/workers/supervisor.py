@@ -39,7 +39,7 @@ def supervise(pool: int) -> None:
     _die_with(pool, signal.SIGTERM)
     _control(PR_SET_CHILD_SUBREAPER, 1)
     # No memory images of a crash on disk, and no way to more rights: whatever is started stays ours to kill.
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit(resource.RLIMIT_CORE, 0)
     _control(PR_SET_NO_NEW_PRIVS, 1)
     supervisor, worker = os.getpid(), os.fork()
     if worker:
@@ -55,6 +55,14 @@ def let_go_of_stdin() -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+
+
+def limit(kind: int, wanted: int) -> int:
+    """Set a limit of this process for good: raising it again needs privileges. What it is, where less is allowed."""
+    hardest = resource.getrlimit(kind)[1]
+    possible = wanted if hardest == resource.RLIM_INFINITY else min(wanted, hardest)
+    resource.setrlimit(kind, (possible, possible))
+    return possible
 
 
 def _control(option: int, value: int) -> None:

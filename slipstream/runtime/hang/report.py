@@ -219,8 +219,6 @@ def _waits(status: Mapping[str, Any]) -> Iterator[str]:
     )
     for one in status["waits"]:
         yield f"{one['who']} waits for {one['for']}, for {one['since_s']:.1f} s"
-    if status.get("waiting"):
-        yield f"replay: {status['waiting']['why']}"
     for peer in status["peers"]:
         heard = f"last heard {peer['silent_s']:.1f} s ago"
         yield f"{peer['name']}: {peer['activity'] or '-'} for {peer['since_s']:.1f} s; {heard}"

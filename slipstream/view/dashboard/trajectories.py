@@ -63,9 +63,8 @@ class Trajectories:
         self.folder, self.max_new_tokens = folder, max_new_tokens
         self._lock = threading.Lock()
         self._parts: dict[Path, tuple[Source, Array]] = {}
-        self._orders: dict[tuple[str, int], Array] = {}
-        self._table: tuple[int, list[Source], Array, Array] = (-1, [], np.zeros(0, COLUMNS), np.zeros(0, np.int32))
-        self._generation = 0
+        self._table: tuple[list[Source], Array, Array] | None = None
+        """Of all parts; None where they have changed."""
         self._files, self._looked_at = 0, 0
         """Of the scan that runs, or of the last one."""
         self._broken = ""
@@ -104,7 +103,7 @@ class Trajectories:
             KeyError: an unknown column, kind or problem.
         """
         self.scan()
-        generation, sources, rows, files = self._joined()
+        sources, rows, files = self._joined()
         chosen = np.ones(len(rows), bool)
         for column, (low, high) in filters.items():
             values = rows[SORTABLE[_place(SORTABLE, column)]]
@@ -113,11 +112,12 @@ class Trajectories:
             chosen &= rows["kind"] == _place(KINDS, kind)
         if problem:
             chosen &= rows["problem"] == _place(PROBLEMS, problem)
-        order = self._order(generation, rows, sort)
-        order = order[chosen[order]]
+        order = np.flatnonzero(chosen)
+        values = rows[SORTABLE[_place(SORTABLE, sort)]][order]
+        order = order[np.argsort(values, kind="stable")]  # ties by place, so pages never overlap
         if descending:
-            known = ~np.isnan(rows[sort][order])  # lines that have no such number come last either way
-            order = np.concatenate([order[known][::-1], order[~known]])
+            known = len(values) - int(np.isnan(values).sum())  # lines without such a number come last either way
+            order = np.concatenate([order[:known][::-1], order[known:]])
         shown = order[first : first + min(count, MAX_PAGE)].tolist()
         gone: list[str] = []
         briefs = [self._brief(sources[files[i]], rows[i], gone) for i in shown]
@@ -137,7 +137,7 @@ class Trajectories:
             KeyError: it has not.
             GoneError: the file was deleted or written anew since.
         """
-        _, sources, rows, files = self._joined()
+        sources, rows, files = self._joined()
         file, _, offset = name.rpartition(":")
         number = next((i for i, source in enumerate(sources) if self._relative(source) == file), None)
         found = np.zeros(0, np.int64)
@@ -161,26 +161,15 @@ class Trajectories:
         found = sorted((self._relative(sources[files[i]]), int(rows["offset"][i])) for i in places)
         return [f"{file}:{offset}" for file, offset in found]
 
-    def _joined(self) -> tuple[int, list[Source], Array, Array]:
-        """Generation, sources, and the lines of all of them with their source's number; newest file last."""
+    def _joined(self) -> tuple[list[Source], Array, Array]:
+        """Sources, and the lines of all of them with their source's number; newest file last."""
         with self._lock:
-            if self._table[0] != self._generation:
+            if self._table is None:
                 parts = list(self._parts.values())
                 rows = np.concatenate([np.zeros(0, COLUMNS), *(part for _, part in parts)])
                 files = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for _, part in parts])
-                self._table = (self._generation, [source for source, _ in parts], rows, files)
-                self._orders.clear()
+                self._table = ([source for source, _ in parts], rows, files)
             return self._table
-
-    def _order(self, generation: int, rows: Array, sort: str) -> Array:
-        """Places of the lines in ascending order of a column; ties by place, so pages never overlap."""
-        column = SORTABLE[_place(SORTABLE, sort)]
-        known = self._orders.get((column, generation))
-        if known is None:
-            known = np.argsort(rows[column], kind="stable").astype(np.int32)
-            with self._lock:
-                self._orders[(column, generation)] = known
-        return known
 
     def _line(self, source: Source, offset: int) -> dict[str, Any]:
         """Raises GoneError: it is no longer where the index has it."""
@@ -234,7 +223,7 @@ class Trajectories:
         """Leave out lines of all other files."""
         with self._lock:
             kept = {path: part for path, part in self._parts.items() if path in there}
-            self._generation += len(kept) < len(self._parts)
+            self._table = self._table if len(kept) == len(self._parts) else None
             self._parts = kept
 
     def _take_in(self, path: Path, kind: int, step: int) -> None:
@@ -247,7 +236,7 @@ class Trajectories:
             rows = self._read(source)
             with self._lock:
                 self._parts[path] = (source, rows)
-                self._generation += 1
+                self._table = None
 
     def _named(self, left_out: list[str]) -> Iterator[tuple[int, int, Path]]:
         """Step or version, kind and path of each file; one whose name does not say them is `left_out`."""

@@ -21,9 +21,8 @@ from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.episodes import EpisodeGenerator
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.pool import environments_of
-from rollout_server.tasks.rewards import RewardOutcome, Sample
 from rollout_server.tasks.task import Task
-from tests.rollout_server.small_generator import evaluation_lease
+from tests.rollout_server.small_generator import LengthJudge, evaluation_lease
 from tests.rollout_server.torch_oracle import hf_tensors, make_model
 from tests.support.waiting import eventually
 
@@ -35,13 +34,6 @@ ROOT = HERE.parents[2]
 CAP, TURNS = 80, 24
 HELD = "9*9"
 """What is asked with this prompt is not answered."""
-
-
-class Judge:
-    """In place of reward processes: an answer's reward is its length."""
-
-    async def score(self, samples: list[Sample]) -> list[RewardOutcome]:
-        return [RewardOutcome(score=float(sample["num_tokens"]), seconds=0.0) for sample in samples]
 
 
 class Recording(TorchEngine):
@@ -99,7 +91,7 @@ async def playing(folder: Path, *, size: int = 2, **options: Any) -> AsyncIterat
     try:
         async with environments_of(config.environment, frozenset(), temperature=1.0) as environments:
             assert environments is not None
-            yield EpisodeGenerator(config, engine, task, Judge(), environments=environments)  # type: ignore[arg-type]
+            yield EpisodeGenerator(config, engine, task, LengthJudge(), environments=environments)  # type: ignore[arg-type]
     finally:
         await engine.close()
 

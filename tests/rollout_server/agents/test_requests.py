@@ -17,7 +17,6 @@ from rollout_server.tasks.environments import Turn
 from rollout_server.tasks.environments import tool_calls as parsing
 from rollout_server.tasks.environments.conversation import Conversation
 from rollout_server.tasks.task import Task
-from slipstream.check.functions import problem_with_agent
 
 NAMES = ("model", "messages", "prompt", "tools", "n", "stream", "logprobs", "max_tokens", "stop", "tool_choice", "x")
 TEXTS = ("", "auto", "policy", "user", "x")
@@ -122,12 +121,3 @@ async def test_a_row_that_is_no_json_is_named_by_its_column(row: dict[str, Any])
     name = "columns.images" if "columns" in row else "images"
     with pytest.raises(AgentFailed, match=rf"the row's '{name}' cannot be given to a program as JSON: .* bytes"):
         await play(["python", "-c", "pass"], {"prompt": "1", **row}, {})
-
-
-def test_files_that_are_not_there_are_seen_before_a_run(tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text("async def main(row, base_url, api_key): ...\n")
-    there, missing = str(tmp_path / "agent.py"), str(tmp_path / "agnet.py")
-    for options in ({"command": ["python", there]}, {"function": f"{there}:main"}, {"command": ["node", "agent.js"]}):
-        assert problem_with_agent(options) is None
-    for options in ({"command": ["python", missing]}, {"function": f"{missing}:main"}, {"function": f"{there}:mian"}):
-        assert problem_with_agent(options)

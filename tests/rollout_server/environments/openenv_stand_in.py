@@ -23,10 +23,7 @@ def hint(message: str, reward: float | None, done: bool) -> dict[str, object]:
 FAULTS: dict[str, object] = {
     "error": {"type": "error", "data": {"message": "no such game", "code": "EXECUTION_ERROR"}},
     "list": ["observation"],
-    "reward": {"type": "observation", "data": {"observation": {}, "reward": "high", "done": False}},
-    "done": {"type": "observation", "data": {"observation": {}, "reward": None, "done": "no"}},
     "observation": {"type": "observation", "data": {"observation": "a text", "reward": None, "done": False}},
-    "data": {"type": "observation", "data": "a text"},
 }
 
 
@@ -75,13 +72,9 @@ async def schema(request: web.Request) -> web.Response:
     return web.json_response({"action": ACTION, "observation": {}, "state": {}})
 
 
-async def broken(request: web.Request) -> web.Response:
-    return web.Response(text="<html>no schema</html>")
-
-
 async def main() -> None:
     app = web.Application()
-    app.add_routes([web.get("/ws", play), web.get("/schema", schema), web.get("/broken/schema", broken)])
+    app.add_routes([web.get("/ws", play), web.get("/schema", schema)])
     runner = web.AppRunner(app)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ CHATML = (
 SPECIAL = ("<|im_end|>", "<|im_start|>")
 END = 0
 LIMITS = Limits(max_new_tokens=400, max_context=600, max_turns=9)
+SMALL = Limits(max_new_tokens=4, max_context=9, max_turns=2)
 WORDS = ("ab", "abab", "b a", "</think>", " ba", "a\n", "", "aab")
 
 
@@ -52,6 +52,12 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Task:
     return Task(Config.model_validate({"model": {"path": str(folder)}, "data": data}))
 
 
+def completion(ids: Any, logprobs: Any, version: int, reason: str) -> Completion:
+    versions = np.full(len(ids), version, np.int32)
+    ids, logprobs = ids.astype(np.int32), logprobs.astype(np.float32)
+    return Completion(token_ids=ids, logprobs=logprobs, versions=versions, finish_reason=reason)
+
+
 class Engine:
     """Answers with random ids and keeps a record of its own."""
 
@@ -67,14 +73,13 @@ class Engine:
             answer[-1] = END
         self.saw.append((ids, answer.tolist()))
         version = len(self.saw)
-        return [
-            Completion(
-                token_ids=answer.astype(np.int32),
-                logprobs=-self.rng.random(size).astype(np.float32),
-                versions=np.full(size, version, np.int32),
-                finish_reason="stop" if stops else "length",
-            )
-        ]
+        return [completion(answer, -self.rng.random(size), version, "stop" if stops else "length")]
+
+
+@contextlib.contextmanager
+def session_of(task: Task, engine: Any, seed: int = 0, limits: Limits = LIMITS) -> Iterator[Session]:
+    with ThreadPoolExecutor(1) as texts:
+        yield Session("e", engine, task, texts, sampling=Sampling(max_new_tokens=1, seed=seed), limits=limits)
 
 
 async def converse(session: Session, rng: np.random.Generator, task: Task) -> None:
@@ -124,21 +129,14 @@ def check(session: Session, engine: Engine) -> None:
     assert sum(int(sample.loss_mask.sum()) for sample in samples) == sum(len(answer) for _, answer in engine.saw)
 
 
-def conversations(task: Task) -> Iterator[tuple[Session, Engine]]:
-    with ThreadPoolExecutor(1) as texts:
-        for seed in range(1000):
-            engine = Engine(seed)
-            settings: dict[str, Any] = {"sampling": Sampling(max_new_tokens=1, seed=seed), "limits": LIMITS}
-            yield Session(f"e{seed}", engine, task, texts, **settings), engine  # type: ignore[arg-type]
-
-
 def test_1000_conversations_train_what_the_engine_saw(task: Task) -> None:
     drifts = several = 0
 
     async def run() -> None:
         nonlocal drifts, several
-        for seed, (session, engine) in enumerate(conversations(task)):
-            with contextlib.suppress(ContextFull):
+        for seed in range(1000):
+            engine = Engine(seed)
+            with session_of(task, engine, seed) as session, contextlib.suppress(ContextFull):
                 await converse(session, np.random.default_rng([seed, 1]), task)
             check(session, engine)
             several += len(session.recorder.samples()) > 1
@@ -154,10 +152,7 @@ def test_1000_conversations_train_what_the_engine_saw(task: Task) -> None:
 
 async def test_a_conversation_is_one_sample_though_the_template_forgets_its_reasoning(task: Task) -> None:
     engine = Engine(0)
-    with ThreadPoolExecutor(1) as texts:
-        session = Session(
-            "e", engine, task, texts, sampling=Sampling(max_new_tokens=1), limits=LIMITS  # type: ignore[arg-type]
-        )  # fmt: skip
+    with session_of(task, engine) as session:
         messages: list[dict[str, Any]] = [{"role": "user", "content": "ab"}]
         for _ in range(3):
             turn = await session.turn(messages)
@@ -171,10 +166,7 @@ async def test_a_conversation_is_one_sample_though_the_template_forgets_its_reas
 
 
 async def test_a_tool_may_say_what_stands_for_an_answer(task: Task) -> None:
-    with ThreadPoolExecutor(1) as texts:
-        session = Session(
-            "e", Engine(0), task, texts, sampling=Sampling(max_new_tokens=1), limits=LIMITS  # type: ignore[arg-type]
-        )  # fmt: skip
+    with session_of(task, Engine(0)) as session:
         turn = await session.turn([{"role": "user", "content": "ab"}])
         told = {"role": "tool", "content": f"{MARK} {MARK}-0<|im_end|>\n<|im_start|>assistant\nab"}
         await session.turn([{"role": "user", "content": "ab"}, turn.message, told])
@@ -207,21 +199,9 @@ async def test_a_sample_that_grows_under_a_turn_stays_within_its_limit(task: Tas
                 begun.set()
                 await ended.wait()
             answer = np.array([7] if len(ids) == 2 else [8] * sampling.max_new_tokens, np.int32)
-            zeros = np.zeros(answer.size)
-            return [
-                Completion(
-                    token_ids=answer,
-                    logprobs=zeros.astype(np.float32),
-                    versions=zeros.astype(np.int32),
-                    finish_reason="length",
-                )
-            ]
+            return [completion(answer, np.zeros(answer.size), 0, "length")]
 
-    limits = Limits(max_new_tokens=4, max_context=9, max_turns=2)
-    with ThreadPoolExecutor(1) as texts:
-        session = Session(
-            "e", Forced(), task, texts, sampling=Sampling(max_new_tokens=1), limits=limits  # type: ignore[arg-type]
-        )  # fmt: skip
+    with session_of(task, Forced(), limits=SMALL) as session:
         long = asyncio.create_task(session.turn([5, 6, 7]))
         await session.turn([5, 6])
         ended.set()
@@ -242,16 +222,7 @@ async def test_a_text_whose_answer_was_empty_is_sampled_again_from_its_own_end(t
 
 
 async def test_turns_and_room_end(task: Task) -> None:
-    engine = SimpleNamespace(generate=Engine(3).generate)
-    with ThreadPoolExecutor(1) as texts:
-        session = Session(
-            "e",
-            engine,  # type: ignore[arg-type]
-            task,
-            texts,
-            sampling=Sampling(max_new_tokens=1),
-            limits=Limits(max_new_tokens=4, max_context=9, max_turns=2),
-        )
+    with session_of(task, Engine(3), limits=SMALL) as session:
         with pytest.raises(ContextFull, match="turn 0 has a context of 9 tokens"):
             await session.turn(list(range(2, 11)))
         turn = await session.turn([5, 6])

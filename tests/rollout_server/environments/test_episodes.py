@@ -1,15 +1,12 @@
 """Episodes in a real process over the torch engine: what they leave, and how each of their failures ends."""
 
 import asyncio
-import contextlib
 import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,21 +26,12 @@ from rollout_server.generate import LeaseFailed
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.conversation import Conversation
 from rollout_server.tasks.environments.pool import environments_of
-from rollout_server.tasks.rewards import RewardOutcome, Sample
 from rollout_server.tasks.task import Task
-from tests.rollout_server.small_generator import PROMPT, PROMPT_TOKENS, config_of, evaluation_lease
+from tests.rollout_server.small_generator import PROMPT, PROMPT_TOKENS, LengthJudge, config_of, evaluation_lease
 from tests.support.waiting import eventually
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
-EXAMPLES = Path(__file__).parents[3] / "examples" / "environments"
 GROUP, CAP = 3, 24
-
-
-class Judge:
-    """In place of reward processes: an answer's reward is its length."""
-
-    async def score(self, samples: list[Sample]) -> list[RewardOutcome]:
-        return [RewardOutcome(score=float(sample["num_tokens"]), seconds=0.0) for sample in samples]
 
 
 @asynccontextmanager
@@ -59,7 +47,7 @@ async def playing(
     try:
         async with environments_of(config.environment, frozenset({"JUDGE_WORD"})) as environments:
             assert environments is not None
-            yield EpisodeGenerator(config, engine, Task(config), Judge(), environments=environments)  # type: ignore[arg-type]
+            yield EpisodeGenerator(config, engine, Task(config), LengthJudge(), environments=environments)  # type: ignore[arg-type]
     finally:
         await engine.close()
 
@@ -197,39 +185,6 @@ async def test_what_goes_wrong_is_said_at_once_and_the_next_episode_runs(
         monkeypatch.setattr(Conversation, "encode", encode)
         group = await asyncio.wait_for(generator.group(lease(), "0/1/1"), 20)
         assert all_failed(group, "an unexpected IndexError: of a template")
-
-
-@pytest.mark.parametrize("function", ["textarena_games", "openenv_servers"])
-async def test_a_prompt_without_room_for_a_first_turn_is_too_long(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    """Adapters count what was reached where a context is full, which is nothing there."""
-    monkeypatch.setattr(Task, "begin", lambda _, text: list(text.encode()))  # the model's folder has no tokenizer
-    options: dict[str, Any] = {"style": "text"}
-    if function == "textarena_games":
-        pytest.importorskip("textarena", reason="the extra textarena is not installed")
-        options |= {"game": "GuessTheNumber-v0"}
-    with contextlib.ExitStack() as servers:
-        if function == "openenv_servers":
-            pytest.importorskip("aiohttp", reason="the extra `openenv` is not installed")
-            options |= {"url": servers.enter_context(served())}
-        async with playing(folder, f"{EXAMPLES}/{function}.py:rollout", options=options) as generator:
-            long = lease(prompt="w5 " * 100)
-            with pytest.raises(
-                LeaseFailed, match=r"a turn: turn 0 has a context of \d+ tokens.* 32 in all \(with"
-            ) as failed:
-                await generator.group(long, "0/1/1")
-            assert failed.value.reason == "prompt_too_long"
-
-
-@contextlib.contextmanager
-def served() -> Iterator[str]:
-    """A server of OpenEnv's protocol."""
-    command = [sys.executable, str(FUNCTIONS.with_name("openenv_stand_in.py")), "8"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        yield f"http://127.0.0.1:{int(server.stdout.readline())}"
-        server.kill()
 
 
 @pytest.mark.parametrize(

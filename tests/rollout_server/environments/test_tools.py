@@ -238,22 +238,6 @@ async def test_a_game_of_two_trains_one_seat(arena: None) -> None:
     assert client.contexts[2].startswith(client.contexts[0]) and not client.contexts[1].startswith(client.contexts[0])
 
 
-async def test_moves_that_are_none_end_the_game(arena: None) -> None:
-    _, outcome = await play(["none", "nor this"], style="chat")
-    assert outcome.metrics["episode/invalid_move"] == 1.0 and outcome.reward == 0.0
-
-
-async def test_a_game_without_room_for_a_turn_counts_as_it_stands(arena: None) -> None:
-    _, outcome = await play(["[1]"], settings={"max_number": 9})
-    assert (outcome.metrics["episode/moves"], outcome.metrics["episode/finished"], outcome.reward) == (1.0, 0.0, 0.0)
-
-
-async def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "textarena", None)
-    with pytest.raises(EnvironmentFailed, match=r"needs a package .*slipstream-rl\[textarena\]"):
-        await play([])
-
-
 @pytest.mark.parametrize("options", [{"game": "Nothing-v0"}, {"style": "loud"}, {"seats": 3}, {"settings": {"x": 1}}])
 async def test_a_game_that_cannot_be_played_is_refused_at_the_start(arena: None, options: dict[str, Any]) -> None:
     with pytest.raises(EnvironmentFailed, match=next(iter(options))):
