@@ -102,13 +102,6 @@ def says_hello(replay: Replay, identity: str, keys: Keys, rank: int) -> str:
         return message.reason if isinstance(message, m.Refused) else ""
 
 
-def test_a_rollout_key_that_says_it_is_the_learner(keys: dict[str, Keys]) -> None:
-    with served(keys["learner"]) as replay:
-        reason = says_hello(replay, "learner-0.2a", keys["node1"], 0)
-        replay.line("may not be a learner")
-    assert "the key 'node1' may not be a learner" in reason
-
-
 def test_a_rollout_key_that_says_it_is_a_rank_of_another_learner_node(tmp_path: Path) -> None:
     keys = keys_of(tmp_path, "node1", "node2", "nodes")
     with served(keys["learner"], rollout="node2:0", learner="node0:0; node1:0") as replay:
