@@ -106,7 +106,3 @@ class BadRunFolder(ConfigError, code="SLIP-CONFIG-11"):
 
 class BadHosts(ConfigError, code="SLIP-CONFIG-12"):
     """The run cannot be laid out over these hosts."""
-
-
-class TrlDisagrees(ConfigError, code="SLIP-CONFIG-13"):
-    """TRL's trainer and the configuration do not agree."""

@@ -104,14 +104,13 @@ class Line:
     @classmethod
     def connect(cls, path: Path) -> "Line":
         """To the rollout server, which listens at `path`. Raises TransportError."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        connection.settimeout(SEND_S)
+        line = cls(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "the rollout server")
+        line._socket.settimeout(SEND_S)
         try:
-            connection.connect(str(path))
+            line._socket.connect(str(path))
         except OSError as error:
-            connection.close()
-            raise TransportError(f"the rollout server does not listen at {path}: {error}", "closed") from error
-        return cls(connection, "the rollout server")
+            raise line._lose(f"the rollout server does not listen at {path}: {error}", "closed") from error
+        return line
 
     @classmethod
     def accept(cls, listener: socket.socket, limit_s: float) -> "Line":

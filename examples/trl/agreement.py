@@ -8,12 +8,16 @@ once step s is committed, so each update has one microbatch more than the batch 
 from collections.abc import Mapping
 from typing import Any
 
-from configs.errors import TrlDisagrees
+from configs.errors import ConfigError
 from configs.loading import dump, parse
 from configs.schema import Config
 
 READ_AHEAD = 1
 """Microbatches that TRL's data loader (accelerate's) asks for before the update that they are not part of."""
+
+
+class TrlDisagrees(ConfigError, code="SLIP-CONFIG-13"):
+    """TRL's trainer and the configuration do not agree."""
 
 
 def trl_arguments(config: Config, *, per_device_train_batch_size: int, processes: int = 1) -> dict[str, Any]:

@@ -60,22 +60,17 @@ class Roster:
             path = self.folder / name
             try:
                 public, _ = read_key(path)
+                users[z85.decode(public)] = user_id(path.stem, public)
             except KeysError as error:
                 problems[name] = str(error)
-            else:
-                users[z85.decode(public)] = user_id(path.stem, public)
-        self._say(users, problems)
-        self._users, self._admitted, self._problems = users, frozenset(users.values()), problems
-
-    def _say(self, users: dict[bytes, str], problems: dict[str, str]) -> None:
-        after = frozenset(users.values())
-        for user in sorted(after - self._admitted):
+                if self._problems.get(name) != str(error):
+                    log.error("a key is left out: %s", error)
+        before, self._users, self._problems = self._admitted, users, problems
+        self._admitted = frozenset(users.values())
+        for user in sorted(self._admitted - before):
             log.info("%s: key %s was added, it may connect", self.folder, user)
-        for user in sorted(self._admitted - after):
+        for user in sorted(before - self._admitted):
             log.warning("%s: key %s was removed, it may not connect any more", self.folder, user)
-        for name, problem in problems.items():
-            if self._problems.get(name) != problem:
-                log.error("a key is left out: %s", problem)
 
 
 def user_id(name: str, public: bytes) -> str:
@@ -92,12 +87,11 @@ def _signature(folder: Path) -> Signature:
     """What changes when a public key does; empty for a folder that is gone, which admits nobody."""
     found = []
     try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(PUBLIC):
-                    with contextlib.suppress(FileNotFoundError):  # removed just now
-                        status = entry.stat()
-                        found.append((entry.name, status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode))
+        for name in os.listdir(folder):
+            with contextlib.suppress(FileNotFoundError):  # removed just now
+                status = (folder / name).stat()
+                if name.endswith(PUBLIC):
+                    found.append((name, status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode))
     except OSError as error:
         log.error("%s cannot be read, so nobody may connect: %s", folder, error.strerror)
     return tuple(sorted(found))

@@ -110,11 +110,12 @@ def assign(
     first = shares[0].node
     address = replay or replay_address(config, machines[first])
     words = _Words(config, machines, python, config_file, address, resume)
-    processes = [words.replay(share.node) for share in wanted if share.node == first]
-    processes += [words.learner(share, learner_module) for share in wanted if share.learner]
-    for share in wanted:
-        processes += words.servers(share, tuple(server_command))
-    return Plan(tuple(processes), first, dict(machines), address)
+    processes = (
+        *(words.replay(share.node) for share in wanted if share.node == first),
+        *(words.learner(share, learner_module) for share in wanted if share.learner),
+        *(server for share in wanted for server in words.servers(share, tuple(server_command))),
+    )
+    return Plan(processes, first, dict(machines), address)
 
 
 def uses_gpus(config: Config, machine: Machine) -> bool:
@@ -123,14 +124,9 @@ def uses_gpus(config: Config, machine: Machine) -> bool:
 
 
 def replay_address(config: Config, first: Machine) -> str:
-    """Of replay on the first learner node."""
-    return _address(first, config.network.replay_port)
-
-
-def _address(machine: Machine, port: int) -> str:
-    """IPv6 in brackets."""
-    host = f"[{machine.address}]" if ":" in machine.address else machine.address
-    return f"tcp://{host}:{port}"
+    """Of replay on the first learner node; IPv6 in brackets."""
+    host = f"[{first.address}]" if ":" in first.address else first.address
+    return f"tcp://{host}:{config.network.replay_port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +143,7 @@ class _Words:
 
     def replay(self, node: str) -> Process:
         command = (*self._command("replay.main", node), *(["--recover"] if self.resume else []))
-        return self._process("replay", "replay", node, command, ports={"replay": self.config.network.replay_port})
+        return self._process("replay", "replay", node, command, 1, (), {"replay": self.config.network.replay_port})
 
     def learner(self, share: Share, module: str) -> Process:
         ranks = ranks_of(self.config.shares, share.node)
@@ -161,7 +157,7 @@ class _Words:
         ports = {"weight bus": self.config.weight_bus.port} if ranks[0] == 0 else {}
         if ports and len(self.config.learner_nodes) > 1:
             ports["rendezvous"] = self.config.placement.rendezvous_port
-        name = _ranks("learner", ranks)
+        name = f"learner ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"learner rank {ranks[0]}"
         threads = self.config.learner.num_threads
         return self._process(name, "learner", share.node, command, threads, share.learner, ports)
 
@@ -170,7 +166,7 @@ class _Words:
         for number, devices in enumerate(share.engines(self.config.placement.tensor_parallel)):
             name = f"rollout-{number}" if len(self.config.shares) == 1 else f"rollout-{node}-{number}"
             command = self._command(words[0], node, *words[1:], "--replay", self.address, "--server-name", name)
-            yield self._process(name, "rollout", node, command, threads, devices)
+            yield self._process(name, "rollout", node, command, threads, devices, {})
 
     def _process(
         self,
@@ -178,9 +174,9 @@ class _Words:
         role: Role,
         node: str,
         command: tuple[str, ...],
-        threads: int = 1,
-        devices: tuple[int, ...] = (),
-        ports: dict[str, int] | None = None,
+        threads: int,
+        devices: tuple[int, ...],
+        ports: dict[str, int],
     ) -> Process:
         machine, environment = self.machines[node], {"OMP_NUM_THREADS": str(threads)}
         if on_gpus := uses_gpus(self.config, machine):
@@ -191,7 +187,7 @@ class _Words:
         if on_gpus and devices:
             names = [machine.visible[device] if machine.visible else str(device) for device in devices]
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(names)
-        return Process(name, role, node, command, environment, devices if on_gpus else (), ports or {})
+        return Process(name, role, node, command, environment, devices if on_gpus else (), ports)
 
     def _command(self, module: str, node: str, *arguments: str) -> tuple[str, ...]:
         host = self.machines[node].address
@@ -209,10 +205,6 @@ class _Words:
             f"--master-addr={address}",
             f"--master-port={self.config.placement.rendezvous_port}",
         )
-
-
-def _ranks(role: str, ranks: range) -> str:
-    return f"{role} ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"{role} rank {ranks[0]}"
 
 
 def _fits(config: Config, share: Share, machine: Machine) -> None:

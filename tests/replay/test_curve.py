@@ -10,34 +10,22 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from replay import keys as make_keys
-from replay.channel import AsyncDealer, AsyncRouter, ChannelError, Dealer, Keys, KeysError, Limits, handshake, load_keys
-from replay.channel.frames import Message, WireError, registry
+from replay.channel import AsyncDealer, AsyncRouter, ChannelError, Dealer, Keys, KeysError, Limits, handshake
+from replay.channel.frames import WireError
 from replay.channel.sockets import bind, configure
+from tests.security.served_replay import NOTES, RUN, Note, keys_of
 from tests.support.runs import free_port
 from tests.support.waiting import PATIENT_S
 from weight_bus import control
 
-RUN = "curve-test"
 MARK = "a-prompt-that-nobody-else-may-read"
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Note(Message):
-    text: str
-
-
-KINDS = registry(Note)
 
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Keys]:
     """The learner's keys, a rollout node's, and other ones."""
     root = tmp_path_factory.mktemp("keys")
-    for name in ("learner", "other"):
-        make_keys.make(root / name, ["node1"], force=False)
-    make_keys.export(root / "learner", "node1", root / "node1")
-    return {name: load_keys(root / name) for name in ("learner", "node1", "other")}
+    return keys_of(root, "node1") | {"other": keys_of(root / "elsewhere")["learner"]}
 
 
 async def echo(router: AsyncRouter) -> None:
@@ -51,7 +39,7 @@ async def echo(router: AsyncRouter) -> None:
 @asynccontextmanager
 async def echoing(keys: Keys | None, port: int = 0, limits: Limits | None = None) -> AsyncIterator[AsyncRouter]:
     """A router that says everything again."""
-    router = AsyncRouter("127.0.0.1", port, RUN, KINDS, limits, keys=keys)
+    router = AsyncRouter("127.0.0.1", port, RUN, NOTES, limits, keys=keys)
     answering = asyncio.create_task(echo(router))
     try:
         yield router
@@ -62,7 +50,7 @@ async def echoing(keys: Keys | None, port: int = 0, limits: Limits | None = None
 
 
 def ask(address: str, keys: Keys | None, timeout_s: float = PATIENT_S) -> str | None:
-    with Dealer(address, "asker", KINDS, keys=keys) as dealer:
+    with Dealer(address, "asker", NOTES, keys=keys) as dealer:
         dealer.send(Note(text=MARK))
         envelope = dealer.poll(timeout_s)
         assert envelope is None or isinstance(envelope.message, Note)
@@ -97,7 +85,7 @@ def test_refused_peers_are_named_on_both_sides(
             assert await asyncio.to_thread(ask, router.address, keys["node1"]) == MARK, "it disturbs no other"
 
     async def asks_too(router: AsyncRouter) -> None:
-        dealer = AsyncDealer(router.address, "async", KINDS, keys=own)
+        dealer = AsyncDealer(router.address, "async", NOTES, keys=own)
         try:
             with pytest.raises(ChannelError, match=says):
                 await dealer.receive(PATIENT_S)
@@ -126,7 +114,7 @@ def test_refused_peers_are_named_on_both_sides(
 def test_a_server_that_comes_later_or_again_is_found(keys: dict[str, Keys]) -> None:
     """A closed port is not a refusal, and neither is a server that dies while peers are connected."""
     port = free_port()
-    with Dealer(f"tcp://127.0.0.1:{port}", "early", KINDS, keys=keys["node1"]) as dealer:
+    with Dealer(f"tcp://127.0.0.1:{port}", "early", NOTES, keys=keys["node1"]) as dealer:
         assert dealer.poll(0.3) is None
 
         async def served() -> None:
@@ -158,7 +146,7 @@ def test_the_limit_of_messages_is_the_same_with_keys(keys: dict[str, Keys]) -> N
     async def asks() -> None:
         async with asyncio.timeout(60.0), echoing(own, limits=limits) as router:
             for size, arrives in ((19_800, True), (20_100, False)):
-                dealer = AsyncDealer(router.address, f"of-{size}", KINDS, keys=own)
+                dealer = AsyncDealer(router.address, f"of-{size}", NOTES, keys=own)
                 await dealer.send(Note(text="x" * size))
                 assert (await dealer.receive(PATIENT_S if arrives else 0.5) is not None) == arrives, size
                 dealer.close()
@@ -177,7 +165,7 @@ def test_a_monitor_that_nobody_reads_blocks_nothing() -> None:
         address = bind(server, "127.0.0.1", 0)
         for _ in range(800):
             socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1]))).close()
-        with Dealer(address, "late", KINDS) as dealer:
+        with Dealer(address, "late", NOTES) as dealer:
             dealer.send(Note(text=MARK))
             assert server.poll(int(PATIENT_S * 1000))
     finally:
@@ -217,10 +205,10 @@ def test_the_wire_shows_nothing(keys: dict[str, Keys], name: str | None) -> None
 def test_sockets_that_leave_the_machine_need_keys(host: str) -> None:
     for server in (AsyncRouter, control.Router):
         with pytest.raises(KeysError, match=r"leaves the loopback interface.*replay\.keys.*network\.insecure"):
-            server(host, 0, RUN, KINDS) if server is AsyncRouter else server(host, 0, RUN)
+            server(host, 0, RUN, NOTES) if server is AsyncRouter else server(host, 0, RUN)
 
 
 def test_keys_or_consent_open_other_interfaces(keys: dict[str, Keys]) -> None:
     for access in ({"keys": keys["learner"]}, {"insecure": True}):
-        AsyncRouter("0.0.0.0", 0, RUN, KINDS, **access).close()
+        AsyncRouter("0.0.0.0", 0, RUN, NOTES, **access).close()
         control.Router("0.0.0.0", 0, RUN, **access).close()

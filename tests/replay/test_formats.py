@@ -12,7 +12,6 @@ import pytest
 from pyarrow import parquet
 
 from replay.data import DataError, PromptSource, load_rows, read_rows
-from tests.replay.test_prompts import CONVENTIONS
 from tests.replay.test_prompts import jsonl as write_jsonl
 
 RAW = [{"prompt": f"é{n}", "answer": n, "extra_info": {"n": [n, None]}} for n in range(300)]
@@ -154,14 +153,6 @@ def test_broken_rows_of_a_large_file_wait_for_their_turn(tmp_path: Path, monkeyp
     rows[-1] = '{"prompt": 7, "answer": 1}'  # the last row is in the sample
     with pytest.raises(DataError, match="row 300, column 'prompt'"):
         load_rows(write_jsonl(tmp_path, *rows))
-
-
-@pytest.mark.parametrize("name", CONVENTIONS)
-def test_each_convention_is_read_from_a_saved_dataset(tmp_path: Path, name: str) -> None:
-    raw, *wanted = CONVENTIONS[name]
-    row = load_rows(saved(tmp_path, [raw, raw]))[1]
-    assert [row[key] for key in ("prompt", "ground_truth", "extra_info", "columns")] == wanted
-    assert row["data_source"] == raw.get("data_source", "rows")
 
 
 SUFFIXED = {

@@ -7,7 +7,6 @@ import pytest
 from replay import keys as make_keys
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, load_keys
-from replay.journal import JournalError
 from tests.replay.simulated_run import service
 from tests.security import served_replay
 
@@ -53,21 +52,6 @@ def test_a_silent_peer_is_named():
     ]
     assert ("a sign of rollout-0", 11.0) in [(wait["for"], wait["since_s"]) for wait in silent]
     assert "a sign of learner-0" not in [wait["for"] for wait in silent]
-
-
-def test_a_disk_that_takes_no_more_is_named_until_it_does(monkeypatch):
-    made = joined()
-
-    def full():
-        raise JournalError("/runs/a/journal/000001.seg: No space left on device; free space on its disk")
-
-    monkeypatch.setattr(made.journal, "flush", full)
-    made.outbox.append(("l", m.Heartbeat()))
-    assert made.sayable(10.0) == []
-    (wait,) = [waits(made, 14.0)["disk"]]
-    assert wait["since_s"] == 4.0 and "/runs/a/journal/000001.seg: No space left" in wait["for"]
-    monkeypatch.undo()
-    assert made.sayable(15.0) and "disk" not in waits(made, 15.0)
 
 
 def test_connections_that_are_refused_for_their_keys_are_counted_where_no_server_comes(tmp_path):

@@ -202,19 +202,6 @@ def test_messages_say_whose_key_they_came_with(keys: dict[str, Keys], with_keys:
     with_router(body, keys["learner"] if with_keys else None)
 
 
-def test_an_identity_cannot_be_taken_with_another_key(keys: dict[str, Keys]) -> None:
-    async def body(router: AsyncRouter) -> None:
-        with Dealer(router.address, "learner-0.1f", NOTES, keys=keys["learner"]) as dealer:
-            dealer.send(Note())
-            await arrivals(router, 1)
-        with Dealer(router.address, "learner-0.1f", NOTES, keys=keys["node1"]) as thief:
-            thief.send(Note())
-            ((_, refused),) = await arrivals(router, 1)
-        assert "identity 'learner-0.1f' belongs to key 'learner', this came with key 'node1'" in str(refused)
-
-    with_router(body, keys["learner"])
-
-
 def test_a_live_route_cannot_be_taken_with_another_key(keys: dict[str, Keys]) -> None:
     """An intruder that knows the identity claims it while messages go to its peer."""
     count, name = 400, "rollout-0.1f"

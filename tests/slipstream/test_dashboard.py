@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.errors import ConfigError
 from slipstream.view.dashboard import pipeline, series
-from slipstream.view.dashboard.run import Run, RunError
+from slipstream.view.dashboard.run import Run
 from slipstream.view.dashboard.trajectories import SORTABLE, Trajectories
 from tests.support import dashboard_runs
 
@@ -30,14 +31,14 @@ def state_of(folder):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(RunError, match=r"no config.yaml and no metrics.jsonl .* name a run folder"):
+    with pytest.raises(ConfigError, match=r"no config.yaml and no metrics.jsonl .* name a run folder"):
         Run(tmp_path)
 
 
 @pytest.mark.parametrize("section", ["learner", "replay", "rollout"])
 def test_a_configuration_without_the_keys_of_a_section_is_refused_by_name(folder, section):
     (folder / "config.yaml").write_text(f"{section}:\n")
-    with pytest.raises(RunError, match=rf"config.yaml: {section}: None has no keys; restore"):
+    with pytest.raises(ConfigError, match=rf"config.yaml: {section}: None has no keys; restore"):
         Run(folder)
 
 

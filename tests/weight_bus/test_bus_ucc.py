@@ -32,7 +32,7 @@ from tests.support import runs
 from weight_bus import TransportError, WeightBusError
 from weight_bus.transports import Formation, make_transport, resolve_ucc
 from weight_bus.transports.base import PROTOCOL
-from weight_bus.transports.ucc import collective, member, process, ucc_name
+from weight_bus.transports.ucc import collective, member, process
 from weight_bus.transports.ucc.collective import SLACK_S, UccCollective
 from weight_bus.transports.ucc.member import MODULE
 
@@ -170,12 +170,12 @@ def without(monkeypatch):
 def test_a_plugin_is_named_with_its_version_and_pytorchs_own_goes_first(without, monkeypatch):
     plugin = ModuleType("torch_ucc")
     monkeypatch.setitem(sys.modules, "torch_ucc", plugin)
-    assert resolve_ucc() == "plugin" and ucc_name("plugin") == "plugin torch_ucc of unknown version"
+    assert resolve_ucc() == "plugin torch_ucc of unknown version"
     plugin.__version__ = "1.0.0"  # type: ignore[attr-defined]
-    assert ucc_name("plugin") == "plugin torch_ucc 1.0.0"
+    assert resolve_ucc() == "plugin torch_ucc 1.0.0"
     check_available(load("quickstart", ["weight_bus.backend=ucc"]), runs_servers=True)
     monkeypatch.setattr(dist, "is_ucc_available", lambda: True)
-    assert resolve_ucc() == ucc_name("native") == "native"
+    assert resolve_ucc() == "native"
 
 
 def test_absent_ucc_is_refused_everywhere_and_nothing_takes_its_place(without):
@@ -242,7 +242,7 @@ def test_a_real_ucc_carries_a_version():
         kind = resolve_ucc()
     except WeightBusError as error:
         pytest.skip(str(error))
-    assert "stub" not in ucc_name(kind), "this test is about the real one"
+    assert "stub" not in kind, "this test is about the real one"
     with closing(Pair()) as real:
         real.form()
         for version in (1, 2):

@@ -31,7 +31,7 @@ from configs.machine import NCCL_DEFAULTS
 from replay.channel.interfaces import InterfaceError, bind_collectives
 from weight_bus.errors import NotAvailable, TransportError, WeightBusError
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
-from weight_bus.transports.meeting import GroupTransport, formed, lost
+from weight_bus.transports.meeting import GroupTransport, formed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL, Work
@@ -119,22 +119,15 @@ class NcclCollective(GroupTransport):
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
         """Wait for all buckets in order, each for the collective timeout, and close the transfer."""
-        formed(self._group)
-        index = CLOSING
-        try:
-            with self._here():
-                self._close_transfer()
-            for index, work in self._launched:
-                with self._here():
-                    self._wait(work, index)
-                if index != CLOSING:
-                    arrived(index)  # on the caller's stream, where a digest of the bucket is also read
-            self._launched.clear()
-        except RuntimeError as error:
-            self.leave()
-            if isinstance(error, TransportError):
-                raise
-            raise lost(error).during(f"{_named(index)} failed") from error
+        with self._or_leave(f"{_named(CLOSING)} failed"), self._here():
+            # the result of this collective is on rank 0 only when every member has every bucket; the stubs lack it
+            self._launched.append((CLOSING, formed(self._group).reduce(self._mark, 0)))  # type: ignore[attr-defined]
+        for index, work in self._launched:
+            with self._or_leave(f"{_named(index)} failed"), self._here():
+                self._wait(work, index)
+            if index != CLOSING:
+                arrived(index)  # on the caller's stream, where a digest of the bucket is also read
+        self._launched.clear()
 
     def leave(self) -> None:
         """Abort the communicator: its kernels end, whatever the peers do."""
@@ -154,11 +147,6 @@ class NcclCollective(GroupTransport):
             self._group = self._build(store, formation)
             self._launch(self._mark, CLOSING)
         self.finish()
-
-    def _close_transfer(self) -> None:
-        """Launch the collective whose result rank 0 has only when every member has every bucket."""
-        # the stubs lack what is inherited from Backend
-        self._launched.append((CLOSING, formed(self._group).reduce(self._mark, 0)))  # type: ignore[attr-defined]
 
     @contextmanager
     def _here(self) -> Iterator[None]:
@@ -183,13 +171,14 @@ class NcclCollective(GroupTransport):
             os.environ.update(before)
 
     def _launch(self, tensor: torch.Tensor, index: int) -> None:
+        # the stubs lack what is inherited from Backend
         self._launched.append((index, formed(self._group).broadcast(tensor, 0)))  # type: ignore[attr-defined]
 
     def _wait(self, work: "Work", index: int) -> None:
         started = time.monotonic()
         while not work.is_completed():
             if time.monotonic() - started > self._timeout_s:
-                raise TransportError(f"{_named(index)} did not end in {self._timeout_s:.1f} s", "silent")
+                raise TransportError(f"not done in {self._timeout_s:.1f} s", "silent")
             time.sleep(POLL_S)
         work.wait()  # has ended: raises what the communicator reported, never waits
 

@@ -1,20 +1,20 @@
 """The embedded `torch` engine: continuous batching on a CPU, for small models.
 
-Requests, pauses, pins and version changes happen in its decode thread, between two steps; when that dies, every waiter
-fails with the cause. Only the copying of a load runs elsewhere: it may block on a network, the live lane stands still
-meanwhile, and pinned evaluations go on.
+A thread of its own decodes, step after step, until somebody asks: requests, pauses, pins and version changes take their
+turns between two steps. When a step fails, every waiter fails with the cause. Only the copying of a load runs
+elsewhere: it may block on a network, the live lane stands still meanwhile, and pinned evaluations go on.
 """
 
 import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from rollout_server.engines.base import Completion, EngineError, Health, Partial
 from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.torch.family import read_spec
 from rollout_server.engines.torch.lane import Lane
-from rollout_server.engines.torch.mailbox import Mailbox
 from rollout_server.engines.torch.model import TorchModel
 from rollout_server.engines.torch.rows import Request
 from rollout_server.engines.torch.sampling import stream_key
@@ -32,6 +31,7 @@ from rollout_server.engines.torch.viewer import Viewer
 from rollout_server.engines.torch.weights import LiveWeights, read_folder
 from slipstream.families.pictures import TOWER
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -79,10 +79,9 @@ class TorchEngine:
         except EngineError as error:
             raise EngineError(f"{folder}: {error}") from error
         self._vision = None if self._spec.vision is None else Viewer(folder, self._spec.vision, DTYPES[dtype])
-        self._max_context, self._num_threads, self._seed = max_context, num_threads, seed
+        self._max_context, self._seed = max_context, seed
         self._lock = threading.Lock()
         """Held while rows or the tables below change, and while another thread reads them."""
-        self._mailbox = Mailbox(self._lock)
         self._lane = partial(
             Lane,
             TorchModel(self._spec, dtype=weights.dtype, max_context=max_context),
@@ -96,16 +95,22 @@ class TorchEngine:
         self._mode: PauseMode | None = None
         self._half_updated: str | None = None
         self._loading, self._kv_is_old = False, False
-        self._drains: list[Future[Any]] = []
         self._busy_s, self._unpinned_tokens = 0.0, 0
-        self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
-        self._thread.start()
-
-    # ---- any thread ------------------------------------------------------------------------------------
+        self._thread = ThreadPoolExecutor(1, "torch-engine", torch.set_num_threads, (num_threads,))
+        self._turn = asyncio.Condition()
+        """Of whoever changes the lanes: the decode steps, or a call between two of them; notified after each."""
+        self._asking = 0
+        """Calls that wait for their turn."""
+        self._decoding: asyncio.Task[None] | None = None
+        self._aborting: set[asyncio.Task[None]] = set()
+        self._ended: BaseException | None = None
+        """Why the engine takes no more calls."""
 
     @property
     def version(self) -> int:
         return self.live.version
+
+    # ---- requests --------------------------------------------------------------------------------------
 
     async def generate(
         self,
@@ -133,63 +138,36 @@ class TorchEngine:
             keys=[stream_key(self._seed, sampling.seed, index) for index in range(n)],
             prefixes=settled(prefixes, n, sampling, self._spec.vocab_size),
         )
+        request.future.set_running_or_notify_cancel()  # the decode thread answers it, whoever waits
+        async with self._between_steps():
+            lane = self.live if pinned is None else self._pins.get(pinned)
+            if lane is None:
+                raise EngineError(f"version {pinned} is not pinned here (pinned: {sorted(self._pins)})")
+            with self._lock:
+                if request_id in self._requests:
+                    raise EngineError(f"request id {request_id!r} is already running")
+                self._requests[request_id] = (request, lane)
+                lane.rows.enqueue(request)
+            self._deliver()
         try:
-            answers: list[Completion] = await self._mailbox.ask(partial(self._enqueue, request, pinned), request.future)
+            return await asyncio.wrap_future(request.future)
         except asyncio.CancelledError:
-            self._post_unwatched(partial(self._abort, request_id, request))
+            self.abort(request_id, request)
             raise
-        return answers
 
-    async def pause(self, mode: PauseMode) -> None:
-        """As `Engine.pause`, of live requests; `resume`, `close` or another pause end a drain."""
-        stands: Future[None] = Future()
-        await self._mailbox.ask(partial(self._pause, mode, stands), stands)
+    def abort(self, request_id: str, only: Request | None = None) -> None:
+        """As `Engine.abort`; with `only`, that request and no later one of its name."""
+        task = asyncio.create_task(self._abort(request_id, only))
+        self._aborting.add(task)
+        task.add_done_callback(self._aborting.discard)
 
-    async def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """As `Engine.load`. A worker thread consumes the iterable; what it raises is raised here."""
-        await self._mailbox.ask(partial(self._begin_load, version))
-        copying = asyncio.ensure_future(asyncio.to_thread(self.live.weights.load, named_tensors))
-        try:
-            # A cancelled caller must not free the tensors for a second load while the first still writes them.
-            await asyncio.shield(copying)
-        except asyncio.CancelledError:
-            copying.add_done_callback(partial(self._abandon_load, version))
-            raise
-        except BaseException:
-            await self._mailbox.ask(partial(self._end_load, None))
-            raise
-        await self._mailbox.ask(partial(self._end_load, version))
-
-    def _abandon_load(self, version: int, copying: "asyncio.Future[None]") -> None:
-        if not copying.cancelled() and copying.exception() is not None:
-            logger.warning("cancelled load of version %d ended with: %s", version, copying.exception())
-        self._post_unwatched(partial(self._end_load, None))
-
-    async def digest(self) -> Mapping[str, int]:
-        self._mailbox.raise_if_dead()
-        return await asyncio.to_thread(self.live.weights.digests)
-
-    async def resume(self) -> None:
-        await self._mailbox.ask(self._resume)
-
-    def holds(self) -> int | None:
-        return None  # pinned weights are a copy, so no update ever waits
-
-    def hold(self, version: int) -> None:
-        """Nothing to do: a pin lasts until `unpin`."""
-
-    async def pin(self, version: int) -> None:
-        await self._mailbox.ask(partial(self._pin, version))
-
-    async def unpin(self, version: int) -> None:
-        await self._mailbox.ask(partial(self._unpin, version))
-
-    def abort(self, request_id: str) -> None:
-        self._post_unwatched(partial(self._abort, request_id))
-
-    def _post_unwatched(self, action: "partial[None]") -> None:
+    async def _abort(self, request_id: str, only: Request | None) -> None:
         with suppress(EngineError):  # to an engine that has ended it means nothing
-            self._mailbox.post(action)
+            async with self._between_steps():
+                held, lane = self._requests.get(request_id, (None, None))
+                if held is not None and lane is not None and only in (None, held):
+                    await self._in_thread(lane.abort, held)
+                    self._deliver()  # its name is free at once, for a caller that tries again
 
     def running_tokens(self) -> Mapping[str, int]:
         with self._lock:
@@ -197,7 +175,7 @@ class TorchEngine:
                 name: sum(answer.token_ids.size for answer in request.done.values())
                 for name, (request, _) in self._requests.items()
             }
-            for lane in (self.live, *self._pins.values()):
+            for lane in self._lanes():
                 for request, produced in lane.rows.produced():
                     # After the thread's death its requests are forgotten while their rows are still there.
                     if request.request_id in counts:
@@ -206,7 +184,7 @@ class TorchEngine:
 
     def waiting(self) -> set[str]:
         with self._lock:
-            tables = [lane.rows for lane in (self.live, *self._pins.values())]
+            tables = [lane.rows for lane in self._lanes()]
             running = {answer.request.request_id for rows in tables for answer in rows.answers}
             return {answer.request.request_id for rows in tables for answer in rows.waiting} - running
 
@@ -217,10 +195,87 @@ class TorchEngine:
             request, lane = self._requests[request_id]
             return lane.rows.progress(request, since or [0] * len(request.keys))
 
+    # ---- updates ---------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """As `Engine.pause`, of live requests; another pause or `resume` ends a drain."""
+        async with self._between_steps():
+            self._mode = mode
+            self._go_on()
+            await self._turn.wait_for(lambda: self._ended is not None or not self._draining())
+            self._raise_if_ended()
+
+    async def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """As `Engine.load`. A worker thread consumes the iterable; what it raises is raised here."""
+        async with self._between_steps():
+            if self._loading:
+                raise EngineError(f"load of version {version} while another load runs")
+            if self._mode is None or self._draining():
+                raise EngineError(f"load of version {version} while live requests run; pause first")
+            # from here on the live tensors belong to the loading thread
+            self._loading, self._kv_is_old = True, True
+            self._half_updated = f"the load of version {version} over version {self.live.version} did not complete"
+        copying = asyncio.ensure_future(asyncio.to_thread(self.live.weights.load, named_tensors))
+        try:
+            await asyncio.shield(copying)
+            self._half_updated, self.live.version = None, version
+        finally:
+            if copying.done():
+                self._loading = False
+            else:  # the caller was cancelled: no second load while this one still writes the tensors
+                copying.add_done_callback(self._abandoned)
+
+    def _abandoned(self, copying: "asyncio.Future[None]") -> None:
+        self._loading = False
+        if not copying.cancelled() and copying.exception() is not None:
+            logger.warning("a load that was cancelled ended with: %s", copying.exception())
+
+    async def digest(self) -> Mapping[str, int]:
+        self._raise_if_ended()
+        return await asyncio.to_thread(self.live.weights.digests)
+
+    async def resume(self) -> None:
+        async with self._between_steps():
+            if self._half_updated is not None:
+                raise EngineError(f"resume refused: {self._half_updated}; load a whole version first")
+            if self._mode == "recompute_kv" and self._kv_is_old:
+                started = time.perf_counter()
+                await self._in_thread(self.live.recompute)
+                self._busy_s += time.perf_counter() - started
+            self._kv_is_old, self._mode = False, None
+
+    def holds(self) -> int | None:
+        return None  # pinned weights are a copy, so no update ever waits
+
+    def hold(self, version: int) -> None:
+        """Nothing to do: a pin lasts until `unpin`."""
+
+    async def pin(self, version: int) -> None:
+        async with self._between_steps():
+            if version in self._pins:
+                return
+            if self._half_updated is not None:
+                raise EngineError(f"pin of version {version} refused: {self._half_updated}")
+            if version != self.live.version:
+                raise EngineError(f"pin of version {version} refused: the live version is {self.live.version}")
+            lane = self._lane(await self._in_thread(self.live.weights.copy), version)
+            with self._lock:
+                self._pins[version] = lane
+
+    async def unpin(self, version: int) -> None:
+        async with self._between_steps():
+            if (lane := self._pins.get(version)) is None:
+                return
+            await self._in_thread(lane.abort)
+            self._deliver()
+            with self._lock:
+                del self._pins[version]
+                self._unpinned_tokens += lane.generated_tokens
+
     async def health(self) -> Health:
         with self._lock:
-            self._mailbox.raise_if_dead()
-            lanes = (self.live, *self._pins.values())
+            self._raise_if_ended()
+            lanes = self._lanes()
             return Health(
                 version=self.live.version,
                 running=sum(lane.rows.running for lane in lanes),
@@ -236,141 +291,108 @@ class TorchEngine:
             )
 
     async def close(self) -> None:
-        self._mailbox.close()
-        await asyncio.to_thread(self._thread.join, CLOSE_DEADLINE_S)
-        if self._thread.is_alive():
-            raise EngineError(f"the decode thread did not end within {CLOSE_DEADLINE_S:.0f} s of close()")
+        try:
+            async with asyncio.timeout(CLOSE_DEADLINE_S), self._between_steps():
+                self._ended = EngineError("the engine is closed")
+                for lane in self._lanes():
+                    await self._in_thread(lane.abort)
+                self._deliver()
+        except TimeoutError as late:
+            raise EngineError(f"the decode thread did not end within {CLOSE_DEADLINE_S:.0f} s of close()") from late
+        except EngineError:
+            pass  # it has ended before
+        self._thread.shutdown(wait=False)
 
-    # ---- the decode thread, between two steps ----------------------------------------------------------
+    def _raise_if_ended(self) -> None:
+        """Raises EngineError, with the cause, when the engine was closed or a step has failed."""
+        if isinstance(self._ended, EngineError):
+            raise self._ended
+        if self._ended is not None:
+            raise self._death(self._ended)
 
-    def _enqueue(self, request: Request, pinned: int | None) -> None:
-        lane = self.live if pinned is None else self._pins.get(pinned)
-        if lane is None:
-            raise EngineError(f"version {pinned} is not pinned here (pinned: {sorted(self._pins)})")
-        with self._lock:
-            if request.request_id in self._requests:
-                raise EngineError(f"request id {request.request_id!r} is already running")
-            self._requests[request.request_id] = (request, lane)
-            lane.rows.enqueue(request)
+    @staticmethod
+    def _death(cause: BaseException) -> EngineError:
+        error = EngineError(f"the decode thread died: {type(cause).__name__}: {cause}")
+        error.__cause__ = cause
+        return error
 
-    def _abort(self, request_id: str, only: Request | None = None) -> None:
-        """End a request; with `only`, that one and no later one of its name."""
-        held, lane = self._requests.get(request_id, (None, None))
-        if held is not None and lane is not None and only in (None, held):
-            lane.abort(held)
-            self._deliver()  # its name is free at once, for a caller that tries again
+    @asynccontextmanager
+    async def _between_steps(self) -> AsyncIterator[None]:
+        """The lanes are the caller's, after those that asked before. Raises EngineError: the engine has ended."""
+        self._raise_if_ended()
+        self._asking += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._asking -= 1
+        try:
+            self._raise_if_ended()
+            yield
+        finally:
+            self._go_on()
+            self._turn.notify_all()
+            self._turn.release()
+
+    async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Run what computes in the decode thread. An error there is the end of the engine."""
+        try:
+            run = asyncio.get_running_loop().run_in_executor
+            return await run(self._thread, torch.inference_mode()(call), *arguments)
+        except Exception as error:
+            logger.exception("the decode thread of the torch engine died")
+            with self._lock:
+                self._ended = error
+                requests = [request for request, _ in self._requests.values()]
+                self._requests.clear()
+            for request in requests:
+                request.future.set_exception(self._death(error))
+            raise self._death(error) from error
+
+    # ---- decoding --------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        if self._ended is None and self._has_work() and (self._decoding is None or self._decoding.done()):
+            self._decoding = asyncio.create_task(self._decode())
+
+    async def _decode(self) -> None:
+        """Decode while there is something to; whoever asks gets a turn after the present step."""
+        with suppress(EngineError):  # every waiter has it
+            while True:
+                async with self._turn:
+                    if self._ended is not None or not self._has_work():
+                        return
+                    try:
+                        await self._in_thread(self._steps)
+                    finally:
+                        self._turn.notify_all()
+
+    def _steps(self) -> None:
+        """One token of every answer after the other: all lanes advance at the same pace."""
+        draining = self._draining()
+        while self._has_work():
+            started = time.perf_counter()
+            for lane in self._moving():
+                lane.step(may_admit=self._mode is None or lane is not self.live)
+            self._busy_s += time.perf_counter() - started
+            self._deliver()
+            if self._asking or self._draining() != draining:
+                return
+
+    def _lanes(self) -> list[Lane]:
+        return [self.live, *self._pins.values()]
 
     def _draining(self) -> bool:
         return self._mode == "drain" and self.live.rows.running > 0
 
-    def _pause(self, mode: PauseMode, stands: "Future[None]") -> None:
-        if mode != "drain":
-            self._end_drains(f"pause('drain') was overtaken by pause({mode!r})")
-        self._mode = mode
-        if self._draining():
-            self._drains.append(stands)
-        else:
-            stands.set_result(None)
-
-    def _end_drains(self, failure: str = "") -> None:
-        for future in self._drains:
-            if failure:
-                future.set_exception(EngineError(failure))
-            else:
-                future.set_result(None)
-        self._drains.clear()
-
-    def _begin_load(self, version: int) -> None:
-        """From here to `_end_load` the live tensors belong to the loading thread."""
-        if self._loading:
-            raise EngineError(f"load of version {version} while another load runs")
-        if self._mode is None or self._draining():
-            raise EngineError(f"load of version {version} while live requests run; pause first")
-        self._loading = True
-        self._half_updated = f"the load of version {version} over version {self.live.version} did not complete"
-
-    def _end_load(self, version: int | None) -> None:
-        """Take the live tensors back; they serve where they are a `version`, whole."""
-        self._loading = False
-        self._kv_is_old = True
-        if version is not None:
-            self._half_updated = None
-            self.live.version = version
-
-    def _resume(self) -> None:
-        if self._half_updated is not None:
-            raise EngineError(f"resume refused: {self._half_updated}; load a whole version first")
-        self._end_drains("pause('drain') was ended by resume()")
-        if self._mode == "recompute_kv" and self._kv_is_old:
-            started = time.perf_counter()
-            self.live.recompute()
-            self._busy_s += time.perf_counter() - started
-        self._kv_is_old = False
-        self._mode = None
-
-    def _pin(self, version: int) -> None:
-        if version in self._pins:
-            return
-        if self._half_updated is not None:
-            raise EngineError(f"pin of version {version} refused: {self._half_updated}")
-        if version != self.live.version:
-            raise EngineError(f"pin of version {version} refused: the live version is {self.live.version}")
-        lane = self._lane(self.live.weights.copy(), version)
-        with self._lock:
-            self._pins[version] = lane
-
-    def _unpin(self, version: int) -> None:
-        lane = self._pins.get(version)
-        if lane is None:
-            return
-        lane.abort()
-        self._deliver()
-        with self._lock:
-            del self._pins[version]
-            self._unpinned_tokens += lane.generated_tokens
-
-    # ---- the decode thread -----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        torch.set_num_threads(self._num_threads)
-        try:
-            with torch.inference_mode():
-                while not self._mailbox.closed:
-                    self._mailbox.serve(self._has_work)
-                    self._step()
-                    self._deliver()
-                # What was posted before the close still gets its answer; nothing can be posted after it.
-                self._mailbox.serve(self._has_work)
-                for lane in (self.live, *self._pins.values()):
-                    lane.abort()
-                self._end_drains("pause('drain') was ended by close()")
-                self._deliver()
-        except BaseException as error:
-            logger.exception("the decode thread of the torch engine died")
-            with self._lock:
-                self._requests.clear()
-            self._mailbox.die(error)
-
-    def _live_may_step(self) -> bool:
-        return self._mode is None or self._draining()
+    def _moving(self) -> list[Lane]:
+        """Lanes that may decode."""
+        return self._lanes() if self._mode is None or self._draining() else [*self._pins.values()]
 
     def _has_work(self) -> bool:
-        live = [self.live] if self._live_may_step() else []
-        return any(lane.rows.running or lane.rows.waiting for lane in (*live, *self._pins.values()))
-
-    def _step(self) -> None:
-        """One decode step of every lane that may: all advance at the same pace."""
-        started = time.perf_counter()
-        if self._live_may_step():
-            self.live.step(may_admit=self._mode is None)
-        for lane in self._pins.values():
-            lane.step(may_admit=True)
-        self._busy_s += time.perf_counter() - started
-        if not self.live.rows.running:
-            self._end_drains()
+        return any(lane.rows.running or lane.rows.waiting for lane in self._moving())
 
     def _deliver(self) -> None:
-        for lane in (self.live, *self._pins.values()):
+        for lane in self._lanes():
             for request in lane.rows.complete:
                 with self._lock:
                     del self._requests[request.request_id]

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from configs.errors import ConfigError
 from slipstream.runtime.program import program
-from slipstream.view.dashboard.run import Run, RunError
+from slipstream.view.dashboard.run import Run
 from slipstream.view.dashboard.server import Dashboard
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs = [Run(Path(folder)) for folder in args.run_dirs]
         dashboard = Dashboard(runs, args.port)
-    except RunError as error:
+    except ConfigError as error:
         sys.stderr.write(f"slipstream: {error}\n")
         return 2
     except OSError as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from configs.errors import SlipstreamError
+from configs.errors import BadFile, InputMissing
 from learner.record.metrics import FILE as METRICS
 from replay.timeline import FILE as TIMELINE
 from slipstream.launch.children import Tail
@@ -25,10 +25,6 @@ SECTIONS = ("learner", "replay", "rollout")
 """Of the configuration: those that are read here."""
 
 MAX_WARNINGS = 200
-
-
-class RunError(SlipstreamError, ValueError, code="SLIP-REPORT-02"):
-    """A folder is no run folder."""
 
 
 @dataclass(slots=True)
@@ -77,9 +73,11 @@ class Run:
     """A run folder. Safe to use from several threads; nothing in the folder is changed."""
 
     def __init__(self, folder: Path) -> None:
-        """Follow a folder. Raises RunError: it has neither a configuration nor metrics."""
+        """Follow a folder. Raises ConfigError: it has neither a configuration nor metrics."""
         if not (folder / "config.yaml").is_file() and not (folder / METRICS).is_file():
-            raise RunError(f"{folder}: no config.yaml and no {METRICS} there; name a run folder, as runs/quickstart")
+            raise InputMissing(
+                f"{folder}: no config.yaml and no {METRICS} there; name a run folder, as runs/quickstart"
+            )
         self.folder, self.name = folder.resolve(), folder.resolve().name
         self._lock = threading.Lock()
         self._metrics, self._timeline = Lines(self.folder / METRICS), Lines(self.folder / TIMELINE)
@@ -156,15 +154,15 @@ class Run:
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    """The resolved configuration; empty where there is none. Raises RunError."""
+    """The resolved configuration; empty where there is none. Raises ConfigError."""
     if not path.is_file():
         return {}
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise RunError(f"{path}: not YAML: {error}; restore the run's configuration") from error
+        raise BadFile(f"{path}: not YAML: {error}; restore the run's configuration") from error
     found = found if isinstance(found, dict) else {}
     for section in SECTIONS:
         if not isinstance(found.get(section, {}), dict):
-            raise RunError(f"{path}: {section}: {found[section]!r} has no keys; restore the run's configuration")
+            raise BadFile(f"{path}: {section}: {found[section]!r} has no keys; restore the run's configuration")
     return found

@@ -1,7 +1,7 @@
 """The UCC transport, experimental (docs/ucc.md), and where UCC comes from here: PyTorch itself, or a plugin."""
 
+from contextlib import suppress
 from importlib import metadata
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,8 +11,8 @@ from weight_bus.errors import NotAvailable, WeightBusError
 INSTEAD = "or take weight_bus.backend: gloo (nccl between GPUs)"
 
 
-def resolve_ucc() -> Literal["native", "plugin"]:
-    """Where UCC comes from in this process: PyTorch itself, or the plugin torch_ucc, which is imported.
+def resolve_ucc() -> str:
+    """Where UCC comes from in this process: "native" (PyTorch), or "plugin torch_ucc 1.0", which is imported.
 
     torch.distributed.is_backend_available("ucc") is not asked: it says no to a plugin that works.
 
@@ -21,7 +21,7 @@ def resolve_ucc() -> Literal["native", "plugin"]:
     if dist.is_ucc_available():
         return "native"
     try:
-        import torch_ucc  # noqa: F401  # registers itself with torch.distributed
+        import torch_ucc  # registers itself with torch.distributed
     except (ImportError, OSError) as error:  # OSError: of ctypes
         if isinstance(error, ModuleNotFoundError) and error.name == "torch_ucc":
             raise NotAvailable(
@@ -34,19 +34,8 @@ def resolve_ucc() -> Literal["native", "plugin"]:
             f"weight_bus.backend 'ucc': torch_ucc is installed but cannot be loaded: {error}. The folders of libucc"
             f" and libucp belong into LD_LIBRARY_PATH before the run is started (docs/ucc.md), {INSTEAD}"
         ) from error
-    return "plugin"
-
-
-def ucc_name(kind: Literal["native", "plugin"]) -> str:
-    """What `resolve_ucc` has found, for logs and for a comparison: "native", or "plugin torch_ucc 1.0.0"."""
-    if kind == "native":
-        return kind
-    import torch_ucc
-
     version = getattr(torch_ucc, "__version__", None)
     if version is None:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             version = metadata.version("torch_ucc")
-        except metadata.PackageNotFoundError:
-            version = "of unknown version"
-    return f"plugin torch_ucc {version}"
+    return f"plugin torch_ucc {version or 'of unknown version'}"

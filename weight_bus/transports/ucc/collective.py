@@ -27,7 +27,7 @@ from configs.schema import is_loopback
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation, ignore
 from weight_bus.transports.meeting import GroupTransport, formed
-from weight_bus.transports.ucc import resolve_ucc, ucc_name
+from weight_bus.transports.ucc import resolve_ucc
 from weight_bus.transports.ucc.member import HOPELESS_S, REAP_S, Member, SharedBytes, Starter
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class UccCollective(GroupTransport):
 
     def __init__(self, config: WeightBus, host: str) -> None:
         super().__init__(config, host)
-        self._name = ucc_name(resolve_ucc())
+        self._name = resolve_ucc()
         self._environment = _environment(host)
         self._memory = SharedBytes()
         self._starter = Starter(self._memory, self._environment)
