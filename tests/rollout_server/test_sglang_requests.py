@@ -345,10 +345,10 @@ def test_what_an_update_does_not_name_is_not_covered() -> None:
 def test_slices_are_of_one_model_and_its_tensors() -> None:
     whole, (model,) = filled(1)
     live = LiveWeights(model, FOLDER.items())
-    assert live.digests() == [slice_digest(whole[name]) for name in FOLDER]
-    assert live.are_of(model, FOLDER.items())
-    assert not live.are_of(filled(1)[1][0], FOLDER.items())
-    assert not live.are_of(model, list(FOLDER.items())[1:])
+    assert [digest for *_, digest in live.digests()] == [slice_digest(whole[name]) for name in FOLDER]
+    assert live.are_of(model, FOLDER.items(), {})
+    assert not live.are_of(filled(1)[1][0], FOLDER.items(), {})
+    assert not live.are_of(model, list(FOLDER.items())[1:], {})
 
 
 class Mover(Model):
