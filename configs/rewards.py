@@ -12,7 +12,6 @@ from pydantic import Field, create_model, field_validator, model_validator
 from configs.base import Section
 from configs.errors import did_you_mean
 
-JSON_VALUES = (str, int, float, bool, type(None))
 FORMS = "module:function or path/to/file.py:function"
 
 
@@ -298,8 +297,6 @@ def _with_weight(name: str, given: object) -> dict[str, Any]:
     weight = given.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
         raise ValueError(f"{name}: weight {weight!r} is no finite number")
-    if not _is_plain(given):
-        raise ValueError(f"{name}: options must be text, numbers, lists and mappings, as in YAML")
     return dict(given)
 
 
@@ -309,11 +306,3 @@ def _check_alone(name: str) -> None:
     needed = [key for key, one in section.model_fields.items() if one.is_required()] if section else []
     if needed:
         raise ValueError(f"{name} needs {' and '.join(needed)}: give {{{name}: {{{needed[0]}: ...}}}}")
-
-
-def _is_plain(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return all(isinstance(key, str) and _is_plain(one) for key, one in value.items())
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_plain, value))
-    return isinstance(value, JSON_VALUES)

@@ -19,12 +19,12 @@ BUDGET = {
     "slipstream/translate": 1_136,
     "slipstream/plan": 1_509,
     "slipstream/command": 169,
-    "replay": 9_501,
+    "replay": 9_483,
     "weight_bus": 5_093,
     "rollout_server/engines": 3_890,
-    "rollout_server/tasks": 6_995,
+    "rollout_server/tasks": 6_971,
     "rollout_server": 13_340,
-    "learner": 9_290,
+    "learner": 9_040,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 55_165

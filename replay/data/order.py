@@ -1,4 +1,4 @@
-"""In which order a dataset's rows are asked, pass by pass. What an order depends on beside (seed, pass) is its state.
+"""One dataset and the order in which its rows are asked, pass by pass; it resumes exactly from its state.
 
 | curriculum          | a pass goes                                                                        |
 |---------------------|------------------------------------------------------------------------------------|
@@ -11,15 +11,17 @@ import base64
 import hashlib
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from replay.data.formats import ENDLESS
+from replay.data.dataset import Rows, broken
 from replay.data.rows import DataError, Row, RowError
 from slipstream.runtime.progress import Progress
 
+PASS_RATE = "pass_rate"
 RATED_ROWS = 1 << 22
 """Most rows of a dataset whose pass rates are kept: a byte each, in every snapshot and checkpoint."""
 UNRATED, FULL = 255, 200
@@ -28,30 +30,68 @@ Indices = Sequence[int] | NDArray[np.int64]
 """Row numbers in the order of a pass."""
 
 
-class Order:
-    """Shuffled, or as they are; the whole future is given by (seed, pass)."""
+class Part(NamedTuple):
+    """A dataset and its share of the prompts: `weight` of the sum of all weights, None for its number of rows."""
 
-    def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
-        self.size, self.seed, self.shuffle = size, seed, shuffle
+    name: str
+    rows: Sequence[Row]
+    weight: float | None = None
 
-    def of(self, pass_: int) -> Indices:
-        """The order of a pass, which covers every row exactly once."""
-        if not self.shuffle or self.size == ENDLESS:
-            return range(self.size)
-        return np.argsort(self._shuffled(pass_))
 
-    def turn(self) -> None:
-        """A pass ends; `of` is asked for the next one."""
+class Walk:
+    """One dataset, shuffled or as it is: its whole future is given by (seed, pass) and `drawn`."""
+
+    def __init__(self, part: Part, *, shuffle: bool, seed: int) -> None:
+        self.name, self.rows, self.shuffle, self.seed = part.name, part.rows, shuffle, seed
+        self.size, self.is_endless = len(part.rows), isinstance(part.rows, Rows) and part.rows.is_endless
+        self.weight = float(self.size) if part.weight is None else part.weight
+        self.fingerprint = part.rows.fingerprint if isinstance(part.rows, Rows) else _fingerprint(part.rows)
+        self.drawn = 0
+        """Rows that were handed out."""
+        self._indices = self._order(0)
+
+    def peek(self) -> tuple[int, int]:
+        """(pass, row) of what comes next."""
+        pass_, offset = divmod(self.drawn, self.size)
+        return pass_, int(self._indices[offset])
+
+    def advance(self) -> None:
+        """What `peek` gave is handed out."""
+        self.drawn += 1
+        if self.drawn % self.size == 0:
+            self._end_pass()
+            self._indices = self._order(self.drawn // self.size)
+
+    def row(self, index: int) -> Row:
+        """A row, or what stands for one that cannot be used. Raises DataError: the file was changed."""
+        try:
+            return self.rows[index]
+        except RowError as error:
+            return broken(error)
 
     def scored(self, index: int, rate: float) -> None:
         """A group came back with this share of right answers."""
 
     def state(self) -> dict[str, Any]:
-        """What `of` depends on beside (seed, pass), in types that JSON and msgpack carry."""
-        return {}
+        """What the order depends on beside (seed, pass), in types that JSON and msgpack carry."""
+        return {"drawn": self.drawn}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` gave. Raises DataError, KeyError, TypeError, ValueError: broken."""
+        """Take over what `state` gave. Raises KeyError, TypeError, ValueError: broken."""
+        drawn = state["drawn"]
+        if type(drawn) is not int or drawn < 0:
+            raise ValueError(f"{drawn!r} rows handed out of {self.name!r}")
+        self.drawn = drawn
+        self._indices = self._order(drawn // self.size)
+
+    def _end_pass(self) -> None:
+        """The order of the next pass is asked for."""
+
+    def _order(self, pass_: int) -> Indices:
+        """The order of a pass, which covers every row exactly once."""
+        if not self.shuffle or self.is_endless:
+            return range(self.size)
+        return np.argsort(self._shuffled(pass_))
 
     def _shuffled(self, pass_: int) -> NDArray[np.uint64]:
         """[rows] distinct numbers: outputs of SplitMix64 (Steele, Lea, Flood 2014), keyed by (seed, pass).
@@ -68,53 +108,72 @@ class Order:
             return np.asarray(z ^ (z >> np.uint64(31)))
 
 
-class ByColumn(Order):
+class ByColumn(Walk):
     """Every pass from the smallest value of a column to the largest, shuffled among equal ones."""
 
-    def __init__(self, values: NDArray[np.float64], *, seed: int, shuffle: bool) -> None:
-        """values: [rows]."""
-        super().__init__(len(values), seed=seed, shuffle=shuffle)
-        self._values = values
+    def __init__(self, part: Part, column: str, *, shuffle: bool, seed: int) -> None:
+        self._values = column_of(part.rows, column, part.rows.source if isinstance(part.rows, Rows) else "")
+        super().__init__(part, shuffle=shuffle, seed=seed)
 
-    def of(self, pass_: int) -> Indices:
+    def _order(self, pass_: int) -> Indices:
         return np.lexsort((self._shuffled(pass_), self._values))
 
 
-class ByPassRate(Order):
+class ByPassRate(Walk):
     """The first pass is shuffled; a later one begins with rows whose last groups promise the largest spread.
 
     An answer that is right with probability p has a reward of variance p(1 - p), which is what a group is learned from.
     Rows without a score (their groups were dropped, or are still on the way) count as p = 1/2.
     """
 
-    def __init__(self, size: int, *, seed: int, shuffle: bool) -> None:
-        super().__init__(size, seed=seed, shuffle=shuffle)
-        if size > RATED_ROWS:
+    def __init__(self, part: Part, *, shuffle: bool, seed: int) -> None:
+        if (size := len(part.rows)) > RATED_ROWS:
             raise DataError(
                 f"data.curriculum: pass_rate keeps a byte for each of {size:,} rows in every checkpoint, at most"
                 f" {RATED_ROWS:,}; take data.curriculum none, or a column of the data"
             )
         self._rates = np.full(size, UNRATED, dtype=np.uint8)
-        self._used = self._rates
-        """Rates when the pass began."""
-
-    def of(self, pass_: int) -> Indices:
-        rates = np.where(self._used == UNRATED, 0.5, self._used / FULL)
-        return np.lexsort((self._shuffled(pass_), -rates * (1 - rates)))
-
-    def turn(self) -> None:
         self._used = self._rates.copy()
+        """Rates when the pass began."""
+        super().__init__(part, shuffle=shuffle, seed=seed)
 
     def scored(self, index: int, rate: float) -> None:
-        if self._used is self._rates:
-            self._used = self._rates.copy()
         self._rates[index] = round(rate * FULL)
 
     def state(self) -> dict[str, Any]:
-        return {"rates": _packed(self._rates), "used": _packed(self._used)}
+        return {**super().state(), "rates": _packed(self._rates), "used": _packed(self._used)}
 
     def restore(self, state: dict[str, Any]) -> None:
         self._rates, self._used = (_unpacked(state[name], self.size) for name in ("rates", "used"))
+        super().restore(state)
+
+    def _end_pass(self) -> None:
+        self._used = self._rates.copy()
+
+    def _order(self, pass_: int) -> Indices:
+        rates = np.where(self._used == UNRATED, 0.5, self._used / FULL)
+        return np.lexsort((self._shuffled(pass_), -rates * (1 - rates)))
+
+
+def walk_of(part: Part, curriculum: str, *, shuffle: bool, seed: int) -> Walk:
+    """A dataset in the order of a curriculum. Raises DataError: it does not fit the data."""
+    if curriculum == "none":
+        return Walk(part, shuffle=shuffle, seed=seed)
+    if isinstance(part.rows, Rows) and part.rows.is_endless:
+        raise DataError(
+            f"data.curriculum: {curriculum!r}: rows of {part.rows.source} are made without end and never come again, so"
+            " they cannot be sorted; set data.curriculum none"
+        )
+    if curriculum == PASS_RATE:
+        return ByPassRate(part, shuffle=shuffle, seed=seed)
+    return ByColumn(part, curriculum, shuffle=shuffle, seed=seed)
+
+
+def _fingerprint(rows: Sequence[Row]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        digest.update(cast(bytes, msgpack.packb(row)))
+    return digest.hexdigest()
 
 
 def _key(seed: int, pass_: int) -> int:

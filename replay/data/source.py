@@ -5,15 +5,13 @@ import logging
 import time
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple, cast
-
-import msgpack
+from typing import Any, cast
 
 from configs.schema import Config
-from replay.data.dataset import Reading, Rows, broken, read_rows
+from replay.data.dataset import Reading, Rows, read_rows
 from replay.data.formats.base import Report
-from replay.data.order import ByColumn, ByPassRate, Order, column_of
-from replay.data.rows import DataError, Row, RowError
+from replay.data.order import PASS_RATE, Part, Walk, walk_of
+from replay.data.rows import DataError, Row
 
 log = logging.getLogger(__name__)
 STATE_SCHEMA = 2
@@ -25,63 +23,8 @@ SETTINGS = {
     "order": "data.train (weights) and data.curriculum",
 }
 """What a state must have in common with the source that goes on from it, and how the user calls it."""
-PASS_RATE = "pass_rate"
 ENDLESS_PASS = 4096
 """What counts as a pass over rows without end, where a whole pass of drops ends the run."""
-
-
-class Part(NamedTuple):
-    """A dataset and its share of the prompts: `weight` of the sum of all weights, None for its number of rows."""
-
-    name: str
-    rows: Sequence[Row]
-    weight: float | None = None
-
-
-class Walk:
-    """One dataset: how many of its rows were handed out, and in which order the next ones come."""
-
-    def __init__(self, part: Part, *, shuffle: bool, seed: int, curriculum: str) -> None:
-        self.name, self.rows = part.name, part.rows
-        self.is_endless = isinstance(part.rows, Rows) and part.rows.is_endless
-        self.weight = float(len(part.rows)) if part.weight is None else part.weight
-        self.order = _order(part.rows, shuffle=shuffle, seed=seed, curriculum=curriculum)
-        self.fingerprint = part.rows.fingerprint if isinstance(part.rows, Rows) else _fingerprint(part.rows)
-        self.drawn = 0
-        self._turn()
-
-    def peek(self) -> tuple[int, int]:
-        """(pass, row) of what comes next."""
-        pass_, offset = divmod(self.drawn, len(self.rows))
-        return pass_, int(self._indices[offset])
-
-    def advance(self) -> None:
-        """What `peek` gave is handed out."""
-        self.drawn += 1
-        if self.drawn % len(self.rows) == 0:
-            self.order.turn()
-            self._turn()
-
-    def row(self, index: int) -> Row:
-        """A row, or what stands for one that cannot be used. Raises DataError: the file was changed."""
-        try:
-            return self.rows[index]
-        except RowError as error:
-            return broken(error)
-
-    def state(self) -> dict[str, Any]:
-        return {"drawn": self.drawn, **self.order.state()}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        drawn = state["drawn"]
-        if type(drawn) is not int or drawn < 0:
-            raise ValueError(f"{drawn!r} rows handed out of {self.name!r}")
-        self.order.restore(state)
-        self.drawn = drawn
-        self._turn()
-
-    def _turn(self) -> None:
-        self._indices = self.order.of(self.drawn // len(self.rows))
 
 
 class PromptSource:
@@ -98,7 +41,7 @@ class PromptSource:
         if not rows:
             raise DataError("a prompt source needs at least one row")
         parts = _parts(rows)
-        self.walks = [Walk(part, shuffle=shuffle, seed=seed, curriculum=curriculum) for part in parts]
+        self.walks = [walk_of(part, curriculum, shuffle=shuffle, seed=seed) for part in parts]
         self.shuffle, self.seed, self.curriculum = shuffle, seed, curriculum
         self.is_rated = curriculum == PASS_RATE
         """Whether the order depends on `scored`."""
@@ -113,7 +56,7 @@ class PromptSource:
 
     def __len__(self) -> int:
         """Prompts of a pass over all datasets; of those without end, ENDLESS_PASS."""
-        return sum(ENDLESS_PASS if walk.is_endless else len(walk.rows) for walk in self.walks)
+        return sum(ENDLESS_PASS if walk.is_endless else walk.size for walk in self.walks)
 
     def next(self) -> tuple[int, int, Row]:
         """The next prompt as (pass, prompt index, row); the first two are its group id."""
@@ -132,7 +75,7 @@ class PromptSource:
         """The row of a prompt index. Raises DataError: there is no such row, or its file was changed."""
         number, which = divmod(index, len(self.walks))
         walk = self.walks[which]
-        if not 0 <= number < len(walk.rows):
+        if not 0 <= number < walk.size:
             raise DataError(f"prompt index {index}: the dataset has {len(self)} rows")
         started = time.perf_counter()
         row = walk.row(number)
@@ -142,7 +85,7 @@ class PromptSource:
     def scored(self, index: int, rate: float) -> None:
         """A group of this prompt is here, with this share of right answers."""
         number, which = divmod(index, len(self.walks))
-        self.walks[which].order.scored(number, rate)
+        self.walks[which].scored(number, rate)
 
     def measured(self) -> dict[str, float]:
         """Numbers for metrics.jsonl: rows handed out of each of several datasets."""
@@ -220,33 +163,12 @@ def _parts(rows: Sequence[Row] | Sequence[Part]) -> list[Part]:
     return [Part("", cast(Sequence[Row], rows))]
 
 
-def _order(rows: Sequence[Row], *, shuffle: bool, seed: int, curriculum: str) -> Order:
-    if curriculum == "none":
-        return Order(len(rows), seed=seed, shuffle=shuffle)
-    if isinstance(rows, Rows) and rows.is_endless:
-        raise DataError(
-            f"data.curriculum: {curriculum!r}: rows of {rows.source} are made without end and never come again, so they"
-            " cannot be sorted; set data.curriculum none"
-        )
-    if curriculum == PASS_RATE:
-        return ByPassRate(len(rows), seed=seed, shuffle=shuffle)
-    source = rows.source if isinstance(rows, Rows) else ""
-    return ByColumn(column_of(rows, curriculum, source), seed=seed, shuffle=shuffle)
-
-
 def _check_weights(parts: Sequence[Part], walks: Sequence[Walk]) -> None:
     without = [part.name for part in parts if part.weight is None]
     endless = [walk.name for walk in walks if walk.is_endless]
     if without and (endless or len(without) < len(parts)):
         why = f"{endless[0]} has rows without end" if endless else "others have one"
         raise DataError(f"data.train.{without[0]}: has no weight, and {why}; give every dataset a weight")
-
-
-def _fingerprint(rows: Sequence[Row]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for row in rows:
-        digest.update(cast(bytes, msgpack.packb(row)))
-    return digest.hexdigest()
 
 
 def stream_seed(seed: int, a: int, b: int) -> int:

@@ -20,8 +20,7 @@ from configs.rewards import Exact, Mathematics, Numeric
 from configs.schema import Config
 from replay.data import DataError, Reading, Row, read_rows
 from replay.data.formats import size_of_files
-from replay.data.order import column_of
-from replay.data.source import PASS_RATE
+from replay.data.order import PASS_RATE, column_of
 from slipstream.check.finding import Finding, ok, warn
 from slipstream.check.pictures import PictureCheck
 from slipstream.runtime.fingerprint import TEMPLATE_ERRORS, read_json, resolve_chat_template, template_failure

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from rollout_server.tasks.sandbox import SandboxError
-from rollout_server.tasks.sandbox.inside import LENGTH, NAMESPACES, READY
+from rollout_server.tasks.sandbox.inside import NAMESPACES, READY
 from rollout_server.tasks.sandbox.memory import bounded
 
 PACKAGE_ROOT = str(Path(__file__).parents[3])
+INSIDE = "rollout_server.tasks.sandbox.inside"
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
@@ -88,8 +89,7 @@ def run(
                 "limits": asdict(limits),
                 "group": group,
             }
-            body = json.dumps(order).encode()
-            return _run(LENGTH.pack(len(body)) + body + stdin, limits)
+            return _run(json.dumps(order).encode(), stdin, limits)
     except OSError as error:
         raise SandboxError(f"{type(error).__name__}: {error}") from error
     finally:
@@ -107,20 +107,22 @@ def visible_paths() -> list[str]:
     return found
 
 
-def _run(given: bytes, limits: Limits) -> Ended:
+def _run(order: bytes, stdin: bytes, limits: Limits) -> Ended:
     status, theirs = os.pipe()
     with os.fdopen(status, "rb", 0), contextlib.ExitStack() as open_files:
-        into, out, err = (open_files.enter_context(tempfile.TemporaryFile()) for _ in range(3))
-        into.write(given)
-        into.seek(0)
+        told, into, out, err = (open_files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
+        for file, given in ((told, order), (into, stdin)):
+            file.write(given)
+            file.seek(0)
+        fds = [told.fileno(), theirs]
         try:
             process = subprocess.Popen(
-                [sys.executable, "-S", "-m", "rollout_server.tasks.sandbox.inside", str(os.getpid()), str(theirs)],
+                [sys.executable, "-S", "-m", INSIDE, str(os.getpid()), *map(str, fds)],
                 stdin=into,
                 stdout=out,
                 stderr=err,
                 env=ENVIRONMENT | {"PYTHONPATH": PACKAGE_ROOT},
-                pass_fds=[theirs],
+                pass_fds=fds,
                 start_new_session=True,
             )
         finally:

@@ -1,7 +1,7 @@
-"""`python -S -m rollout_server.tasks.sandbox.inside <pid of its parent> <fd>`: cuts itself off and becomes the program.
+"""`python -S -m rollout_server.tasks.sandbox.inside <pid of its parent> <fd> <fd>`: cuts itself off for the program.
 
-stdin begins with the order: 4 bytes of length, little-endian, then JSON; what follows is the program's. The fd gets
-READY right before the program is there, or the reason why it is not; the program never has it.
+The first fd has the order in JSON. The second one gets READY right before the program takes the place of this process,
+or the reason why it does not. The program has neither.
 
 supervisor (ends all that is left) -> setup (own session, new namespaces) -> process 1 of them, which is the program:
 there is no process of ours beside it that it could attack, and its end is the end of all that it has started.
@@ -12,7 +12,6 @@ import os
 import platform
 import resource
 import signal
-import struct
 import sys
 from typing import Any, NoReturn
 
@@ -21,7 +20,6 @@ from rollout_server.tasks.sandbox.syscalls import refuse
 from rollout_server.tasks.workers.supervisor import PR_SET_PDEATHSIG, end_as, limit, supervise
 
 READY = b"\0ready"
-LENGTH = struct.Struct("<I")
 NAMESPACES = {
     "user": 0x10000000,
     "mount": 0x00020000,
@@ -43,25 +41,15 @@ NPROC_SINCE = (5, 14)
 def main() -> NoReturn:
     """Entry point."""
     supervise(int(sys.argv[1]))
-    status = int(sys.argv[2])
+    given, status = int(sys.argv[2]), int(sys.argv[3])
     os.set_inheritable(status, False)
     try:
-        _become_the_program(_order(), status)
+        with open(given, encoding="utf-8") as file:
+            order = json.load(file)
+        _become_the_program(order, status)
     except (OSError, ValueError, KeyError) as error:
         os.write(status, f"{type(error).__name__}: {error}".encode()[:4000])
     os._exit(125)
-
-
-def _order() -> dict[str, Any]:
-    """Read to its last byte: what follows is the program's."""
-    (length,) = LENGTH.unpack(os.read(0, LENGTH.size))
-    body = b""
-    while len(body) < length:
-        if not (more := os.read(0, length - len(body))):
-            raise ValueError("the order ends too early")
-        body += more
-    order: dict[str, Any] = json.loads(body)
-    return order
 
 
 def _become_the_program(order: dict[str, Any], status: int) -> NoReturn:

@@ -27,9 +27,21 @@ async def compacts(row: dict[str, Any], client: Client) -> dict[str, float]:
     return {"score": float(client.seed % 7), "told": 2.0}
 
 
-async def last_answer(row: dict[str, Any], client: Client) -> None:
-    """The reward function judges."""
-    await client.generate([5, 6], max_new_tokens=4)
+async def acts(row: dict[str, Any], client: Client) -> Any:
+    """What the options say, one after the other."""
+    for what, value in client.options["acts"]:
+        match what:
+            case "turn":
+                await client.generate(value[0], max_new_tokens=value[1])
+            case "sleep":
+                await asyncio.sleep(value)
+            case "exit":
+                os._exit(value)
+            case "raise":
+                raise KeyError(value)
+            case "return":
+                return value
+    return None
 
 
 async def leaves_out(row: dict[str, Any], client: Client) -> Trajectory:
@@ -43,17 +55,6 @@ async def never_ends(row: dict[str, Any], client: Client) -> float:
     turn = await client.generate([5, 6], max_new_tokens=2)
     while True:
         turn = await client.generate([*turn.ids, 7], max_new_tokens=2)
-
-
-async def raises(row: dict[str, Any], client: Client) -> float:
-    await client.generate([5], max_new_tokens=1)
-    raise KeyError("no such game")
-
-
-async def sleeps(row: dict[str, Any], client: Client) -> float:
-    await client.generate([5], max_new_tokens=1)
-    await asyncio.sleep(600)
-    return 0.0
 
 
 async def blocks(row: dict[str, Any], client: Client) -> float:
@@ -89,11 +90,6 @@ async def stutters(row: dict[str, Any], client: Client) -> float:
     return 1.0
 
 
-async def dies(row: dict[str, Any], client: Client) -> float:
-    await client.generate([5], max_new_tokens=1)
-    os._exit(3)
-
-
 async def dies_where_told(row: dict[str, Any], client: Client) -> float:
     """Ends the process of all for one row."""
     await client.generate([5], max_new_tokens=1)
@@ -119,20 +115,6 @@ async def cleans_up(row: dict[str, Any], client: Client) -> float:
         with open(row["ground_truth"], "a") as marks:  # noqa: ASYNC230 - a mark for the test
             marks.write("clean\n")
     return 0.0
-
-
-async def no_turn(row: dict[str, Any], client: Client) -> float:
-    return 1.0
-
-
-async def not_a_number(row: dict[str, Any], client: Client) -> float:
-    await client.generate([5], max_new_tokens=1)
-    return float("nan")
-
-
-async def wrong_ids(row: dict[str, Any], client: Client) -> float:
-    await client.generate([5, -1], max_new_tokens=1)
-    return 1.0
 
 
 async def goes_wrong(row: dict[str, Any], client: Client) -> float | Trajectory | None:
@@ -178,11 +160,6 @@ async def two_at_once(row: dict[str, Any], client: Client) -> float:
     for _ in range(2):
         await asyncio.gather(client.generate([5], max_new_tokens=2), client.generate([6], max_new_tokens=2))
         await asyncio.sleep(client.options["sleep_s"])
-    return 1.0
-
-
-async def long_answer(row: dict[str, Any], client: Client) -> float:
-    await client.generate([5])
     return 1.0
 
 

@@ -32,6 +32,18 @@ from tests.support.waiting import eventually
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
 GROUP, CAP = 3, 24
+TURN = ["turn", [[5], 1]]
+ACTS: dict[str, list[Any]] = {
+    "last_answer": [["turn", [[5, 6], 4]]],
+    "long_answer": [["turn", [[5], None]]],
+    "raises": [TURN, ["raise", "no such game"]],
+    "sleeps": [TURN, ["sleep", 600]],
+    "dies": [TURN, ["exit", 3]],
+    "no_turn": [["return", 1.0]],
+    "not_a_number": [TURN, ["return", float("nan")]],
+    "wrong_ids": [["turn", [[5, -1], 1]]],
+}
+"""Functions that need no code of their own."""
 
 
 @asynccontextmanager
@@ -40,6 +52,8 @@ async def playing(
 ) -> AsyncIterator[EpisodeGenerator]:
     plain = config_of(folder, GROUP, CAP).model_dump()
     plain["data"]["max_prompt_tokens"] = prompt_tokens
+    if function in ACTS:
+        function, environment["options"] = "acts", {"acts": ACTS[function]}
     name = function if ":" in function or function in BUILT_IN else f"{FUNCTIONS}:{function}"
     plain["environment"] |= {"function": name, **environment}
     config = Config.model_validate(plain)
