@@ -4,6 +4,7 @@ Everything about the place comes from torchrun's environment (RANK, LOCAL_RANK, 
 without it the process is the only rank.
 """
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.errors import SlipstreamError, Unexpected
+from configs.machine import DETERMINISTIC
 from configs.schema import Config
-from learner.policy.determinism import set_deterministic
 from learner.policy.meshes import Meshes, make_meshes
 from replay.channel.interfaces import bind_collectives
 from slipstream.runtime.hang import expired
 from weight_bus.transports import set_nccl_defaults
+
+log = logging.getLogger(__name__)
 
 
 class RanksError(SlipstreamError, RuntimeError, code="SLIP-LEARN-05"):
@@ -127,3 +130,20 @@ def device_of(config: Config) -> torch.device:
             " start fewer ranks here or change placement"
         )
     return torch.device("cuda", local_rank)
+
+
+def set_deterministic(wanted: bool) -> None:
+    """Deterministic kernels, or not (learner.deterministic), before the first of this process.
+
+    Of the learner's own code, the Triton kernels and chunked products add nothing up across programs; sums over
+    trajectories are segment reductions. torch's flag decides about the rest: the backward of flash and memory-efficient
+    attention, and of indexing. cuBLAS needs a workspace that is not shared, NCCL one algorithm, the compiler no
+    benchmarks: by environment, which a rank that was started by hand does not have yet.
+    """
+    if wanted:
+        for name, value in DETERMINISTIC.items():
+            os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(wanted)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = wanted, False
+    log.info("deterministic kernels: %s (learner.deterministic)", "on" if wanted else "off")

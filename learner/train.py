@@ -28,8 +28,8 @@ from learner.losses import LossError
 from learner.policy.memory import OutOfMemory
 from learner.policy.pretrained import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks, named
-from learner.record.device import readings
 from learner.record.metrics import MetricsError
+from learner.record.profile import readings
 from learner.rows import BatchError
 from replay.channel import ChannelError, KeysError, PeerRefused
 from replay.channel.interfaces import InterfaceError

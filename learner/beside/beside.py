@@ -12,6 +12,7 @@ from learner.beside.advantages import Judged, judge
 from learner.beside.critic import Critic
 from learner.beside.folders import check_folders
 from learner.beside.reference import Reference
+from learner.checkpoints.parts import Part
 from learner.policy.model import Policy
 from learner.rows import Row
 from replay.messages import Batch
@@ -25,6 +26,8 @@ class Beside:
     ) -> None:
         self._config, self._policy, self._advantage = config, policy, build_advantage(config.algorithm)
         self.reference, self.critic = reference, critic
+        self.warmup_steps = 0 if critic is None else config.critic.warmup_steps
+        """First steps, in which the critic learns alone; 0 without one."""
 
     def judge(
         self, batch: Batch, rows: Sequence[Row], advantages: NDArray[np.float32], *, global_tokens: int
@@ -54,11 +57,6 @@ class Beside:
             return {}
         return self.critic.train(rows, step=step, global_tokens=global_tokens)
 
-    @property
-    def warmup_steps(self) -> int:
-        """First steps, in which the critic learns alone; 0 without one."""
-        return 0 if self.critic is None else self._config.critic.warmup_steps
-
     def follow(self, policy: Policy, *, step: int) -> None:
         """After a step: every algorithm.reference_refresh_steps the reference becomes the policy. A collective."""
         every = self._config.algorithm.reference_refresh_steps
@@ -66,17 +64,22 @@ class Beside:
             self.reference.refresh(policy)
 
     def digests(self) -> dict[str, int]:
-        """What the digest of a step covers beside the policy: the critic. A collective."""
-        return {} if self.critic is None else self.critic.digests()
+        """What the digest of a step covers beside the policy: the critic's float32 masters. A collective."""
+        found = {} if self.critic is None else self.critic.model.shard_digests("float32")
+        return {f"critic.{name}": value for name, value in found.items()}
 
     @property
-    def parts(self) -> list[Reference | Critic]:
-        """What a checkpoint holds beside the policy.
+    def parts(self) -> dict[str, Part]:
+        """What a checkpoint holds beside the policy, by folder.
 
-        A reference that never changes is read from its folder again.
+        A reference that never changes is read from its own folder again.
         """
-        changes = self.reference is not None and self._config.algorithm.reference_refresh_steps > 0
-        return [part for part in (self.reference if changes else None, self.critic) if part is not None]
+        parts = {}
+        if self.reference is not None and self._config.algorithm.reference_refresh_steps:
+            parts["reference"] = Part(self.reference.model)
+        if self.critic is not None:
+            parts["critic"] = Part(self.critic.model, self.critic.optimizer)
+        return parts
 
 
 def build_beside(config: Config, policy: Policy) -> Beside:
@@ -87,7 +90,6 @@ def build_beside(config: Config, policy: Policy) -> Beside:
         PolicyError: a folder holds no model that the learner can use.
     """
     check_folders(config)
-    place = (policy.mesh, policy.device, policy.budget)
-    reference = Reference(config, *place) if config.algorithm.kl != "none" else None
-    critic = Critic(config, *place) if config.algorithm.advantage == "gae" else None
+    reference = Reference(config, policy) if config.algorithm.kl != "none" else None
+    critic = Critic(config, policy) if config.algorithm.advantage == "gae" else None
     return Beside(config, policy, reference, critic)

@@ -1,32 +1,65 @@
-"""One rank's shard of the critic, its optimizer, and its step."""
+"""The critic of PPO: a language model with a scalar head, its loss, its optimizer, and its step."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
+from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner.beside.saving import load_part, save_part
-from learner.beside.value_loss import ValueLoss
-from learner.beside.value_model import build_value_model
+from learner.beside.reference import folder_of
+from learner.objective import Measurements
 from learner.optimizer import Optimizer, lr_at
-from learner.policy.memory import Budget
-from learner.policy.meshes import Meshes
+from learner.policy.model import Policy, TokenModel, shaped_policy
+from learner.policy.pretrained import fill, weight_files
 from learner.rows import Row
 from learner.step import accumulate_gradients, apply_update
+
+HEAD = "lm_head.weight"
+"""Name of the head's weights here; `score.weight` is what transformers calls those of a model with one label."""
+SAVED_HEAD = "score.weight"
+
+
+class ValueHead(torch.nn.Module):
+    """One number from each hidden state, in float32."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(1, hidden_size, device="meta"))
+
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor]:
+        """[n] float32 from [n, H]; what an output head is given besides is not used."""
+        return (torch.mv(hidden.float(), self.weight.float()[0]),)
+
+
+class ValueModel(TokenModel):
+    """The root module: from a row to a value before each token in the loss."""
+
+    def __init__(self, transformer: Any) -> None:
+        super().__init__(transformer)
+        transformer.lm_head = ValueHead(int(transformer.config.hidden_size))
 
 
 class Critic:
     """Values before an update, and the update. All ranks call it with as many rows."""
 
-    NAME = "critic"
+    def __init__(self, config: Config, policy: Policy) -> None:
+        """Load critic.path, or model.path, onto the policy's ranks. A collective. Raises PolicyError.
 
-    def __init__(self, config: Config, mesh: DeviceMesh | Meshes, device: torch.device, budget: Budget) -> None:
-        """Load critic.path, or model.path. A collective. Raises PolicyError."""
+        The head is the folder's `score.weight`, or zeros: the first values are 0, and so advantages are rewards.
+        """
         self.config = config.critic
         self._settings = config.learner.model_copy(update={"lr": config.critic.lr})
-        self.model = build_value_model(config, mesh, device, budget)
+        with folder_of("critic.path", config.critic.path, config) as folder:
+            self.model = shaped_policy(config, policy.mesh, policy.device, policy.budget, folder, ValueModel)
+            files, shards = weight_files(folder), self.model.shards()
+            (head,) = (shard for shard in shards if shard.name == HEAD)
+            body = [shard for shard in shards if shard.name != HEAD]
+            if SAVED_HEAD in files:
+                body.append(replace(head, name=SAVED_HEAD))
+            else:
+                head.local.zero_()
+            fill(body, files, folder)
         self.optimizer = Optimizer(self._settings, self.model)
 
     @torch.no_grad()
@@ -54,14 +87,33 @@ class Critic:
             "critic/updates": float(applied),
         }
 
-    def digests(self) -> dict[str, int]:
-        """Of the float32 masters, by name. A collective."""
-        return {f"critic.{name}": value for name, value in self.model.shard_digests("float32").items()}
 
-    def save(self, folder: Path) -> None:
-        """Write weights and moments below a checkpoint's folder."""
-        save_part(folder / self.NAME, self.model, self.optimizer)
+class ValueLoss:
+    """Squared error of values, clipped around those of the step's start.
 
-    def load(self, folder: Path) -> None:
-        """Read them again."""
-        load_part(folder / self.NAME, self.model, self.optimizer)
+    1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), mean over all tokens of the batch.
+    Schulman et al. 2017 in the form of OpenAI's baselines and verl: past the clip range an error that shrinks further
+    pulls no more, one that grows does.
+    """
+
+    def __init__(self, clip: float, global_tokens: int) -> None:
+        self._clip, self._share = clip, 1 / max(1, global_tokens)
+
+    def __call__(self, row: Row, values: torch.Tensor) -> tuple[torch.Tensor, Measurements]:
+        """The row's share of the loss, with a gradient, and sums over its tokens.
+
+        Args:
+            row: with `values` of the start of the step and `returns`.
+            values: [n] float32 of the critic in training.
+        """
+        assert row.values is not None and row.returns is not None
+        near = values.clamp(row.values - self._clip, row.values + self._clip)
+        free, bounded = (values - row.returns).square(), (near - row.returns).square()
+        loss = (torch.maximum(free, bounded) / 2).sum() * self._share
+        now = values.detach()
+        return loss, {
+            "loss": loss.detach(),
+            "clipped": (bounded > free).sum(),
+            "values": now.sum(),
+            "tokens": torch.tensor(len(now), device=now.device),
+        }

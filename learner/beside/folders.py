@@ -37,15 +37,3 @@ def check_folders(config: Config) -> None:
                 f" {own.get(name)!r} and model.path {policy.get(name)!r}; take 0 steps, or a reference of the policy's"
                 " architecture"
             )
-
-
-def problem_with_parts(checkpoint: Path, config: Config) -> str:
-    """Why a run would go on from a checkpoint with another reference model than it had; empty where it does not."""
-    algorithm = config.algorithm
-    if algorithm.kl == "none" or algorithm.reference_refresh_steps or not (checkpoint / "reference").exists():
-        return ""
-    return (
-        "has reference/, a copy of the policy of an earlier step, and algorithm.reference_refresh_steps 0 would go back"
-        " to the model that the run began with; set it as it was, or, to keep that copy, to more than"
-        f" learner.total_steps {config.learner.total_steps}"
-    )

@@ -1,37 +1,25 @@
 """The reference model of a KL term: frozen weights, no optimizer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
-from learner.beside.model import build_model, named
-from learner.beside.saving import load_part, save_part
-from learner.policy.memory import Budget
-from learner.policy.meshes import Meshes
-from learner.policy.model import Policy
-from learner.policy.pretrained import fill, weight_files
+from learner.policy.model import Policy, shaped_policy
+from learner.policy.pretrained import PolicyError, fill, weight_files
 from learner.rows import Row
 
 
 class Reference:
     """One rank's shard of the reference model. All ranks call it with as many rows."""
 
-    NAME = "reference"
-
-    def __init__(self, config: Config, mesh: DeviceMesh | Meshes, device: torch.device, budget: Budget) -> None:
-        """Load algorithm.reference_path, or model.path. A collective.
-
-        Raises:
-            PolicyError: the folder holds no model that the learner can use.
-        """
-        key = "model.path" if config.algorithm.reference_path is None else "algorithm.reference_path"
-        folder = Path(config.algorithm.reference_path or config.model.path)
+    def __init__(self, config: Config, policy: Policy) -> None:
+        """Load algorithm.reference_path, or model.path, onto the policy's ranks. A collective. Raises PolicyError."""
         self.temperature = config.rollout.temperature
-        self.model = build_model(config, folder, mesh, device, budget, frozen=True, key=key)
-        with named(key):
+        with folder_of("algorithm.reference_path", config.algorithm.reference_path, config) as folder:
+            self.model = shaped_policy(config, policy.mesh, policy.device, policy.budget, folder, is_frozen=True)
             fill(self.model.shards(), weight_files(folder), folder)
 
     @torch.no_grad()
@@ -46,10 +34,11 @@ class Reference:
         for mine, new in zip(self.model.shards(), policy.shards(), strict=True):
             mine.local.copy_(new.local)
 
-    def save(self, folder: Path) -> None:
-        """Write the weights, in the compute dtype, below a checkpoint's folder."""
-        save_part(folder / self.NAME, self.model, None)
 
-    def load(self, folder: Path) -> None:
-        """Read them again."""
-        load_part(folder / self.NAME, self.model, None)
+@contextmanager
+def folder_of(key: str, path: str | None, config: Config) -> Iterator[Path]:
+    """The folder that a key names, else model.path; errors of it name the key."""
+    try:
+        yield Path(path or config.model.path)
+    except PolicyError as error:
+        raise PolicyError(str(error).replace("model.path", key, 1) if path else str(error)) from error

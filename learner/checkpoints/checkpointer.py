@@ -4,7 +4,7 @@
         dcp/         float32 parameters and AdamW moments, sharded (torch.distributed.checkpoint)
         hf/          the same parameters in checkpoint.hf_dtype, for everyone else; adapters merged
         adapter/     with LoRA: the adapters for peft. dcp/ has no more than they
-        critic/, reference/   what else the run trains or refreshes (learner/beside/saving.py)
+        critic/, reference/   what else the run trains or refreshes (parts.py)
         state.json   step, digests, tensor layout, package versions, and what the caller gave (replay's cursor)
         COMPLETE     written last: names and sizes of all files; without it the folder does not count
 
@@ -21,7 +21,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -38,12 +38,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs import Config
-from learner.beside.folders import problem_with_parts
-from learner.beside.saving import Part as PartBeside
 from learner.checkpoints import damage
-from learner.checkpoints.adapter import describe_base, problem_with_base, write_adapter_folder
 from learner.checkpoints.agreement import exchange, together
-from learner.checkpoints.export import write_hf_folder
+from learner.checkpoints.export import describe_base, problem_with_base, write_adapter_folder, write_hf_folder
 from learner.checkpoints.folders import (
     MARK,
     DiskFull,
@@ -56,7 +53,18 @@ from learner.checkpoints.folders import (
     write_json,
 )
 from learner.checkpoints.folders import CheckpointError as CheckpointError
-from learner.checkpoints.parts import HostMemory, Part, Tensors, check_layout, describe, tensors_of
+from learner.checkpoints.parts import (
+    HostMemory,
+    Part,
+    Tensors,
+    check_layout,
+    describe,
+    for_dcp,
+    load_part,
+    problem_with_parts,
+    save_part,
+    tensors_of,
+)
 from learner.checkpoints.retention import Best, clear, delete, prune
 from learner.optimizer import Optimizer
 from learner.policy import lora
@@ -139,14 +147,14 @@ class Checkpointer:
         config: Config,
         policy: Policy,
         optimizer: Optimizer,
-        beside: Sequence[PartBeside] = (),
+        beside: Mapping[str, Part] | None = None,
         *,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """`beside` is what else the run trains or refreshes, such as a critic; `meanwhile` runs in each turn of a
         wait, on every rank."""
         self._config, self._policy, self._settings = config, policy, config.checkpoint
-        self._part, self._scale, self._beside = Part(policy, optimizer), optimizer.scale, beside
+        self._part, self._optimizer, self._beside = Part(policy, optimizer), optimizer, beside or {}
         self._parent = Path(config.run_dir) / "checkpoints"
         self._memory, self._meanwhile = HostMemory(), meanwhile
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -197,18 +205,20 @@ class Checkpointer:
         with together(self._group, folder, "cleared"):
             if policy.rank == 0 and folder.exists():  # a save that a crash cut short, or of policies that are lost
                 delete(folder)
-        for part in self._beside:
-            until_room(partial(self._save, part, folder), folder, self._meanwhile)
+        for name, part in self._beside.items():
+            until_room(partial(self._save, part, folder / name), folder, self._meanwhile)
         tensors = self._memory.copy(tensors_of(self._part))
         own = {"step": step, "version": step, "seed": self._config.run.seed, "replay": replay}
-        own |= {"loss_scale": self._scale.state(), **describe_base(policy)}
-        content = _Content(step, folder, tensors, self._for_dcp(tensors), policy.frozen(), digest, {**own, **more})
+        own |= {"loss_scale": self._optimizer.scale.state(), **describe_base(policy)}
+        content = _Content(
+            step, folder, tensors, for_dcp(self._policy, tensors), policy.frozen(), digest, {**own, **more}
+        )
         copied = time.monotonic()
         self._writing = _Writing(content, started, copied, copied, self._thread.submit(self._write, content))
 
-    def _save(self, part: PartBeside, folder: Path) -> None:
-        with together(self._group, folder, "written"):
-            part.save(folder)
+    def _save(self, part: Part, folder: Path) -> None:
+        with together(self._group, folder.parent, "written"):
+            save_part(folder, part)
 
     def settle(self, *, wait: bool) -> Report | None:
         """The checkpoint that was started, once all ranks have written it; None without one, or while it is written.
@@ -330,10 +340,6 @@ class Checkpointer:
             whole = list(lora.merged(frozen, weights, policy.lora, self._copy))
         write_hf_folder(whole, policy.source, folder / "hf", self._settings.hf_dtype, self._copy)
 
-    def _for_dcp(self, tensors: Tensors) -> dict[str, torch.Tensor]:
-        """Tensors for DCP; they share memory with those given."""
-        return {key: self._policy.as_global(shard) for key, shard in tensors.keyed()}
-
     def resume(self) -> dict[str, Any] | None:
         """`load` the newest complete checkpoint, or return None; clears folders that a kill has left half written."""
         found: Path | None = None
@@ -368,19 +374,19 @@ class Checkpointer:
         tensors = tensors_of(self._part)
         with together(self._group, folder, "loaded"), Progress(f"loading checkpoint {folder.name}"):
             try:
-                dcp_load(self._for_dcp(tensors), checkpoint_id=folder / "dcp", process_group=self._group)
+                dcp_load(for_dcp(self._policy, tensors), checkpoint_id=folder / "dcp", process_group=self._group)
             except CheckpointException as error:
                 why = f"{damage.unreadable(folder, error)}; {damage.remedy(folder)}"
                 raise CheckpointError(f"checkpoint {folder}: {why}") from error
-        for part in self._beside:
+        for name, part in self._beside.items():
             with together(self._group, folder, "loaded"):
-                part.load(folder)
+                load_part(folder / name, part)
         self._check_loaded(folder, state)
         return {key: value for key, value in state.items() if key not in OWN}
 
     def _check_loaded(self, folder: Path, saved: Mapping[str, Any]) -> None:
-        self._part.optimizer.set_steps(saved["optimizer_steps"])
-        self._scale.load(saved.get("loss_scale"))
+        self._optimizer.set_steps(saved["optimizer_steps"])
+        self._optimizer.scale.load(saved.get("loss_scale"))
         found = describe(tensors_of(self._part), self._policy.group, self._policy.frozen_digests)
         for key in ("parameter_digest", "optimizer_digest"):
             if found[key] != saved[key]:

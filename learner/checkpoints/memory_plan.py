@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import Config
+from learner.checkpoints.agreement import exchange
 from learner.checkpoints.folders import latest_complete, write_json
 from learner.policy.memory import GIB, Budget, OutOfMemory, Setup, choose, items_of, usable
 from learner.policy.meshes import Meshes
@@ -27,7 +27,6 @@ from learner.policy.pretrained import read_config
 
 FILE, KEY = "memory_plan.json", "memory_plan"
 WAY = ("recompute", "keeps_gathered", "whole_gradients", "packs_on_device")
-TEXT_BYTES = 1024
 
 
 def plan_memory(config: Config, mesh: DeviceMesh | Meshes, device: torch.device) -> Budget:
@@ -38,7 +37,8 @@ def plan_memory(config: Config, mesh: DeviceMesh | Meshes, device: torch.device)
     """
     setup = Setup.of(config, read_config(Path(config.model.path)).to_dict())
     free = least_free(mesh, device)
-    kept = _share(_read(config) if mesh.get_local_rank() == 0 else {}, mesh, device)
+    mine = json.dumps(_read(config) if mesh.get_local_rank() == 0 else {})
+    kept = json.loads(exchange(mine, mesh.get_group(), device)[0])
     if kept.get("of") != facts_of(config):
         budget = choose(setup, None if free is None else usable(free))
     else:
@@ -85,12 +85,3 @@ def _read(config: Config) -> dict[str, Any]:
         return {}
     state: dict[str, Any] = json.loads((newest / "state.json").read_text(encoding="utf-8"))
     return state.get(KEY) or {}
-
-
-def _share(plan: dict[str, Any], mesh: DeviceMesh | Meshes, device: torch.device) -> dict[str, Any]:
-    """The first rank's, on all ranks."""
-    text = json.dumps(plan).encode().ljust(TEXT_BYTES)
-    sent = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    dist.broadcast(sent, group=mesh.get_group(), group_src=0)
-    shared: dict[str, Any] = json.loads(bytes(sent.tolist()))
-    return shared

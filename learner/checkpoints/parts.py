@@ -1,12 +1,23 @@
-"""Parts of a checkpoint: weights of a model and moments of its optimizer."""
+"""Parts of a checkpoint: weights of a model and moments of its optimizer.
 
+What a run trains or refreshes beside the policy has a folder of its own:
+
+    checkpoints/step_N/critic/dcp/         float32 weights and AdamW moments (torch.distributed.checkpoint)
+    checkpoints/step_N/critic/part.json    their digests, which loading compares, and the number of updates
+"""
+
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from configs.schema import Config
 from learner.checkpoints.folders import CheckpointError
 from learner.optimizer import MOMENTS, Optimizer
 from learner.policy.model import Policy
@@ -16,15 +27,15 @@ from weight_bus.digest import combined
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A sharded model and its optimizer."""
+    """A sharded model and its optimizer; without one it is not trained."""
 
     policy: Policy
-    optimizer: Optimizer
+    optimizer: Optimizer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """This rank's rows of a part, float32, where they live or in host memory."""
+    """This rank's rows of a part, where they live or in host memory: float32, unless frozen."""
 
     weights: list[Shard]
     moments: dict[str, list[Shard]]
@@ -42,9 +53,11 @@ class Tensors:
 
 
 def tensors_of(part: Part) -> Tensors:
-    """The tensors in training, sharing memory."""
-    moments = {kind: part.optimizer.moments(kind) for kind in MOMENTS}
-    return Tensors(part.policy.shards(), moments, part.optimizer.num_steps)
+    """The tensors of a part, sharing memory."""
+    optimizer, weights = part.optimizer, part.policy.shards()
+    if optimizer is None:
+        return Tensors(weights, {}, 0)
+    return Tensors(weights, {kind: optimizer.moments(kind) for kind in MOMENTS}, optimizer.num_steps)
 
 
 class HostMemory:
@@ -74,16 +87,62 @@ class HostMemory:
         return replace(shard, local=buffer.copy_(source, non_blocking=True))
 
 
-def describe(part: Tensors, group: torch.distributed.ProcessGroup, frozen: Mapping[str, int]) -> dict[str, Any]:
+def describe(
+    part: Tensors, group: torch.distributed.ProcessGroup, frozen: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, Any]:
     """What state.json says of a part (a collective); `frozen` are digests of what stays as it is."""
-    moments = [shard for kind in MOMENTS for shard in part.moments[kind]]
+    moments = [shard for shards in part.moments.values() for shard in shards]
     numbered = [replace(shard, name=f"{i}.{shard.name}") for i, shard in enumerate(moments)]
+    weights = digests(part.weights, part.weights[0].local.dtype, group) | dict(frozen)
     return {
-        "parameter_digest": combined(digests(part.weights, torch.float32, group) | dict(frozen)),
-        "optimizer_digest": combined(digests(numbered, torch.float32, group)),
+        "parameter_digest": combined(weights),
+        "optimizer_digest": combined(digests(numbered, torch.float32, group)) if numbered else "",
         "optimizer_steps": part.num_steps,
         "layout": [[shard.name, list(shard.shape)] for shard in part.weights],
     }
+
+
+def save_part(folder: Path, part: Part) -> None:
+    """Write a model beside the policy and its optimizer, if any. A collective of its ranks.
+
+    Raises:
+        OSError: a file could not be written.
+        CheckpointException: a shard could not be written on some rank.
+    """
+    policy, tensors = part.policy, tensors_of(part)
+    described = describe(tensors, policy.group) | {"dtype": str(tensors.weights[0].local.dtype)}
+    dcp_save(for_dcp(policy, tensors), checkpoint_id=folder / "dcp", process_group=policy.group)
+    if policy.rank == 0:
+        (folder / "part.json").write_text(json.dumps(described) + "\n", encoding="utf-8")
+
+
+def load_part(folder: Path, part: Part) -> None:
+    """Read what `save_part` wrote, on any number of ranks. A collective of the model's ranks.
+
+    Raises:
+        ValueError: there is none, or it is not what was saved.
+        CheckpointError: it is of another architecture.
+        CheckpointException: a file could not be read.
+    """
+    if not (folder / "part.json").is_file():
+        raise ValueError(f"it has no {folder.name}/; the run that wrote it had no {folder.name} of its own")
+    saved: dict[str, Any] = json.loads((folder / "part.json").read_text(encoding="utf-8"))
+    policy, tensors = part.policy, tensors_of(part)
+    check_layout(folder, saved["layout"], policy)
+    if (dtype := str(tensors.weights[0].local.dtype)) != saved["dtype"]:
+        key = "set learner.compute_dtype as it was"
+        raise ValueError(f"{folder.name}/ has weights in {saved['dtype']}, this run has them in {dtype}; {key}")
+    dcp_load(for_dcp(policy, tensors), checkpoint_id=folder / "dcp", process_group=policy.group)
+    if part.optimizer is not None:
+        part.optimizer.set_steps(saved["optimizer_steps"])
+    for key, found in describe(tensors_of(part), policy.group).items():
+        if found != saved[key]:
+            raise ValueError(f"{folder.name}/: {key} is {found} after loading, {saved[key]} was saved")
+
+
+def for_dcp(policy: Policy, tensors: Tensors) -> dict[str, torch.Tensor]:
+    """Tensors as torch.distributed.checkpoint knows them; they share memory with those given."""
+    return {key: policy.as_global(shard) for key, shard in tensors.keyed()}
 
 
 def check_layout(folder: Path, saved: list[list[Any]], policy: Policy) -> None:
@@ -96,3 +155,15 @@ def check_layout(folder: Path, saved: list[list[Any]], policy: Policy) -> None:
                 f"checkpoint {folder} is of another architecture: {name} is {theirs.get(name)} there"
                 f" and {mine.get(name)} in {policy.source}"
             )
+
+
+def problem_with_parts(checkpoint: Path, config: Config) -> str:
+    """Why a run would go on from a checkpoint with another reference model than it had; empty where it does not."""
+    algorithm = config.algorithm
+    if algorithm.kl == "none" or algorithm.reference_refresh_steps or not (checkpoint / "reference").exists():
+        return ""
+    return (
+        "has reference/, a copy of the policy of an earlier step, and algorithm.reference_refresh_steps 0 would go back"
+        " to the model that the run began with; set it as it was, or, to keep that copy, to more than"
+        f" learner.total_steps {config.learner.total_steps}"
+    )

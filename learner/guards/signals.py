@@ -6,11 +6,11 @@ order, and every rank has the rewards and lengths of the whole batch.
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
 from configs.schema import Config
-from learner.guards.moving import Moving
 from learner.step import StepSums
 from replay.messages import Batch
 
@@ -21,6 +21,10 @@ BASE_STEPS = 5
 LEAST_BASE = 0.01
 """Of a bound: a smaller mean of the first steps counts as this much, or a ratio would be of rounding alone."""
 LEAST_BASE_16BIT = 0.1
+MEMORY = 20
+"""Values that a moving mean remembers: the weight of a new one is 1/MEMORY, more before it has seen as many."""
+WARM_UP = 10
+"""Values before the mean counts as known."""
 
 Signals = Mapping[str, float | None]
 """By guard; None says nothing: there was no such token, or the moving mean is not known yet."""
@@ -37,6 +41,32 @@ NAMES = {
 """What a guard's number is called; a metric, but for the last."""
 MADE_HERE = ("mismatch", "entropy", "reward", "same_length")
 """Guards whose number only guards compute: rank 0 writes them to metrics.jsonl."""
+
+
+@dataclass(slots=True)
+class Moving:
+    """Exponential moving mean and variance (West 1979); plain ones until MEMORY values have come."""
+
+    mean: float = 0.0
+    variance: float = 0.0
+    count: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough values have come to compare with."""
+        return self.count >= WARM_UP
+
+    def add(self, value: float) -> None:
+        """Take in a finite value."""
+        self.count = min(self.count + 1, MEMORY)
+        share, difference = 1 / self.count, value - self.mean
+        self.mean += share * difference
+        self.variance = (1 - share) * (self.variance + share * difference**2)
+
+    def distance(self, value: float, noise: float) -> float:
+        """A value less the mean, in deviations; `noise` is the variance that the value has by itself."""
+        deviation = math.sqrt(self.variance + noise)
+        return (value - self.mean) / deviation if deviation else 0.0
 
 
 class Memory:

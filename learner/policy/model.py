@@ -285,23 +285,47 @@ def build_policy(
     return policy
 
 
-def shaped_policy(config: Config, mesh: DeviceMesh | Meshes, device: torch.device, budget: Budget) -> Policy:
-    """The policy of model.path's config.json in memory without values. Raises PolicyError."""
-    folder, meshes = Path(config.model.path), meshes_of(mesh)
+def shaped_policy(
+    config: Config,
+    mesh: DeviceMesh | Meshes,
+    device: torch.device,
+    budget: Budget,
+    folder: Path | None = None,
+    root: type[TokenModel] = TokenModel,
+    *,
+    is_frozen: bool = False,
+) -> Policy:
+    """A model in memory without values: the policy, or one beside it.
+
+    Args:
+        folder: with its config.json; model.path by default.
+        root: the module around it. Embedding and output head are made apart where it has a head of its own.
+        is_frozen: in the compute dtype and without gradients; else float32 masters for an optimizer.
+
+    Raises:
+        PolicyError: the folder holds no model that the learner can train.
+    """
+    learner, dtype = config.learner, DTYPES[config.learner.compute_dtype]
+    folder, meshes = folder or Path(config.model.path), meshes_of(mesh)
     model_config = read_config(folder)
-    if problem := problem_with(config.learner.mesh, model_config.to_dict()):
+    if problem := problem_with(learner.mesh, model_config.to_dict()):
         raise PolicyError(problem)
-    kernel = attention.choose(config.learner, model_config, device)
-    transformer = build_empty(model_config, kernel)
-    adapters = config.learner.lora if config.learner.lora.rank else None
+    if root is not TokenModel:
+        model_config.tie_word_embeddings = False
+    transformer = build_empty(model_config, attention.choose(learner, model_config, device))
+    adapters = learner.lora if learner.lora.rank else None
     if adapters is not None:
-        lora.adapt(transformer, adapters, DTYPES[config.learner.compute_dtype])
-    model = TokenModel(transformer)
+        lora.adapt(transformer, adapters, dtype)
+    recompute, kept = budget.recompute, budget
+    if is_frozen:  # what a forward without a backward has gathered would stay, beside the policy's own
+        transformer.to(dtype).requires_grad_(False)
+        recompute, kept = "none", replace(budget, keeps_gathered=False)
+    model = root(transformer)
     if meshes.tensor is not None:
         parallelize(model.transformer, meshes.tensor)
-    layers, offloaded = model.transformer.model.layers, config.learner.offload_activations
-    prepare(layers, budget.recompute, compiled=config.learner.compile is True, offloaded=offloaded)
-    shard(model, meshes.data, DTYPES[config.learner.compute_dtype], budget)
+    offloaded = learner.offload_activations and not is_frozen
+    prepare(model.transformer.model.layers, recompute, compiled=learner.compile is True, offloaded=offloaded)
+    shard(model, meshes.data, dtype, kept)
     allocate(model, model.transformer, model_config, device)
     policy = Policy(model, folder, mesh, device, budget)
     policy.lora = adapters

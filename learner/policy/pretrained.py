@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from configs.errors import SlipstreamError
-from learner.policy.rotary import MultimodalRotary, is_multimodal
 from learner.policy.sharding import Shard
 from slipstream.families.pictures import FAMILIES as WITH_PICTURES
 from slipstream.families.pictures import TOWER, decoder_of, vision_of
@@ -80,10 +80,32 @@ def build_empty(config: PretrainedConfig, attention: str) -> Any:
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
-        if is_multimodal(config):
+        if "mrope_section" in (getattr(config, "rope_parameters", None) or {}):
             model.model.rotary_emb = MultimodalRotary(config)
     model.config.use_cache = False
     return model.eval()
+
+
+class MultimodalRotary(Qwen2RotaryEmbedding):  # type: ignore[misc]
+    """Cosines and sines for positions [1, T] of text, or [3, 1, T] of time, row and column (M-RoPE, 2409.12191).
+
+    All else of the decoders of Qwen2-VL and Qwen2.5-VL is a Qwen2, under the same names.
+    """
+
+    def __init__(self, config: Any, device: Any = None) -> None:
+        super().__init__(config, device)
+        sections = list(config.rope_parameters["mrope_section"])
+        # pair i of a head turns by one axis; its halves lie half a head apart
+        self.axes = [axis for axis, size in enumerate(sections) for _ in range(size)] * 2
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, T, D] each."""
+        if position_ids.dim() == 2:
+            return super().forward(x, position_ids)  # type: ignore[no-any-return]
+        columns = torch.arange(len(self.axes), device=position_ids.device)
+        axes = torch.tensor(self.axes, device=position_ids.device)
+        cos, sin = super().forward(x, position_ids[:, 0])
+        return cos[axes, :, columns].T[None], sin[axes, :, columns].T[None]
 
 
 def allocate(root: Any, model: Any, config: PretrainedConfig, device: torch.device) -> None:

@@ -1,8 +1,9 @@
-"""A learner rank's part of a trace: its phases, its broadcasts, and torch's profile."""
+"""A learner rank's part of a trace: its phases, its broadcasts, and torch's profile; readings of its GPU."""
 
 import logging
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from configs.schema import Config
 from learner.ranks import Ranks
 from slipstream.runtime.trace import FOLDER, ClockProbe, Recorder, to_ns
+from slipstream.runtime.vitals import device
 from weight_bus import PublishReport
 
 log = logging.getLogger(__name__)
@@ -24,6 +26,11 @@ PACKING = ("gather", "encode")
 def torch_file(run_dir: str | Path, rank: int) -> Path:
     """Where torch's profile of a rank is."""
     return Path(run_dir) / FOLDER / f"torch-{rank}.json"
+
+
+def readings() -> Mapping[str, float]:
+    """Memory that torch has allocated on this rank's GPU, and its utilization; nothing on a CPU."""
+    return device.readings(torch.cuda, [int(os.environ.get("LOCAL_RANK", "0"))], torch.cuda.memory_allocated)
 
 
 class Profile:

@@ -236,13 +236,12 @@ def plain(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def read_ids(folder: Path) -> dict[str, str]:
-    """Ids of the services' runs, by tracker; of a run folder of before, that of wandb. Raises MetricsError."""
-    kept, before = folder / IDS, folder / "wandb_run_id"
-    if kept.exists():
-        try:
-            ids: dict[str, str] = json.loads(kept.read_text(encoding="utf-8"))
-        except ValueError as error:
-            text = f"{kept} is no JSON ({error}); delete it, and trackers begin runs of their own"
-            raise MetricsError(text) from error
-        return ids
-    return {"wandb": before.read_text(encoding="utf-8").strip()} if before.exists() else {}
+    """Ids of the services' runs, by tracker. Raises MetricsError."""
+    kept = folder / IDS
+    if not kept.exists():
+        return {}
+    try:
+        ids: dict[str, str] = json.loads(kept.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise MetricsError(f"{kept} is no JSON ({error}); delete it, and trackers begin runs of their own") from error
+    return ids

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from learner.policy.communication import Communication
-from learner.record.device import readings
+from learner.record.profile import readings
 from slipstream.runtime.vitals import device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

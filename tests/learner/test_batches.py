@@ -3,8 +3,8 @@
 import asyncio
 import dataclasses
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -56,17 +56,37 @@ def second_rank(config: Any) -> Iterator[Any]:
     yield SimpleNamespace(rank=1)
 
 
-async def serve(router: AsyncRouter, part: m.Batch) -> list[m.Message]:
-    """Answer Take as replay does, up to this rank's Goodbye; everything it said."""
-    said: list[m.Message] = []
-    while not said or not isinstance(said[-1], m.Goodbye):
-        assert await router.wait(10), f"only {said}"
-        while (arrived := await router.receive()) is not None:
-            identity, envelope = arrived
-            said.append(envelope.message)  # type: ignore[union-attr]
-            if isinstance(said[-1], m.Take):
-                await router.send(identity, m.Proceed(step=STEP) if said[-1].have else part)
-    return said
+class Peer:
+    """Replay's end: what a rank has said, and its answers to Hello and Take."""
+
+    def __init__(self, config: Any, run_id: str = "run", part: m.Batch = PART) -> None:
+        self.router, self.part, self.said = AsyncRouter("127.0.0.1", 0, run_id, m.TO_REPLAY), part, list[m.Message]()
+        self.reader = BatchReader(config, self.router.address, rank=0, fingerprint={})
+
+    async def hear(self, until: Callable[[], bool]) -> bytes:
+        """Go on until this is so; the identity of the last that spoke."""
+        identity = b""
+        while not until():
+            await self.router.wait(0.1)
+            while (arrived := await self.router.receive()) is not None:
+                identity, envelope = arrived
+                self.said.append(envelope.message)  # type: ignore[union-attr]
+                match self.said[-1]:
+                    case m.Hello():
+                        await self.router.send(identity, WELCOME)
+                    case m.Take(have=have):
+                        await self.router.send(identity, m.Proceed(step=STEP) if have else self.part)
+        return identity
+
+
+@asynccontextmanager
+async def peer(config: Any, **options: Any) -> AsyncIterator[Peer]:
+    made = Peer(config, **options)
+    try:
+        yield made
+    finally:
+        made.router.close()
+        made.reader.abandon()
 
 
 def trained_on(part: m.Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Exception, list[m.Message]]:
@@ -76,14 +96,13 @@ def trained_on(part: m.Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     config = make_config(tmp_path, replay={"async_lag": 2})
 
     async def both() -> tuple[Exception, list[m.Message]]:
-        router = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY)
-        run = asyncio.to_thread(loop.train, config, router.address, resume=False, make_learner=Rank)
-        try:
-            error, said = await asyncio.wait_for(asyncio.gather(run, serve(router, part), return_exceptions=True), 30)
-        finally:
-            router.close()
-        assert isinstance(error, Exception) and isinstance(said, list), (error, said)
-        return error, said
+        async with peer(config, part=part) as replay:
+            address = replay.router.address
+            run = asyncio.create_task(asyncio.to_thread(loop.train, config, address, resume=False, make_learner=Rank))
+            await asyncio.wait_for(replay.hear(lambda: bool(replay.said) and type(replay.said[-1]) is m.Goodbye), 30)
+            (error,) = await asyncio.gather(run, return_exceptions=True)
+        assert isinstance(error, Exception), error
+        return error, replay.said
 
     return asyncio.run(both())
 
@@ -115,24 +134,11 @@ def test_a_rank_beats_while_it_computes_from_welcome_on(tmp_path):
     config = make_config(tmp_path, network={"heartbeat_s": 0.1})
 
     async def heard() -> list[m.Message]:
-        router, said = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY), list[m.Message]()
-        reader = BatchReader(config, router.address, rank=0, fingerprint={})
-        work = asyncio.create_task(asyncio.to_thread(computes, reader))
-        try:
-            while not work.done():
-                await router.wait(0.1)
-                while (arrived := await router.receive()) is not None:
-                    identity, envelope = arrived
-                    said.append(envelope.message)  # type: ignore[union-attr]
-                    if isinstance(said[-1], m.Hello):
-                        await router.send(identity, WELCOME)
-                    elif isinstance(said[-1], m.Take):
-                        await router.send(identity, m.Proceed(step=STEP) if said[-1].have else PART)
+        async with peer(config) as replay:
+            work = asyncio.create_task(asyncio.to_thread(computes, replay.reader))
+            await replay.hear(work.done)
             await work
-        finally:
-            reader.abandon()
-            router.close()
-        return said
+        return replay.said
 
     def computes(reader: BatchReader) -> None:
         time.sleep(0.5)
@@ -151,26 +157,17 @@ def test_a_rank_that_waits_for_its_evaluations_shows_that_it_lives(tmp_path, mon
     monkeypatch.setattr(batches, "ASK_AGAIN_S", 0.1)
 
     async def heard() -> list[m.Message]:
-        router, said = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY), list[m.Message]()
-        reader = BatchReader(make_config(tmp_path), router.address, rank=0, fingerprint={})
-        for version in (5, 7):
-            reader.announce(m.Evaluate(version=version))
-        waits = asyncio.create_task(asyncio.to_thread(reader.wait_for_evaluations, 30.0))
-        try:
-            while len(said) < 6:
-                assert await router.wait(10), f"only {said}"
-                while (arrived := await router.receive()) is not None:
-                    identity, envelope = arrived
-                    said.append(envelope.message)  # type: ignore[union-attr]
-            await router.send(identity, m.EvaluationClosed(version=7))
+        async with peer(make_config(tmp_path)) as replay:
+            for version in (5, 7):
+                replay.reader.announce(m.Evaluate(version=version))
+            waits = asyncio.create_task(asyncio.to_thread(replay.reader.wait_for_evaluations, 30.0))
+            identity = await asyncio.wait_for(replay.hear(lambda: len(replay.said) >= 6), 30)
+            await replay.router.send(identity, m.EvaluationClosed(version=7))
             await asyncio.sleep(1.0)
             assert not waits.done(), "an earlier version is evaluated still"
-            await router.send(identity, m.EvaluationClosed(version=5))
+            await replay.router.send(identity, m.EvaluationClosed(version=5))
             await asyncio.wait_for(waits, 30)
-        finally:
-            router.close()
-            reader.abandon()
-        return said
+        return replay.said
 
     first, second, *others = asyncio.run(heard())
     assert isinstance(first, m.Evaluate) and isinstance(second, m.Evaluate)
@@ -181,20 +178,16 @@ def test_what_is_refused_is_no_sign_of_replay(tmp_path):
     """A rank that is left over from a killed run, and finds the next run's replay at its address."""
 
     async def heard() -> None:
-        router = AsyncRouter("127.0.0.1", 0, "next", m.TO_REPLAY)
         config = make_config(tmp_path, network={"silent_after_s": 1.0, "heartbeat_s": 0.1})
-        reader = BatchReader(config, router.address, rank=0, fingerprint={})
-        reader._dealer.run_id = "last"
-        reader.announce(m.Evaluate(version=5))
-        waits = asyncio.create_task(asyncio.to_thread(reader.wait_for_evaluations, 20.0))
-        try:
+        async with peer(config, run_id="next") as replay:
+            dealer = replay.reader._dealer
+            dealer.run_id = "last"
+            replay.reader.announce(m.Evaluate(version=5))
+            waits = asyncio.create_task(asyncio.to_thread(replay.reader.wait_for_evaluations, 20.0))
             while not waits.done():
-                await router.send(reader._dealer.identity, m.Heartbeat())
+                await replay.router.send(dealer.identity, m.Heartbeat())
                 await asyncio.sleep(0.1)
             await waits
-        finally:
-            router.close()
-            reader.abandon()
 
     with pytest.raises(ChannelError, match=r"the evaluation of version 5, but replay at .* was last heard 1\.\d s ago"):
         asyncio.run(heard())
@@ -202,15 +195,10 @@ def test_what_is_refused_is_no_sign_of_replay(tmp_path):
 
 def test_all_evaluations_share_a_deadline(tmp_path, caplog):
     async def closed() -> dict[int, str]:
-        router = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY)
-        reader = BatchReader(make_config(tmp_path), router.address, rank=0, fingerprint={})
-        for version in range(8):
-            reader.announce(m.Evaluate(version=version))
-        try:
-            await asyncio.wait_for(asyncio.to_thread(reader.wait_for_evaluations, 0.5), 3)
-        finally:
-            router.close()
-            reader.abandon()
-        return reader.inbox.closed
+        async with peer(make_config(tmp_path)) as replay:
+            for version in range(8):
+                replay.reader.announce(m.Evaluate(version=version))
+            await asyncio.wait_for(asyncio.to_thread(replay.reader.wait_for_evaluations, 0.5), 3)
+        return replay.reader.inbox.closed
 
     assert asyncio.run(closed()) == dict.fromkeys(range(8), "not done within 0.5 s")

@@ -15,10 +15,8 @@ from transformers import AutoModelForCausalLM
 from configs import Config, ConfigError
 from learner.beside.advantages import judge
 from learner.beside.beside import build_beside
-from learner.beside.critic import Critic
+from learner.beside.critic import HEAD, Critic, ValueLoss
 from learner.beside.folders import check_folders
-from learner.beside.value_loss import ValueLoss
-from learner.beside.value_model import HEAD
 from learner.guards import Guards
 from learner.policy.memory import GIB, Setup, Sizes, choose
 from learner.rows import Row, lay_out
@@ -26,7 +24,7 @@ from learner.trainer import CRITIC_WARMUP, Trainer
 from tests.learner import algorithm_reference as oracle
 from tests.learner.recorded import batch_of, random_step, rows_of
 from tests.learner.reference import Recorded
-from tests.learner.tiny_models import CPU, built, make_config, row_of, save_model
+from tests.learner.tiny_models import built, make_config, row_of, save_model
 
 STEP = random_step(3)
 GAE: dict[str, Any] = {"advantage": "gae", "kl": "k1", "kl_in": "reward", "kl_coef": 0.1}
@@ -188,7 +186,7 @@ def test_a_critic_takes_the_head_of_its_folder(qwen3: Path, mesh: DeviceMesh, tm
     head = torch.randn(1, 64)
     save_file(tensors | {"score.weight": head}, folder / "model.safetensors", metadata={"format": "pt"})
     config = configured(qwen3, algorithm={"advantage": "gae"}, critic={"path": str(folder)})
-    loaded = dict(Critic(config, mesh, CPU, built(config, mesh)[0].budget).model.named_full_tensors("float32"))
+    loaded = dict(Critic(config, built(config, mesh)[0]).model.named_full_tensors("float32"))
     assert torch.equal(loaded[HEAD], head) and torch.equal(loaded["model.norm.weight"], tensors["model.norm.weight"])
 
 

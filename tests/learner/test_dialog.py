@@ -1,16 +1,17 @@
 """A rank's dialog with replay, message by message. Whole runs: tests/replay/test_simulation.py."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from configs import Config
 from learner.dialog import Dialog, RunEnded
 from learner.train import REFUSALS
 from replay import messages as m
 from replay.channel import ChannelError
 from tests.learner.recorded import batch_of, random_step
+from tests.learner.tiny_models import make_config
 from tests.replay.simulation.samples import make_result
 
 HELLO = m.Hello(role="learner", name="learner-0", pid=1, host="h", cursor={"version": 2})
@@ -21,9 +22,8 @@ DEADLINE_S, SILENT_S = 100.0, 30.0
 @pytest.fixture
 def dialog() -> Dialog:
     """Of rank 0, which is welcome as incarnation 4."""
-    tree: dict[str, Any] = {"model": {"path": "none"}, "data": {"train": "none"}}
-    tree |= {"learner": {"batch_deadline_s": DEADLINE_S}, "network": {"silent_after_s": SILENT_S}}
-    made = Dialog(Config.model_validate(tree), 0, 0.0)
+    waits = {"learner": {"batch_deadline_s": DEADLINE_S}, "network": {"silent_after_s": SILENT_S}}
+    made = Dialog(make_config(Path("none"), **waits), 0, 0.0)
     made.ask(HELLO, m.Welcome, "Welcome", 0.0)
     made.hear(m.Welcome(incarnation=4, version=2, bus_address=None), 0.0)
     return made
@@ -114,7 +114,7 @@ def test_another_refusal_and_the_end_of_the_run_are_errors(dialog: Dialog) -> No
         assert isinstance(raised.value, REFUSALS) is ends_the_run
     with pytest.raises(RunEnded, match="over"):
         dialog.hear(m.Goodbye(reason="over"), 1.0)
-    fresh = Dialog(Config.model_validate({"model": {"path": "n"}, "data": {"train": "n"}}), 0, 0.0)
+    fresh = Dialog(make_config(Path("none")), 0, 0.0)
     with pytest.raises(ChannelError):
         fresh.hear(m.Refused(reason="before any Hello", code="hello"), 1.0)
 

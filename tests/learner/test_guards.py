@@ -20,9 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs.limits import Limits, rules_of
 from learner.checkpoints.folders import CheckpointError
 from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
-from learner.guards.moving import WARM_UP
 from learner.guards.roll_back import RollBack, RollBacks
-from learner.guards.signals import MIN_TOKENS
+from learner.guards.signals import MIN_TOKENS, WARM_UP
 from learner.learner import Learner
 from learner.policy.model import Policy
 from learner.step import StepSums

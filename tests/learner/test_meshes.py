@@ -74,7 +74,7 @@ def test_the_blocks_of_all_ranks_are_the_tensor_once(
 
 
 @pytest.mark.slow  # up to four processes that train
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_more_ranks_train_what_the_reference_trains(tmp_path: Path, ranks: int) -> None:
     mesh_ranks.save_models(tmp_path)
     place, cases = {"WORLD_SIZE": str(ranks), "MESH_STEPS": str(NUM_STEPS)}, mesh_ranks.CASES[ranks]
@@ -86,6 +86,5 @@ def test_more_ranks_train_what_the_reference_trains(tmp_path: Path, ranks: int) 
         differences = {name: float((found[name] - expected[name]).abs().max()) for name in expected}
         assert found.keys() == expected.keys() and max(differences.values()) <= 1e-5, (case[0], differences)
         assert all(rank[case[0]]["steps"] == seen[0][case[0]]["steps"] for rank in seen)
-    moves = seen[0].get("moved", [])
-    for moved in moves if isinstance(moves, list) else [moves]:
+    for moved in seen[0].get("moved", []):
         assert moved["saved"] == moved["loaded"]

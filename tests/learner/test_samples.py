@@ -1,6 +1,7 @@
 """Trajectories of several samples: from group to rows they share a reward, count once, and lose no token."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,20 +24,15 @@ from replay.state import batches
 from replay.state.answers import kept
 from replay.state.leases import Slot
 from replay.state.validation import Bounds, problem_with
+from tests.learner.tiny_models import make_config
 from tests.replay.simulation.samples import make_group
 
 STEP, SIZE, LIMIT = 4, 3, 40
 
 
 def config(**algorithm: Any) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "none"},
-            "data": {"train": "none.jsonl", "max_prompt_tokens": 8},
-            "rollout": {"group_size": SIZE, "groups_per_step": 4, "max_new_tokens": 8},
-            "algorithm": algorithm,
-        }
-    )
+    sizes = {"data": {"max_prompt_tokens": 8}, "rollout": {"group_size": SIZE, "max_new_tokens": 8}}
+    return make_config(Path("none"), algorithm=algorithm, **sizes)
 
 
 def episodes(rng: np.random.Generator, index: int) -> m.Group:

@@ -183,13 +183,6 @@ def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
     assert [point.step for point in history] == [1, 2, 3]
 
 
-def test_a_run_folder_of_before_keeps_the_id_of_its_wandb_run(tmp_path):
-    (tmp_path / "wandb_run_id").write_text("abc123\n")
-    assert read_ids(tmp_path) == {"wandb": "abc123"}
-    (tmp_path / "trackers.json").write_text('{"mlflow": "x"}')
-    assert read_ids(tmp_path) == {"mlflow": "x"}
-
-
 def test_ids_survive_a_full_disk_and_broken_ones_are_named(tmp_path, service):
     kept = tmp_path / trackers.IDS
     kept.write_text('{"wandb": "an-id"}')

@@ -240,8 +240,8 @@ def test_a_failure_on_one_rank_raises_on_both_and_hangs_none(seen):
     for model in MODELS:
         found = [seen[rank][model]["checkpoints"] for rank in range(2)]
         assert all("a_file/x/checkpoints/step_1 could not be written" in each["blocked"] for each in found)
-        words = "full/x/checkpoints/step_1 could not be written on rank 1: [Errno 28] No space left on device"
-        assert all(words in each["full"] for each in found), found[0]["full"]
+        words = "broken/x/checkpoints/step_1 could not be written on rank 1: [Errno 5] Input/output error"
+        assert all(words in each["broken"] for each in found), found[0]["broken"]
     assert [seen[rank]["export_fails"] for rank in range(2)] == [["NotADirectoryError", "OSError"], []]
     assert seen[0]["in_step"] == seen[1]["in_step"]
 

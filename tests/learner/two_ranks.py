@@ -203,11 +203,15 @@ def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Conf
     seen["from_one_rank_steps"] = fresh_optimizer.num_steps
     blocked = make_config(policy.source, run={"dir": str(folder / "a_file"), "name": "x"})
     seen["blocked"] = refusal(Checkpointer(blocked, policy, optimizer))
+    broken = make_config(policy.source, run={"dir": str(folder / "broken"), "name": "x"})
     full = make_config(policy.source, run={"dir": str(folder / "full"), "name": "x"})
-    no_room = OSError(errno.ENOSPC, "No space left on device")
     with patch.object(export, "FILE_BYTES", 50_000), patch.object(export, "save_file") as save:
-        save.side_effect = no_room if policy.rank == 1 else save_file
-        seen["full"] = refusal(Checkpointer(full, policy, optimizer))
+        save.side_effect = OSError(errno.EIO, "Input/output error") if policy.rank == 1 else save_file
+        seen["broken"] = refusal(Checkpointer(broken, policy, optimizer))
+        no_room = iter([OSError(errno.ENOSPC, "No space left on device")] * policy.rank)
+        save.side_effect = lambda *args, **named: raised(next(no_room, None)) or save_file(*args, **named)
+        with patch.object(checkpointer, "RETRY_S", 0.01):
+            saved(Checkpointer(full, policy, optimizer), 1)
     return seen
 
 
@@ -221,6 +225,12 @@ def adapters(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     fresh, fresh_optimizer = built(config, mesh)
     Checkpointer(config, fresh, fresh_optimizer).resume()
     return {"start": start, "end": policy.parameter_digest(), "resumed": fresh.parameter_digest()}
+
+
+def raised(error: OSError | None) -> None:
+    """Raise it, if there is one."""
+    if error is not None:
+        raise error
 
 
 def refusal(keeper: Checkpointer) -> str:
