@@ -22,7 +22,7 @@ BUDGET = {
     "replay": 9_483,
     "weight_bus": 5_150,
     "rollout_server/engines": 3_931,
-    "rollout_server/tasks": 6_995,
+    "rollout_server/tasks": 6_971,
     "rollout_server": 13_340,
     "learner": 9_040,
 }
