@@ -14,7 +14,7 @@ import sys
 
 import torch
 
-from replay.channel import AsyncDealer
+from replay.channel import AsyncDealer, Dealer
 from replay.messages import LeaseRequest
 from rollout_server import main as rollout_main
 from rollout_server.engines.torch.engine import TorchEngine
@@ -44,16 +44,20 @@ class FaultyTransport(Wrapped):
             bucket[len(bucket) // 3] ^= 0x10
 
 
-class FaultySubscriber(Subscriber):
-    def __init__(self, *args, **settings):
-        super().__init__(*args, **settings, transport_factory=wrapping(FaultyTransport))
-
-    def _handle(self, message, engine):
+class FaultyDealer(Dealer):
+    def poll(self, timeout_s):
+        envelope = super().poll(timeout_s)
+        message = envelope and envelope.message
         if isinstance(message, Begin) and message.version not in seen:
             seen.append(message.version)
             if len(seen) == ordinal:
                 logging.getLogger("test").warning("planting %s in v%d", fault, message.version)
-        return super()._handle(message, engine)
+        return envelope
+
+
+class FaultySubscriber(Subscriber):
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings, dealer=FaultyDealer, transport_factory=wrapping(FaultyTransport))
 
 
 class WatchedDealer(AsyncDealer):
