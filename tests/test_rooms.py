@@ -10,19 +10,19 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
-    "configs": 2_795,
+    "configs": 2_779,
     "slipstream/runtime": 2_145,
     "slipstream/families": 317,
     "slipstream/launch": 3_230,
     "slipstream/check": 2_360,
-    "slipstream/view": 2_553,
-    "slipstream/translate": 1_136,
-    "slipstream/plan": 1_509,
-    "slipstream/command": 169,
+    "slipstream/view": 2_475,
+    "slipstream/translate": 1_118,
+    "slipstream/plan": 1_501,
+    "slipstream/command": 159,
     "replay": 9_483,
-    "weight_bus": 5_150,
-    "rollout_server/engines": 3_931,
-    "rollout_server/tasks": 6_995,
+    "weight_bus": 5_093,
+    "rollout_server/engines": 3_890,
+    "rollout_server/tasks": 6_967,
     "rollout_server": 13_340,
     "learner": 9_010,
 }

@@ -22,7 +22,7 @@ from weight_bus.digest import combined, slice_digest
 DEADLINE_S = 280
 MODELS = ("qwen3", "llama")
 UNEVEN = {"vocab_size": 65, "intermediate_size": 191}
-LARGE = {"num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4}
+LARGE = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}
 LARGE |= {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 16384}
 SLACK_BYTES = 32 * 1024 * 1024
 Seen = list[dict[str, Any]]
@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
     mesh_ranks.save_models(folder)
     config = CONFIGS["qwen3"](**{**SIZES, **LARGE, "tie_word_embeddings": True})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(folder / "large", max_shard_size="40MB")
+    model.save_pretrained(folder / "large", max_shard_size="20MB")
     return folder
 
 
@@ -69,7 +69,7 @@ def test_no_rank_holds_a_model_of_several_files_whole(seen, folder):
     mapped = max(file.stat().st_size for file in files.values())
     whole_model = {name: slice_digest(t.float()) for file in set(files.values()) for name, t in load_file(file).items()}
     for found in (rank["loading"] for rank in seen):
-        assert found["whole"] > 300_000_000 and found["held"] <= 0.51 * found["whole"]
+        assert found["whole"] > 200_000_000 and found["held"] <= 0.51 * found["whole"]
         assert found["growth"] <= found["held"] + mapped + SLACK_BYTES < 0.9 * found["whole"], found
         assert found["digest"] == combined({name: whole_model[name] for name in found["names"]})
 

@@ -24,8 +24,11 @@ def config(**overrides):
         "network": {"silent_after_s": 10.0},
     }
     for key, value in overrides.items():
-        section, name = key.split("__")
-        tree.setdefault(section, {})[name] = value
+        section, _, name = key.partition("__")
+        if name:
+            tree.setdefault(section, {})[name] = value
+        else:
+            tree[section] = value
     return Config.model_validate(tree)
 
 

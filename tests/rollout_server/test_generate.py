@@ -178,15 +178,6 @@ def expected(seed: int) -> list[int]:
     return [forced_length(seed, i, median=MEDIAN, sigma=SIGMA, limit=CAP) for i in range(GROUP)]
 
 
-def test_lengths_are_lognormal() -> None:
-    assert {1, 8} < {forced_length(s, 0, median=4, sigma=3.0, limit=8) for s in range(99)} <= {*range(1, 9)}
-    drawn = [forced_length(s, i, median=512, sigma=0.7, limit=10**9) for s in range(500) for i in range(8)]
-    logs = np.log(drawn)
-    assert abs(logs.mean() - np.log(512)) < 0.04
-    assert abs(logs.std() - 0.7) < 0.03
-    assert abs(((logs - logs.mean()) ** 3).mean() / 0.7**3) < 0.15, "symmetric in the logarithm"
-
-
 async def test_answers_have_their_lengths_and_no_token_stops_them(config: Config) -> None:
     async with generating(config, MEDIAN, SIGMA) as generator:
         generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))

@@ -71,16 +71,6 @@ def test_a_child_that_fails_in_a_run_is_quoted(tmp_path: Path) -> None:
         process.check_alive()
 
 
-def test_a_stderr_that_is_no_file_has_no_last_error() -> None:
-    reader, writer = os.pipe()
-    try:
-        os.write(writer, TRACEBACK.encode())
-        assert ChildrenLog(writer).last_error() == ""
-    finally:
-        os.close(reader)
-        os.close(writer)
-
-
 def test_the_oom_killer_is_named_for_a_child_that_was_killed_only() -> None:
     error = "ImportError: the attention kernel is missing"
     assert start_failure(DIED.format(1), error).startswith(f"{error} (Rank 0 scheduler died")

@@ -1,7 +1,6 @@
 """The torch engine: tokens and logprobs against transformers, streams, ends, refusals, batching, death, close."""
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +61,6 @@ def test_uniforms_are_uniform_and_streams_unrelated() -> None:
     assert abs(drawn.mean() - 0.5) < 0.01
     assert np.abs(np.histogram(drawn, bins=10)[0] / drawn.size - 0.1).max() < 0.01
     assert np.abs(np.corrcoef(drawn) - np.eye(20)).max() < 0.15
-
-
-def test_a_token_of_probability_zero_is_never_chosen() -> None:
-    logits = torch.full((3, 5), float("-inf"))
-    logits[:, 1] = 0.0
-    logits[:, 3] = 1.0
-    edges = np.array([0.0, 0.5, 1.0 - 2**-53])
-    tokens, logprobs = choose(logits, temperature=np.ones(3, np.float32), greedy=np.zeros(3, np.bool_), uniform=edges)
-    assert tokens.tolist() == [1, 3, 3]
-    assert np.isfinite(logprobs).all()
 
 
 def test_tokens_are_those_of_one_running_sum_over_the_vocabulary() -> None:
@@ -299,19 +288,6 @@ async def test_death_of_the_thread_reaches_every_waiter_and_every_later_call(
                 await call
         engine.abort("1")
         assert engine.running_tokens() == {}
-
-
-async def test_an_idle_engine_sleeps(folder: Path) -> None:
-    async with serving(folder) as engine:
-        await sample(engine, [1], "a")
-        await engine.pause("keep_kv")
-        paused = asyncio.ensure_future(sample(engine, [1], "b"))
-        await asyncio.sleep(0)
-        before = time.process_time()
-        await asyncio.sleep(0.2)
-        assert time.process_time() - before < 0.1
-        await engine.resume()
-        await paused
 
 
 async def test_close_returns_what_runs_as_abort_and_refuses_more(folder: Path, gate_at: Gates) -> None:

@@ -161,23 +161,6 @@ async def test_drain_waits_for_live_requests_only(folder: Path, old: Any, new: A
         assert error(answer, logprobs_of(old, [5], answer)) <= 1e-5
 
 
-async def test_live_and_pinned_requests_advance_at_the_same_pace(folder: Path, gate_at: Gates) -> None:
-    async with serving(folder) as engine:
-        await engine.pin(0)
-        start = gate_at(1)
-        pinned = await start.posted(engine.generate([2], LONG, 1, request_id="pinned", pinned=0))
-        await start.reached()
-        live = await start.posted(engine.generate([1], LONG, 1, request_id="live"))
-        gate = gate_at(20, lambda weights: weights is not engine.live.weights)
-        start.release()
-        await gate.reached()
-        counts = engine.running_tokens()
-        gate.release()
-        await asyncio.gather(live, pinned)
-        assert counts["pinned"] > 15
-        assert abs(counts["live"] - counts["pinned"]) <= 2
-
-
 async def test_several_pins_and_unpin(folder: Path, old: Any, new: Any, gate_at: Gates) -> None:
     async with serving(folder) as engine:
         with pytest.raises(EngineError, match="pin of version 1 refused: the live version is 0"):

@@ -103,13 +103,6 @@ def test_sharded_folder_with_index_loads_the_same(tmp_path: Path) -> None:
     assert read(tmp_path / "many").digests() == read(tmp_path / "one").digests()
 
 
-def test_folder_is_cast_to_the_engine_dtype(tmp_path: Path) -> None:
-    make_model().to(torch.bfloat16).save_pretrained(tmp_path)
-    expected = {name: slice_digest(t) for name, t in hf_tensors(load_model(tmp_path, torch.float32)).items()}
-    assert read(tmp_path, torch.float32).digests() == expected
-    assert read(tmp_path, torch.bfloat16).tensors["norm"].dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("differs", [False, True])
 def test_a_tied_folder_may_repeat_the_embedding_as_lm_head_but_not_contradict_it(differs: bool, tmp_path: Path) -> None:
     file = save_folder(tmp_path) / "model.safetensors"
@@ -152,12 +145,6 @@ def test_what_cannot_be_served_exactly_is_refused_by_name(
     folder = save_folder(tmp_path, family, max_window_layers=1) if family == "qwen2" else save_folder(tmp_path, family)
     with pytest.raises(EngineError, match=message):
         read_spec(edit_config(folder, **changes), 64)
-
-
-def test_a_sliding_window_that_never_slides_is_served(tmp_path: Path) -> None:
-    folder = save_folder(tmp_path, "qwen2", use_sliding_window=True, sliding_window=64, max_window_layers=1)
-    assert "sliding_attention" in (folder / "config.json").read_text()
-    assert read_spec(folder, 64).family == "qwen2"
 
 
 def test_folders_without_config_or_safetensors_are_refused(tmp_path: Path) -> None:

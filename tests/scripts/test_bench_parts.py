@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-import mmap
 import os
-import threading
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -33,20 +31,10 @@ from rollout_server.generate import Generator
 from rollout_server.tasks.task import Task
 from scripts.bench import bus, load, pipeline, replay
 from scripts.bench import learner as bench_learner
-from scripts.bench.core import CaseFailed, cost_of, quantile, resident_bytes, spread, table, written_bytes
+from scripts.bench.core import CaseFailed, cost_of, spread
 from scripts.bench.load import Case, prepare
-from scripts.bench.replay import MIB, memory
 from scripts.bench.server import ForcedLengths, ProbedEngine, ProbedProcess, TokenGaps
 from scripts.bench.train import BenchLearner, Plan
-
-PARAMETERS = {"0.6B": 596_049_920, "1.7B": 1_720_574_976, "8B": 8_190_735_360}
-
-
-@pytest.mark.parametrize("name", PARAMETERS)
-def test_a_shape_has_the_parameters_of_its_name(name: str) -> None:
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(random_qwen3.config(name))
-    assert sum(parameter.numel() for parameter in made.parameters()) == PARAMETERS[name]
 
 
 def test_a_folder_loads_whole_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +92,6 @@ def test_options_are_refused_at_once(
     assert refused.value.code == 2 and named in capsys.readouterr().err
 
 
-def test_options_say_the_cases() -> None:
-    cases = pipeline.parse(["--configs", "0.6B@1:3,8B@2:2"])[1]
-    assert cases == [pipeline.Case("0.6B", 1, 3), pipeline.Case("8B", 2, 2)]
-    assert replay.parse(["--minutes", "10"])[0].seconds == 600
-    assert replay.parse(["--producers", "7", "--no-curve"])[1] == [Case(producers=7, curve=False)]
-
-
 def test_every_step_has_one_phase_and_the_first_of_each_does_not_count() -> None:
     plan = Plan(warmup=2, idle=3, full=4, quiet_s=1)
     assert plan.phases == ["warmup"] * 2 + ["idle"] * 4 + ["full"] * 5
@@ -122,25 +103,6 @@ def test_steps_count_in_whole_cycles_of_the_lag(lag: int, counted: int) -> None:
     """At lag 2 two of three steps find their batch ready: four counted steps would say anything but the mean."""
     plan = pipeline.plan_of(pipeline.parse(["--device", "cpu", "--quick", "--lag", str(lag)])[0])
     assert len(plan.measured("idle")) == len(plan.measured("full")) == counted
-
-
-def test_numbers() -> None:
-    assert [quantile(found, 0.9) for found in ([3.0], range(1, 11), [1.0, 9.0], [])] == [3, 9, 9, 0]
-    rows = [{"bytes": 100.0 if number % 2 else 3.0, "total_s": 1.0, "cpu_s": 0.1} for number in range(12)]
-    assert [len(kind) for kind in bus.by_kind(rows, 5)] == [5, 5]
-    with pytest.raises(CaseFailed, match="4 versions whole"):
-        bus.by_kind(rows[:-1], 5)
-
-
-def test_the_table_has_every_case() -> None:
-    flow = {"case": "64 producers", "tokens_per_cpu_second": 5_500_000, "bytes_per_token_in": 17.125, 5: 0.5}
-    held = {"case": "held", "memory_over_queued": 1.15, "rss_mib_by_quarter": [1.0, 2.0]}
-    failed = {"case": "1000 producers", "error": "replay ended with code 1"}
-    lines = table([flow, failed, held], "case").splitlines()
-    assert lines[0] == "| case | 64 producers | held |"
-    assert "| tokens_per_cpu_second | 5500000 | - |" in lines and "| bytes_per_token_in | 17.12 | - |" in lines
-    assert "| rss_mib_by_quarter | - | 1, 2 |" in lines and "| 5 | 0.5 | - |" in lines, "a version is a key as well"
-    assert lines[-1] == "1000 producers: no result: replay ended with code 1"
 
 
 def test_the_gap_over_an_update_stands_apart_from_the_others() -> None:
@@ -155,18 +117,6 @@ def test_the_gap_over_an_update_stands_apart_from_the_others() -> None:
     assert found["token_gap_ms_p50"] == pytest.approx(10)
     assert found["pause_ms_p50"] == found["pause_ms_max"] == found["pause_ms_last"] == pytest.approx(50)
     assert found["pause_samples"] == 1
-
-
-def test_an_update_between_two_probes_is_no_gap() -> None:
-    gaps = TokenGaps()
-    gaps.watch("a")
-    gaps.token(1.0)
-    gaps.watch("")
-    gaps.resume()
-    gaps.watch("b")
-    gaps.token(5.0)
-    gaps.token(5.01)
-    assert gaps.detail()["pause_samples"] == 0 and gaps.detail()["token_gap_ms_p50"] == pytest.approx(10)
 
 
 def test_one_request_at_a_time_is_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,36 +220,6 @@ def test_cpu_seconds_of_all_threads_are_counted_and_told_apart() -> None:
     both = cost_of(os.getpid())
     assert both["total"] > with_main["total"] + 0.15, "a thread that has ended counts"
     assert both["main"] < with_main["main"] + 0.1, "but not as the main thread"
-
-
-def test_a_thread_that_ends_while_it_is_read_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def gone(path: Path, encoding: str) -> str:
-        raise ProcessLookupError(3, "No such process", str(path))
-
-    over = threading.Event()
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(over.wait, 10)
-        monkeypatch.setattr(Path, "read_text", gone)
-        assert cost_of(os.getpid())["main"] > 0
-        over.set()
-
-
-def test_bytes_written_and_memory(tmp_path: Path) -> None:
-    before = written_bytes(os.getpid())
-    (tmp_path / "file").write_bytes(bytes(3_000_000))
-    assert 3_000_000 <= written_bytes(os.getpid()) - before < 3_200_000
-    resting = resident_bytes(os.getpid())
-    with mmap.mmap(-1, 64 * MIB) as block:  # malloc may hand out pages that are resident already
-        block.write(bytes([1]) * len(block))
-        assert abs(resident_bytes(os.getpid()) - resting - len(block)) < 16 * MIB
-
-
-def test_growth_is_seen() -> None:
-    flat = memory([100 * MIB] * 40)
-    assert flat["rss_mib_by_quarter"] == [100.0] * 4 and flat["rss_mib_growth"] == 0
-    grows = memory([i * MIB for i in range(1, 401)])
-    assert grows["rss_mib_growth"] == 200.0 and grows["rss_mib_max"] == 400.0
-    assert memory([5 * MIB])["rss_mib_by_quarter"] == [5.0] * 4
 
 
 def test_flops_of_the_learner_are_those_of_tokens_that_are_computed() -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,37 +14,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from configs import Config
 from replay import keys as make_keys
 from replay.channel import AsyncRouter, Dealer, Envelope, Keys, Limits, WireError, load_keys, registry
 from replay.channel.frames import Message
-from replay.data import PromptSource
 from replay.messages import FROM_REPLAY, TO_REPLAY, StatusRequest
 from replay.serve import serve
 from replay.service import Service
 from scripts.bench import core
+from tests.replay.simulated_run import bare_service
 from tests.replay.simulation.journal import MemoryJournal
-from tests.replay.simulation.world import rows
 from tests.support.waiting import PATIENT_S, until
 
 RUN = "attacked-run"
 
 
-def config(**placement: str) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": "unused"},
-            "data": {"train": "unused", "eval": "unused"},
-            "rollout": {"group_size": 2, "groups_per_step": 4, "max_new_tokens": 8},
-            "replay": {"async_lag": 1, "lease_s": 10, "max_attempts": 3, "partial_rollouts": True},
-            "placement": {"device": "cpu"} | (placement or {"split": "1:1"}),
-        }
-    )
+SETTINGS = {"replay__partial_rollouts": True, "network__silent_after_s": 30.0}
 
 
-def service(num_prompts: int = 40, num_evaluated: int = 0, **placement: str) -> Service:
-    prompts = PromptSource(rows(num_prompts), shuffle=False, seed=0)
-    return Service(config(**placement), prompts, {"": rows(num_evaluated)}, time.monotonic(), journal=MemoryJournal())
+def service(num_prompts: int = 40, num_evaluated: int = 0, **settings: Any) -> Service:
+    journal = MemoryJournal()
+    made: Service = bare_service(journal, num_prompts, evaluated=num_evaluated, **SETTINGS, **settings)
+    return made
 
 
 class Replay(logging.Handler):
@@ -71,7 +60,7 @@ class Replay(logging.Handler):
 
 
 @contextmanager
-def served(keys: Keys | None = None, **placement: str) -> Iterator[Replay]:
+def served(keys: Keys | None = None, **settings: Any) -> Iterator[Replay]:
     """A replay in a thread of its own; it must go on serving after what is done to it."""
     replay, logger = Replay(), logging.getLogger("replay")
     listening, stop = threading.Event(), threading.Event()
@@ -81,7 +70,7 @@ def served(keys: Keys | None = None, **placement: str) -> Iterator[Replay]:
         try:
             replay.address = router.address
             listening.set()
-            await serve(router, service(**placement), 0.2, stop.is_set)
+            await serve(router, service(**settings), 0.2, stop.is_set)
         finally:
             router.close()
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
+from typing import Any
 
 import pytest
 import zmq
@@ -94,6 +95,10 @@ def test_a_wrong_run_id(keys: dict[str, Keys]) -> None:
     assert isinstance(message, m.Refused) and f"run id 'another-run', this is {RUN!r}" in message.reason
 
 
+def placed(rollout: str, learner: str) -> dict[str, Any]:
+    return {"placement": {"device": "cpu", "rollout": rollout, "learner": learner}}
+
+
 def says_hello(replay: Replay, identity: str, keys: Keys, rank: int) -> str:
     """The reason for which replay refuses a learner's Hello; "" for Welcome."""
     with Dealer(replay.address, identity, m.FROM_REPLAY, keys=keys) as dealer:
@@ -104,7 +109,7 @@ def says_hello(replay: Replay, identity: str, keys: Keys, rank: int) -> str:
 
 def test_a_rollout_key_that_says_it_is_a_rank_of_another_learner_node(tmp_path: Path) -> None:
     keys = keys_of(tmp_path, "node1", "node2", "nodes")
-    with served(keys["learner"], rollout="node2:0", learner="node0:0; node1:0") as replay:
+    with served(keys["learner"], **placed("node2:0", "node0:0; node1:0")) as replay:
         assert says_hello(replay, "learner-0.0a", keys["learner"], 0) == ""
         assert says_hello(replay, "learner-1.1a", keys["node1"], 1) == ""
         reason = says_hello(replay, "learner-1.2a", keys["node2"], 1)
@@ -116,7 +121,7 @@ def test_a_rollout_key_that_says_it_is_a_rank_of_another_learner_node(tmp_path: 
 
 def test_a_shared_key_of_learner_nodes_alone_stays_valid(tmp_path: Path) -> None:
     keys = keys_of(tmp_path, "nodes")
-    with served(keys["learner"], rollout="node0:1", learner="node0:0; node1:0") as replay:
+    with served(keys["learner"], **placed("node0:1", "node0:0; node1:0")) as replay:
         assert says_hello(replay, "learner-1.1a", keys["nodes"], 1) == ""
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from configs import ConfigError
 from slipstream import sweep
-from slipstream.view import sweep_plot
 
 
 def swept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]]:
@@ -73,11 +72,11 @@ def test_a_panel_for_what_was_varied_first_and_a_curve_for_the_rest() -> None:
         for name in "ab"
         for seed in (0, 1)
     }
-    found = sweep_plot.panels(runs)
+    found = sweep.panels(runs)
     assert {panel: list(curves) for panel, curves in found.items()} == {"lag=0": ["a", "b"], "lag=1": ["a", "b"]}
-    assert sweep_plot.mean_and_range(found["lag=1"]["a"]) == [(0, 1, 1, 1), (5, 0.5, 0, 1)]
-    assert sweep_plot.mean_and_range([[(0, 0.5), (5, 1.0)], [(0, 0.0)]]) == [(0, 0.25, 0.0, 0.5)]
-    assert sweep_plot.panels({"loss=a seed=0": {"curve": []}}) == {"": {"loss=a": [[]]}}
+    assert sweep.mean_and_range(found["lag=1"]["a"]) == [(0, 1, 1, 1), (5, 0.5, 0, 1)]
+    assert sweep.mean_and_range([[(0, 0.5), (5, 1.0)], [(0, 0.0)]]) == [(0, 0.25, 0.0, 0.5)]
+    assert sweep.panels({"loss=a seed=0": {"curve": []}}) == {"": {"loss=a": [[]]}}
 
 
 @pytest.mark.slow

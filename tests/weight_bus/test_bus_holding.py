@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.support.bus_receiver import CONFIG, Engine, Rollout, Weights, once, publish, servers, until
-from weight_bus import Event, Publisher, RemovedFromBus, WeightBusError
+from weight_bus import Event, Publisher, RemovedFromBus
 from weight_bus.membership import State
 from weight_bus.transports import differing
 from weight_bus.transports.base import PROTOCOL
@@ -63,12 +63,6 @@ def test_an_engine_that_holds_for_longer_than_it_asked_is_slow(publisher):
     assert removed.symptom == "slow" and "holding an older version before it applies v1" in removed.detail
     done.set()
     until(lambda: publisher.members().get("held") == ("live", 1), "it joins anew with what it verified")
-
-
-def test_hold_is_for_the_load_callback_only(publisher):
-    rollout = Rollout(publisher, "one", config=QUICK)
-    with pytest.raises(WeightBusError, match="nothing is being applied"):
-        rollout.subscriber.hold(1.0, "nothing")
 
 
 def test_a_hold_for_longer_than_a_day_is_one_for_a_day(publisher, caplog):

@@ -95,14 +95,6 @@ def test_non_finite_values_are_refused_by_name(bad, dtype):
         packer.pack(named.items(), 1)
 
 
-def test_the_largest_finite_values_are_not_taken_for_infinite():
-    named = {"w": torch.full((100_000,), torch.finfo(torch.float32).max)}
-    Packer(BUCKET_BYTES).pack(named.items(), 0)
-    packer, narrow = Packer(BUCKET_BYTES), {"w": torch.full((1000,), 60_000.0, dtype=torch.float16)}
-    for into in (0, 1):
-        packer.pack(narrow.items(), into)
-
-
 def test_a_non_finite_value_is_found_in_a_bucket_of_two_dtypes():
     named = {"wide": torch.ones(5), "narrow": torch.ones(5, dtype=torch.bfloat16)}
     packer = Packer(BUCKET_BYTES)

@@ -3,7 +3,6 @@
 Groups are those of a stub over gloo here (tests/weight_bus/ucc_stub); only one test needs a real UCC.
 """
 
-import errno
 import logging
 import os
 import signal
@@ -16,7 +15,6 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from types import ModuleType
 from typing import NamedTuple
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -338,22 +336,6 @@ def test_a_lost_starter_takes_its_group_along_and_is_replaced(pair, monkeypatch)
 
 
 @over_the_stub
-def test_a_late_starter_goes_on_and_a_hopeless_one_is_given_up(pair, monkeypatch):
-    monkeypatch.setattr(collective, "START_S", 0.2)
-    pair.member.leave()
-    pair.member._starter.kill()
-    late = pair.member._present()
-    os.kill(late.pid, signal.SIGSTOP)
-    said = outcome(lambda: pair.member.form(pair.formation(1))).said
-    assert f"the process that starts those of UCC (pid {late.pid}) is not ready" in said and "[silent]" in said
-    assert pair.member._present() is late, "it goes on"
-    monkeypatch.setattr(member, "HOPELESS_S", 0.0)
-    assert outcome(lambda: pair.member.form(pair.formation(1))).said and is_gone(late.pid)
-    pair.member.facts()
-    pair.form()  # who states its facts is ready
-
-
-@over_the_stub
 def test_a_starter_that_does_not_answer_is_killed(pair, monkeypatch):
     monkeypatch.setattr(member, "REAP_S", 0.5)
     pair.stand()
@@ -364,15 +346,6 @@ def test_a_starter_that_does_not_answer_is_killed(pair, monkeypatch):
     pair.root.facts()
     threads = list(Path(f"/proc/{pair.root._starter.pid}/task").iterdir())
     assert len(threads) == 1, "a fork takes one thread along"
-
-
-@over_the_stub
-def test_memory_that_is_not_there_is_an_error_of_the_bus(pair, monkeypatch):
-    pair.stand()
-
-    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError(errno.ENOSPC, "no space, in this test")))
-    said = outcome(lambda: pair.root.broadcast(bucket(1, 50_000_000), 0)).said
-    assert "no 50000000 bytes of memory to share" in said and "[full]" in said and pair.root._member is None
 
 
 # ---- through the bus ------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from weight_bus.digest.definition import (
     Rows,
     all_rows,
     host_digest,
-    rows_of,
 )
 
 WORD = (1 << 32) - 1
@@ -136,13 +135,6 @@ def test_threads_share_what_one_would_digest(threads, monkeypatch):
     assert len(begun) == 1 + 1 + 1 + 2 + 2 + 55
     assert (threading.get_ident() in begun) == (threads == 1)
     assert chunks == {HOST_CHUNK if threads == 1 else SHARED_CHUNK}
-
-
-def test_columns_and_rows_share_the_memory_of_their_tensor():
-    whole = random_tensor((40, 64), torch.bfloat16, 2)
-    for part in (Part(whole), Part(whole[3:9], (40, 64), (3, 0)), Part(whole[:, 16:32], (40, 64), (0, 16))):
-        rows = rows_of(part)
-        assert rows is not None and rows.values.data_ptr() == part.tensor.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -4,9 +4,8 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
 from typing import Any
 
 from configs.environment import Environment
@@ -24,44 +23,53 @@ def prompt_of(name: str) -> str:
     return name.rsplit("/", 2)[0]
 
 
-class Slots:
-    """So many at once; `first` ones are served before all others that wait, which are served in their order."""
+class Gate:
+    """So many keys inside at once, each of them any number of times; the others wait.
 
-    def __init__(self, number: int) -> None:
-        self.free, self._numbers = number, itertools.count()
-        self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []
+    `first` ones are served before all others that wait, which are served in their order.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.inside: Counter[object] = Counter()
+        self._places, self._numbers = places, itertools.count()
+        self._waiting: list[tuple[bool, int, object, asyncio.Future[None]]] = []
 
     @property
     def waiting(self) -> int:
-        """How many wait for one."""
+        """How many wait."""
         return sum(not mine.done() for *_, mine in self._waiting)
 
-    async def take(self, *, first: bool) -> None:
-        """Wait for one of them."""
-        if self.free:
-            self.free -= 1
+    async def enter(self, key: object, *, first: bool = False) -> None:
+        """Wait for a place, or join those of the same key."""
+        if self._admits(key):
+            self.inside[key] += 1
             return
         mine = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (not first, next(self._numbers), mine))
+        heapq.heappush(self._waiting, (not first, next(self._numbers), key, mine))
         try:
             await mine
         except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():  # it was given a slot in the same moment
-                self.give_back()
+            if mine.done() and not mine.cancelled():  # it was admitted in the same moment
+                self.leave(key)
             raise
 
-    def give_back(self) -> None:
-        """The next one that waits has it."""
-        while self._waiting:
-            *_, next_one = heapq.heappop(self._waiting)
-            if not next_one.done():
-                next_one.set_result(None)
-                return
-        self.free += 1
+    def leave(self, key: object) -> None:
+        """Those that wait and now have a place are admitted."""
+        self.inside[key] -= 1
+        if not self.inside[key]:
+            del self.inside[key]
+        while self._waiting and (self._waiting[0][-1].done() or self._admits(self._waiting[0][2])):
+            *_, next_key, mine = heapq.heappop(self._waiting)
+            if not mine.done():
+                self.inside[next_key] += 1
+                mine.set_result(None)
+
+    def _admits(self, key: object) -> bool:
+        return key in self.inside or len(self.inside) < self._places
 
 
 class Suspects:
-    """Counts deaths of processes by the prompts that were in them, and lets one suspect in at a time.
+    """Counts deaths of processes by the prompts that were in them.
 
     A process that dies with several prompts in it does not say which of them ended it. One is charged with the death,
     the one that was charged least so far, so that the environment's errors are counted and no neighbour of the culprit
@@ -71,9 +79,6 @@ class Suspects:
     def __init__(self) -> None:
         self._shared: Counter[str] = Counter()
         self._charged: Counter[str] = Counter()
-        self._inside: Counter[str] = Counter()
-        """Episodes of the prompt that runs alone now."""
-        self._left = asyncio.Event()
 
     def charge(self, episodes: Iterable[str]) -> str:
         """Note the death of a process with episodes of these names in it; the prompt that it is charged to."""
@@ -87,20 +92,6 @@ class Suspects:
     def has(self, prompt: str) -> bool:
         """Whether a prompt has to run alone."""
         return self._shared[prompt] >= SHARED_DEATHS
-
-    async def enter(self, prompt: str) -> None:
-        """Wait until no other suspect runs."""
-        while self._inside.keys() - {prompt}:
-            await self._left.wait()
-        self._inside[prompt] += 1
-
-    def leave(self, prompt: str) -> None:
-        """An episode of a suspect has ended."""
-        self._inside[prompt] -= 1
-        if not self._inside[prompt]:
-            del self._inside[prompt]
-            self._left.set()
-            self._left = asyncio.Event()
 
 
 class Environments:
@@ -119,7 +110,7 @@ class Environments:
             )
             for number in range(environment.num_workers + 1)
         ]
-        self._slots = Slots(environment.max_episodes)
+        self._slots, self._alone = Gate(environment.max_episodes), Gate(1)
 
     async def start(self) -> None:
         """Start all processes. Raises EnvironmentFailed: the function cannot be loaded."""
@@ -131,13 +122,9 @@ class Environments:
         """One episode, in the process with the fewest. Raises LeaseFailed, EngineError, TaskError: it has failed."""
         prompt = prompt_of(session.name)
         async with AsyncExitStack() as places:
-            is_suspect = self._suspects.has(prompt)
-            if is_suspect:
-                enter, leave = partial(self._suspects.enter, prompt), partial(self._suspects.leave, prompt)
-                await places.enter_async_context(_place(session, enter, leave))
-            # an evaluation may keep the next version waiting (SGLang), training episodes do not
-            take = partial(self._slots.take, first=session.pinned is not None)
-            await places.enter_async_context(_place(session, take, self._slots.give_back))
+            if is_suspect := self._suspects.has(prompt):
+                await places.enter_async_context(_place(session, self._alone, prompt))
+            await places.enter_async_context(_place(session, self._slots, session))
             session.has_begun = True
             process = self._apart if is_suspect else min(self._processes, key=lambda one: one.load)
             try:
@@ -157,11 +144,10 @@ class Environments:
 
 
 @asynccontextmanager
-async def _place(
-    session: Session, take: Callable[[], Coroutine[Any, Any, Any]], give_back: Callable[[], None]
-) -> AsyncIterator[None]:
+async def _place(session: Session, gate: Gate, key: object) -> AsyncIterator[None]:
     """A place; the wait for it ends where the episode is called off. Raises LeaseFailed: it was."""
-    taking = asyncio.create_task(take())
+    # an evaluation may keep the next version waiting (SGLang), training episodes do not
+    taking = asyncio.create_task(gate.enter(key, first=session.pinned is not None))
 
     def called_off() -> None:
         taking.cancel()
@@ -175,7 +161,7 @@ async def _place(
         yield
     finally:
         if taking.done() and not taking.cancelled():
-            give_back()
+            gate.leave(key)
         taking.cancel()
 
 

@@ -12,10 +12,9 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from signal import Signals
-from statistics import median
 from typing import Any
 
-from learner.record.summary import evaluations, summarize
+from learner.record.summary import summarize
 from scripts.chaos import checker
 from scripts.chaos.cluster import Cluster, make_data
 from scripts.chaos.polling import JsonLines
@@ -187,8 +186,8 @@ class Judge:
             self._judge_server(name)
             self._judge_proofs(name, events)
         joins = [self._judge_join(name, how) for name, how in facts.joins.items()]
-        found, sampled = summarize(self.run, None), evaluations(self.rows, "sampled")
-        last, target = found["sampled_last3"], facts.target
+        found, target = summarize(self.run, None), facts.target
+        last = found["sampled_last3"]
         last = round(last, 4) if last is not None else None
         reached = target is None or (last is not None and last >= target)
         self._must(reached, f"reward: {last} at the end, the target is {target}")
@@ -201,22 +200,13 @@ class Judge:
                 for name, sig in facts.leaves.items()
             ],
             "groups_by_server": {name: history.trained[name] for name in facts.started},
-            "largest_share": self._largest_share(),
-            "versions_by_server": {
-                name: len({event["version"] for event in events if event["event"] == "live"})
-                for name, events in self.events.items()
-            },
             **{key: report[key] for key in ("trained", "lost", "trained_twice", "violations")},
             "learner_restarts": history.incarnations - 1,
             "leases_before_proof": self.leases_before_proof,
-            "reward_first": sampled[0][1] if sampled else None,
             "reward_last": last,
             "target": target,
             "reached": reached,
-            "greedy_first": found["greedy_before"],
-            "greedy_last": found["greedy_after"],
             "max_lag": found["max_lag"],
-            "not_proven_everywhere": self.unreached,
             "seconds": facts.seconds,
             "wrong": len(self.wrong),
         }, self.wrong
@@ -294,16 +284,8 @@ class Judge:
         return {
             "server": name,
             "how": how,
-            "start_seconds": round(asked - self.facts.started[name], 2),
             "fill_seconds": round(live["at"] - asked, 3),
             "version": live["version"],
             "filled": "at once" if at_once else "by the next broadcast",
             "next_broadcast_seconds": round(later - asked, 3) if later is not None else None,
         }
-
-    def _largest_share(self) -> float | None:
-        """Of a step's groups, how many came from one server: the median over steps with all servers on the bus."""
-        full = [row for row in self.steps if row.get("weight_sync/members") == len(self.facts.started)]
-        found = [self.history.shares.get(int(row["training/global_step"])) for row in full]
-        shares = [max(share.values()) / share.total() for share in found if share]
-        return round(median(shares), 3) if shares else None

@@ -44,7 +44,6 @@ class History:
         # ---- rollout servers
         self.leases: dict[GroupId, str] = {}  # server that holds a lease now
         self.moved: Counter[str] = Counter()  # leases that ended because their server was gone
-        self.shares: dict[int, Counter[str]] = {}  # groups of each committed step by the server that sent them
         self.trained: Counter[str] = Counter()  # the sum over all commits
         self.sampled: defaultdict[str, set[int]] = defaultdict(set)  # versions in each server's accepted groups
         self._senders: dict[GroupId, str] = {}
@@ -173,8 +172,7 @@ class History:
         groups = self.taken.get(step, ())
         self.line[step] = self.commits[step, incarnation] = Commit(incarnation, digest, groups)
         self.version, self.high, self.digests[step] = step, max(self.high, step), digest
-        self.shares[step] = Counter(self._senders[group] for group in groups if group in self._senders)
-        self.trained.update(self.shares[step])
+        self.trained.update(self._senders[group] for group in groups if group in self._senders)
 
     def _on_diverged(self, record: Record, fields: Fields) -> None:
         """Weights that cannot be made again: allowed by replay.on_divergence, and wrong where nothing changed.

@@ -11,7 +11,7 @@ from replay import messages as m
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.server import RolloutServer
-from rollout_server.tasks.environments.pool import Slots
+from rollout_server.tasks.environments.pool import Gate
 from tests.rollout_server.environments.test_episodes import CAP, lease, playing
 from tests.rollout_server.small_generator import PROMPT, evaluation_lease
 from tests.support.waiting import eventually
@@ -84,28 +84,28 @@ async def test_an_accepted_evaluation_keeps_its_version_while_its_episodes_wait(
 
 
 async def test_a_slot_goes_first_to_evaluations_and_comes_back_from_those_called_off() -> None:
-    slots, order = Slots(1), list[str]()
+    gate, order = Gate(1), list[str]()
 
     async def take(name: str, first: bool) -> None:
-        await slots.take(first=first)
+        await gate.enter(name, first=first)
         order.append(name)
         await asyncio.sleep(0)
-        slots.give_back()
+        gate.leave(name)
 
     async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        await slots.take(first=False)
+        await gate.enter("held")
         called_off = tasks.create_task(take("called off", True))
         for name in ("a", "b"):
             tasks.create_task(take(name, False))
         tasks.create_task(take("evaluation", True))
         await asyncio.sleep(0)
         called_off.cancel()
-        slots.give_back()
+        gate.leave("held")
     assert order == ["evaluation", "a", "b"]
     late = asyncio.ensure_future(take("late", False))
-    await slots.take(first=False)
+    await gate.enter("held")
     await asyncio.sleep(0)
-    slots.give_back()
+    gate.leave("held")
     late.cancel()  # in the moment in which it is given the slot
     await asyncio.gather(late, return_exceptions=True)
     async with asyncio.timeout(5):

@@ -14,8 +14,8 @@ from replay.channel import AsyncDealer, ChannelError, WireError
 from rollout_server.generate import LeaseFailed
 from rollout_server.leases import RunEnded
 from rollout_server.server import RolloutServer
+from tests.replay.simulated_run import config
 from tests.security.fuzz.targets import PATIENCE_S, DealerTarget, Vanished
-from tests.security.served_replay import config
 
 
 async def nothing(*_: Any) -> None: ...

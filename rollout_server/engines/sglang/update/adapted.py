@@ -16,13 +16,10 @@ from typing import Any
 import torch
 
 from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
-from rollout_server.engines.sglang.update.live import Shapes, Staged, check_addresses, synchronize
+from rollout_server.engines.sglang.update.live import Digested, Shapes, Staged, check_addresses, synchronize
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
 from weight_bus.digest import Part, slice_digest, slice_digests
 from weight_bus.digest.definition import MASK
-
-Digested = list[tuple[str, tuple[int, ...], int, int]]
-"""(name, where the slice begins, elements, digest) of what a scheduler holds."""
 
 
 class AdaptedWeights:

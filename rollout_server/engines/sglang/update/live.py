@@ -9,15 +9,17 @@ milliseconds less of Python than the model's loader, with the engine standing st
 import itertools
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
-from weight_bus.digest import Digester, Part
+from weight_bus.digest import Digester, Launched, Part
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
+Digested = list[tuple[str, tuple[int, ...], int, int]]
+"""(name, where the slice begins, elements, digest) of what a scheduler holds."""
 LARGE = 4 * 1024 * 1024
 """Bytes from which on a copy takes longer than its launch."""
 GROUPS = 4
@@ -42,21 +44,21 @@ class LiveWeights:
         self._copies: tuple[Staged, list[list[torch.Tensor]]] | None = None
         """An update, and the parts of it that belong here, by group."""
         self._side: torch.cuda.Stream | None = None
+        self._launched: list[Launched] = []
+        """Digests that a load has begun."""
 
-    def are_of(self, model: Any, shapes: Shapes) -> bool:
-        """Whether these are the slices of this model and these tensors."""
-        return model is self._model and list(shapes) == self._shapes
+    def are_of(self, model: Any, shapes: Shapes, lora: Mapping[str, Any]) -> bool:
+        """Whether these are the slices of this model and these tensors, without adapters."""
+        return not lora and model is self._model and list(shapes) == self._shapes
 
-    def load(self, staged: Staged) -> tuple[list[int], float]:
-        """Load an update, by copies if that is all there is to it.
+    def load(self, staged: Staged) -> float:
+        """Load an update, by copies if that is all there is to it; seconds until the last tensor was in its place.
 
         Args:
             staged: all names and whole tensors, on the model's device. The same object means the same memory as before.
-
-        Returns:
-            The digest of each slice as it is live then, and the seconds until the last tensor was in its place.
         """
         check_addresses(self._model)
+        self._launched = []
         if self._copies is None or self._copies[0] is not staged:
             self._copies = (staged, self._parts(staged))
         if self._loaded and self._copies[1]:
@@ -66,15 +68,13 @@ class LiveWeights:
             self._model.load_weights(staged)
         synchronize()
         self._loaded = True
-        seconds = time.monotonic() - started
-        return self.digests(), seconds
+        return time.monotonic() - started
 
-    def _copy(self, copies: list[list[torch.Tensor]]) -> tuple[list[int], float]:
+    def _copy(self, copies: list[list[torch.Tensor]]) -> float:
         """As `load`; groups are copied and digested in a pipeline."""
         self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
-        launched = []
         with torch.no_grad():
             for group, digester, parts in zip(self._groups, self._digesters, copies, strict=True):
                 _copy([piece.view for piece in group], parts)
@@ -82,17 +82,19 @@ class LiveWeights:
                 copied.record()
                 with torch.cuda.stream(self._side):
                     self._side.wait_event(copied)
-                    launched.append(digester.launch())
+                    self._launched.append(digester.launch())
         end.record()
         torch.cuda.current_stream().wait_stream(self._side)
-        digests = [value for some in launched for value in some.sums()]
-        return digests, begin.elapsed_time(end) / 1e3
+        end.synchronize()
+        seconds: float = begin.elapsed_time(end) / 1e3
+        return seconds
 
-    def digests(self) -> list[int]:
-        """The digest of each slice as it is live now."""
+    def digests(self) -> Digested:
+        """What is live now, or was when the last load was over, if nobody has asked since."""
         check_addresses(self._model)
-        launched = [digester.launch() for digester in self._digesters]
-        return [value for some in launched for value in some.sums()]
+        launched, self._launched = self._launched or [digester.launch() for digester in self._digesters], []
+        sums = [value for some in launched for value in some.sums()]
+        return [(p.name, p.start, p.view.numel(), digest) for p, digest in zip(self.slices, sums, strict=True)]
 
     def _parts(self, staged: Staged) -> list[list[torch.Tensor]]:
         """Source of each slice, by group; empty if copies alone do not make a load."""

@@ -22,8 +22,7 @@ from weight_bus.staging import DTYPES
 
 _mapped: dict[int, tuple[dict[str, Any], torch.Tensor]] = {}
 """Memory of other processes that this one has mapped, by its number, with what describes it."""
-_live: LiveWeights | None = None
-_adapted: AdaptedWeights | None = None
+_weights: LiveWeights | AdaptedWeights | None = None
 _staged: tuple[list[Any], list[torch.Tensor], list[tuple[str, torch.Tensor]]] = ([], [], [])
 """The last update: what names its tensors and their memory, the memory itself, and the tensors."""
 
@@ -49,44 +48,29 @@ def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, An
         if rank == 0:
             receiver.start(request["receive"], next(model.parameters()).device)
         return {}
-    if request["lora"]:
-        return _with_adapters(model, request, rank)
-    started = time.monotonic()
-    live = _live_weights(model, [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]])
+    started, load_s = time.monotonic(), 0.0
     tensors = _tensors(request, rank) if request["load"] else []
     synchronize()  # a forward that was launched before the pause still reads the old weights
-    waited = time.monotonic()
-    digests, load_s = live.load(tensors) if request["load"] else (live.digests(), 0.0)
-    seconds = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
-    found = zip(live.slices, digests, strict=True)
-    return {"slices": [[p.name, list(p.start), p.view.numel(), digest] for p, digest in found], "seconds": seconds}
-
-
-def _with_adapters(model: Any, request: dict[str, Any], rank: int) -> dict[str, Any]:
-    """The same where updates are adapters."""
-    global _adapted
-    started, load_s = time.monotonic(), 0.0
-    base, lora = [(name, tuple(shape)) for name, shape in request["base"]], request["lora"]
-    tensors = _tensors(request, rank) if request["load"] else []
-    synchronize()
-    if _adapted is None or not _adapted.are_of(model, base, lora):
-        check_addresses(model)
-        _adapted = AdaptedWeights(model, base, lora)
+    weights = _weights_of(model, request)
     waited = time.monotonic()
     if request["load"]:
-        load_s = _adapted.load(tensors)
-    slices = [[name, list(start), count, digest] for name, start, count, digest in _adapted.digests()]
+        load_s = weights.load(tensors)
+    slices = [[name, list(start), count, digest] for name, start, count, digest in weights.digests()]
     seconds = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
     return {"slices": slices, "seconds": seconds}
 
 
-def _live_weights(model: Any, shapes: list[tuple[str, tuple[int, ...]]]) -> LiveWeights:
-    """The same as the last time while it holds."""
-    global _live
-    if _live is None or not _live.are_of(model, shapes):
+def _weights_of(model: Any, request: dict[str, Any]) -> LiveWeights | AdaptedWeights:
+    """What is loaded into: updates are whole tensors, or adapters. The same as the last time while it holds."""
+    global _weights
+    lora = request["lora"]
+    shapes = [(name, tuple(shape)) for name, shape in request["base"]]
+    if not lora:
+        shapes = [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]]
+    if _weights is None or not _weights.are_of(model, shapes, lora):
         check_addresses(model)
-        _live = LiveWeights(model, shapes)
-    return _live
+        _weights = AdaptedWeights(model, shapes, lora) if lora else LiveWeights(model, shapes)
+    return _weights
 
 
 def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor]]:
