@@ -391,17 +391,12 @@ asyncio.run(main())
     assert left == []
 
 
-def test_a_pool_says_what_waits_for_it_and_for_how_long(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text("import time\ndef reward(sample):\n    time.sleep(0.6)\n    return 1.0\n")
-
-    async def main() -> tuple[dict[str, float], dict[str, float]]:
-        async with asyncio.timeout(60), pool_of(f"{tmp_path}/slow.py:reward", workers=1) as pool:
-            scoring = asyncio.create_task(pool.score([sample(str(number)) for number in range(3)]))
-            await asyncio.sleep(0.3)
-            during = pool.gauges()
-            await scoring
-            return during, pool.gauges()
-
-    during, after = asyncio.run(main())
+async def test_a_pool_says_what_waits_for_it_and_for_how_long(grader: str) -> None:
+    async with pool_of(f"{grader}:grade", workers=1) as pool:
+        scoring = asyncio.create_task(pool.score([sample("sleep 0.4")] * 3))
+        await asyncio.sleep(0.3)
+        during = pool.gauges()
+        await scoring
+        after = pool.gauges()
     assert (during["rewards_waiting"], during["reward_workers"]) == (3.0, 1.0) and during["reward_oldest_s"] > 0.2
     assert (after["rewards_waiting"], after["reward_oldest_s"]) == (0.0, 0.0)

@@ -17,7 +17,7 @@ from configs.rewards import Endpoint
 from rollout_server.tasks.rewards import RewardError, RewardOutcome
 from rollout_server.tasks.rewards.limits import EXIT_CODES, RESOURCES
 from rollout_server.tasks.rewards.loading import Convention
-from rollout_server.tasks.workers.frames import MAX_ERROR_CHARS, MAX_METRICS, shown
+from rollout_server.tasks.workers.frames import MAX_ERROR_CHARS, MAX_METRICS, is_number, metrics_of, shown
 from rollout_server.tasks.workers.process import START_TIMEOUT_S, Worker
 
 log = logging.getLogger(__name__)
@@ -174,19 +174,11 @@ def read_verdicts(reply: Any, missing: set[int]) -> list[tuple[int, RewardOutcom
 
 
 def _outcome(score: Any, metrics: Any, error: Any, seconds: Any) -> RewardOutcome:
-    if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
-        raise ValueError(f"metrics {shown(metrics)}")
-    for key, value in metrics.items():
-        if not isinstance(key, str) or not _is_finite(value):
-            raise ValueError(f"metric {shown(key)} = {shown(value)}")
-    if not _is_finite(seconds) or seconds < 0:
+    if not is_number(seconds) or seconds < 0:
         raise ValueError(f"seconds {shown(seconds)}")
+    metrics = metrics_of(metrics)
     if isinstance(error, str) and score is None:
         return RewardOutcome(score=math.nan, error=error[:MAX_ERROR_CHARS], seconds=seconds)
-    if error is not None or not _is_finite(score):
+    if error is not None or type(score) is not float or not is_number(score):
         raise ValueError(f"score {shown(score)} with error {shown(error)}")
     return RewardOutcome(score=score, metrics=metrics, seconds=seconds)
-
-
-def _is_finite(value: Any) -> bool:
-    return type(value) is float and math.isfinite(value)

@@ -1,12 +1,13 @@
 """Messages between this process and a child: 4 bytes of length, little-endian, then that much msgpack."""
 
+import math
 import os
 import reprlib
 import socket
 import struct
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, cast
 
 import msgpack
 
@@ -72,3 +73,18 @@ def shown(value: Any) -> str:
 def sendable(text: str) -> str:
     """The text, with a question mark for each surrogate: those have no UTF-8."""
     return text.encode("utf-8", "replace").decode()
+
+
+def metrics_of(said: Any) -> dict[str, float]:
+    """Numbers by name, checked. Raises ValueError, for the user to read."""
+    if not isinstance(said, Mapping) or len(said) > MAX_METRICS:
+        raise ValueError(f"the metrics {shown(said)}; a mapping of at most {MAX_METRICS} names to numbers")
+    for name, value in said.items():
+        if not isinstance(name, str) or not is_number(value):
+            raise ValueError(f"the metric {shown(name)} = {shown(value)} is not a finite number")
+    return {name: float(value) for name, value in said.items()}
+
+
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is a finite number, and no bool."""
+    return type(value) in (int, float) and math.isfinite(value)
