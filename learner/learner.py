@@ -204,13 +204,8 @@ class Learner:
             now = time.monotonic()
             step_s, self._step_started = now - self._step_started, now
             spans = self._spans.take()
-            twice = self.ledger.append(
-                step,
-                batch.group_ids,
-                incarnation=self.batches.incarnation,
-                digest=digest,
-                expected=batch.expected_digest,
-            )
+            incarnation, expected = self.batches.incarnation, batch.expected_digest
+            twice = self.ledger.append(step, batch.group_ids, incarnation=incarnation, digest=digest, expected=expected)
             values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report), **spans}
             values |= self._saved
             self._saved = {}

@@ -1,7 +1,7 @@
 """AdamW over the sharded float32 parameters, the learning rate of each step, and the scale of a float16 loss."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 
 from configs.learner import LearnerSettings
 from learner.policy.model import Policy
-from learner.policy.sharding import Shard
+from learner.policy.sharding import Shard, spans
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
@@ -95,7 +95,9 @@ class Optimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
-        self._spans = list(_spans(self.masters)) if config.offload_optimizer else [self.masters]
+        self._spans = [self.masters]
+        if config.offload_optimizer:
+            self._spans = list(spans(self.masters, lambda master: master.nbytes, OFFLOADED_BYTES))
         pinned = config.offload_optimizer and policy.device.type == "cuda"
         home: dict[str, Any] = {"device": "cpu", "pin_memory": pinned} if config.offload_optimizer else {}
         for master in self.masters:
@@ -130,17 +132,6 @@ class Optimizer:
             with _on_device(span, self.adamw.state):
                 self.adamw.step()
             self.adamw.zero_grad()
-
-
-def _spans(masters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Cut into consecutive spans of at most OFFLOADED_BYTES, each of at least one."""
-    span: list[torch.Tensor] = []
-    for master in masters:
-        if span and sum(other.nbytes for other in (*span, master)) > OFFLOADED_BYTES:
-            yield span
-            span = []
-        span.append(master)
-    yield span
 
 
 @contextmanager

@@ -24,7 +24,7 @@ BUDGET = {
     "rollout_server/engines": 3_890,
     "rollout_server/tasks": 6_967,
     "rollout_server": 13_340,
-    "learner": 9_040,
+    "learner": 9_010,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 55_165

@@ -16,7 +16,7 @@ from configs.learner import Lora
 from learner.checkpoints.folders import sync_file, write_json
 from learner.policy.model import Policy
 from learner.policy.pretrained import has_tower
-from learner.policy.sharding import DTYPES, Shard, gather, gather_pieces
+from learner.policy.sharding import DTYPES, Shard, gather, gather_pieces, spans
 from slipstream.runtime.progress import Progress
 from slipstream.vision import read_tower
 from weight_bus.digest import combined
@@ -131,15 +131,8 @@ def plan_files(layout: Layout, *, with_tower: bool = False) -> dict[str, list[st
 
     Example: {"model.safetensors": [...]} or {"model-00001-of-00002.safetensors": [...], ...}.
     """
-    groups: list[list[str]] = []
-    size = 0
-    for name, dtype, shape in layout:
-        num_bytes = math.prod(shape) * DTYPES[dtype].itemsize
-        if not groups or size + num_bytes > FILE_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += num_bytes
+    found = spans(layout, lambda of: math.prod(of[2]) * DTYPES[of[1]].itemsize, FILE_BYTES)
+    groups = [[name for name, _, _ in group] for group in found]
     if len(groups) == 1 and not with_tower:
         return {"model.safetensors": groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, start=1)}

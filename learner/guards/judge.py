@@ -39,6 +39,14 @@ REMEDIES = {
     "mismatch": MISMATCH,
 }
 
+MEANINGS = {
+    "flat_reward_steps": "every group's rewards are equal, so there is nothing to learn; look at the reward function"
+    " {reward} and at the answers in the run folder",
+    "zero_gradient_steps": "the gradient is exactly zero although advantages are not; is every token clipped or"
+    " masked?",
+    "nonfinite_steps": "loss or gradient is not finite; lower learner.lr or look at the rewards",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
@@ -160,18 +168,10 @@ class Guards:
         return alarms
 
     def _say(self, step: int, guard: str, rule: Rule, value: float, count: int) -> str:
-        config = self.config
-        meanings = {
-            "flat_reward_steps": "every group's rewards are equal, so there is nothing to learn; look at the reward"
-            f" function {config.reward.shown!r} and at the answers in the run folder",
-            "zero_gradient_steps": "the gradient is exactly zero although advantages are not; is every token clipped or"
-            " masked?",
-            "nonfinite_steps": "loss or gradient is not finite; lower learner.lr or look at the rewards",
-        }
         row = f"for {count} steps in a row " if count > 1 else ""
         said = f"step {step}: {row}(limits.{self._keys.get(guard, guard)}) "
-        if guard in meanings:
-            return said + meanings[guard]
+        if guard in MEANINGS:
+            return said + MEANINGS[guard].format(reward=repr(self.config.reward.shown))
         side = "above" if rule.is_above else "below"
         found = f"{NAMES[guard]} is {value:.3g}, {side} {rule.bound:g}" if guard != "nonfinite" else NAMES[guard]
         return f"{said}{found}: {WILL[rule.action]}; {REMEDIES[guard]}"

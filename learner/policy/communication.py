@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
@@ -22,7 +21,7 @@ class Communication:
         self._cuda, self._is_read = device.type == "cuda", False
         self._seconds = 0.0
         self._events: list[tuple[Any, Any]] = []
-        gather, reduce = _Gather(self), _Reduce(self)
+        gather, reduce = _timed(DefaultAllGather, self), _timed(DefaultReduceScatter, self)
         for unit in units:
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce)
@@ -54,19 +53,11 @@ class Communication:
         return found
 
 
-class _Gather(DefaultAllGather):
-    def __init__(self, communication: Communication) -> None:
-        self._communication = communication
+def _timed(kind: type[Any], communication: Communication) -> Any:
+    """A collective of FSDP that `communication` measures."""
 
-    def __call__(self, *arguments: Any, **options: Any) -> dist.Work | None:
-        work: dist.Work | None = self._communication.timed(super().__call__, *arguments, **options)
-        return work  # none, unless it goes on beside the caller
+    class Timed(kind):  # type: ignore[misc]
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            return communication.timed(super().__call__, *arguments, **options)
 
-
-class _Reduce(DefaultReduceScatter):
-    def __init__(self, communication: Communication) -> None:
-        self._communication = communication
-
-    def __call__(self, *arguments: Any, **options: Any) -> dist.Work:
-        work: dist.Work = self._communication.timed(super().__call__, *arguments, **options)
-        return work
+    return Timed()

@@ -7,8 +7,9 @@ one: 25 to 48 ms on gloo; in one buffer: about 1 ms).
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ Peak memory of a gather: the span as received, and this rank's part of it once m
 CUDA_GATHER_BYTES = 512 * 1024 * 1024
 """The same on a GPU, where a collective is only as fast as it is large."""
 
+Item = TypeVar("Item")
 MASK = (1 << 64) - 1
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -142,21 +144,22 @@ def gather_pieces(
         for shard in shards:
             yield shard.name, Pieces(shard.shape, dtype, [shard.local.reshape(-1)])
         return
-    for span in spans(shards, dtype.itemsize):
+    shards = list(shards)
+    limit = CUDA_GATHER_BYTES if any(shard.local.is_cuda for shard in shards) else GATHER_BYTES
+    for span in spans(shards, lambda shard: shard.numel * dtype.itemsize, limit):
         yield from _gather_span(span, dtype, group, only)
 
 
-def spans(shards: Iterable[Shard], itemsize: int) -> Iterator[list[Shard]]:
-    """Cut into consecutive spans of at most GATHER_BYTES, on a GPU CUDA_GATHER_BYTES, each of at least one tensor."""
-    span: list[Shard] = []
+def spans(items: Iterable[Item], bytes_of: Callable[[Item], int], limit: int) -> Iterator[list[Item]]:
+    """Cut into consecutive spans of at most `limit` bytes, each of at least one item."""
+    span: list[Item] = []
     size = 0
-    for shard in shards:
-        num_bytes = shard.numel * itemsize
-        if span and size + num_bytes > (CUDA_GATHER_BYTES if shard.local.is_cuda else GATHER_BYTES):
+    for item in items:
+        if span and size + bytes_of(item) > limit:
             yield span
             span, size = [], 0
-        span.append(shard)
-        size += num_bytes
+        span.append(item)
+        size += bytes_of(item)
     if span:
         yield span
 

@@ -75,8 +75,7 @@ class Evaluations:
                 result.error_detail,
             )  # fmt: skip
         if failed > self._max_error_rate * answers:
-            labels = sorted(set(_labels(rows, name)))
-            return version, name, {f"val-aux/{label}/{_mode(result.greedy)}/given_up": 1.0 for label in labels}
+            return version, name, _given_up(rows, name, greedy=result.greedy)
         return version, name, values(result, rows, one)
 
     def _cut_short(self, key: Key, reason: str) -> News:
@@ -96,8 +95,7 @@ class Evaluations:
             len(rows),
             reason or "it was not asked for then",
         )
-        labels = sorted(set(_labels(rows, name)))
-        return version, name, {f"val-aux/{label}/{_mode(greedy)}/given_up": 1.0 for label in labels}
+        return version, name, _given_up(rows, name, greedy=greedy)
 
 
 def joined(parts: Mapping[int, EvaluationResult]) -> EvaluationResult:
@@ -222,6 +220,10 @@ def pass_at(k: int, n: int | NDArray[np.int64], solved: Iterable[int] | NDArray[
 
 def _labels(rows: Sequence[Row], name: str) -> list[str]:
     return [name or str(row["data_source"]) for row in rows]
+
+
+def _given_up(rows: Sequence[Row], name: str, *, greedy: bool) -> dict[str, float]:
+    return {f"val-aux/{label}/{_mode(greedy)}/given_up": 1.0 for label in sorted(set(_labels(rows, name)))}
 
 
 def _check_size(result: EvaluationResult, rows: Sequence[Row]) -> None:

@@ -67,25 +67,19 @@ def logprob_difference(steps: list[dict[str, Any]]) -> dict[str, float | int | N
 def table(runs: list[dict[str, Any]]) -> str:
     """The report for people: a line per run, a column per lag that occurs."""
     lags = sorted({int(lag) for run in runs for lag in run["histogram"]})
-    exact = any(run["logprob_diff_max"] is not None for run in runs)
-    lines = [["run", "bound", "mean lag", "above bound", *(f"lag {lag}" for lag in lags)]]
-    lines[0] += ["logprob diff max", "logprob diff mean"] if exact else []
+    is_exact = any(run["logprob_diff_max"] is not None for run in runs)
+    exact = ["logprob diff max", "logprob diff mean"] if is_exact else []
+    lines = [["run", "bound", "mean lag", "above bound", *(f"lag {lag}" for lag in lags), *exact]]
     for run in runs:
-        total = sum(run["histogram"].values())
-        line = [run["run"], str(run["bound"]), f"{run['mean_lag']:.3f}" if total else "-"]
-        line.append(f"{run['above_bound'] / max(1, total):.2%}")
-        for lag in lags:
-            tokens = run["histogram"].get(str(lag), 0)
-            line.append(f"{tokens} ({tokens / total:.1%})" if tokens else "0")
-        if exact:
-            numbers = (run["logprob_diff_max"], run["logprob_diff_mean"])
-            line += ["-" if number is None else f"{number:.2e}" for number in numbers]
-        lines.append(line)
-    name_width, *widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join([name.ljust(name_width), *(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))])
-        for name, *cells in lines
-    )
+        found = {lag: run["histogram"].get(str(lag), 0) for lag in lags}
+        total = max(1, sum(found.values()))
+        line = [run["run"], str(run["bound"]), "-" if run["mean_lag"] is None else f"{run['mean_lag']:.3f}"]
+        line.append(f"{run['above_bound'] / total:.2%}")
+        line += [f"{tokens} ({tokens / total:.1%})" if tokens else "0" for tokens in found.values()]
+        numbers = (run["logprob_diff_max"], run["logprob_diff_mean"])
+        lines.append(line + ["-" if number is None else f"{number:.2e}" for number in numbers][: len(exact)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]) for name, *cells in lines)
 
 
 def main() -> int:

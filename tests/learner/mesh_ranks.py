@@ -78,13 +78,14 @@ def configured(folder: Path, case: Case, ranks: int) -> Config:
     )
 
 
-def steps(policy: Policy, optimizer: Optimizer, config: Config, numbers: range) -> list[dict[str, float]]:
+def steps(
+    policy: Policy, optimizer: Optimizer, config: Config, numbers: range, microbatches: int = MICROBATCHES
+) -> list[dict[str, float]]:
     """Train on these steps; the metrics of each."""
-    seen = []
-    part, parts = policy.rank // config.learner.mesh.tensor, config.num_data_ranks
+    seen, tensor = [], config.learner.mesh.tensor
+    place = {"rank": policy.rank // tensor, "world_size": policy.world_size // tensor, "num_microbatches": microbatches}
     for step in numbers:
-        batch = batch_of(random_step(step), step, rank=part, world_size=parts, num_microbatches=MICROBATCHES)
-        sums, reason = train_on(batch, policy, optimizer, config)
+        sums, reason = train_on(batch_of(random_step(step), step, **place), policy, optimizer, config)
         assert not reason
         seen.append(sums.metrics() | {"actor/grad_norm": sums.grad_norm})
     return seen

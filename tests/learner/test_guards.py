@@ -305,6 +305,12 @@ def test_the_lag_is_lowered_one_by_one_and_waits_for_younger_batches():
     assert judge.fired == {"ess": 19} and judge.judge(*of_ess(20, 0.2)).refusal == ""
 
 
+def test_a_good_step_ends_a_streak():
+    judge = guards(ess="skip below 0.5 for 2")
+    values = [0.3, 0.8, 0.3, 0.3]
+    assert [bool(judge.judge(*of_ess(step, value)).alarms) for step, value in enumerate(values)] == [False] * 3 + [True]
+
+
 RULES = "warn below 0.9, skip below 0.5 for 2, lower_lag below 0.6, stop below 0.1 for 3"
 
 

@@ -5,6 +5,7 @@ safetensors, from rank 0); tests/learner/test_two_ranks.py looks at them. What a
 """
 
 import errno
+import functools
 import itertools
 import json
 import os
@@ -37,11 +38,11 @@ from learner.step import accumulate_gradients
 from learner.trainer import Trainer
 from slipstream.runtime.lifeline import die_with_parent
 from tests.learner import beside_ranks, mesh_ranks
+from tests.learner.mesh_ranks import CONDITIONED as CONDITIONED
 from tests.learner.recorded import batch_of, random_step, rows_of, train_on
 from tests.learner.tiny_models import CPU, built, make_config, process_group, row_of, saved
 from weight_bus.digest import combined, slice_digest
 
-CONDITIONED = {"adam_epsilon": 1e-6}
 LORA = {"lora": {"rank": 3, "alpha": 6.0}}
 NUM_STEPS = 5
 SPAN_BYTES = 20_000
@@ -62,17 +63,7 @@ def configured(folder: Path, name: str, **sections: Any) -> Config:
     return make_config(folder / name, **{**base, **sections})
 
 
-def steps(policy: Policy, optimizer: Optimizer, config: Config, numbers: range) -> list[dict[str, float]]:
-    """Train on these steps; the metrics of each."""
-    seen = []
-    for step in numbers:
-        batch = batch_of(
-            random_step(step), step, rank=policy.rank, world_size=policy.world_size, num_microbatches=NUM_MICROBATCHES
-        )
-        sums, reason = train_on(batch, policy, optimizer, config)
-        assert not reason
-        seen.append(sums.metrics() | {"actor/grad_norm": sums.grad_norm})
-    return seen
+steps = functools.partial(mesh_ranks.steps, microbatches=NUM_MICROBATCHES)
 
 
 def memory(key: str) -> int:
