@@ -189,7 +189,9 @@ async def test_an_engine_that_drains_first_is_held_and_then_updated_before_new_r
         await eventually(lambda: not served.engine._open.is_set(), "new requests wait")
         waiting = [served.start_sample([5, 6, 7]) for _ in range(3)]
         await eventually(lambda: follower.live == [version], "it is updated when it has drained")
-        assert learner.epoch == 1 and learner.stats()["lost_peers"] == 0, "it stays in the group: the tensors are staged"
+        assert learner.epoch == 1 and learner.stats()["lost_peers"] == 0, (
+            "it stays in the group: the tensors are staged"
+        )
         assert set((await running)[0].versions) == {version - 1}
         for task in waiting:
             (answer,) = await task
