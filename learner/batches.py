@@ -16,6 +16,7 @@ from configs.schema import Config
 from learner.dialog import ASK_AGAIN_S, Announcement, Dialog, Inbox
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, Limits, Message, Pulse, Repeat, WireError, load_keys
+from slipstream.runtime import ending
 from slipstream.runtime.hang import expired
 from slipstream.runtime.trace import ClockProbe
 from slipstream.runtime.vitals.watch import Vitals
@@ -130,7 +131,7 @@ class BatchReader:
             RunEnded: replay gave the run up.
         """
         since = time.monotonic()
-        self._doing = f"waiting for batch {step}", since
+        self._doing, ending.step = (f"waiting for batch {step}", since), step
         self._say_alive()
         self.dialog.take(step, since)
         batch = self._answer(m.Batch)

@@ -34,9 +34,9 @@ from learner.rows import BatchError
 from replay.channel import ChannelError, KeysError, PeerRefused
 from replay.channel.interfaces import InterfaceError
 from replay.data import DataError
-from slipstream.runtime import hang
+from slipstream.runtime import ending, hang
 from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint
-from slipstream.runtime.lifeline import PARENT, die_with_parent, set_up_logging
+from slipstream.runtime.lifeline import CANNOT_GO_ON, PARENT, die_with_parent, set_up_logging
 from slipstream.runtime.vitals.watch import Vitals
 from weight_bus.errors import WeightBusError
 
@@ -131,25 +131,23 @@ def main(make_learner: MakeLearner = Learner) -> NoReturn:
         with Vitals(config, name, "learner", device=readings) as vitals:
             train(config, args.replay, resume=args.resume, make_learner=make_learner, vitals=vitals)
     except (*REFUSALS, RunEnded) as error:
-        stop(rank, error)
+        log.error("%s", said := f"learner rank {rank} stops: {error}")
+        leave(CANNOT_GO_ON, said, error)
     except (ChannelError, RollBack) as error:
-        log.error("learner rank %d breaks off: %s", rank, error)
-        leave(1)
+        log.error("%s", said := f"learner rank {rank} breaks off: {error}")
+        leave(1, said, error)
     except Exception as error:  # the edge of the process: whatever it is, the log names it
-        log.error("learner rank %d breaks off: %s", rank, named(error), exc_info=not isinstance(error, dist.DistError))
-        leave(1)
-    leave(0)
+        known = named(error)
+        said = f"learner rank {rank} breaks off: {known}"
+        log.error("%s", said, exc_info=not isinstance(error, dist.DistError))
+        leave(1, said, known)
+    leave(0, "all steps are done")
 
 
-def stop(rank: int, error: BaseException) -> NoReturn:
-    """Log why this rank stops, and exit."""
-    log.error("learner rank %d stops: %s", rank, error)
-    leave(2)
-
-
-def leave(code: int) -> NoReturn:
+def leave(code: int, said: str, error: BaseException | None = None) -> NoReturn:
     """End without destructors: after an error they would wait for peers in a collective, and after a good run
     threads of the collective backend may outlive what they use and abort the process."""
+    ending.leave(code, said, error)
     logging.shutdown()
     sys.stderr.flush()
     os._exit(code)

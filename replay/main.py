@@ -30,9 +30,9 @@ from replay.serve import flush, keep_company, serve
 from replay.service import Service
 from replay.state.apply import boot_fields
 from replay.timeline import FILE, Timeline
-from slipstream.runtime import hang
+from slipstream.runtime import ending, hang
 from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint
-from slipstream.runtime.lifeline import CHECKPOINT, RUN_FAILED, die_with_parent, set_up_logging
+from slipstream.runtime.lifeline import CANNOT_GO_ON, CHECKPOINT, RUN_FAILED, die_with_parent, set_up_logging
 from slipstream.runtime.program import program
 from slipstream.runtime.vitals.watch import Vitals
 
@@ -68,7 +68,7 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
         router.close()
         if service is not None:
             service.journal.close()
-    return RUN_FAILED if service.failed else 0
+    return ending.leave(RUN_FAILED if service.failed else 0, service.ended or "")
 
 
 def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, report: Callable[[str], None]) -> Service:
@@ -131,6 +131,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.parent is not None:
         die_with_parent(args.parent)
+    ending.leave_on_error()
     try:
         config = from_arguments(args)
         set_up_logging("replay", None if args.parent else config.run_dir)
@@ -142,7 +143,7 @@ def main() -> int:
     except (ConfigError, DataError, FingerprintError, ChannelError, JournalError) as error:
         log.error("%s", error)
         sys.stderr.write(f"replay: {error}\n")
-        return 2
+        return ending.leave(CANNOT_GO_ON, str(error), error)
 
 
 if __name__ == "__main__":

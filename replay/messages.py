@@ -76,7 +76,7 @@ class Heartbeat(Message):
     activity: str = ""  # what the sender is doing, in words such as `waiting for leases`, and for how long
     since_s: float = 0.0
     gauges: dict[str, float] = field(default_factory=dict)  # numbers for the live view; none leaves the last ones
-    blocked: str = ""  # from replay: `disk` while it waits for the disk of its journal, and so answers nothing
+    blocked: str = ""  # code of what keeps it from all work: of replay `disk`, of a server `quarantined`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

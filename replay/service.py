@@ -266,7 +266,7 @@ class Service:
         return True
 
     def _heartbeat(self, peer: Peer, message: m.Heartbeat, now: float, _: Frames) -> None:
-        peer.activity, peer.gauges = message.activity, message.gauges or peer.gauges
+        peer.activity, peer.blocked, peer.gauges = message.activity, message.blocked, message.gauges or peer.gauges
         peer.since = now - message.since_s
         if peer.role == "rollout_server" and peer.incarnation < self.incarnation and self.ended is None:
             self._send(peer.identity, self.run.welcome())  # it may have missed that a learner has started

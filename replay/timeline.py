@@ -116,7 +116,7 @@ class Timeline:
         def state(identity: str, peer: Peer) -> str:
             if peer.role == "learner":
                 return "wait" if peer.hello.rank in missing else "train"
-            if peer.activity.startswith("quarantined"):
+            if peer.blocked == "quarantined":
                 return "quarantined"
             if identity in evaluating:
                 return "evaluate"

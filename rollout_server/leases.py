@@ -85,6 +85,8 @@ class Leases:
         self.evaluated: dict[EvaluationKey, m.EvaluationResult] = {}
         """Results of evaluations that are not closed yet."""
         self.activity, self.activity_since = "joining", 0.0
+        self.is_dark = False
+        """Whether the engine is quarantined."""
         self._hello, self._jobs, self._capacity = hello, jobs, config.lease_capacity
         self._joining: Repeat | None = None
         """Until a Welcome with the bus's address has come."""
@@ -131,7 +133,8 @@ class Leases:
 
         `sampled` are the tokens that the engine has sampled so far.
         """
-        self.outbox.append(m.Heartbeat(activity=self.activity, since_s=now - self.activity_since, gauges=gauges))
+        since_s, blocked = now - self.activity_since, "quarantined" if self.is_dark else ""
+        self.outbox.append(m.Heartbeat(activity=self.activity, since_s=since_s, gauges=gauges, blocked=blocked))
         if self._joining is not None and self._joining.due(now):
             self.join(now)
         else:
@@ -149,14 +152,14 @@ class Leases:
         """
         if incarnation != self.incarnation:
             self._forget([part for part in (*self.evaluating, *self.evaluated) if part[0] >= version])
-        self.version, self.incarnation = version, incarnation
+        self.version, self.incarnation, self.is_dark = version, incarnation, False
         self.served.append((incarnation, version))
         self._ask(self._capacity)
 
     def went_dark(self, reason: str, now: float) -> None:
         """A quarantined engine takes no lease until a refill has been proven."""
         self._ask(0)
-        self.version = None
+        self.version, self.is_dark = None, True
         self.now_at(f"quarantined: {reason}", now)
 
     def now_at(self, activity: str, now: float) -> None:

@@ -31,7 +31,7 @@ from rollout_server.tasks.rewards import RewardError, Rewards
 from rollout_server.tasks.rewards.process import key_variables
 from rollout_server.tasks.rewards.remote import rewards_of
 from rollout_server.tasks.task import Task, TaskError
-from slipstream.runtime import hang
+from slipstream.runtime import ending, hang
 from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint
 from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
 from slipstream.runtime.program import program
@@ -132,6 +132,7 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     args = parser.parse_args(argv)
     if args.parent is not None:
         die_with_parent(args.parent)
+    ending.leave_on_error()
     try:
         config = from_arguments(args)
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
@@ -140,23 +141,22 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
             Vitals(config, args.server_name, "rollout", modules=CHILDREN, others="engine") as vitals,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            return runner.run(run(config, args.replay, args.server_name, parts or Parts(), vitals))
+            code = runner.run(run(config, args.replay, args.server_name, parts or Parts(), vitals))
+            return ending.leave(code, f"{args.server_name}: the run has {'failed' if code else 'ended'}")
     except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError, EnvironmentFailed) as error:
-        _stop(args.server_name, error)  # before serving: whatever comes up while serving is in a group
-        return CANNOT_START
+        return _stop(args.server_name, error, CANNOT_START)  # before serving: what comes up later is in a group
     except (ChannelError, EngineStartFailed) as error:
         return _stop(args.server_name, error)
     except ExceptionGroup as group:
         first = first_error(group)
-        code = _stop(args.server_name, first)
-        return CANNOT_START if isinstance(first, NotAvailable | PeerRefused) else code
+        return _stop(args.server_name, first, CANNOT_START if isinstance(first, NotAvailable | PeerRefused) else 2)
 
 
-def _stop(name: str, error: BaseException) -> int:
+def _stop(name: str, error: BaseException, code: int = 2) -> int:
     known = isinstance(error, SlipstreamError)
     said = error if known else Unexpected(f"{type(error).__name__}: {error}")
-    log.error("%s stops: %s", name, said, exc_info=not isinstance(error, RuntimeError | ValueError))
-    return 2
+    log.error("%s", text := f"{name} stops: {said}", exc_info=not isinstance(error, RuntimeError | ValueError))
+    return ending.leave(code, text, said)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
     "configs": 2_779,
-    "slipstream/runtime": 2_145,
+    "slipstream/runtime": 2_246,
     "slipstream/families": 317,
-    "slipstream/launch": 3_230,
+    "slipstream/launch": 3_232,
     "slipstream/check": 2_360,
     "slipstream/view": 2_475,
     "slipstream/translate": 1_118,
     "slipstream/plan": 1_501,
     "slipstream/command": 159,
-    "replay": 9_483,
+    "replay": 9_486,
     "weight_bus": 5_093,
     "rollout_server/engines": 3_890,
     "rollout_server/tasks": 6_967,

@@ -29,6 +29,8 @@ class Peer:
     moved_at: float = 0.0
     """When that number was another one."""
     activity: str = ""
+    blocked: str = ""
+    """As its last Heartbeat says."""
     since: float = 0.0
     unreachable_since: float | None = None
     """Learner ranks are not forgotten when a send fails: they may come back within network.silent_after_s."""

@@ -18,13 +18,13 @@ from typing import Any
 
 from configs.errors import CODE, coded
 from slipstream.runtime import packages
+from slipstream.runtime.ending import PATH, SUFFIX, Ending, how, read_file
 from slipstream.runtime.hang import expired
 from slipstream.runtime.hang.processes import of
 from slipstream.runtime.hang.report import end_of
 
-ERROR_LINE = re.compile(r"\b(ERROR|CRITICAL)\b|^\w*(Error|Exception|Interrupt)\b|error:", re.IGNORECASE)
 LONGEST = 600
-"""Characters of a log line that are quoted."""
+"""Characters of what a process said that are quoted."""
 
 
 @dataclass(slots=True)
@@ -46,15 +46,22 @@ class Child:
         """None while it runs; negative is the signal that ended it."""
         return self.process.poll()
 
+    @property
+    def ending(self) -> Ending | None:
+        """What it noted when it ended; None of one that was killed, or never got to note it."""
+        found = read_file(ending_of(self.log_path))
+        return found if found is not None and found.pid == self.pid else None
+
     def how_it_ended(self) -> str:
-        """`exit code 2` or `killed by SIGKILL`, with the last error of its log."""
+        """`exit code 2` or `killed by SIGKILL`, with what it said of it, or else the last line of its log."""
         code = self.exit_code()
         if code is None:
             return "still running"
-        how = f"killed by {signal.Signals(-code).name} [closed]" if code < 0 else f"exit code {code}"
-        # A process killed from outside logs no cause; its earlier errors are unrelated.
-        error = "" if -code in (signal.SIGKILL, signal.SIGTERM) else last_error(self.log_path, self.offset)
-        return f"{how}: {error}" if error else f"{how} (log: {self.log_path})"
+        if (ending := self.ending) is not None:
+            said = ending.said
+        else:  # what was killed from outside says no cause: its last line is unrelated
+            said = "" if -code in (signal.SIGKILL, signal.SIGTERM) else last_line(self.log_path, self.offset)
+        return f"{how(code)}: {without_time(said)}" if said else f"{how(code)} (log: {self.log_path})"
 
     def root_cause(self) -> str:
         """Which process died, and how, in one line."""
@@ -124,6 +131,8 @@ class RowTail(Tail):
 def start(name: str, command: Sequence[str], log_path: Path, environment: Mapping[str, str]) -> Child:
     """Start a child in a session of its own, its output appended to the log."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
+    ending_of(log_path).unlink(missing_ok=True)
+    own = {PATH: str(ending_of(log_path))}
     with log_path.open("ab") as log:
         offset = log.tell()
         process = subprocess.Popen(
@@ -131,7 +140,7 @@ def start(name: str, command: Sequence[str], log_path: Path, environment: Mappin
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **packages.environment(), **environment},
+            env={**os.environ, **packages.environment(), **own, **environment},
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the others in order
         )
     return Child(name, process, log_path, offset)
@@ -190,33 +199,15 @@ def late(child: Child, waited_s: float) -> str:
     return expired(f"{child.name} (pid {child.pid})", owed_by=(child.name,), waited_s=waited_s, key="a fixed deadline")
 
 
-def last_error(log_path: Path, offset: int = 0) -> str:
-    """The last error line since the last start, without its timestamp, or an empty string."""
-    lines = [re.sub(r"^\[rank\d+\]: ", "", line.strip()) for line in end_of(log_path, offset).splitlines()]
-    errors = [line for line in lines if ERROR_LINE.search(line) and "ChildFailedError" not in line]
-    named = [line for line in errors if " ERROR " in line]
-    return without_time((named or errors or [""])[-1])
+def ending_of(log_path: Path) -> Path:
+    """Where the process of a log notes how it ended."""
+    return log_path.with_suffix(SUFFIX)
 
 
-def stop_lines(log_path: Path, offset: int, verb: str = "stops") -> list[str]:
-    """Log lines that name why a learner rank stops; they sort by timestamp."""
-    lines = end_of(log_path, offset).splitlines() if log_path.exists() else []
-    return [line for line in lines if re.search(rf" ERROR (learner|reference|critic) rank \d+ {verb}: ", line)]
-
-
-def killed_rank(log_path: Path, offset: int) -> str:
-    """What torchrun's log says of a rank that a signal ended; empty when none was.
-
-    Its root cause is the rank that it saw end first. That may be one that failed because another was killed; and the
-    rest is ended by torchrun itself, with SIGTERM, and with SIGKILL what does not leave.
-    """
-    entries = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+) \(pid: (\d+)\)", end_of(log_path, offset))
-    forced = re.findall(r"Unable to shutdown process (\d+) via", end_of(log_path, offset))
-    killed = [entry for entry in entries if int(entry[1]) != signal.SIGTERM and entry[2] not in forced]
-    if not killed:
-        return ""
-    rank, code, pid = killed[-1]  # the root cause stands at the end
-    return f"learner rank {rank} (pid {pid}) was killed by {signal.Signals(int(code)).name} [closed]"
+def last_line(log_path: Path, offset: int = 0) -> str:
+    """The last line since the last start: a traceback ends in its error."""
+    lines = [line.strip() for line in end_of(log_path, offset).splitlines() if line.strip()]
+    return lines[-1] if lines else ""
 
 
 def without_time(line: str) -> str:

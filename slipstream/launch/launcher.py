@@ -6,8 +6,8 @@ learner from its newest checkpoint and the journalled steps after it. What refus
 """
 
 import logging
+import math
 import os
-import re
 import secrets
 import sys
 import time
@@ -24,12 +24,13 @@ from replay import messages as m
 from replay.channel import ChannelError, Dealer, WireError, load_keys
 from slipstream.launch import children
 from slipstream.launch.announcements import Announcements
-from slipstream.launch.children import Child, RowTail, Tail
+from slipstream.launch.children import Child, RowTail
 from slipstream.launch.machine import this_machine
 from slipstream.launch.run_folder import RunFolder
 from slipstream.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
 from slipstream.plan.processes import Machine, Plan, assign
-from slipstream.runtime.lifeline import CHECKPOINT, PARENT, RUN_FAILED
+from slipstream.runtime import ending
+from slipstream.runtime.lifeline import CANNOT_GO_ON, CHECKPOINT, PARENT, RUN_FAILED
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +38,8 @@ POLL_S = 0.1
 STATUS_S = 0.5
 REPLAY_START_S = 60.0
 OVER_S = 1.0
-STOP_LINE = re.compile(r" ERROR (\w+ rank \d+ (?:stops|breaks off): .*)")
 LEAVES_S = 3.0
 """The ranks have this long to leave after one of them; torchrun itself waits for 30 s."""
-CANNOT_GO_ON = 2
-"""Exit code of a replay that refuses its configuration, data or journal: another start would as well."""
 CHECKPOINT_S = 15.0
 """How long a run that is told to end may take for a last checkpoint: the end of a step, the next one, and the copy."""
 FAREWELL_S = 20.0
@@ -92,11 +90,8 @@ class Launcher:
     _started_at: float = field(default_factory=time.time)
     _status: dict[str, Any] | None = None
     _status_asked: float = 0.0
-    _rank_tails: list[Tail] = field(default_factory=list)
-    _ending: tuple[float, str] | None = None
-    """When the first rank logged why it ends, and that line; None once it was shown."""
-    _rank_logs: dict[Path, int] = field(default_factory=dict)
-    """Where the present learner's part of each rank's log begins."""
+    _rank_ended: float | None = None
+    """When the first rank of the present learner was seen to have failed; infinite once that was shown."""
 
     def __post_init__(self) -> None:
         self._machine = this_machine(self.config, is_of_the_run=not self.is_dry)
@@ -236,8 +231,10 @@ class Launcher:
         """Restart the learner from its newest checkpoint. Raises RunFailed when that cannot help."""
         restarts = self._learner_restarts
         if restarts.due is None:
-            cause = self._learner_root_cause()
-            if len(self.config.learner_nodes) > 1 or self._stop_lines() or self._replay_says_over(dealer):
+            noted = self.learner.ending  # torchrun's: of the rank that was killed, or else of the first that stopped
+            cause = f"the learner stopped: {noted.said}" if noted is not None else self.learner.root_cause()
+            is_refused = noted is not None and noted.code == CANNOT_GO_ON
+            if len(self.config.learner_nodes) > 1 or is_refused or self._replay_says_over(dealer):
                 raise RunFailed(cause)
             self.view.event(f"{restarts.begin(cause, 'learner.restarts')} from its newest checkpoint")
             children.stop([self.learner])  # torchrun has ended; nothing of its process group stays
@@ -292,9 +289,9 @@ class Launcher:
         if self.resume:
             self.say_fallback()
         (process,) = self.plan().of(self.node, "learner")
-        logs = [self.run_dir / "logs" / f"learner-{rank}.log" for rank in range(self.config.num_learner_ranks)]
-        self._rank_logs = {path: path.stat().st_size if path.exists() else 0 for path in logs}
-        self._rank_tails, self._ending = [Tail.from_end(path) for path in logs], None
+        for path in (self.run_dir / "logs").glob(f"learner-*{ending.SUFFIX}"):
+            path.unlink()
+        self._rank_ended = None
         environment = {**process.environment, PARENT: str(os.getpid())}
         self.learner = self._start("learner", list(process.command), environment)
 
@@ -318,14 +315,13 @@ class Launcher:
 
     def _look_for_an_end(self) -> None:
         """Show why a rank has ended as soon as another one does not leave, which torchrun waits for."""
-        found = [
-            match[1] for tail in self._rank_tails for line in tail.new_lines() if (match := STOP_LINE.search(line))
-        ]
-        if found:
-            self._ending = self._ending or (time.monotonic(), found[0])
-        if self._ending is not None and time.monotonic() - self._ending[0] > LEAVES_S:
-            self.view.event(f"{self._ending[1]}; another rank does not leave, and is ended by force")
-            self._ending = None
+        found = ending.first(ending.of_ranks(self.run_dir / "logs"))
+        if found is None:
+            return
+        self._rank_ended = self._rank_ended or time.monotonic()
+        if time.monotonic() - self._rank_ended > LEAVES_S:
+            self.view.event(f"{children.without_time(found.said)}; another rank does not leave, and is ended by force")
+            self._rank_ended = math.inf
 
     def _ask_status(self, dealer: Dealer, every_s: float = STATUS_S) -> None:
         try:
@@ -337,15 +333,3 @@ class Launcher:
                 dealer.send(m.StatusRequest())
         except (WireError, ChannelError) as error:
             log.warning("status of replay: %s", error)
-
-    def _learner_root_cause(self) -> str:
-        """The rank that was killed, or else the first that stopped; others fail in consequence."""
-        killed = children.killed_rank(self.learner.log_path, self.learner.offset)
-        stops = self._stop_lines() or self._stop_lines("breaks off")
-        if killed or stops:
-            return f"the learner stopped: {killed or children.without_time(min(stops))}"
-        return self.learner.root_cause()
-
-    def _stop_lines(self, verb: str = "stops") -> list[str]:
-        """Lines in which ranks say why they stop (for good) or break off."""
-        return [line for path, offset in self._rank_logs.items() for line in children.stop_lines(path, offset, verb)]

@@ -1,22 +1,52 @@
-"""How a run ended, as `<run>/ending.json`: for views and scripts, which read no prose of logs."""
+"""How a run and its processes ended, as files: what programs decide by. Logs are for readers.
+
+    <run>/ending.json             the run, written by its launcher
+    <run>/logs/<name>.exit.json   a process: `replay`, `rollout-0`, `learner-3` (a rank), `learner` (torchrun)
+
+A process that SIGKILL ends writes none. Its parent has the exit status; of a rank that is torchrun, which notes it.
+"""
 
 import contextlib
 import json
+import os
+import signal
+import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
+
+from configs.errors import SlipstreamError
+from slipstream.runtime.hang import registry
 
 FILE = "ending.json"
+SUFFIX = ".exit.json"
+PATH = "SLIPSTREAM_EXIT_FILE"
+"""Environment variable with the file of torchrun, which knows no configuration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Of the launcher. Example: Ending(code=1, said="run stopped: no room [SLIP-CONFIG-10]", unix_s=1764e6)."""
+    """Of a run or a process. Example: Ending(code=1, said="run stopped: no room [SLIP-CONFIG-10]", unix_s=1764e6)."""
 
     code: int
-    """Exit code: 0 finished, 130 interrupted, else failed."""
+    """Exit code: 0 finished, 130 interrupted, negative the signal that ended it, else failed."""
     said: str
-    unix_s: float
+    """For a person."""
+    unix_s: float = field(default_factory=time.time)
+    pid: int = 0
+    error: str = ""
+    """Code of the error, such as SLIP-NET-02; empty at an end by intent."""
+    kind: str = ""
+    """Class of the error."""
+    symptom: str = ""
+    """Class of the symptom, such as `silent`, of an error that has one."""
+    peers: tuple[str, ...] = ()
+    """Processes that it waited for in vain."""
+    rank: int | None = None
+    step: int | None = None
+    """Step that a learner rank was at."""
 
     @property
     def failed(self) -> bool:
@@ -24,10 +54,55 @@ class Ending:
         return self.code not in (0, 130)
 
 
+step: int | None = None
+"""What this process is at; a learner rank sets it."""
+
+
 def write(run_dir: str | Path, code: int, said: str) -> None:
-    """Leave it in the run folder; a disk that is full, or a folder that is gone, has its own line in the log."""
+    """Leave the run's in its folder; a disk that is full, or a folder that is gone, has its own line in the log."""
+    write_file(Path(run_dir) / FILE, Ending(code, said))
+
+
+def write_file(path: Path, ending: Ending) -> None:
+    """Write one, which appears whole, or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
     with contextlib.suppress(OSError):
-        (Path(run_dir) / FILE).write_text(json.dumps(asdict(Ending(code, said, time.time()))) + "\n", encoding="utf-8")
+        beside.write_text(json.dumps(asdict(ending)) + "\n", encoding="utf-8")
+        beside.replace(path)
+
+
+def leave(code: int, said: str, error: BaseException | None = None) -> int:
+    """Note how this process ends, beside its log; one that belongs to no run notes nothing. Returns the code."""
+    if registry.own is not None:
+        rank = os.environ.get("RANK")
+        ending = Ending(
+            code,
+            said.partition("\n")[0],
+            pid=os.getpid(),
+            error=error.code if isinstance(error, SlipstreamError) else "",
+            kind=type(error).__name__ if error is not None else "",
+            symptom=str(getattr(error, "symptom", "")),
+            peers=registry.owed_by if error is not None else (),
+            rank=int(rank) if rank is not None else None,
+            step=step,
+        )
+        write_file(path_of(registry.own.run_dir, registry.own.member.name), ending)
+    return code
+
+
+def leave_on_error() -> None:
+    """From now on note an error that nothing in this process foresees, too."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        leave(1, f"{kind.__name__}: {error}", error)
+        sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def path_of(run_dir: Path, name: str) -> Path:
+    """Where a process notes how it ended."""
+    return run_dir / "logs" / f"{name}{SUFFIX}"
 
 
 def clear(run_dir: str | Path) -> None:
@@ -37,7 +112,29 @@ def clear(run_dir: str | Path) -> None:
 
 def read(run_dir: str | Path) -> Ending | None:
     """None while the run goes on, or where its launcher was killed."""
+    return read_file(Path(run_dir) / FILE)
+
+
+def read_file(path: Path) -> Ending | None:
+    """None where there is none."""
     try:
-        return Ending(**json.loads((Path(run_dir) / FILE).read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return Ending(**{**found, "peers": tuple(found.get("peers", ()))})
     except (OSError, ValueError, TypeError):
         return None
+
+
+def of_ranks(logs: Path) -> list[Ending]:
+    """Those of learner ranks that failed, by this folder of logs."""
+    found = (read_file(path) for path in logs.glob(f"learner-*{SUFFIX}"))
+    return [one for one in found if one is not None and one.code]
+
+
+def how(code: int) -> str:
+    """`exit code 2`, or `killed by SIGKILL [closed]`."""
+    return f"killed by {signal.Signals(-code).name} [closed]" if code < 0 else f"exit code {code}"
+
+
+def first(endings: Iterable[Ending]) -> Ending | None:
+    """The earliest."""
+    return min(endings, key=lambda one: one.unix_s, default=None)

@@ -17,6 +17,8 @@ PARENT = "SLIPSTREAM_PARENT_PID"
 """Environment variable in which torchrun tells its ranks who their parent is."""
 CANNOT_START = 78
 """Exit code (EX_CONFIG of sysexits.h) of a process that refuses what it was given: starting it again is no use."""
+CANNOT_GO_ON = 2
+"""Exit code of replay, of a learner rank and of a node that another start would refuse as well."""
 RUN_FAILED = 3
 """Exit code of replay after a run that has failed, and of a rollout server that was told so: starting it again is no
 use either."""

@@ -58,7 +58,7 @@ def test_losses_have_their_symptom_and_the_end_its_reason(tmp_path):
     made.lost("a", "silent", 1.0)
     timeline.observe(1.0, 1.0)
     assert written(tmp_path, name)[1][-1]["why"] == "silent"
-    made.handle("b", m.Heartbeat(activity="quarantined: digest"), 2.0)
+    made.handle("b", m.Heartbeat(blocked="quarantined"), 2.0)
     timeline.observe(2.0, 2.0)
     assert written(tmp_path, other)[0][-1] == "quarantined"
     made.end("all steps are done", failed=False)

@@ -188,7 +188,9 @@ def test_a_quarantined_server_wants_no_lease_until_it_serves_again(leases: Lease
     leases.went_dark("a tensor differs", 5.0)
     assert said(leases, m.LeaseRequest) == [m.LeaseRequest(capacity=0, version=3, incarnation=1)]
     assert leases.version is None and leases.activity.startswith("quarantined") and leases.activity_since == 5.0
-    assert not any(isinstance(x, m.LeaseRequest) for x in beat(leases, work, 6.0))
+    said_in_beat = beat(leases, work, 6.0)
+    assert not any(isinstance(x, m.LeaseRequest) for x in said_in_beat)
+    assert [x.blocked for x in said_in_beat if isinstance(x, m.Heartbeat)] == ["quarantined"]
     leases.went_live(4, 1)
     assert said(leases, m.LeaseRequest) == [m.LeaseRequest(capacity=CAPACITY, version=4, incarnation=1)]
 

@@ -1,7 +1,7 @@
 """What the launcher reads from the logs of its children, and when it starts a server again."""
 
 import json
-import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,49 +11,71 @@ from types import SimpleNamespace
 import pytest
 
 from configs.algorithm import Rollout
-from slipstream.launch import children, servers
+from slipstream.launch import children, servers, torchrun
 from slipstream.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, LocalServers, Restarts, RunFailed
+from slipstream.runtime import ending
+from slipstream.runtime.ending import Ending
 from slipstream.runtime.hang import processes
-from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED
+from slipstream.runtime.lifeline import CANNOT_GO_ON, CANNOT_START, RUN_FAILED
 from tests.support.waiting import until
 
-ENTRY = """[{number}]:
-  time      : 2026-11-21_18:11:37
-  host      : localhost
-  rank      : {rank} (local_rank: {rank})
-  exitcode  : {code} (pid: {pid}){signal}
-  error_file: <N/A>
-  traceback : To enable traceback see: ...
-"""
-
-
-def report(*others: tuple[int, int, int], root: tuple[int, int, int]) -> str:
-    """What torchrun prints when ranks (rank, exit code, pid) have failed."""
-    entries = [
-        ENTRY.format(number=number, rank=rank, code=f"{code:<2}", pid=pid, signal="  (SIGKILL)" if code == -9 else "")
-        for number, (rank, code, pid) in enumerate([root, *others])
-    ]
-    shown = "".join(entries[1:]) or "  <NO_OTHER_FAILURES>\n"
-    return f"Failures:\n{shown}------\nRoot Cause (first observed failure):\n{entries[0]}======\n"
-
-
-FORCED = "W1123 02:02:40 api.py:1047] Unable to shutdown process 11 via 15, forcefully exiting via 9\n"
+FAILED, KILLED, ENDED = 1, -signal.SIGKILL, -signal.SIGTERM
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("failures", "noted", "code", "said"),
     [
-        (report((1, 1, 11), root=(0, -9, 10)), "learner rank 0 (pid 10) was killed by SIGKILL [closed]"),
-        (report((1, -9, 11), root=(0, 1, 10)), "learner rank 1 (pid 11) was killed by SIGKILL [closed]"),
-        (report((1, -15, 11), root=(0, 1, 10)), ""),
-        (report(root=(0, 1, 10)), ""),
-        (FORCED + report((1, -9, 11), root=(0, 1, 10)), ""),
+        ({0: (KILLED, 0), 1: (FAILED, 0)}, {1: 1}, KILLED, "rank 0 (pid 10) was killed by SIGKILL [closed]"),
+        ({0: (FAILED, 0), 1: (KILLED, 1)}, {0: 1}, KILLED, "rank 1 (pid 11) was killed by SIGKILL [closed]"),
+        ({0: (FAILED, 0), 1: (ENDED, 1)}, {0: 1}, 1, "rank 0 breaks off"),
+        ({0: (FAILED, 0), 1: (KILLED, 30)}, {0: 1}, 1, "rank 0 breaks off"),
+        ({0: (FAILED, 0), 1: (2, 1)}, {0: 1, 1: 2}, CANNOT_GO_ON, "rank 1 breaks off"),
+        ({0: (KILLED, 0), 1: (2, 1)}, {1: 2}, CANNOT_GO_ON, "rank 0 (pid 10) was killed by SIGKILL [closed]"),
+        ({1: (FAILED, 0)}, {}, 1, "rank 1 (pid 11): exit code 1"),
     ],
 )
-def test_the_rank_that_was_killed_is_named_whichever_torchrun_saw_end_first(tmp_path, text, said):
-    (tmp_path / "learner.log").write_text(text)
-    assert children.killed_rank(tmp_path / "learner.log", 0) == said
-    assert children.killed_rank(tmp_path / "learner.log", len(text)) == ""
+def test_the_cause_is_the_rank_that_was_killed_or_refused_or_stopped_first(tmp_path, failures, noted, code, said):
+    """Whichever torchrun saw end first; what it ended itself, by force as well, is no cause."""
+    for rank, its in noted.items():
+        made = Ending(its, f"learner rank {rank} breaks off", unix_s=rank, pid=10 + rank, rank=rank)
+        ending.write_file(tmp_path / f"learner-{rank}.exit.json", made)
+    seen = {r: SimpleNamespace(pid=10 + r, exitcode=c, timestamp=100 + s) for r, (c, s) in failures.items()}
+    found = torchrun.cause(seen, tmp_path)
+    assert (found.code, found.said) == (code, f"learner {said}")
+
+
+NOTES = """
+import sys
+from slipstream.runtime import ending, hang
+from configs.errors import NoRoom
+hang.begin("x", sys.argv[1])
+ending.leave_on_error()
+if sys.argv[2] == "leave":
+    hang.expired("batch 9", owed_by=("replay",), waited_s=6.0, key="learner.batch_deadline_s")
+    ending.step = 9
+    error = NoRoom("no disk\\nmore")
+    sys.exit(ending.leave(2, f"x stops: {error}", error))
+raise KeyError("lost")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "facts", "said"),
+    [
+        ("leave", 2, ("SLIP-CONFIG-10", "NoRoom", ("replay",), 9), "x stops: no disk [SLIP-CONFIG-10]"),
+        ("raise", 1, ("", "KeyError", (), None), "KeyError: 'lost'"),
+    ],
+)
+def test_a_process_that_ends_notes_why_beside_its_log(tmp_path, how, code, facts, said):
+    log = tmp_path / "logs" / "x.log"
+    child = children.start("x", [sys.executable, "-c", NOTES, str(tmp_path), how], log, {})
+    child.process.wait()
+    noted = child.ending
+    assert (noted.code, (noted.error, noted.kind, noted.peers, noted.step)) == (code, facts)
+    assert child.how_it_ended() == f"exit code {code}: {said}"
+    again = children.start("x", ["sh", "-c", "kill -9 $$"], log, {})
+    again.process.wait()
+    assert again.ending is None and "SIGKILL" in again.how_it_ended(), "what an earlier one noted is not its own"
 
 
 def test_who_was_killed_from_outside_has_no_last_word(tmp_path):
@@ -208,9 +230,12 @@ def test_what_follows_from_the_exit_code_of_a_server(tmp_path, code, said, failu
     assert local.failures == failures
 
 
-def test_torchrun_leaves_nothing_in_the_folder_for_temporary_files(tmp_path):
-    words = ("--standalone", "--nproc-per-node", "1", "--no-python", "false")
+def test_torchrun_notes_a_killed_rank_and_leaves_no_temporary_files(tmp_path):
+    (tmp_path / "rank").write_text('[ "$RANK" = 0 ] || kill -9 $$; exec sleep 60')
+    (tmp_path / "tmp").mkdir()
+    words = ("--standalone", "--nproc-per-node", "2", "--no-python", "sh", str(tmp_path / "rank"))
     command = [sys.executable, "-m", "slipstream.launch.torchrun", *words]
-    done = subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, capture_output=True, timeout=120)
-    assert done.returncode == 1 and b"exitcode  : 1" in done.stderr
-    assert not list(tmp_path.iterdir())
+    child = children.start("learner", command, tmp_path / "learner.log", {"TMPDIR": str(tmp_path / "tmp")})
+    assert child.process.wait(120) == 1 and not list((tmp_path / "tmp").iterdir())
+    noted = child.ending
+    assert (noted.code, noted.rank, noted.symptom) == (KILLED, 1, "closed") and "SIGKILL" in noted.said

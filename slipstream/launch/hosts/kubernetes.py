@@ -18,8 +18,9 @@ import yaml
 from configs.loading import digest_of, dump
 from configs.schema import Config
 from slipstream.launch.hosts.job_files import JobFiles
-from slipstream.launch.hosts.node_spec import REFUSED, ROLES, NodeRole
+from slipstream.launch.hosts.node_spec import ROLES, NodeRole
 from slipstream.plan.processes import Machine
+from slipstream.runtime.lifeline import CANNOT_GO_ON
 
 FILES = "/etc/slipstream"
 KEYS = f"{FILES}/keys"
@@ -150,7 +151,7 @@ class Pods:
             "template": {"spec": self._pod(group)},
         }
         if is_learner:
-            codes = {"containerName": group.role, "operator": "In", "values": [REFUSED]}
+            codes = {"containerName": group.role, "operator": "In", "values": [CANNOT_GO_ON]}
             spec["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
         return {"name": group.name, "replicas": 1, "template": {"spec": spec}}
 

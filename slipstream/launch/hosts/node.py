@@ -26,7 +26,6 @@ from slipstream.launch import children
 from slipstream.launch.children import Child, Tail
 from slipstream.launch.hosts.key_files import write_keys
 from slipstream.launch.hosts.node_spec import (
-    REFUSED,
     Assignment,
     add_spec_arguments,
     read_spec,
@@ -36,7 +35,7 @@ from slipstream.launch.hosts.node_spec import (
 from slipstream.launch.servers import LocalServers, RunFailed
 from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, write_line
 from slipstream.runtime import hang
-from slipstream.runtime.lifeline import PARENT
+from slipstream.runtime.lifeline import CANNOT_GO_ON, PARENT
 
 POLL_S = 0.1
 LOOK_S = 5.0
@@ -71,7 +70,7 @@ def main() -> int:
         return 1
     except (ConfigError, ChannelError) as error:
         show(f"refused: {error}")
-        return REFUSED
+        return CANNOT_GO_ON
     except RunFailed as failure:
         show(str(failure))
         return 1
@@ -117,9 +116,9 @@ class Node:
         finally:
             ignore_signals()
             children.stop([child], PATIENCE_S)
-        if child.exit_code() == REFUSED and self.assignment.is_first:
+        if child.exit_code() == CANNOT_GO_ON and self.assignment.is_first:
             show(child.root_cause())
-            return REFUSED
+            return CANNOT_GO_ON
         if child.exit_code() != 0:
             raise RunFailed(child.root_cause())
         return 0

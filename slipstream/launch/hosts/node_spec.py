@@ -22,8 +22,6 @@ from slipstream.plan.processes import Machine, Plan, assign, replay_address
 
 NodeRole = Literal["learner", "rollout"]
 ROLES: tuple[NodeRole, ...] = ("learner", "rollout")
-REFUSED = 2
-"""Exit code of a node that another start would refuse as well; a scheduler that sees it starts none."""
 
 
 class NodeSpec(BaseModel):

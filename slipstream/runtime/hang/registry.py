@@ -49,6 +49,8 @@ class Own:
 
 
 own: Own | None = None
+owed_by: tuple[str, ...] = ()
+"""Processes that this one has waited for in vain (report.expired)."""
 
 
 def begin(name: str, run_dir: str | Path, *, replay: str | None = None, keys: str | None = None) -> None:

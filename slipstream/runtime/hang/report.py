@@ -75,6 +75,8 @@ def expired(
     own = registry.own
     if own is None:
         return ""
+    if ends:
+        registry.owed_by = tuple(owed_by)
     wait = Wait(waiter=own.member.name, what=what, owed_by=owed_by, waited_s=waited_s, key=key)
     try:
         there = sorted(own.run_dir.glob("hang-[0-9]*.txt"))
