@@ -23,13 +23,13 @@ BUDGET = {
     "weight_bus": 5_093,
     "rollout_server/engines": 3_890,
     "rollout_server/tasks": 6_967,
-    "rollout_server": 13_340,
+    "rollout_server": 12_662,
     "learner": 9_010,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 55_165
-SCRIPTS = 6_510
-TESTS = 46_060
+PRODUCT = 52_752
+SCRIPTS = 6_398
+TESTS = 44_700
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
