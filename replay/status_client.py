@@ -3,6 +3,7 @@
 import os
 import secrets
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,20 @@ def ask_replay(config: Config, address: str, timeout_s: float) -> Answer | None:
 
     Example: ask_replay(config, "tcp://10.0.0.1:5757", 1.0).state["version"]
     """
-    identity = f"node.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
-    with Dealer(address, identity, m.FROM_REPLAY, keys=load_keys(config.network.keys)) as dealer:
+    return ask(address, config.network.keys, timeout_s)
+
+
+def ask(address: str, keys: str | None, timeout_s: float) -> Answer | None:
+    """The same, with the folder of keys."""
+    identity, until = f"node.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}", time.monotonic() + timeout_s
+    with Dealer(address, identity, m.FROM_REPLAY, keys=load_keys(keys)) as dealer:
         dealer.send(m.StatusRequest())
-        try:
-            envelope = dealer.poll(timeout_s)
-        except WireError:
-            return None
-        if envelope is None or not isinstance(envelope.message, m.Status):
-            return None
-        # the launcher makes the run id of name, pid and time
-        return Answer(dealer.run_id.rsplit("-", 2)[0], envelope.message.state)
+        while (left := until - time.monotonic()) > 0:
+            try:
+                envelope = dealer.poll(left)
+            except WireError:
+                return None
+            if envelope is not None and isinstance(envelope.message, m.Status):
+                # the launcher makes the run id of name, pid and time
+                return Answer(dealer.run_id.rsplit("-", 2)[0], envelope.message.state)
+    return None

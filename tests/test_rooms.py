@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
     "configs": 2_779,
-    "slipstream/runtime": 2_246,
+    "slipstream/runtime": 2_177,
     "slipstream/families": 317,
     "slipstream/launch": 3_232,
     "slipstream/check": 2_360,
@@ -19,7 +19,7 @@ BUDGET = {
     "slipstream/translate": 1_118,
     "slipstream/plan": 1_501,
     "slipstream/command": 159,
-    "replay": 9_486,
+    "replay": 9_493,
     "weight_bus": 5_093,
     "rollout_server/engines": 3_890,
     "rollout_server/tasks": 6_967,

@@ -61,20 +61,20 @@ def members(run_dir: Path) -> Iterator[dict[str, int]]:
 @pytest.mark.parametrize("has_py_spy", [False, True])
 def test_a_report_names_the_stopped_process_and_shows_where_all_are(run_dir, members, capsys, monkeypatch, has_py_spy):
     if not has_py_spy:
-        monkeypatch.setattr(stacks, "tool", lambda: None)
-    elif stacks.tool() is None:
-        pytest.skip("py-spy is not installed")
+        monkeypatch.setattr(stacks, "py_spy", lambda _: {})
+    elif not stacks.py_spy([os.getpid()]):
+        pytest.skip("py-spy is not installed, or has no right")
     stopped = members["rollout-0"]
     os.kill(stopped, signal.SIGSTOP)
     began = time.monotonic()
     assert by_hand.main([str(run_dir)]) == 0
     assert time.monotonic() - began < stacks.ANSWER_S + stacks.PY_SPY_S
     path, suspect = capsys.readouterr().out.splitlines()
-    assert suspect == f"rollout-0 (pid {stopped}) is stopped (SIGSTOP) and did not answer"
+    assert suspect == f"rollout-0 (pid {stopped}) is stopped (SIGSTOP)"
     text = Path(path).read_text()
     assert suspect in text.splitlines()[4]
     sleeper = text[text.index("STACKS OF learner-0") : text.index("STACKS OF rollout-0")]
-    assert "in waits_for_a_friend" in sleeper
+    assert "waits_for_a_friend" in sleeper
     where = text[text.index("STACKS OF rollout-0") : text.index("LAST EVENTS")]
     assert ("waits_for_a_friend" in where) == has_py_spy and ("did not answer within 1 s" in where) != has_py_spy
     events = text[text.index("LAST EVENTS") : text.index("LAST LINES")].splitlines()[1:3]
@@ -193,4 +193,4 @@ def test_a_replay_that_does_not_answer_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         asks = registry.Member(name="a", pid=1, host="here", started=0, replay=address, keys=None)
-        assert report.ask_replay(asks) == {"problem": f"it did not answer at {address} within 1 s"}
+        assert report.ask_replay(asks) == {"problem": f"it did not answer at {address}"}

@@ -8,15 +8,14 @@ from pathlib import Path
 
 PROC = Path("/proc")
 STATES = {
-    "R": "running",
     "S": "sleeping",
     "D": "in the kernel (disk or device)",
     "T": "stopped (SIGSTOP)",
     "t": "traced",
     "Z": "dead, not reaped",
-    "X": "dead",
-    "I": "idle",
 }
+STUCK = "DTtZX"
+"""States in which a process goes on with nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +31,13 @@ class Process:
     started: int
     """Clock ticks from boot on; with the pid it names one process for good."""
 
+    def __str__(self) -> str:
+        return f"pid {self.pid}: {self.does}, {self.cpu_s:.1f} s of CPU"
+
     @property
     def does(self) -> str:
         """Its state in words."""
-        return STATES.get(self.state, self.state)
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it answers no signal but SIGKILL and SIGCONT."""
-        return self.state in "Tt"
-
-    @property
-    def waits_in(self) -> str:
-        """The function of the kernel that it sleeps in, where the kernel shows it."""
-        found = _read(PROC / str(self.pid) / "wchan")
-        return found if found not in ("", "0") else ""
+        return STATES.get(self.state, "running")
 
     @property
     def command(self) -> str:
@@ -66,13 +57,12 @@ def of(pid: int) -> Process | None:
     fields = rest.split()
     if len(fields) < 20:
         return None
-    ticks = os.sysconf("SC_CLK_TCK")
     return Process(
         pid=pid,
         parent=int(fields[1]),
         name=name.partition("(")[2],
         state=fields[0],
-        cpu_s=(int(fields[11]) + int(fields[12])) / ticks,
+        cpu_s=(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
         started=int(fields[19]),
     )
 
@@ -82,15 +72,12 @@ def descendants(roots: Iterable[int], processes: Mapping[int, Process]) -> list[
     children: defaultdict[int, list[Process]] = defaultdict(list)
     for process in processes.values():
         children[process.parent].append(process)
-    known = set(roots)
-    found: list[Process] = []
-    level = list(known)
-    while level:
-        new = [child for pid in level for child in children[pid] if child.pid not in known]
-        known |= {child.pid for child in new}
-        found += new
-        level = [child.pid for child in new]
-    return found
+    found, level = dict.fromkeys(roots), [*roots]
+    for pid in level:  # grows meanwhile
+        new = [child.pid for child in children[pid] if child.pid not in found]
+        found.update(dict.fromkeys(new))
+        level += new
+    return [processes[pid] for pid in level if pid not in set(roots)]
 
 
 def _read(path: Path) -> str:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replay import messages as m
-from replay.channel import ChannelError, Dealer, WireError, load_keys
+from replay.channel import ChannelError
+from replay.status_client import ask
 from slipstream.runtime.hang import processes, registry, stacks
-from slipstream.runtime.hang.processes import Process
+from slipstream.runtime.hang.processes import STUCK, Process
 from slipstream.runtime.hang.registry import Member
 
 log = logging.getLogger(__name__)
@@ -93,13 +93,10 @@ def expired(
     except OSError as error:
         return f"; no hang report could be written: {error}"
     known = status() if status is not None else None
-    if ends:
-        try:
-            write(path, wait, own.member, known)
-        except OSError as error:  # the disk is full, or gone: what has expired counts
-            return f"; no hang report could be written: {error}"
-    else:
-        threading.Thread(target=_write_aside, args=(path, wait, own.member, known), daemon=True).start()
+    if not ends:
+        threading.Thread(target=_write_or_say, args=(path, wait, own.member, known), daemon=True).start()
+    elif failed := _write_or_say(path, wait, own.member, known):
+        return f"; no hang report could be written: {failed}"
     return f"; hang report: {path}"
 
 
@@ -114,35 +111,46 @@ def _note(path: Path, wait: Wait) -> str:
     return f"; hang report: {path}"
 
 
-def _write_aside(path: Path, wait: Wait, by: Member, status: Mapping[str, Any] | None) -> None:
+def _write_or_say(path: Path, wait: Wait, by: Member, status: Mapping[str, Any] | None) -> OSError | None:
+    """A disk that is full, or gone, counts less than what has expired."""
     try:
         write(path, wait, by, status)
     except OSError as error:
         log.warning("%s: the hang report could not be written: %s", path, error)
+        return error
+    return None
 
 
 def write(path: Path, wait: Wait, by: Member, status: Mapping[str, Any] | None) -> list[str]:
     """Fill the file; returns the lines of its suspects. Raises OSError."""
     run_dir, noted = path.parent, registry.members(path.parent)
-    here = [member for member in noted if member.is_here()]
-    answers = stacks.ask(here, run_dir)
+    here = {member.pid: member for member in noted if member.is_here()}
     known = processes.all_processes()
-    others = processes.descendants([member.pid for member in here], known)
+    others = processes.descendants(here, known)
+    seen = stacks.py_spy([*here, *(one.pid for one in others)])
+    seen = stacks.ask([member for pid, member in here.items() if pid not in seen], run_dir) | seen
     state = ask_replay(by) if status is None else status
-    mute = [known[member.pid] for member in here if member.name not in answers and member.pid in known]
-    seen = stacks.py_spy([*mute, *others])
-    suspects = list(_suspects(here, known, answers, state))
-    now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    suspects = list(_suspects(here, known, seen, state))
+    now, host = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime()), socket.gethostname()
     lines = [
-        f"Hang report of {run_dir}, {now} UTC, host {socket.gethostname()}, by {by.name} (pid {by.pid})",
+        f"Hang report of {run_dir}, {now} UTC, host {host}, by {by.name} (pid {by.pid})",
         f"{wait}",
-        *("", "SUSPECTS", *(suspects or ["no process here is stopped or dead, all have answered: read the stacks"])),
+        *("", "SUSPECTS", *(suspects or ["no process here is stopped or dead: read the stacks"])),
         *("", "WHO WAITS FOR WHOM", f"{wait}", *_waits(state)),
-        *("", "PROCESSES", *_table(noted, here, known, others)),
-        *_stacks(here, known, others, answers, seen),
-        *("", f"LAST EVENTS (warnings and errors of all logs, {EVENTS} at most)", *last_events(run_dir)),
-        *("", "LAST LINES", *_last_lines(run_dir)),
+        *("", "PROCESSES"),
     ]
+    for member in noted:
+        there = f"run `python -m slipstream.runtime.hang` there, on {member.host}, with the run folder"
+        gone = f"pid {member.pid}: {'has ended' if member.host == host else there}"
+        lines.append(f"{member.name:16} {known[member.pid] if member.pid in here and member.pid in known else gone}")
+    lines += [f"{'  ' + one.name:16} {one}, child of {one.parent}: {one.command}" for one in others]
+    names = {pid: member.name for pid, member in here.items()}
+    names |= {one.pid: f"{one.name}, child of {one.parent}" for one in others if one.pid in seen}
+    for pid, name in names.items():
+        nothing = f"did not answer within {stacks.ANSWER_S:g} s; `py-spy dump --pid {pid}` may show more"
+        lines += ["", f"STACKS OF {name} (pid {pid})", seen.get(pid, nothing).rstrip()]
+    lines += ["", f"LAST EVENTS (warnings and errors of all logs, {EVENTS} at most)", *last_events(run_dir)]
+    lines += ["", "LAST LINES", *_last_lines(run_dir)]
     _fill(path, "\n".join(lines) + "\n")
     return suspects
 
@@ -157,44 +165,19 @@ def _fill(path: Path, text: str) -> None:
         file.write(text + noted)
 
 
-def _stacks(
-    here: Sequence[Member],
-    known: Mapping[int, Process],
-    others: Sequence[Process],
-    answers: Mapping[str, str],
-    seen: Mapping[int, str],
-) -> Iterator[str]:
-    """By name what faulthandler has written, by pid what py-spy has seen."""
-    for member in here:
-        process = known.get(member.pid)
-        does = process.does if process is not None else "has just ended"
-        text = (
-            answers.get(member.name)
-            or seen.get(member.pid)
-            or (f"did not answer within {stacks.ANSWER_S:g} s; `py-spy dump --pid {member.pid}` may show more")
-        )
-        yield from ("", f"STACKS OF {member.name} (pid {member.pid}, {does})", text.rstrip())
-    for one in others:
-        if one.pid in seen:
-            yield from ("", f"STACKS OF {one.name} (pid {one.pid}, {one.does})", seen[one.pid].rstrip())
-
-
 def _suspects(
-    here: Sequence[Member], known: Mapping[int, Process], answers: Mapping[str, str], status: Mapping[str, Any]
+    here: Mapping[int, Member], known: Mapping[int, Process], seen: Mapping[int, str], status: Mapping[str, Any]
 ) -> Iterator[str]:
     """Processes that cannot go on by themselves, and what they owe."""
     peers = {peer["name"]: peer for peer in status.get("peers", ())}
-    for member in here:
-        process = known.get(member.pid)
-        if process is None or (member.name in answers and not process.is_stopped):
-            continue  # it has just left, or has answered
-        owes = _owes(peers.get(member.name))
-        yield f"{member.name} (pid {member.pid}) is {process.does} and did not answer{owes}"
-    on_this_host = {member.name for member in here}
+    for pid, member in here.items():
+        process = known.get(pid)
+        if process is not None and (process.state in STUCK or pid not in seen):
+            yield f"{member.name} (pid {pid}) is {process.does}{_owes(peers.get(member.name))}"
+    on_this_host = {member.name for member in here.values()}
     for name, peer in peers.items():
         if peer["silent_s"] > SILENT_S and name not in on_this_host:
             yield f"{name} does not run here; replay last heard it {peer['silent_s']:.1f} s ago{_owes(peer)}"
-
     for wait in status.get("waits", ()):
         if wait["code"] in OUTSIDE:
             yield f"{wait['who']} waits for {wait['for']}, for {wait['since_s']:.1f} s"
@@ -204,9 +187,8 @@ def _owes(peer: Mapping[str, Any] | None) -> str:
     if peer is None:
         return ""
     leases = f"{peer['leases']} leases" if peer["role"] == "rollout_server" else "its next message"
-    return (
-        f"; it owes replay {leases}, was last heard {peer['silent_s']:.1f} s ago, then: {peer['activity'] or 'nothing'}"
-    )
+    heard = f"was last heard {peer['silent_s']:.1f} s ago, then: {peer['activity'] or 'nothing'}"
+    return f"; it owes replay {leases}, {heard}"
 
 
 def _waits(status: Mapping[str, Any]) -> Iterator[str]:
@@ -226,45 +208,15 @@ def _waits(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"{peer['name']}: {peer['activity'] or '-'} for {peer['since_s']:.1f} s; {heard}"
 
 
-def _table(
-    all_members: Sequence[Member], here: Sequence[Member], known: Mapping[int, Process], others: Sequence[Process]
-) -> Iterator[str]:
-    for member in all_members:
-        process = known.get(member.pid) if member in here else None
-        if process is not None:
-            yield f"{member.name:16} {_line(process)}"
-        elif member.host == socket.gethostname():
-            yield f"{member.name:16} pid {member.pid}: has ended"
-        else:
-            there = f"run `python -m slipstream.runtime.hang` there, on {member.host}, with the run folder"
-            yield f"{member.name:16} pid {member.pid}: {there}"
-    for process in others:
-        yield f"{'  ' + process.name:16} {_line(process)}, child of {process.parent}: {process.command}"
-
-
-def _line(process: Process) -> str:
-    inside = f" in {process.waits_in}" if process.waits_in else ""
-    return f"pid {process.pid}: {process.does}{inside}, {process.cpu_s:.1f} s of CPU"
-
-
 def ask_replay(member: Member) -> Mapping[str, Any]:
     """The state of the run, or `problem`, within STATUS_S."""
-    address = member.replay
-    if address is None:
+    if member.replay is None:
         return {"problem": "its address is not known here"}
-    until = time.monotonic() + STATUS_S
     try:
-        with Dealer(
-            address, f"hang.{member.pid}.{time.time_ns()}", m.FROM_REPLAY, keys=load_keys(member.keys)
-        ) as dealer:
-            dealer.send(m.StatusRequest())
-            while (left := until - time.monotonic()) > 0:
-                envelope = dealer.poll(left)
-                if envelope is not None and isinstance(envelope.message, m.Status):
-                    return envelope.message.state
-    except (ChannelError, WireError) as error:
+        answer = ask(member.replay, member.keys, STATUS_S)
+    except ChannelError as error:
         return {"problem": f"it could not be asked: {error}"}
-    return {"problem": f"it did not answer at {address} within {STATUS_S:g} s"}
+    return answer.state if answer is not None else {"problem": f"it did not answer at {member.replay}"}
 
 
 def last_events(run_dir: Path) -> list[str]:

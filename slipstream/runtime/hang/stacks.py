@@ -1,4 +1,4 @@
-"""Stacks of the processes of this host: faulthandler's where they answer, else py-spy's where there is one."""
+"""Stacks of the processes of this host: what py-spy sees, else what faulthandler writes where a signal asks for it."""
 
 import os
 import shutil
@@ -8,50 +8,34 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from slipstream.runtime.hang.processes import Process
 from slipstream.runtime.hang.registry import FOLDER, SIGNAL, Member
 
 ANSWER_S = 1.0
 """An answer takes a few milliseconds; a busy machine may take longer."""
-LOOK_S = 0.02
+LOOK_S = 0.05
 PY_SPY_S = 10.0
-MOST = 8
+MOST = 16
 """Processes that py-spy looks at, all at once."""
 
 
-def ask(members: Iterable[Member], run_dir: Path) -> dict[str, str]:
-    """By name, the stacks of those that answer the signal within ANSWER_S; the others are left out."""
-    asked: dict[str, tuple[Path, int]] = {}
-    for member in members:
-        path = run_dir / FOLDER / f"{member.name}.stacks"
-        try:
-            size = path.stat().st_size
-            os.kill(member.pid, SIGNAL)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue
-        asked[member.name] = path, size
-    answers = dict.fromkeys(asked, "")
-    until, grew = time.monotonic() + ANSWER_S, True
-    while time.monotonic() < until and (grew or not all(answers.values())):
-        time.sleep(LOOK_S)
-        grew = False
-        for name, (path, size) in asked.items():
-            with path.open(encoding="utf-8", errors="replace") as file:
-                file.seek(size)
-                text = file.read()
-            grew |= text != answers[name]
-            answers[name] = text
-    return {name: text for name, text in answers.items() if text}
-
-
-def py_spy(processes: Sequence[Process]) -> dict[int, str]:
+def py_spy(pids: Sequence[int]) -> dict[int, str]:
     """By pid, what py-spy reads from outside, of a stopped process as well; nothing without it or without the right."""
-    command = tool()
+    beside = Path(sys.executable).with_name("py-spy")
+    command = str(beside) if beside.exists() else shutil.which("py-spy")
     if command is None:
         return {}
-    running = [(one.pid, _start([command, "dump", "--nonblocking", "--pid", str(one.pid)])) for one in processes[:MOST]]
+    running = {
+        pid: subprocess.Popen(
+            [command, "dump", "--nonblocking", "--pid", str(pid)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for pid in pids[:MOST]
+    }
     found, until = {}, time.monotonic() + PY_SPY_S
-    for pid, process in running:
+    for pid, process in running.items():
         try:
             text, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -63,13 +47,21 @@ def py_spy(processes: Sequence[Process]) -> dict[int, str]:
     return found
 
 
-def tool() -> str | None:
-    """Where py-spy is: beside this interpreter, or in the path."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if beside.exists() else shutil.which("py-spy")
-
-
-def _start(command: list[str]) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+def ask(members: Iterable[Member], run_dir: Path) -> dict[int, str]:
+    """By pid, the stacks of those that answer the signal within ANSWER_S; the others are left out."""
+    asked: dict[int, tuple[Path, int]] = {}
+    for member in members:
+        path = run_dir / FOLDER / f"{member.name}.stacks"
+        try:
+            size = path.stat().st_size
+            os.kill(member.pid, SIGNAL)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        asked[member.pid] = path, size
+    answers, before = dict.fromkeys(asked, ""), None
+    until = time.monotonic() + ANSWER_S
+    while time.monotonic() < until and (answers != before or not all(answers.values())):
+        time.sleep(LOOK_S)
+        before = answers
+        answers = {pid: path.read_bytes()[size:].decode("utf-8", "replace") for pid, (path, size) in asked.items()}
+    return {pid: text for pid, text in answers.items() if text}
