@@ -248,14 +248,18 @@ def test_reward_processes_that_are_killed_for_memory(launch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_in_the_middle(launch):
+def test_a_disk_that_is_full_in_the_middle_is_waited_for_by_name(launch):
     run = launch("learner.batch_deadline_s=4", "replay.restarts=0", "learner.restarts=0", steps=10_000)
     run.wait_for_step(1)
     (segment, *_) = sorted((run.folder / "journal").glob("*.seg"))[-1:]
-    size = segment.stat().st_size
-    resource.prlimit(pid_of(run, "replay"), resource.RLIMIT_FSIZE, (size, size))
-    line = ending(run, "the journal's file cannot grow (RLIMIT_FSIZE)", time.monotonic())
-    assert "for the disk of its journal" in line and "journal/" in line and "[SLIP-JOURNAL-03]" in line
+    size, replay = segment.stat().st_size, pid_of(run, "replay")
+    resource.prlimit(replay, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    began, waits = time.monotonic(), re.compile(r"replay waits .*journal/.*free space on its disk \[SLIP-JOURNAL-03\]")
+    run.wait_until(lambda: waits.search(run.text()), "the line of the disk", 60)
+    table("the journal's file cannot grow (RLIMIT_FSIZE)", time.monotonic() - began, waits.search(run.text())[0])
+    before = run.steps()[-1]["training/global_step"]
+    resource.prlimit(replay, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    run.wait_for_step(before + 2)
 
 
 @pytest.mark.slow
