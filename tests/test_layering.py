@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "slipstream.families": ("configs.errors",),
     "slipstream.vision": ("configs.errors", "slipstream.families"),
     "slipstream.runtime": ("configs", "slipstream.families"),
-    "slipstream.runtime.hang": (*SHARED, "replay.channel", "replay.status_client"),  # a report asks replay for its Status
+    "slipstream.runtime.hang": (*SHARED, "replay.channel", "replay.status_client"),  # asks for its Status
     "replay": SHARED,
     "weight_bus": (*SHARED, "replay.channel"),
     "rollout_server": (*SHARED, "slipstream.vision", "replay", "weight_bus"),
