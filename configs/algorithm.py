@@ -22,7 +22,7 @@ class Rollout(Section):
     """Valid answers that a group trains from; with fewer its prompt is leased again, and at last dropped as `poison`.
     null takes half of rollout.group_size, and 2 at least."""
     groups_per_step: int = Field(default=64, ge=1)
-    """Groups in one optimizer step (verl: data.train_batch_size)."""
+    """Groups in one step (verl: data.train_batch_size)."""
     max_new_tokens: int = Field(default=1024, ge=1)
     """An answer is cut (finish reason `length`) after this many tokens."""
     temperature: float = Field(default=1.0, gt=0)
@@ -166,7 +166,7 @@ class Algorithm(Section):
     """Factor of dppo_tv's squared log ratio."""
     proximal: Literal["behaviour", "log_linear", "current"] = "behaviour"
     """The policy that ratios are taken against: the one that sampled the token, a log-linear mean of it and the one in
-    training, or the weights at the start of the step (decoupled PPO). The last two need a correction, `log_linear`
+    training, or the policy at the start of the step (decoupled PPO). The last two need a correction, `log_linear`
     also a loss with a ratio."""
     correction: Literal["none", "token_tis", "icepop", "sequence_tis", "sequence_mis", "geometric_mis"] = "none"
     """Weight for the distance to the policy that sampled: truncated or masked, per token or per answer."""
@@ -238,12 +238,13 @@ class Algorithm(Section):
             )
         return ""
 
-    def problem_with_ratio(self, loss: LossTraits, *, lag: int, is_exact: bool) -> str:
+    def problem_with_ratio(self, loss: LossTraits, *, lag: int, updates: int, is_exact: bool) -> str:
         """Why its ratio does not correct this lag, or is of rounding alone; empty where all is well.
 
         Args:
             loss: its traits.
             lag: most policy versions between sampling and training.
+            updates: optimizer updates of one step at most.
             is_exact: engine and learner compute in float32.
         """
         if self.i_know_this_is_biased:
@@ -254,6 +255,12 @@ class Algorithm(Section):
                 f"{what} corrects nothing for replay.async_lag {lag}, and such runs collapse; take 'ppo_clip', or an"
                 " algorithm.correction, or declare the ratio of a loss of your own (docs/algorithms.md), or set"
                 " algorithm.i_know_this_is_biased=true for a negative control"
+            )
+        if updates > 1 and not (loss.has_ratio or (self.proximal == "behaviour" and self.correction != "none")):
+            return (
+                f"loss: {self.loss!r} has no ratio against the policy that sampled, so updates after the first are off"
+                f" by all before them, and learner.minibatches × learner.epochs is {updates}; take 'ppo_clip', or"
+                " algorithm.proximal=behaviour with an algorithm.correction, or one update a step"
             )
         low, high = self.clip
         is_narrow = loss.ratio == "answer" and min(low, high) < LEAST_ANSWER_CLIP

@@ -55,9 +55,16 @@ class LearnerSettings(Section):
     """FSDP2 training with fp32 master weights."""
 
     total_steps: int = Field(default=100, ge=0)
-    """Optimizer steps of the run; 0 evaluates the model and trains nothing."""
+    """Steps of the run, each of one batch and one version; 0 evaluates the model and trains nothing."""
+    minibatches: int = Field(default=1, ge=1)
+    """Parts of a batch, each of whole groups, that get an optimizer update of their own."""
+    epochs: int = Field(default=1, ge=1)
+    """How often a step goes through its batch (PPO epochs)."""
+    target_kl: float = Field(default=0.0, ge=0)
+    """A step makes no further update once its KL estimate is above this: k3 over a mini-batch, from the policy that
+    sampled, or with algorithm.proximal `current` from the one at the start of the step; 0 has no such bound."""
     lr: float = Field(default=1e-6, gt=0)
-    """Peak learning rate of AdamW."""
+    """Peak learning rate of AdamW, the same for all updates of a step."""
     warmup_steps: int = Field(default=5, ge=0)
     """Linear warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
@@ -97,6 +104,11 @@ class LearnerSettings(Section):
     """Keep the layers' inputs in pinned host memory until the backward computes the layers again (`recompute` full)."""
     lora: Lora = Lora()
     """Adapters in training in place of the weights; off with rank 0."""
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer updates that a step makes at most."""
+        return self.minibatches * self.epochs
 
     @field_validator("betas")
     @classmethod

@@ -77,7 +77,7 @@ class Limits(Section):
     same_length: str = "warn above 0.95 for 5"
     """Guard: share of answers that have the most frequent length; answers that are cut all have one length."""
     skipped_steps: int = Field(default=5, ge=0)
-    """Updates that guards have skipped in a row; then the run stops."""
+    """Steps in a row whose updates guards have skipped; then the run stops."""
     roll_backs: int = Field(default=2, ge=0)
     """Most roll-backs of a run; one more stops it."""
     growth_window_s: float = Field(default=1800.0, gt=0)

@@ -108,12 +108,18 @@ class Config(Tree):
             )
 
     def _sampled(self) -> Iterator[str]:
-        total, ranks = self.trajectories_per_step, self.num_data_ranks
-        if total < ranks:
+        ranks, groups, parts = self.num_data_ranks, self.rollout.groups_per_step, self.learner.minibatches
+        if (each := groups // parts * self.rollout.group_size) < ranks:
+            least = -(-ranks // self.rollout.group_size) * parts
             yield (
-                f"rollout.groups_per_step: {self.rollout.groups_per_step} groups × rollout.group_size"
-                f" {self.rollout.group_size} = {total} trajectories a step are fewer than {ranks} learner ranks;"
-                f" take {-(-ranks // self.rollout.group_size)} groups or more, or another placement.split"
+                f"rollout.groups_per_step: {groups} groups × rollout.group_size {self.rollout.group_size} in"
+                f" learner.minibatches {parts} are {each} trajectories an update, fewer than {ranks} learner ranks;"
+                f" take {least} groups or more, fewer mini-batches, or another placement.split"
+            )
+        if self.learner.target_kl and self.learner.updates_per_step == 1:
+            yield (
+                f"learner.target_kl: {self.learner.target_kl:g} ends a step's updates, and a step makes one; raise"
+                " learner.minibatches or learner.epochs, or take target_kl=0"
             )
         compared = self.algorithm.compares_within_groups or self.algorithm.dynamic_sampling
         if not 1 + compared <= self.min_group <= self.rollout.group_size:
@@ -191,8 +197,10 @@ class Config(Tree):
     def problem_with_loss(self, loss: LossTraits) -> str:
         """Why a loss of these traits cannot train this run; empty where it can."""
         is_exact = self.rollout.dtype == self.learner.compute_dtype == "float32"
-        algorithm, lag = self.algorithm, self.replay.async_lag
-        problem = algorithm.problem_with_loss(loss) or algorithm.problem_with_ratio(loss, lag=lag, is_exact=is_exact)
+        algorithm, lag, updates = self.algorithm, self.replay.async_lag, self.learner.updates_per_step
+        problem = algorithm.problem_with_loss(loss) or algorithm.problem_with_ratio(
+            loss, lag=lag, updates=updates, is_exact=is_exact
+        )
         return problem and f"algorithm.{problem}"
 
     def _kept(self) -> Iterator[str]:

@@ -58,7 +58,7 @@ class Tree(Section):
 
     @property
     def trajectories_per_step(self) -> int:
-        """Trajectories in one optimizer step."""
+        """Trajectories in one step."""
         return self.rollout.groups_per_step * self.rollout.group_size
 
     @property
@@ -150,15 +150,17 @@ class Tree(Section):
         adapters = f" (adapters of rank {rank})" if rank else ""
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
         many = "s" if ranks > 1 else ""
-        parts = f"learner rank{many}" if together == 1 else f"group{many} of {together} learner ranks"
+        parts, epochs = self.learner.minibatches, self.learner.epochs
+        updates = "one update" if parts * epochs == 1 else f"updates of {parts} mini-batches × {epochs} epochs"
+        places = f"learner rank{many}" if together == 1 else f"group{many} of {together} learner ranks"
         kernels = ", deterministic kernels" if self.learner.deterministic else ""
         in_float32 = self.learner.compute_dtype == "float32" and on_gpus(self.placement.model_dump())
         return (
             f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
-            f" a step → {per_rank} on each of {ranks} {parts}, microbatches of at most"
+            f" a step → {per_rank} on each of {ranks} {places}, microbatches of at most"
             f" {self.learner.max_tokens_per_microbatch} tokens; lag ≤ {self.replay.async_lag} → at most"
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
-            f" {self.learner.total_steps} steps, one update and one weight broadcast each, to"
+            f" {self.learner.total_steps} steps, {updates} and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
             f" Reward: {self.reward.shown}."
             f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}{kernels};"

@@ -32,6 +32,24 @@ class BatchError(SlipstreamError, ValueError, code="SLIP-LEARN-01"):
     """The batch contradicts itself or the lag bound; it must not be trained on."""
 
 
+@dataclass(frozen=True, slots=True)
+class Minibatch:
+    """What one update of a step is made from."""
+
+    trajectories: slice
+    """Positions in the batch."""
+    microbatches: slice
+    """Of every rank."""
+
+
+def minibatches_of(batch: Batch) -> list[Minibatch]:
+    """Those of a batch, in order; one of everything where replay names none."""
+    parts = np.array(batch.minibatches or [[len(batch.group_ids), batch.num_microbatches]])
+    groups, microbatches = offsets(parts[:, 0]), offsets(parts[:, 1])
+    places = np.searchsorted(batch.all_groups, groups).tolist()
+    return [Minibatch(slice(*places[i : i + 2]), slice(*microbatches[i : i + 2].tolist())) for i in range(len(parts))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One microbatch: m samples, called trajectories below since mostly each is one; n tokens in the loss.
@@ -69,8 +87,12 @@ class Row:
     fresh: torch.Tensor
     """[m] bool, whether the version being trained sampled the whole answer, tokens that are not in the loss as well:
     behind a token of older weights keys and values are theirs, too."""
+    number: int = 0
+    """Of its microbatch."""
     trajectories: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """[m] int64, position in the batch of the trajectory that each sample is of."""
+    proximal_logprobs: torch.Tensor | None = None
+    """[n] float32 of the policy at the start of the step, where ratios are taken against it."""
     reference_logprobs: torch.Tensor | None = None
     """[n] float32 of the reference model, where the run has a KL term."""
     values: torch.Tensor | None = None
@@ -115,7 +137,7 @@ def lay_out(
     lags, is_fresh = lags_of(batch), batch.versions == batch.step - 1
     answers = offsets(batch.lengths)
 
-    def row(members: list[int]) -> Row:
+    def row(number: int, members: list[int]) -> Row:
         pieces, prompts = [tokens[i] for i in members], [int(batch.prompt_lengths[i]) for i in members]
         laid, positions, pictures = _laid(batch, members, pieces, prompts, share_prefixes, shown)
         chosen = [np.flatnonzero(batch.loss_mask[answers[i] : answers[i + 1]]) for i in members]
@@ -147,10 +169,12 @@ def lay_out(
             lengths=torch.from_numpy(counts),
             groups=torch.from_numpy(batch.all_groups[whole].astype(np.int64)),
             fresh=torch.tensor([is_fresh[answers[i] : answers[i + 1]].all() for i in members], dtype=torch.bool),
+            number=number,
             trajectories=torch.from_numpy(whole.astype(np.int64)),
         )
 
-    return [row(members) for members in _contents(batch, (weights > 0) & (batch.all_loss_tokens > 0))]
+    contents = _contents(batch, (weights > 0) & (batch.all_loss_tokens > 0))
+    return [row(number, members) for number, members in enumerate(contents)]
 
 
 def _contents(batch: Batch, trained: NDArray[np.bool_]) -> list[list[int]]:
@@ -223,6 +247,7 @@ def check(batch: Batch, *, async_lag: int, vocab_size: int) -> None:
     if (i := _first(in_loss & ~np.isfinite(batch.logprobs))) is not None:
         raise BatchError(f"{where}: answer token {i} has behaviour logprob {batch.logprobs[i]}")
     _check_counts(batch, where)
+    _check_minibatches(batch, where)
 
 
 def _check_counts(batch: Batch, where: str) -> None:
@@ -238,6 +263,20 @@ def _check_counts(batch: Batch, where: str) -> None:
         raise BatchError(
             f"{where}: trajectory {i} has {counts[i]} tokens in the loss, all_loss_tokens says {stated[i]}"
         )
+
+
+def _check_minibatches(batch: Batch, where: str) -> None:
+    """Mini-batches divide the groups, and what is in a microbatch belongs to its mini-batch."""
+    parts, whole = batch.minibatches, [len(batch.group_ids), batch.num_microbatches]
+    if parts and ([sum(counts) for counts in zip(*parts, strict=True)] != whole or min(map(min, parts)) < 1):
+        raise BatchError(f"{where}: mini-batches {parts} of groups and microbatches do not divide {whole}")
+    if (i := _first(np.diff(batch.all_groups) < 0)) is not None:
+        raise BatchError(f"{where}: trajectory {i + 1} is of an earlier group than the one before")
+    for part in minibatches_of(batch):
+        inside = (batch.trajectory >= part.trajectories.start) & (batch.trajectory < part.trajectories.stop)
+        here = (batch.microbatch >= part.microbatches.start) & (batch.microbatch < part.microbatches.stop)
+        if (i := _first(inside != here)) is not None:
+            raise BatchError(f"{where}: trajectory {batch.trajectory[i]} is in a microbatch of another mini-batch")
 
 
 def _check_shapes(batch: Batch, where: str, vocab_size: int) -> None:

@@ -5,7 +5,7 @@ every measurement and the gradient norm. All ranks read the same numbers from it
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,6 +60,28 @@ class StepSums:
     def fresh_tokens(self) -> float:
         """Tokens in the loss of answers whose every token has lag 0."""
         return self.values["fresh"] if self.global_tokens else 0.0
+
+    @property
+    def moved(self) -> float:
+        """k3 estimate of KL(p ‖ policy), p being the policy at the start of the step with `proximal: current`, else the
+        one that sampled."""
+        return self.values["moved"] / max(1, self.global_tokens)
+
+    @classmethod
+    def over(cls, updates: Sequence["StepSums"]) -> "StepSums":
+        """Of the updates of a step: sums add up, loss and gradient are means, what lag 0 shows is the first's."""
+        if len(updates) == 1:
+            return updates[0]
+        values: defaultdict[str, float] = defaultdict(float)
+        for one in updates:
+            for name, value in one.values.items():
+                values[name] = max(values[name], value) if name.endswith(MAX) else values[name] + value
+        ran = max(1, sum(one.global_tokens > 0 for one in updates))
+        for name in ("loss", "squared_gradient"):
+            values[name] /= ran
+        for name in ("fresh", "fresh_diff"):
+            values[name] = updates[0].values[name]
+        return cls(values, sum(one.global_tokens for one in updates))
 
     def metrics(self) -> dict[str, float]:
         """Numbers for metrics.jsonl, under verl's names where it has one.

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +20,7 @@ from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
 from learner.pictures import Looker
 from learner.policy.model import Policy
-from learner.rows import BatchError, Row, lay_out
+from learner.rows import BatchError, Row, lay_out, minibatches_of
 from learner.step import Measure, StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch
 
@@ -36,8 +36,13 @@ class Prepared:
     """[N] of every trajectory of the whole batch."""
     rows: list[Row]
     """Of this rank, one a microbatch."""
-    global_tokens: int
-    """In the loss, over all ranks."""
+    minibatches: list[tuple[slice, int]]
+    """Rows of each, and its tokens in the loss over all ranks."""
+
+    @property
+    def global_tokens(self) -> int:
+        """In the loss of the batch, over all ranks."""
+        return sum(tokens for _, tokens in self.minibatches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +50,12 @@ class Update:
     """One step's outcome, reduced over all ranks."""
 
     sums: StepSums
+    """Over all updates."""
     advantages: NDArray[np.float32]
     lr: float
     reason: str
     """Why the weights did not move; empty where they did."""
+    applied_updates: int = 0
     verdict: Verdict = field(default_factory=Verdict)
     """What the guards say."""
     beside: Mapping[str, float] = field(default_factory=dict)
@@ -63,6 +70,7 @@ class Update:
             **self.verdict.values,
             "actor/grad_norm": self.sums.grad_norm,
             "actor/lr": self.lr,
+            "actor/updates": float(self.applied_updates),
             "critic/advantages/mean": float(self.advantages.mean()),
             "critic/advantages/max": float(self.advantages.max()),
             "critic/advantages/min": float(self.advantages.min()),
@@ -74,7 +82,7 @@ class Update:
 
 
 def prepare(batch: Batch, advantage: Advantage, config: Config, looker: Looker | None = None) -> Prepared:
-    """Advantages and token weights of the whole batch, and this rank's rows.
+    """Advantages of the whole batch, token weights of each mini-batch, and this rank's rows.
 
     Where advantages need forwards over the tokens, all trajectories are laid out, and advantages wait for those.
     """
@@ -82,12 +90,15 @@ def prepare(batch: Batch, advantage: Advantage, config: Config, looker: Looker |
     advantages = advantages_of(advantage, inputs_of(batch))
     keeps_all = algorithm.advantages_need_tokens or not algorithm.drop_zero_advantage
     tokens = np.where((advantages != 0) | keeps_all, batch.all_loss_tokens, 0)
-    weights = token_weights(algorithm.aggregation, tokens, constant=config.rollout.max_new_tokens)
+    weights, parts = np.zeros(len(tokens), np.float32), minibatches_of(batch)
+    for part in parts:
+        own, constant = tokens[part.trajectories], config.rollout.max_new_tokens
+        weights[part.trajectories] = token_weights(algorithm.aggregation, own, constant=constant)
     if looker is None and batch.picture_counts.size:
         raise BatchError(f"batch {batch.step}: has pictures, and model.path takes none")
     shown = looker.look(batch) if looker is not None else None
     rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown)
-    return Prepared(advantages, rows, int(tokens.sum()))
+    return Prepared(advantages, rows, [(part.microbatches, int(tokens[part.trajectories].sum())) for part in parts])
 
 
 def inputs_of(batch: Batch) -> AdvantageInputs:
@@ -144,7 +155,7 @@ class Trainer:
             update = Update(StepSums(Counter(), 0), judged.advantages, 0.0, CRITIC_WARMUP)
         else:
             lr = lr_at(batch.step, learner, idle=beside.warmup_steps)
-            update = self._train_policy(batch, judged, work.global_tokens, lr)
+            update = self._train_policy(batch, judged, work, lr)
         learnt: dict[str, float] = {}
         if not update.verdict.refusal:  # what a guard keeps from the policy is nothing for the critic either
             with self._span("critic"):
@@ -152,21 +163,50 @@ class Trainer:
         beside.follow(self.policy, step=batch.step)
         return replace(update, beside=judged.values | learnt)
 
-    def _train_policy(self, batch: Batch, judged: Judged, global_tokens: int, lr: float) -> Update:
+    def _train_policy(self, batch: Batch, judged: Judged, work: Prepared, lr: float) -> Update:
+        """Each epoch an update on each mini-batch, until a guard ends the step or the policy has moved far enough."""
+        target, done, reasons, verdict = self.config.learner.target_kl, list[StepSums](), list[str](), Verdict()
+        rows = self._against_start(judged.rows, work.global_tokens)
+        for which, tokens in work.minibatches * self.config.learner.epochs:
+            sums = self._gradients(rows[which], tokens)
+            if done and target and sums.moved > target:
+                self.policy.clear_gradients()
+                break
+            found, reason = self._apply(sums, batch, lr, is_first=not done)
+            done, reasons, verdict = [*done, sums], [*reasons, reason], verdict.and_then(found)
+            if verdict.first("roll_back", "stop"):
+                break
+        count = reasons.count("")
+        return Update(StepSums.over(done), judged.advantages, lr, "" if count else reasons[0], count, verdict)
+
+    def _against_start(self, rows: list[Row], global_tokens: int) -> list[Row]:
+        """Rows with logprobs of the policy as it is, where later updates take ratios against it. A collective."""
+        is_fixed = self.config.algorithm.proximal == "current" and self.config.learner.updates_per_step > 1
+        if not is_fixed or global_tokens == 0:
+            return rows
+        with self._span("proximal"):
+            found = self.policy.logprobs(rows, self.config.rollout.temperature)
+        return [replace(row, proximal_logprobs=own) for row, own in zip(rows, found, strict=True)]
+
+    def _gradients(self, rows: Sequence[Row], global_tokens: int) -> StepSums:
         with self._span("gradients"):
-            sums = accumulate_gradients(
+            return accumulate_gradients(
                 self.policy,
-                judged.rows,
+                rows,
                 self.objective,
                 temperature=self.config.rollout.temperature,
                 global_tokens=global_tokens,
                 loss_scale=self.optimizer.scale.value,
             )
+
+    def _apply(self, sums: StepSums, batch: Batch, lr: float, *, is_first: bool) -> tuple[Verdict, str]:
+        """One update, where the guards let it pass; why it was not applied."""
         with self._span("apply"):
             # a float16 gradient that overflows cures itself, until the scale is 1; a loss is measured without it
             is_scaled = math.isfinite(sums.loss) and self.optimizer.scale.value > 1
             overflows = is_scaled and not math.isfinite(sums.grad_norm)
-            verdict = Verdict() if self.guards is None or overflows else self.guards.judge(sums, batch)
+            verdict = Verdict()
+            if self.guards is not None and not overflows:
+                verdict = self.guards.judge(sums, batch, is_first=is_first)
             norm, refusal = self.config.learner.max_grad_norm, verdict.refusal
-            reason = apply_update(self.policy, self.optimizer, sums, max_grad_norm=norm, lr=lr, refusal=refusal)
-        return Update(sums, judged.advantages, lr, reason, verdict)
+            return verdict, apply_update(self.policy, self.optimizer, sums, max_grad_norm=norm, lr=lr, refusal=refusal)

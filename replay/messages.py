@@ -271,6 +271,8 @@ class Batch(OfStep):
     all_loss_tokens: Int32
     """[N] of each trajectory: position in group_ids of its group, its tokens in the loss, samples (empty: one each)."""
     all_samples: Int32 = field(default_factory=_no_ints)
+    minibatches: list[list[int]] = field(default_factory=list)
+    """[groups, microbatches] of each, the oldest groups first; empty: one of all."""
     pictures: list[str] = field(default_factory=list)
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
     picture_counts: Int32 = field(default_factory=_no_ints)

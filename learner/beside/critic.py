@@ -62,10 +62,9 @@ class Critic:
             fill(body, files, folder)
         self.optimizer = Optimizer(self._settings, self.model)
 
-    @torch.no_grad()
     def values(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """[n] float32 of each row, the values before its tokens, in host memory. A collective."""
-        return [self.model.forward(row.to(self.model.device), 1.0)[0].cpu() for row in rows]
+        return self.model.logprobs(rows, 1.0)
 
     def train(self, rows: Sequence[Row], *, step: int, global_tokens: int) -> dict[str, float]:
         """critic.updates updates on rows that have values and returns; numbers for metrics.jsonl. A collective.

@@ -22,12 +22,9 @@ class Reference:
             self.model = shaped_policy(config, policy.mesh, policy.device, policy.budget, folder, is_frozen=True)
             fill(self.model.shards(), weight_files(folder), folder)
 
-    @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """[n] float32 of each row's tokens at the sampling temperature, in host memory. A collective."""
-        found = [self.model.forward(row.to(self.model.device), self.temperature)[0] for row in rows]
-        self.model.clear_gradients()  # there are none, but the root module holds what it has gathered until then
-        return [logprobs.cpu() for logprobs in found]
+        return self.model.logprobs(rows, self.temperature)
 
     def refresh(self, policy: Policy) -> None:
         """Become a copy of the policy, which is sharded over the same ranks."""

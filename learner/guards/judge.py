@@ -73,6 +73,13 @@ class Verdict:
     async_lag: int | None = None
     """New bound of the lag, where it is lowered."""
 
+    def and_then(self, other: "Verdict") -> "Verdict":
+        """Of both updates of a step: what a guard said of the first of them, it need not say again."""
+        said = {(alarm.guard, alarm.action) for alarm in self.alarms}
+        new = tuple(alarm for alarm in other.alarms if (alarm.guard, alarm.action) not in said)
+        lag = other.async_lag if self.async_lag is None else self.async_lag
+        return Verdict(self.alarms + new, {**self.values, **other.values}, lag)
+
     def first(self, *actions: Action) -> Alarm | None:
         """The first alarm that asks for one of these actions."""
         return next((alarm for alarm in self.alarms if alarm.action in actions), None)
@@ -102,26 +109,31 @@ class Guards:
         self.broken: dict[str, tuple[int, int]] = {}
         """By guard, number and bound of the rule: steps in a row, and the first of them. A run may be resumed with
         another bound, which these steps did not break."""
+        self._broken_in: dict[str, int] = {}
+        """The last of these steps: one with several updates counts once."""
         self.fired: Counter[str] = Counter()
         self.skipped = 0
-        """Updates in a row."""
+        """Steps in a row whose updates were skipped."""
         self.unchanged = 0
         """Applied updates in a row that left every weight as it was."""
         self.async_lag = config.replay.async_lag
         self.lowered_at = 0
         """Step that lowered the lag last."""
 
-    def judge(self, sums: StepSums, batch: Batch) -> Verdict:
-        """Look at a step whose update is not applied yet."""
-        signals, step = self.memory.signals(sums, batch), batch.step
+    def judge(self, sums: StepSums, batch: Batch, *, is_first: bool = True) -> Verdict:
+        """Look at an update of a step, which is not applied yet."""
+        signals, step = self.memory.signals(sums, batch, is_first=is_first), batch.step
         alarms = [alarm for guard in self.rules for alarm in self._alarms(step, guard, signals)]
         lowered = self._lower(step, alarms)
         skips = next((alarm for alarm in alarms if alarm.action == "skip"), None)
         if sums.global_tokens:
-            self.skipped = self.skipped + 1 if skips is not None else 0
+            last, self._broken_in["skips"] = self._broken_in.get("skips"), step if skips is not None else 0
+            self.skipped = self.skipped + (last != step) if skips is not None else 0
         limit = self.config.limits.skipped_steps
         if skips is not None and limit and self.skipped >= limit:
-            text = f"step {step}: {self.skipped} updates in a row were skipped (limits.skipped_steps); the last: "
+            text = (
+                f"step {step}: updates of {self.skipped} steps in a row were skipped (limits.skipped_steps); the last: "
+            )
             alarms.append(Alarm("skipped_steps", "stop", step - self.skipped + 1, text + skips.text))
         self.fired.update({alarm.guard for alarm in alarms})
         values = {f"guards/{guard}": float(count) for guard, count in self.fired.items()}
@@ -158,10 +170,14 @@ class Guards:
             return alarms
         for number, rule in enumerate(self.rules[guard]):
             place = f"{guard}/{number} {'above' if rule.is_above else 'below'} {rule.bound:g}"
-            before, first = self.broken.pop(place, (0, step))
+            is_known = self._broken_in.get(place) == step  # by another update of this step
             if not rule.is_broken_by(value):
+                if not is_known:
+                    self.broken.pop(place, None)
                 continue
-            self.broken[place] = count, first = before + 1, first
+            before, first = self.broken.get(place, (0, step))
+            self.broken[place] = count, first = before + (not is_known), first
+            self._broken_in[place] = step
             if count >= rule.steps:
                 text = self._say(step, guard, rule, value, count)
                 alarms.append(Alarm(guard, rule.action, first, text))

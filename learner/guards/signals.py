@@ -86,28 +86,38 @@ class Memory:
         """The mean mismatch of the first steps counts as this at least."""
         return self.max_diff * (LEAST_BASE_16BIT if self.is_16bit else LEAST_BASE)
 
-    def signals(self, sums: StepSums, batch: Batch) -> Signals:
-        """The numbers of a step; takes them in for later steps."""
+    def signals(self, sums: StepSums, batch: Batch, *, is_first: bool = True) -> Signals:
+        """The numbers of an update; those of a step's first are taken in for later steps.
+
+        Later ones say nothing but whether they are finite and how far the policy is from the one that sampled: of the
+        rest, the batch was judged before, or the updates before have changed it.
+        """
         found: dict[str, float | None] = dict.fromkeys(NAMES)
         has_tokens = sums.global_tokens > 0
         is_finite = not has_tokens or (math.isfinite(sums.loss) and math.isfinite(sums.grad_norm))
-        is_flat = self._is_flat(batch)
-        found["flat_reward_steps"] = float(is_flat)
         if has_tokens:
             found["nonfinite"] = found["nonfinite_steps"] = float(not is_finite)
-        if has_tokens or not is_flat:  # without a token in the loss, though answers differ: all are masked
-            found["zero_gradient_steps"] = float(sums.grad_norm == 0.0 and not is_flat)
-        found["reward"] = self._reward(batch)
-        lengths = batch.all_loss_tokens
-        found["same_length"] = float(np.bincount(lengths).max() / len(lengths))
+        if is_first:
+            found |= self._of_batch(sums, batch)
         if not is_finite or not has_tokens:
             return found
         measured = sums.metrics()
         for guard in ("ess", "kl"):
             found[guard] = measured[NAMES[guard]]
+        if not is_first:
+            return found
         found["entropy"] = self._entropy(measured["actor/entropy"])
         if sums.fresh_tokens:
             found |= self._mismatch(measured[NAMES["max_logprob_diff"]], sums.fresh_tokens)
+        return found
+
+    def _of_batch(self, sums: StepSums, batch: Batch) -> dict[str, float | None]:
+        is_flat, lengths = self._is_flat(batch), batch.all_loss_tokens
+        found: dict[str, float | None] = {"flat_reward_steps": float(is_flat), "reward": self._reward(batch)}
+        found["same_length"] = float(np.bincount(lengths).max() / len(lengths))
+        # without a token in the loss, though answers differ, all are masked; a mini-batch may be flat by itself
+        if sums.global_tokens or not (is_flat or len(batch.minibatches) > 1):
+            found["zero_gradient_steps"] = float(sums.grad_norm == 0.0 and not is_flat)
         return found
 
     def _is_flat(self, batch: Batch) -> bool:

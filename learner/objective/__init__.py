@@ -65,7 +65,7 @@ class Objective:
             case "behaviour":
                 return row.behaviour_logprobs
             case "current":
-                return now
+                return now if row.proximal_logprobs is None else row.proximal_logprobs
             case _:
                 share = row.lags / (row.lags + 1)
                 return row.behaviour_logprobs + share * log_ratio(now, row.behaviour_logprobs)
@@ -76,6 +76,7 @@ class Objective:
         from tokens of the former (Schulman 2020)."""
         delta = log_ratio(now, row.behaviour_logprobs)
         weight = delta.exp()
+        moved = delta if row.proximal_logprobs is None else log_ratio(now, row.proximal_logprobs)
         logprob_diff = (now - row.behaviour_logprobs).abs()
         prob_diff = (now.exp() - row.behaviour_logprobs.exp()).abs()
         fresh = row.fresh.repeat_interleave(row.lengths, output_size=len(now))
@@ -85,6 +86,7 @@ class Objective:
             "weight_squared": weight.square().sum(),
             "k1": -delta.sum(),
             "k3": (weight - 1 - delta).sum(),
+            "moved": (moved.exp() - 1 - moved).sum(),
             "entropy": entropy.sum(),
             "prob_diff": prob_diff.sum(),
             "prob_diff_max": torch.cat([nothing, prob_diff]).max(),

@@ -7,7 +7,7 @@ the tokens of the whole batch.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,13 @@ class Policy:
             row = replace(row, pictures=row.pictures.seen_by(self.tower))
         attention.warn_of_padding(row, self.model.transformer.config._attn_implementation)
         return tuple(self.model(row, temperature))
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[Row], temperature: float) -> list[torch.Tensor]:
+        """[n] float32 of each row (of a critic values), without gradients, in host memory. A collective."""
+        found = [self.forward(row.to(self.device), temperature)[0] for row in rows]
+        self.clear_gradients()  # there are none, but the root module holds what it has gathered until then
+        return [values.cpu() for values in found]
 
     def when_exhausted(self, error: RuntimeError, config: Config) -> str:
         """What to change where the error says that memory ran out; empty for other errors."""

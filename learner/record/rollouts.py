@@ -27,28 +27,28 @@ class RolloutWriter:
         self._num_parts = config.num_data_ranks
         self._tokenizer: Any = load_tokenizer(config.model.path) if self._every else None
         self._pieces: dict[int, str] = {}
-        self._measured: list[tuple[Row, NDArray[np.float32]]] | None = None
-        """Rows of the step and the trainer's logprobs of their tokens, where the step is to be written."""
+        self._measured: dict[int, tuple[Row, NDArray[np.float32]]] | None = None
+        """By microbatch, its row and the trainer's first logprobs of its tokens, where the step is to be written."""
 
     def watch(self, objective: "Measure") -> "Measure":
         """The same objective, of whose logprobs this writer keeps a copy in the steps that it writes."""
 
         def watched(row: Row, logprobs: "torch.Tensor", *rest: "torch.Tensor") -> Any:
-            if self._measured is not None:
-                self._measured.append((row, logprobs.detach().float().cpu().numpy()))
+            if self._measured is not None and row.number not in self._measured:
+                self._measured[row.number] = row, logprobs.detach().float().cpu().numpy()
             return objective(row, logprobs, *rest)
 
         return watched if self._every else objective
 
     def begin(self, step: int) -> None:
         """Call before a step is trained."""
-        self._measured = [] if self._every and step % self._every == 0 else None
+        self._measured = {} if self._every and step % self._every == 0 else None
 
     def write_if_due(self, batch: Batch, advantages: NDArray[np.float32]) -> None:
         """Write `rollouts/step_N/rank_R.jsonl`, one sample a line: mostly a whole trajectory.
 
         Logprobs are written with all their digits, so reading them back gives the same float32; text with special
-        tokens. `trainer_logprobs`, null of tokens that were not trained, are those from which the step's ratios are.
+        tokens. `trainer_logprobs`, null of tokens that were not trained, are those of the first update on them.
         """
         if not self._every or batch.step % self._every:
             return
@@ -91,7 +91,7 @@ class RolloutWriter:
         """[answer tokens] float32, of this rank's samples; NaN of tokens that no row had in the loss."""
         values = np.full(len(batch.loss_mask), np.nan, np.float32)
         answers, in_loss = offsets(batch.lengths), batch.loss_mask != 0
-        for number, (row, logprobs) in enumerate(self._measured or []):
+        for number, (row, logprobs) in (self._measured or {}).items():
             here = (batch.microbatch == number) & np.isin(batch.trajectory, row.trajectories.cpu().numpy())
             places = [np.arange(answers[i], answers[i + 1]) for i in np.flatnonzero(here)]
             if places:  # as learner/rows.py lays them out: samples in order, their tokens in the loss

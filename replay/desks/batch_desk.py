@@ -113,7 +113,8 @@ class BatchDesk:
         trained = batches.trained(groups, flat=not config.algorithm.flat_groups_are_left_out)
         limit, parts = config.learner.max_tokens_per_microbatch, self.num_ranks // self.ranks_per_part
         wanted = config.learner.share_prefixes
-        assignment = sharing.assign(sharing.Members.of(groups, trained), wanted, parts, limit)
+        place = {"num_ranks": parts, "max_tokens": limit, "number": config.learner.minibatches}
+        assignment, minibatches = sharing.assign_minibatches(groups, trained, wanted, **place)
         is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
         wants_checkpoint = (is_full and config.replay.journal_keep == "checkpoint") or self.run.checkpoint_asked
         self.batches[step] = [
@@ -123,6 +124,7 @@ class BatchDesk:
                 expected_digest=made.digest,
                 async_lag=made.async_lag,
                 checkpoint=wants_checkpoint,
+                minibatches=minibatches,
             )
             for part in batches.build(step, groups, assignment, num_ranks=parts, stats=stats | measured)
         ]

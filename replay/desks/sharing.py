@@ -14,7 +14,7 @@ they gain more than 8p. For k equal answers that is a < 7p - 8p/k: below 6p in a
 """
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -80,6 +80,27 @@ def sharers(wanted: Wanted, prompt: int, answers: Int64) -> NDArray[np.bool_]:
         return np.full(len(answers), wanted and len(answers) > 1)
     pays = prompt >= SHORTEST and int(gain[gain > 0].sum()) > COPIES_PER_TOKEN * prompt
     return (gain > 0) & pays
+
+
+def assign_minibatches(
+    groups: list[Group], trained: NDArray[np.bool_], wanted: Wanted, *, num_ranks: int, max_tokens: int, number: int
+) -> tuple[batches.Assignment, list[list[int]]]:
+    """`assign` for each of `number` mini-batches of whole groups, the oldest first, whose sizes differ by one at most.
+
+    Returns:
+        The assignment of all samples, whose microbatches count on from one mini-batch to the next; and of each
+        mini-batch its groups and its microbatches.
+    """
+    assigned, minibatches, first = list[batches.Assignment](), list[list[int]](), 0
+    for chosen in np.array_split(np.arange(len(groups)), number):
+        part = groups[chosen[0] : chosen[-1] + 1]
+        here = trained[first : first + sum(group.lengths.size for group in part)]
+        found = assign(Members.of(part, here), wanted, num_ranks, max_tokens)
+        assigned.append(replace(found, microbatch=found.microbatch + sum(count for _, count in minibatches)))
+        minibatches.append([len(part), found.num_microbatches])
+        first += len(here)
+    rank, microbatch = (np.concatenate([getattr(one, name) for one in assigned]) for name in ("rank", "microbatch"))
+    return batches.Assignment(rank, microbatch, sum(count for _, count in minibatches)), minibatches
 
 
 def assign(members: Members, wanted: Wanted, num_ranks: int, max_tokens: int) -> batches.Assignment:

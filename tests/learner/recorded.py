@@ -45,11 +45,20 @@ def random_step(
 
 
 def batch_of(
-    trajectories: Sequence[Recorded], step: int, *, rank: int = 0, world_size: int = 1, num_microbatches: int = 1
+    trajectories: Sequence[Recorded],
+    step: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    num_microbatches: int = 1,
+    minibatches: int = 1,
 ) -> Batch:
-    """This rank's part of a batch: trajectories dealt out in turn to ranks, then in turn to microbatches."""
+    """This rank's part of a batch: trajectories dealt out in turn to ranks, then to their mini-batch's microbatches."""
     mine = list(range(rank, len(trajectories), world_size))
     own = [trajectories[i] for i in mine]
+    groups = sorted({t.group for t in trajectories})
+    divided = np.array_split(np.array(groups), minibatches)
+    part = np.array([next(k for k, some in enumerate(divided) if t.group in some) for t in own])
 
     def joined(lists: list[list[int]] | list[list[float]], dtype: type) -> np.ndarray:
         return np.array([value for values in lists for value in values], dtype)
@@ -57,13 +66,14 @@ def batch_of(
     return Batch(
         step=step,
         rank=rank,
-        num_microbatches=num_microbatches,
+        num_microbatches=num_microbatches * minibatches,
+        minibatches=[[len(some), num_microbatches] for some in divided],
         total_loss_tokens=sum(sum(t.loss_mask) for t in trajectories),
-        group_ids=[[0, group] for group in sorted({t.group for t in trajectories})],
+        group_ids=[[0, group] for group in groups],
         stats={},
         lag_histogram={},
         trajectory=np.array(mine, np.int32),
-        microbatch=np.arange(len(mine), dtype=np.int32) % num_microbatches,
+        microbatch=(np.arange(len(mine)) % num_microbatches + part * num_microbatches).astype(np.int32),
         prompt_lengths=np.array([len(t.prompt_ids) for t in own], np.int32),
         lengths=np.array([len(t.response_ids) for t in own], np.int32),
         token_ids=joined([t.prompt_ids + t.response_ids for t in own], np.int32),

@@ -50,16 +50,27 @@ def train(
     for step, trajectories in enumerate(steps, start=first_step):
         pairs = zip(trajectories, group_advantages(trajectories, config), strict=True)
         kept = [(t, a) for t, a in pairs if a or not config.algorithm.drop_zero_advantage]
-        tokens = sum(sum(t.loss_mask) for t, _ in kept)
-        if tokens == 0:
-            continue
-        adamw.zero_grad()
-        (step_loss(model, first, kept, step, config) / tokens).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), learner.max_grad_norm)
-        for group in adamw.param_groups:
-            group["lr"] = learning_rate(config, step)
-        adamw.step()
+        before = copy.deepcopy(model).requires_grad_(False)
+        for part in divided(kept, trajectories, learner.minibatches) * learner.epochs:
+            if tokens := sum(sum(t.loss_mask) for t, _ in part):
+                adamw.zero_grad()
+                (step_loss(model, first, before, part, step, config) / tokens).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), learner.max_grad_norm)
+                for group in adamw.param_groups:
+                    group["lr"] = learning_rate(config, step)
+                adamw.step()
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def divided(
+    kept: list[tuple[Recorded, float]], trajectories: list[Recorded], minibatches: int
+) -> list[list[tuple[Recorded, float]]]:
+    """What is trained of each mini-batch of whole groups; the first ones have one more where it does not go up."""
+    groups = list(dict.fromkeys(t.group for t in trajectories))
+    size, more = divmod(len(groups), minibatches)
+    ends = [(number + 1) * size + min(number + 1, more) for number in range(minibatches)]
+    parts = [groups[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    return [[(t, a) for t, a in kept if t.group in part] for part in parts]
 
 
 def group_advantages(trajectories: list[Recorded], config: Config) -> list[float]:
@@ -75,11 +86,16 @@ def group_advantages(trajectories: list[Recorded], config: Config) -> list[float
 
 
 def step_loss(
-    model: torch.nn.Module, first: torch.nn.Module, kept: list[tuple[Recorded, float]], step: int, config: Config
+    model: torch.nn.Module,
+    first: torch.nn.Module,
+    before: torch.nn.Module,
+    kept: list[tuple[Recorded, float]],
+    step: int,
+    config: Config,
 ) -> torch.Tensor:
-    """Sum of the loss over all tokens of the step's trajectories, from one forward with padding on the right.
+    """Sum of the loss over all tokens of the trajectories, from one forward with padding on the right.
 
-    With algorithm.kl it has k3's term against the `first` model.
+    With algorithm.kl it has k3's term against the `first` model; `before` is the model at the start of the step.
 
     The padding is needed for parity to rounding: AdamW's first steps move an element by the learning rate in the
     direction of its gradient however small that is, so elements of almost no gradient amplify rounding.
@@ -88,28 +104,29 @@ def step_loss(
     ids = torch.zeros(len(kept), width, dtype=torch.long)
     for row, (t, _) in enumerate(kept):
         ids[row, : len(t.prompt_ids) + len(t.response_ids)] = torch.tensor(t.prompt_ids + t.response_ids)
-    models = [model, first] if config.algorithm.kl != "none" else [model]
-    logits = [each(input_ids=ids).logits.float() for each in models]
-    logprobs, *_, before = [
-        torch.log_softmax(one / config.rollout.temperature, dim=-1) for one in [*logits, logits[-1]]
-    ]
-    found, columns, frozen = [], [], []
+    logits = [each(input_ids=ids).logits.float() for each in (model, first, before)]
+    logprobs = [torch.log_softmax(one / config.rollout.temperature, dim=-1) for one in logits]
+    found, columns = [], []
     for row, (t, advantage) in enumerate(kept):
         for i, token in enumerate(t.response_ids):
             if t.loss_mask[i]:
-                found.append(logprobs[row, len(t.prompt_ids) + i - 1, token])
-                frozen.append(before[row, len(t.prompt_ids) + i - 1, token])
+                found.append(torch.stack([one[row, len(t.prompt_ids) + i - 1, token] for one in logprobs]))
                 columns.append([t.logprobs[i], advantage, float(step - 1 - t.versions[i])])
     behaviour, advantages, lags = torch.tensor(columns).unbind(1)
-    now, old = torch.stack(found), torch.stack(frozen)
-    losses = token_losses(now, behaviour, advantages, lags, config)
+    now, old, started = torch.stack(found).unbind(1)
+    losses = token_losses(now, behaviour, started, advantages, lags, config)
     if config.algorithm.kl != "none":
         losses = losses + config.algorithm.kl_coef * (torch.exp(old - now) - 1 + now - old)
     return losses.sum()
 
 
 def token_losses(
-    logprobs: torch.Tensor, behaviour: torch.Tensor, advantages: torch.Tensor, lags: torch.Tensor, config: Config
+    logprobs: torch.Tensor,
+    behaviour: torch.Tensor,
+    started: torch.Tensor,
+    advantages: torch.Tensor,
+    lags: torch.Tensor,
+    config: Config,
 ) -> torch.Tensor:
     """algorithm.loss of each token."""
     algorithm = config.algorithm
@@ -119,6 +136,8 @@ def token_losses(
     if algorithm.proximal == "log_linear":
         proximal = behaviour + lags / (lags + 1) * (logprobs.detach() - behaviour)
         weight = torch.exp(proximal - behaviour).clamp(max=2.0)
+    if algorithm.proximal == "current":
+        proximal, weight = started, torch.exp(started - behaviour).clamp(max=2.0)
     ratio = torch.exp(logprobs - proximal)
     clipped = torch.clamp(ratio, 1 - algorithm.clip[0], 1 + algorithm.clip[1])
     return weight * torch.maximum(-advantages * ratio, -advantages * clipped)

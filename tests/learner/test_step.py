@@ -40,7 +40,8 @@ def five_steps(mesh: DeviceMesh, config: Config, num_microbatches: int) -> Polic
     policy, optimizer = built(config, mesh)
     beside = build_beside(config, policy)
     for step, trajectories in enumerate(STEPS, start=1):
-        batch = batch_of(trajectories, step, num_microbatches=num_microbatches)
+        parts = config.learner.minibatches
+        batch = batch_of(trajectories, step, num_microbatches=num_microbatches, minibatches=parts)
         _, reason = train_on(batch, policy, optimizer, config, beside)
         assert not reason
     return policy
@@ -57,6 +58,9 @@ SCHEDULE = {"schedule": "cosine", "weight_decay": 0.1, "max_grad_norm": 0.05}
         ("qwen3", {}, {"loss": "policy_gradient", "i_know_this_is_biased": True, "drop_zero_advantage": False}),
         ("llama", SCHEDULE, {"loss": "ppo_clip"}),
         ("qwen3", {}, {"kl": "k3", "kl_coef": 0.3}),
+        ("qwen3", {"minibatches": 3, "epochs": 2}, {"aggregation": "token"}),
+        ("qwen3", {"minibatches": 2, "epochs": 2}, {"proximal": "current", "correction": "token_tis"}),
+        ("qwen3", {"minibatches": 2}, {"proximal": "log_linear", "correction": "token_tis"}),
     ],
 )
 def test_five_steps_agree_with_the_reference(
