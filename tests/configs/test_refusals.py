@@ -27,6 +27,10 @@ learner.betas=[0.9] -> learner.betas
 learner.batch_deadline_s=.inf -> learner.batch_deadline_s | infinite | 1e7
 reward.timeout_s=.inf -> reward.timeout_s | infinite
 rollout.top_k=50 -> rollout.top_k | 50
+learner.minibatches=65 -> rollout.groups_per_step: 64 | learner.minibatches 65 | 65 groups or more
+learner.target_kl=0.1 -> learner.target_kl: 0.1 | learner.minibatches or learner.epochs
+learner.epochs=2 replay.async_lag=0 @pg -> 'policy_gradient' has no ratio | learner.minibatches × learner.epochs is 2
+learner.epochs=2 @pg algorithm.proximal=current algorithm.correction=token_tis -> has no ratio | proximal=behaviour
 rollout.groups_per_step=1 rollout.group_size=1 -> groups_per_step | fewer than 2 learner ranks
 rollout.group_size=1 -> rollout.group_size: 1 | algorithm.advantage 'grpo' | take 2 or more
 rollout.group_size=1 algorithm.advantage=reinforce++ algorithm.dynamic_sampling=true -> group_size: 1 | =false
@@ -120,6 +124,8 @@ algorithm.correction=icepop algorithm.correction_low=0.5 algorithm.correction_hi
 @gspo algorithm.clip_low=0.02 algorithm.clip_high=0.02
 @gspo algorithm.proximal=current algorithm.correction=token_tis
 @gspo algorithm.i_know_this_is_biased=true
+learner.minibatches=64 learner.epochs=4 learner.target_kl=0.1
+learner.epochs=2 @pg algorithm.correction=token_tis
 """.strip().splitlines()
 
 

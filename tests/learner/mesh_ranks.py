@@ -39,9 +39,10 @@ NONE, FULL = {"recompute": "none"}, {"recompute": "full"}
 CASES: dict[int, list[Case]] = {
     2: [
         ("replicate", "even", {"replicate": 2}, NONE, {}),
-        ("tensor", "even", {"tensor": 2}, FULL, {}),
+        ("tensor", "even", {"tensor": 2}, FULL | {"minibatches": 3}, {}),
         ("biased", "biased", {"tensor": 2}, {"recompute": "selective"}, {}),
         ("sequence", "even", {}, NONE, SEQUENCE),
+        ("updates", "even", {}, {"minibatches": 2, "epochs": 2}, {"proximal": "current", "correction": "token_tis"}),
     ],
     3: [("shard", "even", {}, NONE, {}), ("shard_again", "biased", {}, FULL, {})],
     4: [
@@ -84,6 +85,7 @@ def steps(
     """Train on these steps; the metrics of each."""
     seen, tensor = [], config.learner.mesh.tensor
     place = {"rank": policy.rank // tensor, "world_size": policy.world_size // tensor, "num_microbatches": microbatches}
+    place["minibatches"] = config.learner.minibatches
     for step in numbers:
         sums, reason = train_on(batch_of(random_step(step), step, **place), policy, optimizer, config)
         assert not reason

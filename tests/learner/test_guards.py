@@ -265,6 +265,33 @@ def test_updates_that_change_no_weight_stop_the_run(qwen3: Path, mesh: DeviceMes
     assert resumed.weigh(4, was_applied=True, has_changed=True, lr=1.0) is None
 
 
+def test_a_step_of_several_updates_counts_once_and_goes_on_after_a_refused_one(qwen3: Path, mesh: DeviceMesh):
+    learner = {"minibatches": 2, "epochs": 2, "lr": 1e-9}
+    limits = OFF | {"ess": "skip below 0.7, warn below 0.7 for 2", "skipped_steps": 2, "reward": "warn above 9"}
+    config = make_config(qwen3, replay={"async_lag": 2}, learner=learner, limits=limits)
+    trainer = Trainer(config, *built(config, mesh), guards=Guards(config))
+    good = honest(trainer.policy, 5, lag=1)
+    bad = [dataclasses.replace(t, logprobs=[-9.0 * (i % 2) for i, _ in enumerate(t.logprobs)]) for t in good]
+    mixed = [b if b.group < 2 else g for b, g in zip(bad, good, strict=True)]
+    update = trainer.train_step(batch_of(mixed, 5, minibatches=2))
+    assert (update.reason, update.applied_updates, update.sums.values["fresh"]) == ("", 2, 0.0)
+    assert [alarm.guard for alarm in update.verdict.alarms] == ["ess"] and trainer.guards is not None
+    stops = [trainer.train_step(batch_of(bad, step, minibatches=2)).verdict.first("stop") for step in (6, 7)]
+    assert [alarm is not None for alarm in stops] == [False, True], "of two steps, with four updates each"
+    assert trainer.guards.memory.reward.count == 3
+
+
+def test_a_step_ends_once_the_policy_has_moved_far_enough(qwen3: Path, mesh: DeviceMesh):
+    learner = {"minibatches": 2, "epochs": 3, "lr": 3e-3, "warmup_steps": 0}
+    for proximal in ({}, {"proximal": "current", "correction": "token_tis"}):
+        config = make_config(qwen3, learner=learner | {"target_kl": 1e-3}, limits=OFF, algorithm=proximal)
+        trainer = Trainer(config, *built(config, mesh))
+        drawn = honest(trainer.policy, 5)
+        update = trainer.train_step(batch_of(drawn, 5, minibatches=2))
+        assert 1 <= update.applied_updates < 6 and update.sums.moved <= 1e-3
+        assert trainer.optimizer.num_steps == update.applied_updates == update.values["actor/updates"]
+
+
 def test_a_run_that_only_skips_stops_and_says_why(make: Make):
     trainer = make(ess="skip below 0.7", skipped_steps=3)
     wrong = shifted(honest(trainer.policy, 5, lag=1), 0.0)

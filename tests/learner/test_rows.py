@@ -93,6 +93,9 @@ def test_ranks_and_rows_share_out_every_trained_token_once(seed: int, ranks: int
         ({"all_loss_tokens": np.array([3, 1], np.int32)}, "trajectory 0 has 2 tokens in the loss, .* says 3"),
         ({"prompt_lengths": np.array([3, 0], np.int32)}, "trajectory 1 has a prompt of 0 tokens"),
         ({"all_samples": np.array([1], np.int32)}, "all_samples has 1 entries, not 2"),
+        ({"minibatches": [[1, 2]]}, r"mini-batches \[\[1, 2\]\] of groups and microbatches do not divide \[1, 1\]"),
+        ({"minibatches": [[1, 1], [0, 0]]}, "do not divide"),
+        ({"all_groups": np.array([1, 0], np.int32)}, "trajectory 1 is of an earlier group than the one before"),
         ({"picture_counts": np.array([0, 0], np.int32)}, "picture_counts has 2 entries, not 1"),
         ({"picture_counts": np.array([1], np.int32)}, "pictures has 0 entries, not 1"),
     ],
@@ -101,6 +104,13 @@ def test_contradictions_are_refused(changes: dict[str, Any], message: str) -> No
     batch = dataclasses.replace(batch_of(ONE, STEP), **changes)
     with pytest.raises(BatchError, match=message):
         laid_out(batch, [1.0, -1.0])
+
+
+def test_a_trajectory_in_the_microbatch_of_another_minibatch_is_refused() -> None:
+    batch = batch_of([*ONE[:1], dataclasses.replace(ONE[1], group=1)], STEP, minibatches=2)
+    laid_out(batch, [1.0, -1.0])
+    with pytest.raises(BatchError, match="trajectory 1 is in a microbatch of another mini-batch"):
+        laid_out(dataclasses.replace(batch, microbatch=np.array([0, 0], np.int32)), [1.0, -1.0])
 
 
 def test_a_token_out_of_the_loss_may_be_over_age() -> None:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay import messages as m
-from replay.desks.sharing import COPIES_PER_TOKEN, SHORTEST, Members, Wanted, assign, sharers
+from replay.desks.sharing import COPIES_PER_TOKEN, SHORTEST, Members, Wanted, assign, assign_minibatches, sharers
 from replay.state import batches
 from tests.replay.simulated_run import group_message, lease, sent, service
+from tests.replay.simulation.samples import make_group
 
 
 def cost(wanted: Wanted, prompt: int, answers: list[int]) -> Fraction:
@@ -74,6 +75,33 @@ def test_every_trajectory_has_one_place_and_no_microbatch_costs_too_much(
         assert costs.max(1).sum() <= loads(apart, members, ranks, False).max(1).sum(), "slower than without sharing"
     if wanted is False:
         assert np.array_equal(made.rank, apart.rank) and np.array_equal(made.microbatch, apart.microbatch)
+
+
+@settings(max_examples=40)
+@given(
+    groups=st.lists(GROUP, min_size=1, max_size=9),
+    ranks=st.integers(1, 3),
+    wanted=st.sampled_from([False, "auto", True]),
+    data=st.data(),
+)
+def test_minibatches_are_assigned_like_batches_of_their_own(
+    groups: list[tuple[int, list[int], bool]], ranks: int, wanted: Wanted, data: st.DataObject
+) -> None:
+    number = data.draw(st.integers(1, len(groups)))
+    made_of = [make_group(answers, prompt_ids=np.zeros(prompt, np.int32)) for prompt, answers, _ in groups]
+    trained = np.repeat([is_trained for _, _, is_trained in groups], 4)
+    place = {"num_ranks": ranks, "max_tokens": 1200}
+    made, minibatches = assign_minibatches(made_of, trained, wanted, **place, number=number)
+    assert sum(count for count, _ in minibatches) == len(groups) and len(minibatches) == number
+    assert max(count for count, _ in minibatches) - min(count for count, _ in minibatches) <= 1
+    assert made.num_microbatches == sum(count for _, count in minibatches)
+    group = microbatch = 0
+    for count, microbatches in minibatches:
+        here = slice(group * 4, (group + count) * 4)
+        alone = assign(Members.of(made_of[group : group + count], trained[here]), wanted, ranks, 1200)
+        assert np.array_equal(made.rank[here], alone.rank) and microbatches == alone.num_microbatches
+        assert np.array_equal(made.microbatch[here], alone.microbatch + microbatch)
+        group, microbatch = group + count, microbatch + microbatches
 
 
 def loads(made: batches.Assignment, members: Members, ranks: int, wanted: Wanted) -> np.ndarray:
