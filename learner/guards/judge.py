@@ -109,8 +109,8 @@ class Guards:
         self.broken: dict[str, tuple[int, int]] = {}
         """By guard, number and bound of the rule: steps in a row, and the first of them. A run may be resumed with
         another bound, which these steps did not break."""
-        self._broken_in: dict[str, int] = {}
-        """The last of these steps: one with several updates counts once."""
+        self._step, self._counted = 0, set[str]()
+        """The step that is judged, and what of it is counted: one of several updates counts once."""
         self.fired: Counter[str] = Counter()
         self.skipped = 0
         """Steps in a row whose updates were skipped."""
@@ -123,19 +123,27 @@ class Guards:
     def judge(self, sums: StepSums, batch: Batch, *, is_first: bool = True) -> Verdict:
         """Look at an update of a step, which is not applied yet."""
         signals, step = self.memory.signals(sums, batch, is_first=is_first), batch.step
+        if step != self._step:
+            self._step, self._counted = step, set()
         alarms = [alarm for guard in self.rules for alarm in self._alarms(step, guard, signals)]
         lowered = self._lower(step, alarms)
         skips = next((alarm for alarm in alarms if alarm.action == "skip"), None)
         if sums.global_tokens:
-            last, self._broken_in["skips"] = self._broken_in.get("skips"), step if skips is not None else 0
-            self.skipped = self.skipped + (last != step) if skips is not None else 0
+            if skips is None:
+                self.skipped = 0
+                self._counted.discard("skipped")
+            elif "skipped" not in self._counted:
+                self.skipped += 1
+                self._counted.add("skipped")
         limit = self.config.limits.skipped_steps
         if skips is not None and limit and self.skipped >= limit:
             text = (
                 f"step {step}: updates of {self.skipped} steps in a row were skipped (limits.skipped_steps); the last: "
             )
             alarms.append(Alarm("skipped_steps", "stop", step - self.skipped + 1, text + skips.text))
-        self.fired.update({alarm.guard for alarm in alarms})
+        fired = {alarm.guard for alarm in alarms} - self._counted
+        self.fired.update(fired)
+        self._counted |= fired
         values = {f"guards/{guard}": float(count) for guard, count in self.fired.items()}
         values |= {NAMES[guard]: found for guard in MADE_HERE if (found := signals[guard]) is not None}
         return Verdict(tuple(alarms), values, lowered)
@@ -170,14 +178,14 @@ class Guards:
             return alarms
         for number, rule in enumerate(self.rules[guard]):
             place = f"{guard}/{number} {'above' if rule.is_above else 'below'} {rule.bound:g}"
-            is_known = self._broken_in.get(place) == step  # by another update of this step
+            is_known = place in self._counted  # by another update of this step
             if not rule.is_broken_by(value):
                 if not is_known:
                     self.broken.pop(place, None)
                 continue
             before, first = self.broken.get(place, (0, step))
             self.broken[place] = count, first = before + (not is_known), first
-            self._broken_in[place] = step
+            self._counted.add(place)
             if count >= rule.steps:
                 text = self._say(step, guard, rule, value, count)
                 alarms.append(Alarm(guard, rule.action, first, text))

@@ -276,6 +276,7 @@ def test_a_step_of_several_updates_counts_once_and_goes_on_after_a_refused_one(q
     update = trainer.train_step(batch_of(mixed, 5, minibatches=2))
     assert (update.reason, update.applied_updates, update.sums.values["fresh"]) == ("", 2, 0.0)
     assert [alarm.guard for alarm in update.verdict.alarms] == ["ess"] and trainer.guards is not None
+    assert set(trainer.guards.broken.values()) == {(1, 5)} and trainer.guards.fired["ess"] == 1
     stops = [trainer.train_step(batch_of(bad, step, minibatches=2)).verdict.first("stop") for step in (6, 7)]
     assert [alarm is not None for alarm in stops] == [False, True], "of two steps, with four updates each"
     assert trainer.guards.memory.reward.count == 3
