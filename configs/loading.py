@@ -202,16 +202,28 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         value = read_yaml(raw) if raw else ""
     except yaml.YAMLError as error:
         raise BadOption(f"--set {override!r}: the value is not readable: {error}") from error
+    try:
+        put(tree, ".".join(parts), value)
+    except BadOption as error:
+        raise BadOption(f"--set {override!r}: {error}") from error
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set the value of a dotted key, in place. Raises BadOption."""
+    *parents, last = key.split(".")
     node = tree
-    for part in parts[:-1]:
+    for part, below in zip(parents, [*parents[1:], last], strict=True):
         child = node.setdefault(part, {})
+        if child == below:  # a variant by name gets options
+            child = node[part] = {below: {}}
         if not isinstance(child, dict):
+            whole = key.partition(f".{last}")[0]
             raise BadOption(
-                f"--set {override!r}: {part!r} is a value, not a section; give what is to stand there as a whole,"
-                f" such as --set '{key.partition(f'.{parts[-1]}')[0]}={{{parts[-1]}: ...}}'"
+                f"{part!r} is a value, not a section; give what is to stand there as a whole, such as --set"
+                f" '{whole}={{{last}: ...}}'"
             )
         node = child
-    node[parts[-1]] = value
+    node[last] = value
 
 
 def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:

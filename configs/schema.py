@@ -10,10 +10,8 @@ from collections.abc import Iterator
 
 from pydantic import model_validator
 
-from configs.algorithm import LossTraits
 from configs.evaluation import check as check_sets
 from configs.evaluation import check_metric
-from configs.learner import Mesh
 from configs.placement import check
 from configs.tree import Tree
 
@@ -58,29 +56,6 @@ class Config(Tree):
                 )
 
     def _trained(self) -> Iterator[str]:
-        for role, is_needed, key in (
-            ("critic", self.algorithm.advantage == "gae", "algorithm.advantage=gae"),
-            ("reference", self.algorithm.kl != "none", "algorithm.kl=k3"),
-        ):
-            if is_needed and self.learner.mesh != Mesh():
-                yield (
-                    f"learner.mesh: {self.learner.mesh} with a {role} ({key}), which knows ranks that shard and nothing"
-                    " else; leave learner.mesh out"
-                )
-            if role == "critic" and is_needed and self.learner.compute_dtype == "float16":
-                yield (
-                    "learner.compute_dtype: 'float16' with a critic, whose loss is not scaled; take bfloat16 or float32"
-                )
-            if is_needed and self.learner.lora.rank:
-                yield (
-                    f"learner.lora.rank: {self.learner.lora.rank} with a {role} ({key}), which is not made for adapters"
-                    " yet; take learner.lora.rank=0"
-                )
-        if self.critic.path is not None and self.algorithm.advantage != "gae":
-            yield (
-                f"critic.path: {self.critic.path!r}, but nothing here needs a critic; set algorithm.advantage=gae, or"
-                " leave it out"
-            )
         if self.learner.offload_activations and self.learner.recompute not in ("full", "auto"):
             yield (
                 f"learner.offload_activations: true with learner.recompute {self.learner.recompute!r}; take"
@@ -121,12 +96,10 @@ class Config(Tree):
                 f"learner.target_kl: {self.learner.target_kl:g} ends a step's updates, and a step makes one; raise"
                 " learner.minibatches or learner.epochs, or take target_kl=0"
             )
-        compared = self.algorithm.compares_within_groups or self.algorithm.dynamic_sampling
-        if not 1 + compared <= self.min_group <= self.rollout.group_size:
+        if self.min_group > self.rollout.group_size:
             yield (
-                f"rollout.group_size: {self.rollout.group_size} with algorithm.advantage {self.algorithm.advantage!r},"
-                f" and rollout.min_group {self.min_group}: take {1 + compared} or more, and a group that is as large;"
-                " only algorithm.advantage 'gae' with algorithm.dynamic_sampling=false compares no answers of a group"
+                f"rollout.min_group: {self.min_group} is more than the answers of a group, rollout.group_size"
+                f" {self.rollout.group_size}; take fewer"
             )
         given, longest = self.learner.max_tokens_per_microbatch, self.longest_trajectory
         if longest > given:
@@ -184,24 +157,6 @@ class Config(Tree):
                 f"algorithm.overlong_buffer: {buffer} tokens are more than rollout.max_new_tokens {longest}, so every"
                 f" answer would be punished for its length; take less than {longest}, such as {max(1, longest // 4)}"
             )
-        warm_up = self.critic.warmup_steps if self.algorithm.advantage == "gae" else 0
-        if warm_up and warm_up >= self.learner.total_steps:
-            yield (
-                f"critic.warmup_steps: {warm_up} of learner.total_steps {self.learner.total_steps}, so the policy would"
-                " never learn; take fewer"
-            )
-        built_in = self.algorithm.built_in
-        if built_in is not None and (problem := self.problem_with_loss(built_in)):
-            yield problem
-
-    def problem_with_loss(self, loss: LossTraits) -> str:
-        """Why a loss of these traits cannot train this run; empty where it can."""
-        is_exact = self.rollout.dtype == self.learner.compute_dtype == "float32"
-        algorithm, lag, updates = self.algorithm, self.replay.async_lag, self.learner.updates_per_step
-        problem = algorithm.problem_with_loss(loss) or algorithm.problem_with_ratio(
-            loss, lag=lag, updates=updates, is_exact=is_exact
-        )
-        return problem and f"algorithm.{problem}"
 
     def _kept(self) -> Iterator[str]:
         if self.replay.async_lag == 0 and (named := self.limits.guards_that("lower_lag")):

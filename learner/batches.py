@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from configs.schema import Config
+from learner.advantages import leave_out_flat_groups
 from learner.dialog import ASK_AGAIN_S, Announcement, Dialog, Inbox
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, Limits, Message, Pulse, Repeat, WireError, load_keys
@@ -115,6 +116,7 @@ class BatchReader:
             digest=digest,
             cursor=cursor,
             rolls_back=rolls_back,
+            leaves_out_flat_groups=leave_out_flat_groups(self.config.algorithm),
         )
         return self._ask(hello, m.Welcome, "Welcome")
 

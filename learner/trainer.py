@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Config
-from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage
+from learner import rules
+from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage, need_tokens
 from learner.beside.advantages import Judged
 from learner.beside.beside import Beside
 from learner.guards import Guards, Verdict
@@ -88,7 +89,7 @@ def prepare(batch: Batch, advantage: Advantage, config: Config, looker: Looker |
     """
     algorithm = config.algorithm
     advantages = advantages_of(advantage, inputs_of(batch))
-    keeps_all = algorithm.advantages_need_tokens or not algorithm.drop_zero_advantage
+    keeps_all = need_tokens(algorithm) or not algorithm.drop_zero_advantage
     tokens = np.where((advantages != 0) | keeps_all, batch.all_loss_tokens, 0)
     weights, parts = np.zeros(len(tokens), np.float32), minibatches_of(batch)
     for part in parts:
@@ -115,11 +116,10 @@ def check_rewards(batch: Batch, config: Config) -> None:
 
 
 def objective_of(config: Config) -> Objective:
-    """The objective of a run. Raises LossError: what its loss declares does not go with the rest."""
-    objective = Objective(config.algorithm)
-    if problem := config.problem_with_loss(objective.loss.traits):
+    """The objective of a run. Raises LossError: its variants do not go with each other or with the rest."""
+    for problem in rules.problems(config, rules.chosen(config)):
         raise LossError(problem)
-    return objective
+    return Objective(config.algorithm)
 
 
 class Trainer:

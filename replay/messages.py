@@ -46,6 +46,8 @@ class Hello(Message):
     """Learner rank 0 after `--resume`: replay's state from the checkpoint."""
     rolls_back: bool = False
     """Learner rank 0: the line of policies ends at `version`; what was made and sampled after it does not count."""
+    leaves_out_flat_groups: bool = False
+    """Learner: groups whose rewards are all equal cost it nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 from configs.errors import ConfigError
 from configs.loading import dump, parse
 from configs.schema import Config
+from learner.advantages import need_tokens
 
 READ_AHEAD = 1
 """Microbatches that TRL's data loader (accelerate's) asks for before the update that they are not part of."""
@@ -85,10 +86,10 @@ def agreed(config: Config, args: Any) -> Config:
 
 def check(config: Config) -> None:
     """Raises ConfigError: the configuration needs what TRL's trainer has no place for."""
-    if config.algorithm.advantages_need_tokens:
+    if need_tokens(config.algorithm):
         raise TrlDisagrees(
-            f"algorithm.advantage: {config.algorithm.advantage!r} (algorithm.kl_in {config.algorithm.kl_in!r}) follows"
-            " from forwards over the tokens, and TRL takes one number for each answer; take 'grpo', and kl_in 'loss'"
+            f"algorithm.advantage: {config.algorithm.advantage.name!r} (kl_in {config.algorithm.kl_in!r}) follows from"
+            " forwards over the tokens, and TRL takes one number for each answer; take 'grpo', and kl_in 'loss'"
         )
     if rank := config.learner.lora.rank:
         raise TrlDisagrees(

@@ -6,34 +6,81 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.algorithm import Algorithm
-from learner.advantages.base import Advantage, AdvantageFactory, AdvantageInputs
+from learner.advantages.base import Advantage, AdvantageFacts, AdvantageInputs, Float64, declare
 from learner.advantages.grpo import dr_grpo, grpo
 from learner.advantages.maxrl import maxrl
 from learner.advantages.reinforce_plus_plus import reinforce_plus_plus, reinforce_plus_plus_baseline
 from learner.advantages.rloo import rloo
+from slipstream.runtime.variants import Kind
 
-ADVANTAGES: dict[str, AdvantageFactory] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "maxrl": maxrl,
-    "reinforce++": reinforce_plus_plus,
-    "reinforce++_baseline": reinforce_plus_plus_baseline,
-}
 
-__all__ = ["ADVANTAGES", "Advantage", "AdvantageInputs", "advantages_of", "build_advantage"]
+@declare(compares_within_groups=False, needs_critic=True)
+def gae(inputs: AdvantageInputs) -> Float64:
+    """The reward itself, which learner/beside/advantages.py compares with a critic's values, token by token."""
+    return inputs.values
+
+
+ADVANTAGES: Kind[AdvantageFacts] = Kind(
+    "algorithm.advantage",
+    {
+        "grpo": grpo,
+        "dr_grpo": dr_grpo,
+        "rloo": rloo,
+        "maxrl": maxrl,
+        "reinforce++": reinforce_plus_plus,
+        "reinforce++_baseline": reinforce_plus_plus_baseline,
+        "gae": gae,
+    },
+    undeclared=AdvantageFacts(),
+)
+
+__all__ = [
+    "ADVANTAGES",
+    "Advantage",
+    "AdvantageFacts",
+    "AdvantageInputs",
+    "advantages_of",
+    "build_advantage",
+    "declare",
+    "facts_of",
+    "leave_out_flat_groups",
+    "need_tokens",
+]
 
 
 def build_advantage(algorithm: Algorithm) -> Advantage:
-    """The advantage of this configuration.
+    """The advantage of this configuration. Raises BadValue."""
+    return ADVANTAGES.build(algorithm.advantage).call
 
-    That of `gae` is the reward itself: learner/beside/advantages.py compares it with a critic's values, token by token.
-    """
-    if algorithm.advantage == "gae":
-        return lambda inputs: inputs.values
-    return ADVANTAGES[algorithm.advantage](algorithm)
+
+def facts_of(algorithm: Algorithm) -> AdvantageFacts:
+    """What the advantage of this configuration declares. Raises BadValue."""
+    return ADVANTAGES.build(algorithm.advantage).facts
+
+
+def need_tokens(algorithm: Algorithm) -> bool:
+    """Advantages follow from forwards over the tokens, not from rewards alone."""
+    return algorithm.kl_in == "reward" or facts_of(algorithm).needs_critic
+
+
+def leave_out_flat_groups(algorithm: Algorithm) -> bool:
+    """Groups whose rewards are all equal cost the learner nothing."""
+    facts = facts_of(algorithm)
+    return algorithm.drop_zero_advantage and facts.leaves_out_flat_groups and not need_tokens(algorithm)
 
 
 def advantages_of(advantage: Advantage, inputs: AdvantageInputs) -> NDArray[np.float32]:
-    """[N] float32; a batch of nothing has none."""
-    return advantage(inputs).astype(np.float32) if inputs.rewards.size else np.zeros(0, np.float32)
+    """[N] float32; a batch of nothing has none.
+
+    Raises:
+        ValueError: what it gives is not N finite numbers.
+    """
+    if not inputs.rewards.size:
+        return np.zeros(0, np.float32)
+    found = np.asarray(advantage(inputs), np.float32)
+    if found.shape != inputs.rewards.shape or not np.isfinite(found).all():
+        raise ValueError(
+            f"algorithm.advantage gave {found.shape} values, or some that are not finite, for"
+            f" {inputs.rewards.size} trajectories; return one finite number for each"
+        )
+    return found

@@ -6,11 +6,13 @@ another about which trajectory has an advantage of zero.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from configs.algorithm import Algorithm
+from configs import Config
+from slipstream.runtime import variants
 
 Float64 = NDArray[np.float64]
 
@@ -95,4 +97,29 @@ def whiten(values: Float64, loss_tokens: NDArray[np.int32]) -> Float64:
 
 Advantage = Callable[[AdvantageInputs], Float64]
 """Gives [N] values, exactly 0 where a trajectory teaches nothing."""
-AdvantageFactory = Callable[[Algorithm], Advantage]
+
+
+@dataclass(frozen=True, slots=True)
+class AdvantageFacts:
+    """What replay, guards and refusals go by."""
+
+    compares_within_groups: bool = False
+    """An answer is compared with the others of its group: a group of one teaches nothing."""
+    leaves_out_flat_groups: bool = False
+    """A group whose rewards are all equal has advantages of 0."""
+    needs_critic: bool = False
+    """Advantages are of tokens, from a critic's values (learner/beside)."""
+    refuses: Callable[[Config, Any], str] | None = None
+    """Given the configuration and its options by name: why it cannot train this run, or an empty string."""
+
+
+def declare(
+    *,
+    compares_within_groups: bool,
+    leaves_out_flat_groups: bool | None = None,
+    needs_critic: bool = False,
+    refuses: Callable[[Config, Any], str] | None = None,
+) -> Callable[..., Any]:
+    """Say what an advantage is, above its function; write the values out, the launcher reads them unrun."""
+    flat = compares_within_groups if leaves_out_flat_groups is None else leaves_out_flat_groups
+    return variants.declare(AdvantageFacts(compares_within_groups, flat, needs_critic, refuses))

@@ -1,10 +1,22 @@
 """Group-relative advantages: GRPO and Dr. GRPO."""
 
-from configs.algorithm import Algorithm
-from learner.advantages.base import EPSILON, Advantage, AdvantageInputs, Float64
+from typing import Any
+
+from configs import Config
+from learner.advantages.base import EPSILON, AdvantageInputs, Float64, declare
 
 
-def grpo(_: Algorithm) -> Advantage:
+def _blows_a_penalty_up(config: Config, _: dict[str, Any]) -> str:
+    if config.algorithm.kl_in != "reward":
+        return ""
+    return (
+        "its standard deviation blows the KL term of a group with equal rewards up to full strength (algorithm.kl_in"
+        " 'reward'); take advantage 'dr_grpo' or 'rloo', or kl_in 'loss'"
+    )
+
+
+@declare(compares_within_groups=True, refuses=_blows_a_penalty_up)
+def grpo(inputs: AdvantageInputs) -> Float64:
     """(reward - group mean) / (group standard deviation + 1e-4).
 
     Shao et al. 2024 (DeepSeekMath), section 4.1. The paper leaves the kind of standard deviation open: this is the
@@ -12,23 +24,16 @@ def grpo(_: Algorithm) -> Advantage:
 
         Example: rewards [1, 0, 0, 0] of one group have mean 0.25 and std 0.5: advantages [1.5, -0.5, -0.5, -0.5].
     """
-
-    def advantage(inputs: AdvantageInputs) -> Float64:
-        values, groups = inputs.values, inputs.of_groups()
-        return (values - groups.mean(values)) / (groups.std(values) + EPSILON)
-
-    return advantage
+    values, groups = inputs.values, inputs.of_groups()
+    return (values - groups.mean(values)) / (groups.std(values) + EPSILON)
 
 
-def dr_grpo(_: Algorithm) -> Advantage:
+@declare(compares_within_groups=True)
+def dr_grpo(inputs: AdvantageInputs) -> Float64:
     """Reward - group mean (Dr. GRPO, Liu et al. 2025).
 
     Dividing would favour questions that are too easy or too hard.
     The paper's other half is `algorithm.aggregation: constant`.
     """
-
-    def advantage(inputs: AdvantageInputs) -> Float64:
-        values = inputs.values
-        return values - inputs.of_groups().mean(values)
-
-    return advantage
+    values = inputs.values
+    return values - inputs.of_groups().mean(values)

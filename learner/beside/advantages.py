@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from configs.schema import Config
-from learner.advantages import Advantage, AdvantageInputs, advantages_of
+from learner.advantages import Advantage, AdvantageInputs, advantages_of, facts_of
 from learner.advantages.base import Float64
 from learner.advantages.gae import gae
 from learner.objective.kl import estimate
@@ -40,7 +40,7 @@ class Judged:
 def judge(batch: Batch, rows: Sequence[Row], advantage: Advantage, config: Config, policy: Policy) -> Judged:
     """Advantages of rows that have reference logprobs, or values, as the configuration needs. A collective."""
     kl = [divergence(row, config) for row in rows]
-    if config.algorithm.advantage == "gae":
+    if facts_of(config.algorithm).needs_critic:
         return _by_critic(batch, rows, kl, config, policy)
     totals = over_trajectories(batch, rows, {"kl": kl}, policy)["kl"]
     rewards = _rewards(batch, totals, config)

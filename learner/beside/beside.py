@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.schema import Config
-from learner.advantages import build_advantage
+from learner.advantages import build_advantage, facts_of, need_tokens
 from learner.beside.advantages import Judged, judge
 from learner.beside.critic import Critic
 from learner.beside.folders import check_folders
@@ -47,7 +47,7 @@ class Beside:
             rows = [replace(row, reference_logprobs=logprobs) for row, logprobs in found]
         if self.critic is not None:
             rows = [replace(row, values=values) for row, values in zip(rows, self.critic.values(rows), strict=True)]
-        if not self._config.algorithm.advantages_need_tokens:
+        if not need_tokens(self._config.algorithm):
             return Judged(list(rows), advantages, {})
         return judge(batch, rows, self._advantage, self._config, self._policy)
 
@@ -91,5 +91,5 @@ def build_beside(config: Config, policy: Policy) -> Beside:
     """
     check_folders(config)
     reference = Reference(config, policy) if config.algorithm.kl != "none" else None
-    critic = Critic(config, policy) if config.algorithm.advantage == "gae" else None
+    critic = Critic(config, policy) if facts_of(config.algorithm).needs_critic else None
     return Beside(config, policy, reference, critic)

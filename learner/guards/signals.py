@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from configs.schema import Config
+from learner.advantages import facts_of
 from learner.step import StepSums
 from replay.messages import Batch
 
@@ -74,7 +75,7 @@ class Memory:
 
     def __init__(self, config: Config) -> None:
         self.is_16bit = {config.rollout.dtype, config.learner.compute_dtype} != {"float32"}
-        self.compares_within_groups = config.algorithm.compares_within_groups
+        self.compares_within_groups = facts_of(config.algorithm).compares_within_groups
         limits = config.limits
         self.max_diff = limits.max_logprob_diff_16bit if self.is_16bit else limits.max_logprob_diff
         self.entropy, self.reward = Moving(), Moving()

@@ -1,19 +1,15 @@
 """CISPO: the ratio is a clipped weight, so every token keeps a gradient."""
 
-from configs.algorithm import Algorithm
-from learner.losses.base import Loss, LossInputs, LossOutput
+from learner.losses.base import Above, LossInputs, LossOutput, declare
 
 
-def cispo(algorithm: Algorithm) -> Loss:
+@declare(ratio="token")
+def cispo(inputs: LossInputs, *, clip_high: Above = 4.0) -> LossOutput:
     """Loss -min(r, 1 + clip_high) A log(policy), the weight without gradient.
 
     MiniMax-M1 (2025). There is no lower bound; slime takes 5 for the upper one (`clip_high: 4`), as TRL and ScaleRL
     do. `clipped` counts tokens whose weight was bounded; they still have a gradient.
     """
-
-    def loss(inputs: LossInputs) -> LossOutput:
-        ratio = inputs.log_ratio().detach().exp()
-        weight = ratio.clamp(max=1 + algorithm.clip[1])
-        return LossOutput(loss=-weight * inputs.advantages * inputs.logprobs, clipped=ratio > weight)
-
-    return loss
+    ratio = inputs.log_ratio().detach().exp()
+    weight = ratio.clamp(max=1 + clip_high)
+    return LossOutput(loss=-weight * inputs.advantages * inputs.logprobs, clipped=ratio > weight)

@@ -1,16 +1,12 @@
 """The plain policy gradient: right on-policy, biased at any lag without a correction."""
 
-from configs.algorithm import Algorithm
-from learner.losses.base import Loss, LossInputs, LossOutput
+from learner.losses.base import LossInputs, LossOutput, declare
 
 
-def policy_gradient(_: Algorithm) -> Loss:
+@declare(ratio="none")
+def policy_gradient(inputs: LossInputs) -> LossOutput:
     """Loss -A log(policy) (Williams 1992, REINFORCE).
 
-    The configuration refuses it above lag 0 without a correction, unless algorithm.i_know_this_is_biased is set.
+    Refused above lag 0 without a correction, unless algorithm.i_know_this_is_biased is set.
     """
-
-    def loss(inputs: LossInputs) -> LossOutput:
-        return LossOutput(loss=-inputs.advantages * inputs.logprobs)
-
-    return loss
+    return LossOutput(loss=-inputs.advantages * inputs.logprobs)

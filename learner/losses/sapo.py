@@ -1,22 +1,16 @@
 """SAPO: a soft gate in place of the clip."""
 
-import torch
-
-from configs.algorithm import Algorithm
-from learner.losses.base import Loss, LossInputs, LossOutput
+from learner.losses.base import Above, LossInputs, LossOutput, declare
 
 
-def sapo(algorithm: Algorithm) -> Loss:
-    """Loss -A (4 / tau) sigmoid(tau (r - 1)), tau being sapo_tau_positive for A > 0 and sapo_tau_negative else.
+@declare(ratio="token")
+def sapo(inputs: LossInputs, *, tau_positive: Above = 1.0, tau_negative: Above = 1.05) -> LossOutput:
+    """Loss -A (4 / tau) sigmoid(tau (r - 1)), tau being tau_positive for A > 0 and tau_negative else.
 
     Gao et al. 2025 (SAPO): the gradient is that of the plain ratio at r = 1 and fades on both sides, faster for
     negative advantages (1.05 against 1.0 in the paper).
     """
-
-    def loss(inputs: LossInputs) -> LossOutput:
-        positive = inputs.advantages > 0
-        tau = torch.where(positive, algorithm.sapo_tau_positive, algorithm.sapo_tau_negative)
-        gate = torch.sigmoid(tau * (inputs.log_ratio().exp() - 1)) * 4 / tau
-        return LossOutput(loss=-inputs.advantages * gate)
-
-    return loss
+    positive = inputs.advantages > 0
+    tau = inputs.advantages.new_full(positive.shape, tau_negative).masked_fill(positive, tau_positive)
+    gate = (tau * (inputs.log_ratio().exp() - 1)).sigmoid() * 4 / tau
+    return LossOutput(loss=-inputs.advantages * gate)

@@ -3,9 +3,9 @@
 import torch
 
 from configs.algorithm import Algorithm
+from learner.corrections import Rho, build_correction
 from learner.losses import LossInputs, build_loss
 from learner.losses.base import log_ratio
-from learner.objective.corrections import Rho, build_correction
 from learner.objective.kl import estimate
 from learner.rows import Row
 
@@ -18,8 +18,8 @@ class Objective:
 
     def __init__(self, algorithm: Algorithm) -> None:
         self.algorithm = algorithm
-        self.loss = build_loss(algorithm)
-        self.correct = build_correction(algorithm, self.loss.traits)
+        self.loss, variant = build_loss(algorithm.loss)
+        self.correct = build_correction(algorithm, variant.facts)
 
     def __call__(self, row: Row, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Measurements]:
         """The row's share of the loss, 0-dim with a gradient, and what was measured.
@@ -48,7 +48,7 @@ class Objective:
         measured = {"loss": total.detach()} | self._measure(row, now, entropy.detach())
         if output.clipped is not None:
             measured["clipped"] = output.clipped.sum()
-        if algorithm.correction != "none" or algorithm.veto_low or algorithm.veto_high:
+        if algorithm.correction is not None or algorithm.veto_low or algorithm.veto_high:
             measured |= {"correction": correction.sum(), "refused": (correction == 0).sum()}
         if algorithm.entropy_coef:
             total = total - algorithm.entropy_coef * (row.weights * entropy).sum()

@@ -24,6 +24,7 @@ from configs.errors import BadValue, NoRoom, SlipstreamError
 from configs.learner import LearnerSettings, Lora
 from configs.machine import gpu_bytes
 from configs.schema import Config
+from learner.advantages import facts_of
 from learner.policy.divisibility import head_dim_of, problem_with_kernel
 from replay.desks.sharing import COPIES_PER_TOKEN
 from slipstream.families.pictures import decoder_of
@@ -224,7 +225,7 @@ class Setup:
             pads=config.placement.device != "cpu"
             and bool(problem_with_kernel(config.learner, head_dim_of(decoder_of(model)))),
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
-            critic=(_sizes_of(config.critic.path, model) if config.algorithm.advantage == "gae" else None),
+            critic=(_sizes_of(config.critic.path, model) if facts_of(config.algorithm).needs_critic else None),
         )
 
     def with_tokens(self, tokens: int) -> "Setup":

@@ -110,7 +110,8 @@ class BatchDesk:
         """Make every rank's part, and send it to the ranks."""
         config, made = self.run.config, self.buffer.line.steps[step]
         groups, measured = shape(groups, config.algorithm, config.rollout.max_new_tokens)
-        trained = batches.trained(groups, flat=not config.algorithm.flat_groups_are_left_out)
+        left_out = any(peer.hello.leaves_out_flat_groups for peer in self.peers.role("learner"))
+        trained = batches.trained(groups, flat=not left_out)
         limit, parts = config.learner.max_tokens_per_microbatch, self.num_ranks // self.ranks_per_part
         wanted = config.learner.share_prefixes
         place = {"num_ranks": parts, "max_tokens": limit, "number": config.learner.minibatches}

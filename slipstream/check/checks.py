@@ -16,6 +16,7 @@ from pathlib import Path
 from configs.errors import BadValue, ConfigError, Contradiction, InputMissing, NoRoom, PackageMissing
 from configs.machine import NCCL_DEFAULTS, has_usable_gpu
 from configs.schema import Config
+from learner import rules
 from learner.policy.memory import Sizes
 from replay.channel import ChannelError, load_keys
 from replay.data import DataError
@@ -83,14 +84,13 @@ def reward(subject: Subject) -> Iterator[Finding]:
     yield ok("reward", " + ".join(part.label for part in subject.config.reward.parts))
 
 
-def loss(subject: Subject) -> Iterator[Finding]:
-    """A loss of the user's own file, and whether what the loss declares suits the run."""
-    algorithm, spec = subject.config.algorithm, subject.config.algorithm.loss
-    if (problem := functions.problem_with_loss(spec)) is not None:
-        raise InputMissing(f"algorithm.loss: {spec!r}: {problem}")
-    if problem := subject.config.problem_with_loss(algorithm.built_in or functions.declared_loss(spec)):
+def algorithm(subject: Subject) -> Iterator[Finding]:
+    """Loss, advantage and correction: whether they are there, and suit each other and the run."""
+    parts = rules.chosen(subject.config)
+    for problem in rules.problems(subject.config, parts):
         raise Contradiction(problem)
-    yield ok("loss", spec)
+    names = [parts.loss.name, parts.advantage.name, *([parts.correction.name] if parts.correction else [])]
+    yield ok("algorithm", ", ".join(names))
 
 
 def bus(subject: Subject) -> Iterator[Finding]:
@@ -249,7 +249,7 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
         )
 
 
-OF_THE_RUN: tuple[Look, ...] = (model, data, reward, loss, bus, trackers, keys, gpu_memory, learning_rate)
+OF_THE_RUN: tuple[Look, ...] = (model, data, reward, algorithm, bus, trackers, keys, gpu_memory, learning_rate)
 """What does not depend on the machine that the run will have."""
 OF_THIS_MACHINE: tuple[Look, ...] = (run_folder, port, shared_memory, limits, versions, kernels)
 CHECKS: tuple[Look, ...] = (*OF_THE_RUN, *OF_THIS_MACHINE)

@@ -1,7 +1,7 @@
-"""Whether rewards, environments and losses of one's own are there, without running any of their code.
+"""Whether rewards and environments of one's own are there, without running any of their code.
 
-Rewards are loaded in the rollout servers' reward processes, losses in the learner's ranks. A typing error would show
-there after the models are loaded; reading the source here shows it at once.
+They are loaded in the rollout servers' processes. A typing error would show there after the models are loaded; reading
+the source here shows it at once.
 """
 
 import ast
@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from configs.algorithm import UNDECLARED, LossTraits
 from configs.data import Reward
 from configs.environment import Environment
 from configs.errors import did_you_mean
@@ -97,26 +96,6 @@ def problem_with_function(spec: str, options: Mapping[str, Any] | None = None) -
     file = _module_file(location)
     tree = _parsed(file) if file is not None else None
     return judge(tree, name) if isinstance(tree, ast.Module) else tree
-
-
-def problem_with_loss(spec: str) -> str | None:
-    """What is wrong with an `algorithm.loss` of the form `path/to/file.py:name`, or None."""
-    path, colon, name = spec.rpartition(":")
-    return _problem_with_file(Path(path), name, _problem_with_factory) if colon else None
-
-
-def declared_loss(spec: str) -> LossTraits:
-    """What the source of a loss from a file declares, as far as it stands there in plain values."""
-    path, _, name = spec.rpartition(":")
-    tree = _parsed(Path(path))
-    functions = [] if isinstance(tree, str) else [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    for call in (each for function in functions if function.name == name for each in function.decorator_list):
-        if isinstance(call, ast.Call) and ast.unparse(call.func).rpartition(".")[2] == "declare":
-            try:
-                return LossTraits(**{word.arg or "": ast.literal_eval(word.value) for word in call.keywords})
-            except (TypeError, ValueError):
-                return UNDECLARED
-    return UNDECLARED
 
 
 def problem_with_environment(spec: str | None) -> str | None:
@@ -204,13 +183,6 @@ def problem_with_signature(tree: ast.Module, name: str, options: Collection[str]
     else:
         fits = bool(positional) and required == positional[:1]
     return None if fits else f"has the parameters ({', '.join(names)}); {SIGNATURES}"
-
-
-def _problem_with_factory(tree: ast.Module, name: str) -> str | None:
-    positional, required, names = _parameters(tree, name) or (["algorithm"], ["algorithm"], [])
-    if positional and required in ([], positional[:1]):
-        return None
-    return f"has the parameters ({', '.join(names)}); it is called with the `algorithm` section alone"
 
 
 def _problem_with_rollout(tree: ast.Module, name: str) -> str | None:

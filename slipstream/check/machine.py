@@ -13,6 +13,7 @@ import psutil
 
 from configs import auto
 from configs.schema import Config
+from learner.advantages import facts_of
 from learner.policy.memory import GIB, Sizes
 from slipstream.check.finding import Finding, ok, stop, warn
 
@@ -42,7 +43,7 @@ def checkpoint_bytes(config: Config, sizes: Sizes) -> int:
     """Of one checkpoint: dcp/ of what is trained, hf/ of the whole policy; a critic is taken to be of its size."""
     lora = config.learner.lora
     trained = sizes.adapter_parameters(lora) if lora.rank else sizes.parameters
-    trained += sizes.parameters if config.algorithm.advantage == "gae" else 0
+    trained += sizes.parameters if facts_of(config.algorithm).needs_critic else 0
     return trained * STATE_BYTES + weights_bytes(config, sizes)
 
 

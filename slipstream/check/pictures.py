@@ -6,6 +6,7 @@ from typing import Any
 
 from configs.errors import Contradiction, InputMissing, NoRoom
 from configs.schema import Config
+from learner.advantages import facts_of
 from replay.data.pictures import inline_bytes
 from replay.data.rows import Row
 from slipstream.families.pictures import PictureError, decode, grid_of, opened, pixel_bytes, vision_of
@@ -39,8 +40,9 @@ def problem_with_pictures(config: Config, model: Mapping[str, Any]) -> str:
             f"rollout.engine: 'sglang' with a {kind} model whose patches have {values} values: SGLang takes patches of"
             f" other than {SGLANG_VALUES} for features, unseen by the tower; take rollout.engine=torch"
         )
-    if config.algorithm.advantage == "gae":
-        return f"algorithm.advantage: 'gae' with a {kind} model: a critic sees no pictures; take another, such as grpo"
+    if facts_of(config.algorithm).needs_critic:
+        name = config.algorithm.advantage.name
+        return f"algorithm.advantage: {name!r} with a {kind} model: a critic sees no pictures; take one such as grpo"
     return ""
 
 

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from configs.errors import BadOption
 from configs.schema import Config
+from learner.advantages import leave_out_flat_groups
 
 Int64 = NDArray[np.int64]
 Draw = Callable[[int, int], Int64]
@@ -61,7 +62,7 @@ class Costs:
 
     def kept_groups(self, config: Config) -> int:
         """Groups of a step that are trained."""
-        flat = self.flat_share if config.algorithm.flat_groups_are_left_out else 0.0
+        flat = self.flat_share if leave_out_flat_groups(config.algorithm) else 0.0
         return max(1, round(config.rollout.groups_per_step * (1 - flat)))
 
 

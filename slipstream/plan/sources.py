@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from configs import loading
 from configs.errors import Contradiction, InputMissing
 from configs.schema import Config
+from learner.advantages import leave_out_flat_groups
 from learner.record.metrics import FILE, read_rows
 from replay.journal import JournalReader
 from replay.messages import Group
@@ -129,7 +130,7 @@ def of_run(folder: Path) -> Measured:
         record_s=max(0.0, statistics.fmean(_between(steps) or [0.0])) + gather_s,
         publish_s=mean(f"{SYNC}seconds"),
         pause_s=mean(f"{SYNC}apply_s"),
-        flat_share=mean("reward/flat_groups_ratio") if config.algorithm.flat_groups_are_left_out else 0.0,
+        flat_share=mean("reward/flat_groups_ratio") if leave_out_flat_groups(config.algorithm) else 0.0,
     )
 
 
@@ -192,7 +193,7 @@ def _of_two(mean: float, longest: float, config: Config) -> Draw:
 
 def _update_fit(config: Config, steps: Sequence[Row]) -> tuple[float, float] | None:
     """Least squares of the update's seconds over its trained tokens, where those differ enough from step to step."""
-    flat = config.algorithm.flat_groups_are_left_out
+    flat = leave_out_flat_groups(config.algorithm)
     tokens = [row["perf/total_num_tokens"] * (1 - flat * row.get("reward/flat_groups_ratio", 0.0)) for row in steps]
     seconds = [row["timing_s/update_actor"] for row in steps]
     if np.std(tokens) < 0.1 * np.mean(tokens):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
-from configs.loading import apply_override, inline, leaf_keys
+from configs.loading import apply_override, inline, leaf_keys, put
 from slipstream.translate.names import BY_FRAMEWORK, NO_COUNTERPART, NOT_NEEDED, TABLES, ends, plain
 from slipstream.translate.settings import Foreign, Setting, can_mean, section_of
 
@@ -68,9 +68,9 @@ def translate(foreign: Foreign, overrides: Sequence[str] = ()) -> Translation:
     if not {"reward.function", "environment.function"} & {*pairs, *chosen}:
         undecided.setdefault("reward.function", "the data decides there; name what judges the answers")
     tree: dict[str, Any] = {}
-    for key, value in pairs.items():
+    for key in sorted(pairs, key=len):  # a variant before its options
         if key not in undecided:
-            _put(tree, key, value)
+            put(tree, key, pairs[key])
     for override in overrides:
         apply_override(tree, override)
         sources[override.partition("=")[0].strip()] = "--set"
@@ -85,13 +85,6 @@ def _merged(lines: Sequence[Line]) -> tuple[dict[str, Any], dict[str, str]]:
         pairs |= line.pairs
         sources |= dict.fromkeys(line.pairs, line.shown)
     return pairs, sources
-
-
-def _put(tree: dict[str, Any], key: str, value: Any) -> None:
-    *sections, leaf = key.split(".")
-    for section in sections:
-        tree = tree.setdefault(section, {})
-    tree[leaf] = value
 
 
 def _line(setting: Setting, foreign: Foreign) -> Line:
@@ -195,7 +188,7 @@ def _defaults(foreign: Foreign, decided: set[str], pairs: Mapping[str, Any]) -> 
         missing = {
             key: one
             for key, one in line.pairs.items()
-            if key not in decided and (loss == "ppo_clip" or not key.startswith("algorithm.clip_"))
+            if key not in decided and (loss == "ppo_clip" or not key.startswith("algorithm.loss.ppo_clip"))
         }
         if missing:
             yield Line(line.shown, "key", missing, line.note)
@@ -229,7 +222,7 @@ def _betas(shown: str, value: Any, foreign: Foreign) -> Line:
 
 
 def _both_clips(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {"algorithm.clip_low": value, "algorithm.clip_high": value})
+    return Line(shown, "key", {f"algorithm.loss.ppo_clip.clip_{side}": value for side in ("low", "high")})
 
 
 def _undivided(shown: str, value: Any, foreign: Foreign) -> Line:

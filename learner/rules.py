@@ -1,0 +1,131 @@
+"""What the variants of the algorithm section refuse, each of itself and together. Imports no torch.
+
+The launcher asks before anything starts, the learner when it does.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from configs import Config
+from configs.learner import Mesh
+from learner.advantages import ADVANTAGES, AdvantageFacts
+from learner.corrections import CORRECTIONS, CorrectionFacts
+from learner.losses import LOSSES
+from learner.losses.base import LossFacts
+from slipstream.runtime.variants import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a run's algorithm section names."""
+
+    loss: Variant[LossFacts]
+    advantage: Variant[AdvantageFacts]
+    correction: Variant[CorrectionFacts] | None
+
+
+def chosen(config: Config) -> Chosen:
+    """The variants of a run, where their files lie. Raises BadValue."""
+    algorithm = config.algorithm
+    correction = None if algorithm.correction is None else CORRECTIONS.build(algorithm.correction)
+    return Chosen(LOSSES.build(algorithm.loss), ADVANTAGES.build(algorithm.advantage), correction)
+
+
+def problems(config: Config, parts: Chosen) -> Iterator[str]:
+    """Why these variants cannot train this run, each with the key, the value and a way out."""
+    for part in (parts.loss, parts.advantage):
+        refuses = part.facts.refuses
+        if refuses is not None and not _is_allowed(config) and (why := refuses(config, dict(part.options))):
+            key = "loss" if part is parts.loss else "advantage"
+            yield f"algorithm.{key}: {part.name!r}: {why}"
+    yield from _of_ratio(config, parts)
+    yield from _of_groups(config, parts.advantage)
+    yield from _of_critic(config, parts.advantage)
+
+
+def _is_allowed(config: Config) -> bool:
+    return config.algorithm.i_know_this_is_biased
+
+
+def _of_ratio(config: Config, parts: Chosen) -> Iterator[str]:
+    """The distance to the policy that sampled counts twice, in part, or not at all."""
+    algorithm, loss, correction = config.algorithm, parts.loss.facts, parts.correction
+    behaviour, lag, updates = (
+        algorithm.proximal == "behaviour",
+        config.replay.async_lag,
+        config.learner.updates_per_step,
+    )
+    if correction is not None and loss.has_ratio and behaviour and not correction.facts.masks:
+        yield (
+            f"algorithm.correction: {correction.name!r} truncates weights only, and the ratio of {parts.loss.name!r} is"
+            " that weight already; take proximal 'log_linear', or loss 'policy_gradient', or a correction that masks"
+        )
+    if not loss.has_ratio and algorithm.proximal == "log_linear":
+        yield (
+            f"algorithm.proximal: 'log_linear' with loss {parts.loss.name!r}, which declares no ratio against that"
+            " policy, so that a correction would weigh only a part of the distance to the policy that sampled; take"
+            " proximal 'behaviour', with which it weighs all of it, or loss 'ppo_clip'"
+        )
+    if _is_allowed(config):
+        return
+    if lag > 0 and correction is None and not (loss.has_ratio and behaviour):
+        what = f"proximal: {algorithm.proximal!r}" if loss.has_ratio else f"loss: {parts.loss.name!r}"
+        yield (
+            f"algorithm.{what} corrects nothing for replay.async_lag {lag}, and such runs collapse; take 'ppo_clip', or"
+            " an algorithm.correction, or declare the ratio of a loss of your own (docs/algorithms.md), or set"
+            " algorithm.i_know_this_is_biased=true for a negative control"
+        )
+    if updates > 1 and not loss.has_ratio and not (behaviour and correction is not None):
+        yield (
+            f"algorithm.loss: {parts.loss.name!r} has no ratio against the policy that sampled, so updates after the"
+            f" first are off by all before them, and learner.minibatches × learner.epochs is {updates}; take"
+            " 'ppo_clip', or algorithm.proximal=behaviour with an algorithm.correction, or one update a step"
+        )
+
+
+def _of_groups(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[str]:
+    rollout, algorithm, facts = config.rollout, config.algorithm, advantage.facts
+    needs_tokens = facts.needs_critic or algorithm.kl_in == "reward"
+    if algorithm.dynamic_sampling and needs_tokens:
+        what = f"advantage: {advantage.name!r}" if facts.needs_critic else "kl_in: 'reward'"
+        yield (
+            f"algorithm.{what} with dynamic_sampling, which drops groups of equal rewards as if they taught nothing,"
+            " and here they do; take dynamic_sampling=false"
+        )
+    if (facts.compares_within_groups or algorithm.dynamic_sampling) and config.min_group < 2:
+        yield (
+            f"rollout.group_size: {rollout.group_size} with algorithm.advantage {advantage.name!r}, and"
+            f" rollout.min_group {config.min_group}: take 2 or more, and a group that is as large; only an advantage"
+            " that compares no answers of a group, such as 'gae', with algorithm.dynamic_sampling=false does with one"
+        )
+
+
+def _of_critic(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[str]:
+    learner, critic, needs_critic = config.learner, config.critic, advantage.facts.needs_critic
+    named = f"algorithm.advantage={advantage.name}"
+    for role, is_needed, key in (
+        ("critic", needs_critic, named),
+        ("reference", config.algorithm.kl != "none", f"algorithm.kl={config.algorithm.kl}"),
+    ):
+        if is_needed and learner.mesh != Mesh():
+            yield (
+                f"learner.mesh: {learner.mesh} with a {role} ({key}), which knows ranks that shard and nothing else;"
+                " leave learner.mesh out"
+            )
+        if is_needed and learner.lora.rank:
+            yield (
+                f"learner.lora.rank: {learner.lora.rank} with a {role} ({key}), which is not made for adapters yet;"
+                " take learner.lora.rank=0"
+            )
+    if needs_critic and learner.compute_dtype == "float16":
+        yield "learner.compute_dtype: 'float16' with a critic, whose loss is not scaled; take bfloat16 or float32"
+    if critic.path is not None and not needs_critic:
+        yield (
+            f"critic.path: {critic.path!r}, but nothing here needs a critic; set algorithm.advantage=gae, or leave it"
+            " out"
+        )
+    if needs_critic and learner.total_steps <= critic.warmup_steps > 0:
+        yield (
+            f"critic.warmup_steps: {critic.warmup_steps} of learner.total_steps {learner.total_steps}, so the policy"
+            " would never learn; take fewer"
+        )
