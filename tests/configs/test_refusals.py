@@ -93,7 +93,6 @@ data.eval={} -> data.eval: names no set; give at least one
 data.eval=[a.jsonl] -> data.eval: give one file, or sets by name
 "data.eval={'val core': x}" -> data.eval: 'val core' cannot name a set | take letters, digits
 'data.eval={2024: x}' -> data.eval: 2024 cannot name a set | quote a name of digits alone
-'data.eval={a: x, a: y}' -> 'a' stands there twice; remove or rename one
 'data.eval={a: {path: x, temperature: 0}}' -> data.eval.a.temperature | greater than 0
 'data.eval={a: {path: x, sample: 4}}' -> data.eval.a.sample: unknown key
 'data.eval={a: {samples: 4}}' -> data.eval.a.path: missing

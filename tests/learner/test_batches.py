@@ -191,3 +191,14 @@ def test_what_is_refused_is_no_sign_of_replay(tmp_path):
 
     with pytest.raises(ChannelError, match=r"the evaluation of version 5, but replay at .* was last heard 1\.\d s ago"):
         asyncio.run(heard())
+
+
+def test_all_evaluations_share_a_deadline(tmp_path, caplog):
+    async def closed() -> dict[int, str]:
+        async with peer(make_config(tmp_path)) as replay:
+            for version in range(8):
+                replay.reader.announce(m.Evaluate(version=version))
+            await asyncio.wait_for(asyncio.to_thread(replay.reader.wait_for_evaluations, 0.5), 3)
+        return replay.reader.inbox.closed
+
+    assert asyncio.run(closed()) == dict.fromkeys(range(8), "not done within 0.5 s")

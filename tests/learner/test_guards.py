@@ -313,6 +313,19 @@ def test_guards_go_on_from_a_checkpoint_as_if_nothing_had_been(values: list[floa
 
 
 @pytest.mark.parametrize(
+    ("rule", "fires"),
+    [("stop below 0.5 for 3", False), ("stop below 0.9 for 3", True), ("warn below 0.9 for 9", False)],
+)
+def test_a_streak_goes_on_in_a_resumed_run_only_under_the_bound_that_it_broke(rule: str, fires: bool):
+    before, after = guards(ess="warn below 0.9 for 5"), guards(ess=rule)
+    for step in range(4, 8):
+        before.judge(*of_ess(step, 0.8))
+    after.restore(json.loads(json.dumps(before.state())))
+    stopped = after.judge(*of_ess(8, 0.3)).first("stop")
+    assert (stopped is not None) == fires and (stopped is None or stopped.first_step == 4)
+
+
+@pytest.mark.parametrize(
     ("text", "words"),
     [
         ("skip under 0.3", "'skip under 0.3' is no rule"),

@@ -84,6 +84,13 @@ def test_whatever_comes_when_the_best_of_what_was_there_stays(events, keep, keep
         found = {step: "whole" if step in newest else "weights" for step in [*newest, *weights]}
 
 
+@pytest.mark.parametrize(("best_is", "ranking"), [("max", [1, 3, 2]), ("min", [3, 2, 1])])
+def test_of_equal_scores_the_newer_is_better(best_is, ranking):
+    best = Best(settings(best_is=best_is))
+    best.scores = {1: 0.5, 2: 0.2, 3: 0.2}
+    assert best.ranking(range(5)) == ranking
+
+
 def test_an_old_best_keeps_its_weights_alone(tmp_path):
     best = Best(settings(keep=2))
     for step, score in ((10, 0.5), (20, 0.9), (30, 0.7), (40, 0.8), (50, None)):
