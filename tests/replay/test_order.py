@@ -62,12 +62,6 @@ def test_shares_are_exact_passes_cover_and_ids_are_unique(
             assert sorted(own[number * size : (number + 1) * size]) == [(number, row) for row in range(size)]
 
 
-def test_without_weights_a_pass_over_all_has_every_row_once() -> None:
-    source = mixed([3, 9, 30])
-    assert len({source.next()[1] for _ in range(42)}) == 42
-    assert {source.next()[0] for _ in range(42)} == {1}
-
-
 @settings(max_examples=40)
 @given(
     curriculum=st.sampled_from(["none", "difficulty", "pass_rate"]),
