@@ -51,3 +51,27 @@ def test_on_divergence_stop_ends_the_run():
     made = service(replay__on_divergence="stop")
     diverged_at_2(made)
     assert made.failed and "replay.on_divergence is 'stop'" in made.ended
+
+
+def test_a_roll_back_drops_what_it_takes_back_and_samples_anew_what_later_policies_sampled():
+    made = service()
+    ids = {step: make_step(made, step, versions=[step - 1]) for step in (1, 2, 3)}
+    given, running = lease(made, version=3, capacity=2)
+    made.handle("a", group_message(given, [3]), 0.0)
+    welcome = resumed_at(made, 1, rolls_back=True)
+    assert (welcome.incarnation, welcome.version, welcome.resumes_until) == (2, 1, 1), "nothing comes again"
+    slots, counters = made.buffer.slots, made.counters
+    assert not set(slots) & {*ids[2], *ids[3]} and counters["dropped/rolled_back"] == 8
+    assert (counters["rolled_back"], counters["diverged"], made.ended) == (1, 0, None)
+    assert slots[given.pass_, given.index].group is None and slots[running.pass_, running.index].voided == 1
+    peer = made.peers.get("a")
+    peer.incarnation, peer.version = 1, 1
+    assert made.granting.is_on_line(peer), "version 1 is what it was"
+    peer.version = 2
+    assert not made.granting.is_on_line(peer)
+    made.handle("l2", m.Published(version=1, digest="d1"), 0.0)
+    made.handle("l2", m.Take(step=2, rank=0), 0.0)
+    for each in lease(made, version=1, capacity=50, incarnation=2):
+        made.handle("a", group_message(each, [1]), 0.0)
+    (batch,) = sent(made, "l2", m.Batch)
+    assert batch.expected_digest == "" and not {tuple(group) for group in batch.group_ids} & {*ids[2], *ids[3]}

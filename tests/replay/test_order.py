@@ -36,7 +36,7 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=40)
 @given(
-    sizes=st.lists(st.integers(1, 12), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     weights=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
     curriculum=st.sampled_from(["none", "difficulty", "pass_rate"]),
     draws=st.integers(0, 60),

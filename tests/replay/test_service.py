@@ -321,3 +321,13 @@ def test_a_corrupt_message_is_counted_and_costs_an_admitted_peer_nothing():
     assert made.counters["corrupt_messages"] == 2
     assert made.peers.get("a") is not None and not sent(made, "a", m.Refused)
     assert "schema version 0" in sent(made, "stranger", m.Refused)[-1].reason
+
+
+def test_tokens_older_than_the_lease_allows_are_rejected_under_wait():
+    made = service()
+    make_step(made, 1)
+    *_, newest = lease(made, version=1, capacity=9)
+    assert newest.min_version == 1
+    made.handle("a", group_message(newest, [0, 1]), 1.0)
+    ack = sent(made, "a", m.Ack)[-1]
+    assert ack.status == "rejected" and "this lease needs 1 or newer" in ack.reason
