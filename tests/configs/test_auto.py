@@ -4,7 +4,6 @@ import pytest
 
 from configs import Config, ConfigError, load, machine
 from configs.auto import BY_DEVICE
-from configs.infrastructure import WeightBus
 from configs.loading import PRESETS, dump, parse, read_yaml
 
 ON_CPU = {"rollout.engine": "torch", "rollout.dtype": "float32", "learner.compute_dtype": "float32"}
@@ -84,21 +83,6 @@ def test_the_run_folder_holds_what_auto_became(gpus, monkeypatch):
     assert "Rollouts: sglang, bfloat16; learner: bfloat16; weights over nccl." in config.arithmetic()
     monkeypatch.setattr(machine, "count_gpus", lambda: pytest.fail("a resolved file asks no machine"))
     assert parse(dump(config), "here") == config
-
-
-def test_checks_see_the_resolved_values():
-    with pytest.raises(ConfigError, match=r"weight_bus\.compression: 'zstd' works on host memory, and nccl on GPUs"):
-        resolved("device: cuda", "weight_bus.delta=true", "weight_bus.compression=zstd")
-
-
-def test_a_section_that_stands_alone_works_everywhere():
-    assert WeightBus().backend == WeightBus(backend="auto").backend == "gloo"
-
-
-@pytest.mark.parametrize("section", ["rollout: 3", "placement: 3", "learner:", "weight_bus: [auto]"])
-def test_what_is_no_section_is_refused_by_the_schema(section):
-    with pytest.raises(ConfigError, match=section.partition(":")[0]):
-        parse(f"{MINIMAL}{section}\n", "here")
 
 
 def test_gpu_presets_leave_these_keys_to_auto():

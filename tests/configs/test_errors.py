@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import logging
 import re
 from collections import Counter
 from pathlib import Path
@@ -22,13 +21,10 @@ from configs.errors import (
     coded,
 )
 from configs.loading import load
-from replay.channel.frames import WireError
-from replay.channel.keys import ChannelError, KeysError, PeerSilent, QueueFull
 from replay.data.rows import DataError, RowError
 from scripts.pages import errors_page
 from slipstream.command import errors as __main__
 from slipstream.command.errors import CODES
-from slipstream.runtime.lifeline import LogForm
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner", "examples/trl")
@@ -108,13 +104,6 @@ def test_the_code_ends_the_first_line_and_the_innermost_counts():
     assert issubclass(DataError, SlipstreamError) and issubclass(DataError, ValueError)
 
 
-def test_a_symptom_chooses_the_class():
-    silent = ChannelError("replay was last heard 9 s ago", "silent")
-    assert type(silent) is PeerSilent and str(silent).endswith("9 s ago [silent] [SLIP-NET-02]")
-    assert type(ChannelError("a queue", "full")) is QueueFull and type(ChannelError("a port", "closed")) is ChannelError
-    assert str(KeysError("network.keys: none")) == "network.keys: none [SLIP-KEYS-01]"
-
-
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]))), st.booleans())
 def test_a_message_keeps_its_words_and_has_one_code(lines: list[str], twice: bool):
     text = "\n".join(lines)
@@ -124,12 +113,6 @@ def test_a_message_keeps_its_words_and_has_one_code(lines: list[str], twice: boo
     said = coded(f"again: {said}", "SLIP-NET-01") if twice else said
     assert CODE.findall(said) == ["SLIP-BUS-01"] and said.partition("\n")[0].endswith(" [SLIP-BUS-01]")
     assert CODE.sub("", said).removeprefix("again: " if twice else "") == text
-
-
-def test_a_log_line_ends_in_its_code():
-    said = ("message refused: %s [corrupt]", (WireError("a header"),))
-    record = logging.LogRecord("x", logging.WARNING, "x.py", 1, *said, None)
-    assert LogForm("replay").format(record).endswith("replay WARNING message refused: a header [corrupt] [SLIP-NET-05]")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from pydantic import BaseModel
 
 from configs import Config, ConfigError, load, loading
 from configs.loading import FLAGS, PRESETS, Parser, add_arguments, dump, leaf_keys, parse
-from configs.placement import node_devices
 from scripts import pages as docs
 
 
@@ -33,17 +32,6 @@ def test_text_that_looks_like_something_else_survives_a_round_trip(texts):
     tree["network"]["env"] = {f"X{number}": text for number, text in enumerate(["", *TRICKY, *texts])}
     config = Config.model_validate(tree)
     assert parse(dump(config), "here") == config
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in PRESETS.glob("*.yaml")))
-def test_every_preset_survives_a_round_trip(name):
-    assert parse(dump(load(name)), "here") == load(name)
-
-
-def test_the_arithmetic_of_a_run():
-    said = load("quickstart").arithmetic()
-    assert "64 prompts × 8 = 512 trajectories a step" in said
-    assert "lag ≤ 1 → at most 128 groups in flight, the batch in training included" in said
 
 
 @pytest.mark.parametrize(
@@ -112,11 +100,6 @@ def test_a_broken_file_is_named(text, said):
         parse(text, "run.yaml")
 
 
-def test_an_unknown_preset_is_named_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"'quikstart'; did you mean 'quickstart'\? Presets: .*quickstart"):
-        load("quikstart")
-
-
 @pytest.mark.parametrize(
     ("override", "value"),
     [
@@ -165,10 +148,6 @@ def test_set_never_fails_otherwise_than_with_a_config_error(key, value):
     except ConfigError:
         return
     assert yaml.safe_dump(tree)
-
-
-def test_placements_name_each_device_once():
-    assert list(node_devices("node0:6-7; node1:0,2")) == [("node0", 6), ("node0", 7), ("node1", 0), ("node1", 2)]
 
 
 def test_evaluated_versions():

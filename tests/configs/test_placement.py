@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from configs import Config, ConfigError, load
 from configs.machine import DETERMINISTIC
 from configs.placement import shares
-from slipstream.plan.processes import Machine, Plan, assign, ranges
+from slipstream.plan.processes import Machine, Plan, assign
 
 GPU = ["placement.device=cuda", "network.insecure=true", "network.replay_port=5757"]
 TWO_SIDES = [
@@ -70,13 +70,6 @@ def test_nodes_meet_at_the_first_learner_node_in_the_order_of_the_placement():
     assert len({p.name for p in plan.processes if p.role == "rollout"}) == 12
 
 
-def test_one_node_of_a_plan_needs_no_other_but_the_first():
-    config = config_of(*TWO_SIDES)
-    known = {name: MACHINES[name] for name in ("node1", "node2")}
-    alone = plan_of(config, known, only="node2")
-    assert [p.name for p in alone.processes] == [p.name for p in plan_of(config).of("node2", "rollout")]
-
-
 @given(st.data())
 @settings(max_examples=60)
 def test_every_gpu_has_one_process_and_engines_stay_on_their_node(data):
@@ -108,13 +101,6 @@ def test_what_the_user_has_made_visible_is_what_is_counted():
     assert visible(plan, "rollout") == {"rollout-0": "5"} and visible(plan, "learner") == {"learner rank 0": "GPU-abc"}
     said = refused(config, {"node0": Machine("127.0.0.1", gpus=8, visible=("5",))})
     assert "placement.split: '1:1' needs 2 GPUs" in said and "CUDA_VISIBLE_DEVICES=5 shows 1" in said
-
-
-@pytest.mark.parametrize(("device", "gpus"), [("cpu", 8), ("auto", 0)])
-def test_on_a_cpu_nothing_is_made_visible(device, gpus):
-    config = config_of("placement.split=2:1", f"placement.device={device}")
-    plan = plan_of(config, {"node0": Machine("127.0.0.1", gpus=gpus)})
-    assert all("CUDA_VISIBLE_DEVICES" not in p.environment and p.devices == () for p in plan.processes)
 
 
 def test_the_environment_reaches_every_process():
@@ -149,7 +135,3 @@ def test_deterministic_kernels_are_a_matter_of_the_learner():
 def test_what_does_not_fit_is_refused_by_name(overrides, machines, words):
     said = refused(config_of(*overrides), machines)
     assert [word for word in words if word not in said] == [], said
-
-
-def test_ranges():
-    assert (ranges((0, 1, 2, 5)), ranges((3,)), ranges(())) == ("0-2,5", "3", "")

@@ -32,6 +32,7 @@ learner.target_kl=0.1 -> learner.target_kl: 0.1 | learner.minibatches or learner
 learner.epochs=2 replay.async_lag=0 @pg -> 'policy_gradient' has no ratio | learner.minibatches × learner.epochs is 2
 learner.epochs=2 @pg algorithm.proximal=current algorithm.correction=token_tis -> has no ratio | proximal=behaviour
 rollout.groups_per_step=1 rollout.group_size=1 -> groups_per_step | fewer than 2 learner ranks
+learner.offload_activations=true learner.recompute=selective -> offload_activations: true with learner.recompute
 rollout.group_size=1 -> rollout.group_size: 1 | algorithm.advantage 'grpo' | take 2 or more
 rollout.group_size=1 algorithm.advantage=reinforce++ algorithm.dynamic_sampling=true -> group_size: 1 | =false
 learner.max_tokens_per_microbatch=20 -> learner.max_tokens_per_microbatch: 20 | 26
@@ -92,9 +93,37 @@ algorithm.loss=gspo algorithm.clip_dual=3 -> clip_dual: 3 | 'gspo' | clip_dual=0
 @gspo -> algorithm.clip_low: 0.0003 | 0.0004 | algorithm.clip_high to 0.02 | proximal=current
 @gspo algorithm.clip_low=0.02 algorithm.clip_high=0.004 -> clip_high 0.004 | at least 0.01
 algorithm.loss=gspo learner.compute_dtype=bfloat16 -> algorithm.clip_low: 0.0003
+data.eval={} -> data.eval: names no set; give at least one
+data.eval=[a.jsonl] -> data.eval: give one file, or sets by name
+"data.eval={'val core': x}" -> data.eval: 'val core' cannot name a set | take letters, digits
+'data.eval={2024: x}' -> data.eval: 2024 cannot name a set | quote a name of digits alone
+'data.eval={a: {path: x, temperature: 0}}' -> data.eval.a.temperature | greater than 0
+'data.eval={a: {path: x, sample: 4}}' -> data.eval.a.sample: unknown key
+'data.eval={a: {samples: 4}}' -> data.eval.a.path: missing
+'data.eval={a: {path: x, greedy: false, sampled: false}, b: y}' -> data.eval.a: neither greedy nor sampled
+'data.eval={a: {path: x, samples: 1000, max_new_tokens: 32768}}' -> data.eval.a: samples 1000 | take samples 170
+evaluation.samples=4 evaluation.sampled=false -> evaluation.samples: 4 with evaluation.sampled false | sampled=true
+learner.total_steps=0 data.eval=null -> learner.total_steps: 0 | nothing is evaluated; set data.eval
+learner.total_steps=0 evaluation.every_steps=0 -> learner.total_steps: 0 | nothing is evaluated
+'reward.function={numeric: {tolerence: 1}}' -> numeric: no option 'tolerence'; did you mean 'tolerance'?
+'reward.function={numerc: 1}' -> reward | 'numerc' is no built-in reward; did you mean 'numeric'?
+reward.function={} -> reward.function | names no function
+reward.function=3 -> reward.function | give a name, or names with weights
+'reward.function={length: {max_tokens: 5, min_tokens: 9}}' -> min_tokens 9 is above max_tokens 5
+'reward.function={a.py:grade: 1, b/a.py:grade: 1}' -> reward | two parts are called 'a.grade'
+'reward.function={numeric: {weight: .nan}}' -> numeric: weight nan is no finite number
+'reward.function={exact: 0}' -> reward | every weight is 0
+'reward.function={math: {seconds: 6}, code: 1}' -> math.seconds and function.code.wall_s: 31 s | do not fit
+"reward.function={regex: {pattern: '('}}" -> reward | no regular expression
+"reward.function={judge: {url: 'ftp://x', model: m}}" -> reward | is no address
+"reward.function={judge: {url: 'http://x:0/v1', model: m}}" -> reward | has no port from 1 to 65535
+"reward.function={judge: {url: 'https://me:word@x/v1', model: m}}" -> reward | has a password
+"reward.function={judge: {url: 'https://x/v1', model: m, key_variable: sk-1}}" -> is no name of an environment variable
+"reward.function={judge: {url: 'https://x/v1', model: m, scale: [5, 5]}}" -> reward | is no scale
 """.strip().splitlines()
 ACCEPTED = """
 learner.max_grad_norm=.inf
+learner.total_steps=0
 limits.growth_window_s=.inf
 replay.async_lag=8
 replay.async_lag=0 @pg

@@ -6,25 +6,20 @@
 import json
 import os
 import sys
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs import Config
 from learner.checkpoints.checkpointer import Checkpointer
-from learner.objective import Objective
 from learner.optimizer import Optimizer
-from learner.policy.memory import Budget
 from learner.policy.meshes import Meshes, make_meshes
-from learner.policy.model import Policy, build_policy
+from learner.policy.model import Policy
 from learner.policy.sharding import CopiesDiffer
-from learner.step import accumulate_gradients
-from tests.learner.recorded import batch_of, random_step, rows_of, train_on
+from tests.learner.recorded import batch_of, random_step, train_on
 from tests.learner.tiny_models import CPU, built, make_config, process_group, save_model
 from tests.learner.tiny_models import saved as saved_folder
 from weight_bus.digest import slice_digest
@@ -59,10 +54,9 @@ CASES: dict[int, list[Case]] = {
 
 
 def save_models(folder: Path) -> None:
-    """Qwen3 with two key/value heads, with one, and with columns that four ranks share unevenly; Qwen2 with biases."""
+    """Qwen3, also with columns that four ranks share unevenly; Qwen2 with biases."""
     save_model(folder / "even")
     save_model(folder / "uneven", intermediate_size=190)
-    save_model(folder / "single", tied=False, num_key_value_heads=1)
     save_model(folder / "biased", "qwen2", tied=False)
 
 
@@ -151,33 +145,6 @@ def copies_are_settled(folder: Path, case: Case, meshes: Meshes, world_size: int
         return False
 
 
-def traffic(folder: Path, case: Case, meshes: Meshes, world_size: int) -> dict[str, list[int]]:
-    """Gathers and reductions of FSDP in a step of three microbatches, with room for whole weights and without."""
-    config, found = configured(folder, case, world_size), {}
-    for name, roomy in (("roomy", True), ("tight", False)):
-        budget = Budget("none", keeps_gathered=roomy, whole_gradients=roomy)
-        policy = build_policy(config, meshes, CPU, budget)
-        part, parts = policy.rank // config.learner.mesh.tensor, config.num_data_ranks
-        batch = batch_of(random_step(1), 1, rank=part, world_size=parts, num_microbatches=3)
-        rows, tokens = rows_of(batch, config)
-        with Calls() as calls:
-            accumulate_gradients(policy, rows, Objective(config.algorithm), temperature=1.0, global_tokens=tokens)
-        found[name] = [calls.seen["c10d::_allgather_base_"], calls.seen["c10d::_reduce_scatter_base_"]]
-    return found
-
-
-class Calls(TorchDispatchMode):
-    """Counts operators by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        self.seen[operator.name()] += 1
-        return operator(*arguments, **(named or {}))
-
-
 def meshes_for(folder: Path, cases: list[Case], world_size: int) -> dict[str, Any]:
     """Of each case by name; equal ones share their groups."""
     sizes = {case[0]: configured(folder, case, world_size).learner.mesh for case in cases}
@@ -193,7 +160,6 @@ def everything(folder: Path, world_size: int) -> dict[str, Any]:
     if world_size == 2:
         seen["moved"] = moved(folder, named["tensor"], named["replicate"], world_size, meshes)
         seen["drifted"] = [drifted(folder, named[name], meshes[name], world_size) for name in ("tensor", "replicate")]
-        seen["traffic"] = traffic(folder, named["sequence"], meshes["sequence"], world_size)
         seen["settled"] = copies_are_settled(folder, named["tensor"], meshes["tensor"], world_size)
     if world_size == 4:
         pairs = [("tensor_shard_none", "replicate_shard_none")]

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from learner.dialog import Dialog, RunEnded
@@ -166,9 +165,3 @@ def test_evaluations_are_open_until_they_are_closed_and_their_results_are_kept(d
     said(dialog)
     dialog.hear(m.Refused(reason="", code="hello"), 2.0)
     assert [type(x) for x in said(dialog)] == [m.Hello]
-
-
-def test_a_part_is_kept_as_it_came(dialog: Dialog) -> None:
-    dialog.take(3, 1.0)
-    dialog.hear(PART, 1.0)
-    assert isinstance(dialog.answer, m.Batch) and np.array_equal(dialog.answer.token_ids, PART.token_ids)

@@ -12,14 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs import ConfigError
 from learner.record import evaluation
 from learner.record.evaluation import Evaluations, pass_at
 from learner.record.metrics import evaluation_scores
 from learner.record.summary import curves, evaluations, summarize
 from replay.data import DataError
 from replay.messages import EvaluationResult
-from slipstream.sweep import check_set, numbers_of
 from slipstream.view import live_text
 from tests.learner.tiny_models import make_config
 
@@ -162,14 +160,3 @@ def test_readers_know_sets_apart(tmp_path):
     step = {"step": 1, "response_length/mean": 7.0, "timing_s/step": 1.0, "training/lag_histogram": {"0": 1}}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, step]))
     assert summarize(tmp_path, None)["sets"]["aime/pass@4"] == [0.3, 0.8]
-
-
-def test_a_sweep_takes_the_accuracy_of_a_set(config, tmp_path, monkeypatch):
-    monkeypatch.setattr("slipstream.sweep.report", lambda folder: {"mean_lag": 1.0})
-    step = {"step": 1, "response_length/mean": 7.0, "timing_s/step": 1.0}
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS, step]))
-    assert numbers_of(tmp_path, "aime")["accuracy"] == pytest.approx((0.1 + 0.2 + 0.5) / 3, abs=1e-4)
-    assert numbers_of(tmp_path)["curve"] == evaluations(ROWS, "sampled")
-    check_set(config, "aime")
-    with pytest.raises(ConfigError, match=r"--accuracy-of 'amie' is no set of data\.eval; take one of aime, easy"):
-        check_set(config, "amie")

@@ -98,26 +98,6 @@ def test_a_batch_of_another_policy_is_skipped_and_an_honest_one_is_not(make: Mak
     assert update.values["guards/ess"] == 1, "firings so far"
 
 
-def test_weights_that_are_not_finite_roll_the_run_back(make: Make):
-    trainer = make(nonfinite="roll_back above 0 for 2")
-    norm = {shard.name: shard.local for shard in trainer.policy.shards()}["model.norm.weight"]
-    kept, drawn = norm.clone(), honest(trainer.policy, 5)
-    flat = [dataclasses.replace(t, reward=0.0) for t in drawn]
-    norm[3] = float("nan")
-    updates = [train(trainer, drawn, 5), train(trainer, flat, 6), train(trainer, drawn, 7)]
-    norm.copy_(kept)
-    assert updates.pop(1).reason == "no_tokens", "says nothing of the rule, and ends no streak"
-    assert [update.reason for update in updates] == ["nonfinite_loss"] * 2
-    assert [bool(update.verdict.alarms) for update in updates] == [False, True]
-    alarm = updates[1].verdict.first("roll_back")
-    assert alarm is not None and alarm.first_step == 5 and "for 2 steps in a row (limits.nonfinite)" in alarm.text
-    trainer = make(nonfinite_steps=1)
-    norm[3] = float("nan")
-    stopped = train(trainer, drawn, 7).verdict.first("stop")
-    norm.copy_(kept)
-    assert stopped is not None and "(limits.nonfinite_steps) loss or gradient is not finite" in stopped.text
-
-
 def test_an_entropy_that_falls_below_a_share_of_its_moving_mean_is_a_collapse(make: Make):
     trainer = make(entropy="skip below 0.5")
     norm = {shard.name: shard.local for shard in trainer.policy.shards()}["model.norm.weight"]

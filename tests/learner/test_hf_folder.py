@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from learner.checkpoints import export
-from learner.checkpoints.export import plan_files, write_hf_folder
+from learner.checkpoints.export import write_hf_folder
 from learner.policy.model import Policy, build_policy
 from learner.policy.pretrained import PolicyError
 from tests.learner.recorded import batch_of, random_step, train_on
@@ -149,14 +149,3 @@ def test_what_belongs_to_the_model_is_taken_over(tmp_path, mesh):
     assert {name: (target / name).read_text() for name in taken} == taken and not (target / "notes.txt").exists()
     config = json.loads((target / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "torch_dtype" not in config
-
-
-def test_files_are_filled_in_order_and_never_past_the_limit(monkeypatch):
-    layout = [("a", "float32", (10,)), ("b", "float32", (5,)), ("c", "float32", (100,)), ("d", "bfloat16", (2,))]
-    assert plan_files(layout) == {"model.safetensors": ["a", "b", "c", "d"]}
-    monkeypatch.setattr(export, "FILE_BYTES", 60)
-    assert plan_files(layout) == {
-        "model-00001-of-00003.safetensors": ["a", "b"],
-        "model-00002-of-00003.safetensors": ["c"],
-        "model-00003-of-00003.safetensors": ["d"],
-    }

@@ -122,17 +122,6 @@ def test_peft_reads_the_adapter_and_answers_the_same(saved: Any, qwen3: Path) ->
         assert float((hf_logprobs(model, sequence) - mine).abs().max()) <= 1e-5
 
 
-def test_the_adapter_folder_has_the_names_of_peft(saved: Any, qwen3: Path) -> None:
-    _, policy, _, step = saved
-    tensors = load_file(step / "adapter" / "adapter_model.safetensors")
-    assert tensors["base_model.model.model.layers.0.self_attn.k_proj.lora_A.weight"].shape == (2, 64)
-    assert tensors["base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"].shape == (64, 2)
-    assert all(torch.equal(tensors[name], tensor) for name, tensor in policy.named_full_tensors("float32"))
-    described = json.loads((step / "adapter" / "adapter_config.json").read_text())
-    assert (described["peft_type"], described["r"], described["lora_alpha"]) == ("LORA", 2, 6.0)
-    assert described["base_model_name_or_path"] == str(qwen3) and len(described["target_modules"]) == 7
-
-
 def test_a_resumed_run_repeats_the_digests_from_a_checkpoint_of_adapters(saved: Any, mesh: DeviceMesh) -> None:
     config, policy, _, step = saved
     fresh, fresh_optimizer = built(config, mesh)
@@ -273,22 +262,3 @@ def test_adapters_alone_travel_and_engines_answer_as_the_learner_counts(chain: C
         )
 
     asyncio.run(run())
-
-
-def test_an_engine_of_another_folder_or_scale_holds_other_digests(chain: Chain, tmp_path: Path) -> None:
-    learner = chain.policy.frozen_digests
-    other = save_model(tmp_path / "other", "llama", seed=9, tied=False)
-    cases = [(other, LORA, set(learner) - {SCALE}), (Path(chain.config.model.path), {**LORA, "alpha": 5.0}, {SCALE})]
-
-    async def run() -> None:
-        for folder, lora, expected in cases:
-            engine = build_engine(configured(folder, tmp_path, lora))
-            held = await engine.digest()
-            await engine.close()
-            assert {name for name in learner if held[name] != learner[name]} == expected
-
-    chain.bus.close()
-    asyncio.run(run())
-
-
-# ---- configuration ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from configs.data import Tracking
-from learner.record.metrics import Metrics, MetricsError, Spans, evaluation_scores, read_rows
+from learner.record.metrics import Metrics, MetricsError, Spans, read_rows
 
 
 def open_metrics(folder: Path, resume_step: int | None = None, **tracking: Any) -> Metrics:
@@ -31,17 +31,6 @@ def test_a_row_is_one_line_and_on_disk_at_once(tmp_path):
     recorder.close()
 
 
-def test_evaluations_and_the_closing_row_carry_their_version(tmp_path):
-    recorder = open_metrics(tmp_path)
-    recorder.log_evaluation(10, {"val-core/a/greedy": 0.5, "val-core/b/greedy": 0.25})
-    recorder.log_final(80, {"weight_sync/seconds": 0.25})
-    recorder.close()
-    evaluation, final = strict(tmp_path / "metrics.jsonl")
-    assert evaluation["version"] == 10 and "step" not in evaluation
-    assert evaluation_scores(evaluation) == {"a/greedy": 0.5, "b/greedy": 0.25}
-    assert (final["version"], final["final"], final["weight_sync/seconds"]) == (80, True, 0.25)
-
-
 def test_nonfinite_numbers_become_null_and_are_counted(tmp_path):
     recorder = open_metrics(tmp_path)
     values = {"actor/pg_loss": math.nan, "actor/grad_norm": torch.tensor(math.inf), "map": {"a": -math.inf, "b": 1}}
@@ -52,12 +41,6 @@ def test_nonfinite_numbers_become_null_and_are_counted(tmp_path):
     assert step["actor/pg_loss"] is None and step["actor/grad_norm"] is None and step["map"] == {"a": None, "b": 1}
     assert step["metrics/nonfinite"] == 3
     assert evaluation["metrics/nonfinite"] == 1
-
-
-@pytest.mark.parametrize("value", ["0.5", None, [1.0]])
-def test_what_is_no_number_is_refused_by_name(tmp_path, value):
-    with pytest.raises(TypeError, match="metric 'actor/lr'"):
-        open_metrics(tmp_path).log(1, {"actor/lr": value})
 
 
 def test_spans_add_up_nest_and_start_again():

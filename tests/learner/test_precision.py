@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from configs import Config, ConfigError, load
+from configs import Config
 from learner import optimizer as optimizer_module
 from learner.checkpoints.checkpointer import Checkpointer
 from learner.guards import Guards
@@ -114,9 +114,3 @@ def test_what_lies_in_host_memory_is_not_counted_on_the_device() -> None:
         found[key] = choose(setup.with_tokens(16_384), 200 * GIB).items
     assert found["offload_optimizer"]["AdamW state"] < 0.2 * found[""]["AdamW state"]
     assert found[""]["activations"] - found["offload_activations"]["activations"] == 34 * 4096 * 2 * 16_384
-
-
-@pytest.mark.parametrize(("key", "value"), [("learner.recompute", "selective"), ("learner.compile", "true")])
-def test_offloading_what_is_kept_anyway_is_refused(key: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"offload_activations: true with {key} "):
-        load("quickstart", ["learner.offload_activations=true", f"{key}={value}"])

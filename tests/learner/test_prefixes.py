@@ -80,27 +80,6 @@ def computed(policy: Policy, laid: Sequence[Row]) -> tuple[torch.Tensor, list[to
 # ---- where tokens lie -----------------------------------------------------------------------------------
 
 
-def test_a_shared_prompt_stands_in_the_row_once() -> None:
-    """Two answers to prompt [7, 8], and between them one to [6] that shares with none."""
-    masks = ([1, 0, 1], [1], [1, 1])
-    given = [trajectory(p, m, g, 0) for p, m, g in zip(([7, 8], [6], [7, 8]), masks, (0, 1, 0), strict=True)]
-    given = [dataclasses.replace(t, response_ids=[20 + i + j for j in range(len(t.response_ids))])
-             for i, t in zip((0, 10, 20), given, strict=True)]  # fmt: skip
-    (apart,), (row,) = rows(given, share=False), rows(given, share=True)
-    assert row.input_ids.tolist() == [[7, 8, 6, 30, 20, 21, 22, 40, 41]]
-    assert row.position_ids.tolist() == [[0, 1, 0, 1, 2, 3, 4, 2, 3]]
-    assert row.starts.tolist() == [0, 2, 4] and row.longest == 2 and row.saved == 2
-    assert row.kept.tolist() == [1, 5, 2, 1, 7]
-    assert row.prefixes is not None and apart.prefixes is None and apart.saved == 0
-    first, starts, longest, copied, copy_starts, longest_copy = row.prefixes
-    assert (first, longest, longest_copy) == (4, 3, 5)
-    assert starts.tolist() == [0, 3, 5] and copy_starts.tolist() == [0, 5, 9]
-    assert copied.tolist() == [0, 1, 4, 5, 6, 0, 1, 7, 8]
-    assert starts.dtype == copy_starts.dtype == torch.int32
-    for name in ("targets", "behaviour_logprobs", "advantages", "weights", "lags", "lengths", "groups"):
-        assert torch.equal(getattr(row, name), getattr(apart, name)), name
-
-
 def test_where_it_does_not_pay_a_row_is_as_it_was() -> None:
     long = [trajectory(range(64), [1] * 8, 0, seed) for seed in range(2)]
     short = [dataclasses.replace(t, prompt_ids=t.prompt_ids[1:]) for t in long]

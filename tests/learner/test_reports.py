@@ -61,24 +61,6 @@ def test_a_run_without_numbers_is_an_error_with_a_way_out(tmp_path, text):
     assert plot.main([str(tmp_path)]) == 2
 
 
-def test_lags_are_summed_over_steps():
-    histograms = [{"1": 5, "4": 1}, {"1": 7}, None]
-    assert plot.tokens_by_lag([{}, *({"training/lag_histogram": each} for each in histograms)]) == {1: 12, 4: 1}
-
-
-def test_the_newest_evaluation_of_a_version_counts_and_versions_ascend():
-    rows = [
-        {"version": 10, "val-core/x/greedy": 0.7},
-        {"version": 0, "val-core/x/greedy": 0.3, "val-core/x/sampled": None},
-        {"version": 10, "val-core/x/greedy": 0.8},
-    ]
-    assert plot.curves(rows) == {"greedy": ([0, 10], [0.3, 0.8])}
-
-
-def test_smoothing_is_the_mean_of_the_past():
-    assert plot.smoothed([1.0, 3.0, 8.0, 1.0, -9.0], 3) == [1, 2, 4, 4, 0] and plot.smoothed([], 3) == []
-
-
 def write_run(folder, bound, steps, *, tail=""):
     folder.mkdir()
     (folder / "config.yaml").write_text(dump(load("quickstart", [f"replay.async_lag={bound}"])))
@@ -151,27 +133,6 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, lag_report, spoil, words):
     spoil(run)
     code, lines, errors = lag_report(run)
     assert code == 2 and not lines and str(run) in errors and words in errors
-
-
-@pytest.mark.parametrize(
-    ("settings", "complete", "said"),
-    [
-        ([], False, "/checkpoints: no checkpoint is complete yet; wait for one"),
-        (["evaluation.greedy=false"], True, ": it evaluates nothing greedily"),
-        ([], True, "version_50_greedy.jsonl is missing: the newest checkpoint was not evaluated"),
-    ],
-)
-def test_an_export_that_nothing_can_be_compared_with_is_refused_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, settings: list[str], complete: bool, said: str
-) -> None:
-    (tmp_path / "config.yaml").write_text(dump(load("quickstart", settings)))
-    (tmp_path / "checkpoints" / "step_50").mkdir(parents=True)
-    if complete:
-        (tmp_path / "checkpoints" / "step_50" / "COMPLETE").write_text('{"files": {}}')
-    monkeypatch.setattr("sys.argv", ["check_export", str(tmp_path)])
-    assert check_export.main() == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
 
 
 CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"

@@ -111,18 +111,6 @@ def test_an_old_best_keeps_its_weights_alone(tmp_path):
     assert (tmp_path / "best").resolve().name == "step_50"
 
 
-def test_a_checkpoint_stays_until_its_evaluation_has_come(tmp_path):
-    best = Best(settings())
-    for step in (10, 20, 30):
-        best.expect(step)
-        written(tmp_path, step)
-        prune(tmp_path, best)
-    assert names(tmp_path) == ["step_10", "step_20", "step_30"]
-    best.closed({10: "not done within 5 s"})  # without a result
-    best.record(20, {SCORE: 0.1})
-    assert prune(tmp_path, best) == [30] and names(tmp_path) == ["step_20", "step_30"]
-
-
 def test_a_run_does_not_go_on_from_weights_alone_and_keeps_a_broken_newer_one(tmp_path):
     parent, best = tmp_path / "checkpoints", Best(settings())
     best.record(1, {SCORE: 1.0})
@@ -134,13 +122,6 @@ def test_a_run_does_not_go_on_from_weights_alone_and_keeps_a_broken_newer_one(tm
     assert latest_complete(tmp_path)[0] == parent / "step_2"
     (parent / "step_2" / "state.json").unlink()
     assert latest_complete(tmp_path)[0] is None
-
-
-def test_scores_of_a_resumed_run_come_from_its_metrics(tmp_path):
-    rows = [{"step": 1, SCORE: 7.0}, {"version": 10, SCORE: 0.5}, {"version": 10, "x": 1}, {"version": 20, SCORE: None}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    best = Best(settings())
-    assert best.read(tmp_path, 20) == [] and best.scores == {10: 0.5}
 
 
 def test_a_resumed_run_waits_on_for_the_evaluations_of_earlier_checkpoints(tmp_path):

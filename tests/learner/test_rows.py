@@ -8,13 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from learner.learner import Learner
 from learner.rows import BatchError, Row, check, lay_out
 from replay.messages import Batch
-from tests.learner.recorded import batch_of, random_step
+from tests.learner.recorded import batch_of
 from tests.learner.reference import Recorded
 from tests.learner.tiny_models import make_config
 
@@ -64,20 +62,6 @@ def test_a_row_without_trajectories_has_two_tokens_and_none_in_the_loss() -> Non
 def test_a_trajectory_without_tokens_in_the_loss_is_left_out() -> None:
     masked = [dataclasses.replace(ONE[0], loss_mask=[0, 0, 0]), ONE[1]]
     assert laid_out(batch_of(masked, STEP), [1.5, -0.5])[0].input_ids.tolist() == [[6, 4]]
-
-
-@settings(max_examples=30)
-@given(st.integers(0, 1000), st.integers(1, 3), st.integers(1, 4))
-def test_ranks_and_rows_share_out_every_trained_token_once(seed: int, ranks: int, microbatches: int) -> None:
-    trajectories = random_step(9, seed=seed)
-    kept = [t for t in trajectories if t.group != 0]
-    logprobs: list[float] = []
-    for rank in range(ranks):
-        batch = batch_of(trajectories, 9, rank=rank, world_size=ranks, num_microbatches=microbatches)
-        rows = laid_out(batch, [1.0] * len(trajectories), [float(t.group != 0) for t in trajectories])
-        assert len(rows) == microbatches
-        logprobs += [value for row in rows for value in row.behaviour_logprobs.tolist()]
-    assert sorted(logprobs) == sorted(lp for t in kept for lp, m in zip(t.logprobs, t.loss_mask, strict=True) if m)
 
 
 @pytest.mark.parametrize(

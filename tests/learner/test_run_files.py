@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -66,35 +67,13 @@ def test_an_answer_stands_beside_what_was_asked(rows, tmp_path):
         evaluation.write_rows(str(tmp_path), RESULT, rows[:2], Disk())
 
 
-class Letters:
-    """A tokenizer with one letter a token."""
-
-    def decode(self, token_ids, **_settings):
-        return "".join(chr(65 + token) for token in token_ids)
-
-
-def test_a_saved_trajectory_has_text_score_and_exact_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: Letters())
-    config = make_config(tmp_path, run={"dir": str(tmp_path), "name": "run"}, tracking={"save_rollouts_every": 2})
-    writer = rollouts.RolloutWriter(config)
-    for step in (1, 2):
-        trajectories = random_step(step)
-        batch = batch_of(trajectories, step, rank=1, world_size=2)
-        writer.write_if_due(batch, np.arange(len(trajectories), dtype=np.float32))
-    assert [path.name for path in (tmp_path / "run" / "rollouts").iterdir()] == ["step_2"]
-    lines = (tmp_path / "run" / "rollouts" / "step_2" / "rank_1.jsonl").read_text().splitlines()
-    own = trajectories[1::2]
-    assert len(lines) == len(own)
-    for row, trajectory in zip(map(json.loads, lines), own, strict=True):
-        assert row["prompt_ids"] == trajectory.prompt_ids and row["response_ids"] == trajectory.response_ids
-        assert row["logprobs"] == trajectory.logprobs and row["versions"] == trajectory.versions
-        assert row["prompt"] == Letters().decode(trajectory.prompt_ids)
-        assert row["text"] == Letters().decode(trajectory.response_ids)
-        assert row["score"] == row["reward"] == trajectory.reward
+def letters(token_ids, **_settings):
+    """Of a tokenizer with one letter a token."""
+    return "".join(chr(65 + token) for token in token_ids)
 
 
 def test_a_step_that_is_made_again_on_fewer_ranks_is_saved_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: Letters())
+    monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: SimpleNamespace(decode=letters))
     saved: dict[int, list[str]] = {}
     for ranks in (2, 1):
         sections = {"tracking": {"save_rollouts_every": 1}, "placement": {"split": f"1:{ranks}"}}
@@ -108,10 +87,11 @@ def test_a_step_that_is_made_again_on_fewer_ranks_is_saved_once(tmp_path, monkey
 
 
 def test_a_saved_trajectory_has_the_trainers_logprob_of_each_trained_token(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: Letters())
+    monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: SimpleNamespace(decode=letters))
     config = make_config(tmp_path, run={"dir": str(tmp_path), "name": "run"}, tracking={"save_rollouts_every": 1})
     writer = rollouts.RolloutWriter(config)
-    batch = batch_of(random_step(3), 3, num_microbatches=3)
+    trajectories = random_step(3)
+    batch = batch_of(trajectories, 3, num_microbatches=3)
     rows, _ = rows_of(batch, config)
     objective = writer.watch(lambda row, logprobs, entropy: (logprobs.sum(), {}))
     writer.begin(3)
@@ -121,27 +101,19 @@ def test_a_saved_trajectory_has_the_trainers_logprob_of_each_trained_token(tmp_p
     writer.write_if_due(batch, advantages)
     lines = (tmp_path / "run" / "rollouts" / "step_3" / "rank_0.jsonl").read_text().splitlines()
     trained = 0
-    for line in map(json.loads, lines):
+    for line, given in zip(map(json.loads, lines), trajectories, strict=True):
+        assert line["prompt_ids"] == given.prompt_ids and line["logprobs"] == given.logprobs
+        assert line["versions"] == given.versions and line["score"] == given.reward
+        assert (line["prompt"], line["text"]) == (letters(given.prompt_ids), letters(given.response_ids))
         has_row = line["trajectory"] in {int(i) for row in rows for i in row.trajectories}
         wanted = [
             pytest.approx(logprob + 0.5, abs=1e-6) if has_row and in_loss else None
             for logprob, in_loss in zip(line["logprobs"], line["loss_mask"], strict=True)
         ]
         assert line["trainer_logprobs"] == wanted
-        assert line["tokens"] == [Letters().decode([token]) for token in line["response_ids"]]
+        assert line["tokens"] == [letters([token]) for token in line["response_ids"]]
         trained += has_row
     assert 0 < trained < len(lines)  # group 0 has no advantage, so no row has it
-
-
-def test_steps_that_are_not_saved_keep_no_logprobs(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollouts, "load_tokenizer", lambda folder: Letters())
-    config = make_config(tmp_path, run={"dir": str(tmp_path), "name": "run"}, tracking={"save_rollouts_every": 2})
-    writer = rollouts.RolloutWriter(config)
-    watched = writer.watch(lambda row, logprobs, entropy: (logprobs.sum(), {}))
-    writer.begin(3)
-    watched(None, np.zeros(1), None)  # no tensor: nothing may touch it
-    off = make_config(tmp_path, run={"dir": str(tmp_path), "name": "run"})
-    assert rollouts.RolloutWriter(off).watch(watched) is watched
 
 
 OF_STEP: dict[str, Any] = {"incarnation": 1, "digest": "d", "expected": ""}

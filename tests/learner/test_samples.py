@@ -15,7 +15,7 @@ from configs.algorithm import Algorithm
 from learner.advantages import ADVANTAGES, build_advantage
 from learner.losses import LOSSES
 from learner.objective import Objective
-from learner.rows import BatchError, check
+from learner.rows import check
 from learner.trainer import prepare
 from replay import messages as m
 from replay.desks import sharing
@@ -109,27 +109,6 @@ def test_samples_of_an_episode_share_its_reward_and_no_token_is_lost(seed: int, 
     assert np.allclose(sorted(trained), sorted(expected), rtol=1e-5) if expected else not trained
 
 
-def test_every_sample_travels_whole() -> None:
-    rng = np.random.default_rng(1)
-    groups = [episodes(rng, index) for index in range(4)]
-    expected = [
-        (at * SIZE + owner, prompt, answer)
-        for at, group in enumerate(groups)
-        for owner, prompt, answer, _, _ in pieces(group)
-    ]
-    seen = []
-    for batch in batch_of(groups, 2):
-        start = 0
-        for owner, prompt, length in zip(batch.trajectory, batch.prompt_lengths, batch.lengths, strict=True):
-            ids = batch.token_ids[start : (start := start + int(prompt + length))].tolist()
-            seen.append((int(owner), ids[:prompt], ids[prompt:]))
-    assert sorted(seen) == sorted(expected)
-    stats = batch.stats
-    assert stats["response_length/max"] == max(
-        sum(len(answer) for owner, _, answer in expected if owner == t) for t in range(4 * SIZE)
-    )
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -165,20 +144,6 @@ def test_a_sample_is_bounded_as_prompt_and_answer_together() -> None:
     grown[0] += (more := 17 - int(grown[0]))
     group = replace(group, prompt_lengths=grown, prompt_ids=np.concatenate((np.ones(more, np.int32), group.prompt_ids)))
     assert "a sample of" in str(problem_with(group, slot, config(), Bounds(STEP, 64)))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"all_samples": np.ones(12, np.int32)}, "samples of trajectory"),
-        ({"all_loss_tokens": np.zeros(12, np.int32)}, "tokens in the loss, all_loss_tokens says 0"),
-    ],
-)
-def test_the_learner_refuses_a_part_that_contradicts(changes: dict[str, Any], message: str) -> None:
-    groups = [episodes(np.random.default_rng(seed), seed) for seed in range(4)]
-    (batch,) = batch_of(groups, 1)
-    with pytest.raises(BatchError, match=message):
-        check(replace(batch, **changes), async_lag=1, vocab_size=64)
 
 
 def test_an_overlong_episode_pays_for_its_longest_sample() -> None:

@@ -127,25 +127,6 @@ def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3: Path, mesh: Device
     assert 0 < metrics["actor/entropy"] < math.log(64)
 
 
-def test_what_a_correction_weighs_and_refuses_is_shown(qwen3: Path, mesh: DeviceMesh) -> None:
-    plain = configured(qwen3)
-    policy, optimizer = built(plain, mesh)
-    rows, _ = rows_of(batch_of(STEPS[3], 4), plain)
-    ratios = (policy.forward(rows[0], 1.0)[0].detach() - rows[0].behaviour_logprobs).exp()
-    truncated = {"loss": "policy_gradient", "correction": "token_tis", "correction_high": 1.1}
-    for algorithm, mean, refused in (
-        ({"correction": "icepop"}, ratios.ge(0.5) & ratios.le(2), ratios.lt(0.5) | ratios.gt(2)),
-        (truncated, ratios.clamp(max=1.1), torch.zeros(())),
-    ):
-        config = configured(qwen3, algorithm=algorithm, learner={"lr": 1e-9})
-        seen = train_on(batch_of(STEPS[3], 4, num_microbatches=2), policy, optimizer, config)[0].metrics()
-        assert seen["rollout_corr/rollout_is_mean"] == pytest.approx(float(mean.float().mean()), rel=1e-4)
-        assert seen["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(float(refused.float().mean()))
-    assert not any(
-        "rollout_corr" in name for name in train_on(batch_of(STEPS[3], 4), policy, optimizer, plain)[0].metrics()
-    )
-
-
 def test_a_batch_without_advantage_is_a_skip_that_says_so(qwen3: Path, mesh: DeviceMesh) -> None:
     config = configured(qwen3)
     policy, optimizer = built(config, mesh)

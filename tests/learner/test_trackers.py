@@ -2,7 +2,6 @@
 
 import json
 import logging
-import re
 import resource
 import threading
 from pathlib import Path
@@ -12,12 +11,10 @@ from typing import Any, ClassVar
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from configs.base import ConfigError
 from configs.data import Tracking
-from configs.loading import load
 from learner.record import trackers
 from learner.record.metrics import Metrics, MetricsError
-from learner.record.trackers import SERVICES, Place, plain, read_ids
+from learner.record.trackers import SERVICES, Place, read_ids
 from tests.support.waiting import until
 
 CONFIG = {"run": {"seed": 7, "name": "a"}, "learner": {"betas": [0.9, 0.95], "mesh": {"tensor": 1}}}
@@ -125,11 +122,6 @@ def test_a_service_that_does_not_start_ends_the_run_before_its_first_step(tmp_pa
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_tracker_is_named_once():
-    with pytest.raises(ConfigError, match="once"):
-        load("quickstart", ["tracking.trackers=[wandb,wandb]"])
-
-
 def test_every_tracker_of_the_schema_is_one_of_accelerate_and_is_started_with_what_it_takes(tmp_path):
     """Those that are not installed are constructed, which imports nothing, and not started."""
     assert set(SERVICES) == set(LOGGER_TYPE_TO_CLASS)
@@ -173,17 +165,6 @@ def test_wandb_offline_is_resumed_under_one_id(tmp_path, monkeypatch):
             until(lambda file=file, name=name: name in file.read_bytes(), f"{name!r} in {file.name}")
 
 
-def test_mlflow_goes_on_with_its_run(tmp_path, monkeypatch):
-    mlflow = pytest.importorskip("mlflow", reason="the extra `mlflow` is not installed")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    log_some(open_metrics(tmp_path / "a", trackers=["mlflow"], project="sums"), 1, 2)
-    (known,) = read_ids(tmp_path / "a").values()
-    log_some(open_metrics(tmp_path / "a", 2, trackers=["mlflow"], project="sums"), 3)
-    history = mlflow.MlflowClient().get_metric_history(known, "critic/score/mean")
-    assert [point.step for point in history] == [1, 2, 3]
-
-
 def test_ids_survive_a_full_disk_and_broken_ones_are_named(tmp_path, service):
     kept = tmp_path / trackers.IDS
     kept.write_text('{"wandb": "an-id"}')
@@ -199,8 +180,3 @@ def test_ids_survive_a_full_disk_and_broken_ones_are_named(tmp_path, service):
     with pytest.raises(MetricsError, match=r"trackers.json is no JSON .*; delete it, and trackers begin runs of their"):
         open_metrics(tmp_path, trackers=["trackio"])
     open_metrics(tmp_path).close()
-
-
-def test_leaves_of_a_configuration_are_plain():
-    assert plain({"a": {"b": None, "c": True}, "d": 1.5}) == {"a.b": "None", "a.c": True, "d": 1.5}
-    assert re.fullmatch(r"\{.*\}", plain({"a": [{"b": 1}]})["a"][1:-1])

@@ -2,7 +2,6 @@
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ UNEVEN = {"vocab_size": 65, "intermediate_size": 191}
 LARGE = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}
 LARGE |= {"hidden_size": 1024, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 16384}
 SLACK_BYTES = 32 * 1024 * 1024
-Seen = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +72,6 @@ def test_no_rank_holds_a_model_of_several_files_whole(seen, folder):
         assert found["digest"] == combined({name: whole_model[name] for name in found["names"]})
 
 
-def test_awkward_shards_gather_and_digest_to_the_whole(seen):
-    """Each rank compares; here is which rows it held."""
-    assert seen[0]["synthetic"] == [[1, 3], [3, 2, 3], [2], [1], [4, 1]]
-    assert seen[1]["synthetic"] == [[0, 3], [2, 2, 3], [2], [0], [3, 1]]
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_digests_layout_and_gather_of_a_policy_agree(seen, folder, mesh, model):
     """On each rank, which compares them; and with those of a policy that is not sharded."""
@@ -98,12 +90,6 @@ def test_two_ranks_train_what_the_reference_trains(seen, folder, model):
     assert max(float((found[name] - expected[name]).abs().max()) for name in expected) <= 1e-5
     start = load_file(folder / model / "model.safetensors")
     assert all(not torch.equal(found[name], start[name]) for name in expected)
-
-
-def test_prompts_that_answers_share_train_the_same_weights(seen):
-    for found in (rank["shared_prompts"] for rank in seen):
-        assert found == seen[0]["shared_prompts"]
-        assert found["difference"] <= 1e-5 and found["saved"] > 100
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -242,7 +228,6 @@ def test_a_failure_on_one_rank_raises_on_both_and_hangs_none(seen):
         assert all("a_file/x/checkpoints/step_1 could not be written" in each["blocked"] for each in found)
         words = "broken/x/checkpoints/step_1 could not be written on rank 1: [Errno 5] Input/output error"
         assert all(words in each["broken"] for each in found), found[0]["broken"]
-    assert [seen[rank]["export_fails"] for rank in range(2)] == [["NotADirectoryError", "OSError"], []]
     assert seen[0]["in_step"] == seen[1]["in_step"]
 
 
@@ -293,13 +278,6 @@ def test_a_mesh_divides_what_it_says(seen):
     held = {name: sum(rank["meshes"][name]["held"] for rank in seen) for name in ("sequence", "replicate", "tensor")}
     assert held["replicate"] == 2 * held["sequence"]
     assert held["sequence"] < held["tensor"] < 1.02 * held["sequence"]
-
-
-def test_microbatches_gather_and_reduce_no_more_often_than_a_step_has_room_for(seen):
-    """Three units: two layers and the rest; without room each is gathered for every forward and backward."""
-    for found in (rank["meshes"]["traffic"] for rank in seen):
-        assert found["roomy"] == [3, 3]
-        assert found["tight"] == [3 * (2 * 2 + 1), 3 * 3]
 
 
 def test_a_checkpoint_moves_between_meshes(seen, folder, mesh):

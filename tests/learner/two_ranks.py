@@ -19,7 +19,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -33,13 +32,12 @@ from learner.optimizer import Optimizer
 from learner.policy import sharding
 from learner.policy.memory import Budget
 from learner.policy.model import Policy, build_policy
-from learner.policy.sharding import Shard, digests, gather, row_range
 from learner.step import accumulate_gradients
 from learner.trainer import Trainer
 from slipstream.runtime.lifeline import die_with_parent
 from tests.learner import beside_ranks, mesh_ranks
 from tests.learner.mesh_ranks import CONDITIONED as CONDITIONED
-from tests.learner.recorded import batch_of, random_step, rows_of, train_on
+from tests.learner.recorded import batch_of, random_step, rows_of
 from tests.learner.tiny_models import CPU, built, make_config, process_group, row_of, saved
 from weight_bus.digest import combined, slice_digest
 
@@ -86,24 +84,6 @@ def loading(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     }
 
 
-def synthetic(rank: int) -> list[list[int]]:
-    """Check shards of every awkward shape: uneven, of one row (rank 1 holds nothing), of one dimension."""
-    whole = {f"t{i}": torch.randn(shape) for i, shape in enumerate([(1, 3), (5, 2, 3), (4,), (1,), (7, 1)])}
-    shards = []
-    for name, tensor in whole.items():
-        begin, end = row_range(tensor.shape[0], rank, 2)
-        shards.append(Shard(name, tuple(tensor.shape), tensor[begin:end], begin))
-    group = dist.group.WORLD
-    for dtype in (torch.float32, torch.bfloat16):
-        expected = {name: slice_digest(tensor.to(dtype)) for name, tensor in whole.items()}
-        assert digests(shards, dtype, group) == expected
-        for limit in (1, 40, 1 << 20):
-            sharding.GATHER_BYTES = limit
-            found = dict(gather(shards, dtype, group))
-            assert list(found) == list(whole) and all(torch.equal(found[n], whole[n].to(dtype)) for n in whole)
-    return [list(s.local.shape) for s in shards]
-
-
 def layout_of(policy: Policy) -> dict[str, Any]:
     """Check gather, digests and layout of a policy, in both wire dtypes, against each other."""
     with torch.no_grad():
@@ -140,19 +120,6 @@ def sharded_gradients(config: Config, mesh: DeviceMesh, device: torch.device) ->
         "difference": float((gradients - others).abs().max()),
         "largest": float(gradients.abs().max()),
     }
-
-
-def shared_prompts(config: Config, mesh: DeviceMesh, expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The steps again, all answers of a rank in one microbatch and with shared prompts: how far the weights are off."""
-    policy, optimizer = built(config, mesh)
-    saved = 0.0
-    for step in range(1, NUM_STEPS + 1):
-        batch = batch_of(random_step(step), step, rank=policy.rank, world_size=policy.world_size)
-        sums, reason = train_on(batch, policy, optimizer, config)
-        assert not reason
-        saved += sums.metrics()["perf/prefix_tokens_saved"]
-    found = dict(policy.named_full_tensors("float32"))
-    return {"saved": saved, "difference": max(float((found[n] - expected[n]).abs().max()) for n in expected)}
 
 
 def poisoned(policy: Policy, optimizer: Optimizer, config: Config) -> dict[str, Any]:
@@ -232,18 +199,6 @@ def refusal(keeper: Checkpointer) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
-
-
-def export_fails(folder: Path, policy: Policy) -> list[str]:
-    """Rank 0 cannot write: it must raise only after it has gathered everything with the other."""
-    seen = []
-    (folder / "in_the_way" / "model.safetensors").mkdir(parents=True, exist_ok=True)
-    for target in (folder / "a_file" / "hf", folder / "in_the_way"):
-        try:
-            write_hf_folder(policy.shards(), policy.source, target, "float32", policy.group)
-        except OSError as error:
-            seen.append(type(error).__name__)
-    return seen
 
 
 def exported(folder: Path, policy: Policy) -> str:
@@ -338,7 +293,6 @@ def main() -> None:
     seen: dict[str, Any] = {}
     with process_group(folder / "store", rank, 2) as mesh:
         seen["loading"] = loading(folder, mesh)
-        seen["synthetic"] = synthetic(rank)
         sharding.GATHER_BYTES = SPAN_BYTES
         for name in ("qwen3", "llama"):
             config = configured(folder, name)
@@ -352,11 +306,8 @@ def main() -> None:
             seen[name]["checkpoints"] = checkpoints(folder, policy, optimizer, config)
             changed = configured(folder, name, learner=CONDITIONED | {"recompute": "full"})
             seen[name]["sharded"] = sharded_gradients(changed, mesh, CPU)
-        sharing = configured(folder, name, learner=CONDITIONED | {"share_prefixes": True})
-        seen["shared_prompts"] = shared_prompts(sharing, mesh, full)
         seen["lora"] = adapters(folder, mesh)
         seen["beside"] = beside_ranks.observe(folder, mesh)
-        seen["export_fails"] = export_fails(folder, policy)
         seen["meshes"] = mesh_ranks.everything(folder, 2)
         seen["exported"] = exported(folder, policy)
         # A collective after all failures: both ranks are still in step.

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from replay import messages as m
 from replay.state.answers import WINDOW, ErrorRate, kept
-from replay.state.leases import SlotState
-from tests.replay.simulated_run import bare_service, lease, sent, service
+from tests.replay.simulated_run import lease, sent, service
 from tests.replay.simulation.samples import make_group
 
 SIZE = 4
@@ -40,14 +39,6 @@ def test_a_group_trains_from_its_valid_answers_and_the_others_are_counted():
     assert batch.stats["reward/error_rate"] == 1 / 8
 
 
-def test_an_answer_that_is_scored_stays_and_is_counted():
-    made = service(**GROUP)
-    (given,) = lease(made)
-    made.handle("a", failing(given, 0, 1, 2, 3, left_out=False), 1.0)
-    assert sent(made, "a", m.Ack)[-1].status == "accepted"
-    assert made.counters["answers_failed/reward_error"] == 4 and not made.counters["answers_left_out"]
-
-
 def test_below_the_smallest_group_a_prompt_is_leased_again_and_poison_at_last():
     made = service(**GROUP, replay__max_attempts=2)
     (first,) = lease(made)
@@ -62,19 +53,6 @@ def test_below_the_smallest_group_a_prompt_is_leased_again_and_poison_at_last():
     assert made.counters["answers_failed/reward_error"] == 3 and made.counters["answers_failed/environment_error"] == 4
     assert made.report.batch_stats()["buffer/dropped/poison"] == 1
     assert made.report.batch_stats()["answers/kept_length"] == 4, "of the one valid answer"
-
-
-def test_episodes_that_have_no_token_are_no_group():
-    made = service(**GROUP)
-    (given,) = lease(made)
-    nothing = {name: np.empty(0, kind) for name, kind in m.Group.ARRAYS.items()}
-    whole = failing(given, 0, 1, 2, 3, code="environment_error")
-    empty = replace(
-        whole, **nothing | {"left_out": whole.left_out, "rewards": whole.rewards, "samples": 0 * whole.lengths}
-    )
-    made.handle("a", empty, 1.0)
-    assert sent(made, "a", m.Ack)[-1].status == "rejected" and made.counters["answers_failed/environment_error"] == 4
-    assert not made.counters["groups_rejected"]
 
 
 @pytest.mark.parametrize(
@@ -97,13 +75,6 @@ def test_a_mask_that_contradicts_itself_is_refused(changed, said):
     assert ack.status == "rejected" and said in ack.reason and made.counters["groups_rejected"] == 1
 
 
-def test_dynamic_sampling_compares_valid_answers():
-    made = service(**GROUP, algorithm__dynamic_sampling=True)
-    (given,) = lease(made)
-    made.handle("a", failing(given, 0, rewards=np.array([1, 0, 0, 0], np.float32)), 1.0)
-    assert made.counters["dropped/flat_rewards"] == 1
-
-
 @pytest.mark.parametrize(("code", "ending"), [("reward_error", "SLIP-REWARD-07"), ("environment_error", "SLIP-ENV-04")])
 def test_too_large_a_share_of_failed_answers_ends_the_run(code, ending):
     made = service(**GROUP, replay__max_attempts=1000, num_rows=1000)
@@ -116,12 +87,6 @@ def test_too_large_a_share_of_failed_answers_ends_the_run(code, ending):
     assert f"{WINDOW * 3 // 4} of the last {WINDOW} answers" in made.ended
 
 
-def test_no_error_is_allowed_at_a_rate_of_zero():
-    made = service(**GROUP, reward__max_error_rate=0)
-    made.handle("a", failing(lease(made)[0], 0), 1.0)
-    assert made.failed and made.ended is not None
-
-
 def test_failures_before_the_first_successes_end_no_run():
     rate = ErrorRate(0.2)
     for _ in range(7):
@@ -131,16 +96,6 @@ def test_failures_before_the_first_successes_end_no_run():
         rate.add(16, 0)
         assert not rate.is_too_high or rate.answers >= WINDOW
     assert rate.share == 0 and rate.answers == WINDOW
-
-
-def test_the_counts_and_the_mask_come_back_from_the_journal():
-    made = service(**GROUP)
-    made.handle("a", failing(lease(made)[0], 3), 1.0)
-    again = bare_service(made.journal, **GROUP)
-    again.restore(made.journal.records, 2.0)
-    (slot,) = [slot for slot in again.buffer.slots.values() if slot.state is SlotState.BUFFERED]
-    assert slot.group is not None and slot.group.rewards.size == 3
-    assert again.counters["answers_left_out"] == 1 and again.counters["tokens_left_out"] == 4
 
 
 @drawn(st.data())

@@ -4,8 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from replay import messages as m
 from replay.desks.sharing import Members
@@ -78,14 +76,6 @@ def test_lag_is_counted_over_the_tokens_in_the_loss(seed: int) -> None:
     assert part.stats["training/off_policy/trajectory_staleness/max"] == max(lags)
 
 
-def test_a_batch_without_a_token_in_the_loss_has_no_lag() -> None:
-    empty = group(0, np.random.default_rng(0), all_in_loss=True)
-    empty.loss_mask[:] = 0
-    (part,) = built([empty])
-    assert (part.lag_histogram, part.total_loss_tokens) == ({}, 0)
-    assert part.stats["training/off_policy/trajectory_staleness/mean"] == 0.0
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 0.5])
 def test_only_sampled_tokens_need_a_logprob(value: float) -> None:
     checked = config(rollout__group_size=SIZE)
@@ -99,15 +89,6 @@ def test_only_sampled_tokens_need_a_logprob(value: float) -> None:
     assert problem_with(one, slot, checked, bounds) is None
     one.loss_mask[:] = 0
     assert problem_with(one, slot, checked, bounds) is None
-
-
-def test_a_batch_says_how_long_prompts_and_answers_are_and_how_long_they_took() -> None:
-    groups = [replace(group(i, np.random.default_rng(i), all_in_loss=True), generate_s=0.5 + i) for i in range(3)]
-    (part,) = built(groups)
-    lengths = np.concatenate([g.lengths for g in groups])
-    assert (part.stats["response_length/min"], part.stats["response_length/max"]) == (lengths.min(), lengths.max())
-    assert part.stats["prompt_length/max"] == max(g.prompt_ids.size for g in groups)
-    assert part.stats["timing_s/gen"] == 2.5
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -135,36 +116,3 @@ def test_what_rewards_say_is_averaged_over_those_that_say_it_and_counts_of_episo
     (part,) = built(groups)
     assert part.stats["reward/style"] == 2.5 and part.stats["episode/late"] == 1.0
     assert not {"style", "episode/style", "reward/late"} & part.stats.keys()
-
-
-def test_a_microbatch_may_be_full_to_the_last_token() -> None:
-    made = assign(np.array([50, 30, 20]), np.ones(3, np.bool_), 1, 100)
-    assert made.num_microbatches == 1 and not made.microbatch.any()
-
-
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 100), st.booleans()), min_size=4, max_size=60),
-    ranks=st.integers(1, 4),
-    max_tokens=st.integers(100, 400),
-)
-def test_every_trajectory_has_one_place_and_no_microbatch_is_too_large(sizes, ranks, max_tokens):
-    lengths, is_trained = (np.array(column) for column in zip(*sizes, strict=True))
-    made = assign(lengths, is_trained, ranks, max_tokens)
-    assert made.rank.max() < ranks and made.microbatch.max() < made.num_microbatches
-    places = made.microbatch * ranks + made.rank
-    loads = np.bincount(places, weights=lengths * is_trained, minlength=ranks * made.num_microbatches)
-    assert loads.max() <= max_tokens
-    rest = np.bincount(made.rank[~is_trained], minlength=ranks)
-    assert rest.max() - rest.min() <= 1
-
-
-def test_ranks_have_equally_many_tokens_although_half_of_the_groups_are_flat() -> None:
-    """With today's order of other systems, by rows, the slowest of 8 ranks had 1.55 times the mean."""
-    rng = np.random.default_rng(0)
-    lengths = np.minimum(rng.lognormal(6.5, 0.8, 512).astype(np.int64) + 1, 4096)
-    is_trained = np.repeat(rng.random(64) < 0.5, 8)
-    made = assign(lengths, is_trained, 8, 16_384)
-    places = made.microbatch * 8 + made.rank
-    loads = np.bincount(places, weights=lengths * is_trained, minlength=8 * made.num_microbatches).reshape(-1, 8)
-    assert (loads.max(1) / loads.mean(1)).max() <= 1.05
-    assert loads.mean() / 16_384 >= 0.8

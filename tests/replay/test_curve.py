@@ -14,7 +14,6 @@ from replay.channel import AsyncDealer, AsyncRouter, ChannelError, Dealer, Keys,
 from replay.channel.frames import WireError
 from replay.channel.sockets import bind, configure
 from tests.security.served_replay import NOTES, RUN, Note, keys_of
-from tests.support.runs import free_port
 from tests.support.waiting import PATIENT_S
 from weight_bus import control
 
@@ -111,21 +110,6 @@ def test_refused_peers_are_named_on_both_sides(
         assert refused == {}
 
 
-def test_a_server_that_comes_later_or_again_is_found(keys: dict[str, Keys]) -> None:
-    """A closed port is not a refusal, and neither is a server that dies while peers are connected."""
-    port = free_port()
-    with Dealer(f"tcp://127.0.0.1:{port}", "early", NOTES, keys=keys["node1"]) as dealer:
-        assert dealer.poll(0.3) is None
-
-        async def served() -> None:
-            async with asyncio.timeout(60.0), echoing(keys["learner"], port):
-                dealer.send(Note(text=MARK))
-                assert (await asyncio.to_thread(dealer.poll, PATIENT_S)) is not None
-
-        for _ in range(2):
-            asyncio.run(served())
-
-
 def test_a_context_without_a_gate_admits_nobody(keys: dict[str, Keys], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "PATIENCE_S", 0.3)
     context = zmq.Context()
@@ -138,20 +122,6 @@ def test_a_context_without_a_gate_admits_nobody(keys: dict[str, Keys], monkeypat
     finally:
         server.close()
         context.term()
-
-
-def test_the_limit_of_messages_is_the_same_with_keys(keys: dict[str, Keys]) -> None:
-    own, limits = keys["learner"], Limits(max_message_bytes=20_000)
-
-    async def asks() -> None:
-        async with asyncio.timeout(60.0), echoing(own, limits=limits) as router:
-            for size, arrives in ((19_800, True), (20_100, False)):
-                dealer = AsyncDealer(router.address, f"of-{size}", NOTES, keys=own)
-                await dealer.send(Note(text="x" * size))
-                assert (await dealer.receive(PATIENT_S if arrives else 0.5) is not None) == arrives, size
-                dealer.close()
-
-    asyncio.run(asks())
 
 
 def test_a_monitor_that_nobody_reads_blocks_nothing() -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from configs.evaluation import MAX_TEXT_BYTES, TEXT_BYTES_PER_TOKEN, PromptSet
 from learner.record.evaluation import Evaluations
 from replay import messages as m
-from replay.state.evaluation_parts import parts_of, prompts_at_once
-from replay.state.evaluations import EvaluationBoard
+from replay.state.evaluation_parts import parts_of
 from replay.state.snapshot import snapshot_of, take_over
 from tests.replay.simulated_run import answering, bare_service, config, joins, learner, sent
 from tests.replay.simulation.samples import make_result
@@ -49,10 +48,6 @@ def test_parts_have_every_prompt_once_and_results_that_fit(count, samples, max_n
         assert [one.part.first for one in own] == [prompts.index(one.prompts[0]) for one in own]
         most = max(MAX_TEXT_BYTES, samples * max_new_tokens * TEXT_BYTES_PER_TOKEN)
         assert all(one.num_answers * max_new_tokens * TEXT_BYTES_PER_TOKEN <= most for one in own)
-
-
-def test_many_short_prompts_are_several_leases():
-    assert prompts_at_once(1, 1) == 2048 and prompts_at_once(64, 1) == 1024 and prompts_at_once(4, 10**6) == 1
 
 
 def test_a_lease_has_the_settings_of_its_set_and_a_seed_that_comes_again():
@@ -92,21 +87,6 @@ def test_results_are_taken_by_set_and_the_evaluation_is_closed_with_the_last():
     assert not sent(made, "l", m.EvaluationClosed)
     made.handle("a", answering(made, result("easy", greedy=True, prompts=3)), 1.0)
     assert [x.reason for x in sent(made, "l", m.EvaluationClosed)] == [""]
-
-
-def test_who_holds_a_version_that_is_gone_does_not_hold_the_one_that_takes_its_place():
-    board = EvaluationBoard(parts_of([prompt_set()], {"s": rows(1)}), deadline_s=60.0)
-    for version in (4, 5):
-        board.request(version, 0.0)
-        board.holds("a", version)
-    board.supersede(5)
-    board.request(5, 1.0)
-    assert (board.next_server(4), board.next_server(5)) == ("a", None)
-    board.holds("b", 5)
-    assert board.next_server(5) == "b"
-    for version in range(6, 60):
-        board.holds("a", version)
-    assert len(board.holders) < 24 and {4, 5} <= board.holders.keys(), "not all, but those of open evaluations"
 
 
 def restarted(made, names, *, from_snapshot=False):
@@ -203,15 +183,3 @@ def test_a_server_that_stays_up_evaluates_the_prompts_of_now():
     assert not sent(again, "l2", m.EvaluationResult) and again.evaluations.board.open[0].server == "a"
     again.handle("a", replace(old, asked=asked.asked), 101.0)
     assert sent(again, "l2", m.EvaluationResult) and again.evaluations.board.closed == {0: ""}
-
-
-def test_a_server_that_stays_up_is_asked_again_for_what_is_left_alone():
-    made = serving()
-    made.handle("a", answering(made, result("aime", greedy=True, prompts=2)), 1.0)
-    again = bare_service(made.journal.crash(None), sets={"aime": rows(2), "easy": rows(3)}, data__eval=SETS)
-    again.restore(made.journal.records, 100.0)
-    joins(again, "b", 100.0)
-    assert not sent(again, "b", m.EvaluationLease)
-    joins(again, "a", 100.0)
-    asked = [(x.set, x.greedy) for x in sent(again, "a", m.EvaluationLease)]
-    assert asked == [("aime", False), ("easy", True), ("easy", False)]

@@ -3,7 +3,6 @@
 import errno
 import os
 import random
-import resource
 import subprocess
 import sys
 import threading
@@ -31,29 +30,11 @@ from tests.support.disks import small_disk
 from tests.support.waiting import until
 
 
-def test_a_file_that_may_not_grow_costs_nothing(tmp_path):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
-    try:
-        fill_up(tmp_path, "interval", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_a_full_file_system_costs_nothing(tmp_path):
     """256 KiB and four files, of which `ballast` takes 150 KiB and one."""
     with small_disk(tmp_path, "size=256k", "nr_inodes=4") as folder:
         (folder / "ballast").write_bytes(bytes(150_000))
         fill_up(folder / "journal", "every", (folder / "ballast").unlink)
-
-
-def test_close_says_that_the_end_was_not_written(tmp_path, monkeypatch, caplog):
-    made = JournalWriter(tmp_path, "run", fsync="never")
-    made.append("lease", {"group": [0, 0]})
-    monkeypatch.setattr(os, "writev", failing(errno.ENOSPC))
-    made.close()
-    made.close()
-    assert "the end of the journal was not written" in caplog.text and "[full]" in caplog.text
 
 
 def failing(number, times=10**9, then=None):
@@ -93,24 +74,6 @@ def written(folder, fsync):
     made.append("take", {"step": 1})
     made.flush()
     return made
-
-
-def test_never_does_not_sync(tmp_path, syncs, monkeypatch):
-    monkeypatch.setattr(os, "fsync", failing(errno.EIO))
-    made = written(tmp_path, "never")
-    made.want_sync()
-    made.flush()
-    made.begin_segment()
-    made.release(2)
-    made.close()
-    assert syncs == [] and segments(tmp_path) == [2]
-
-
-def test_interval_syncs_by_itself(tmp_path, syncs, monkeypatch):
-    monkeypatch.setattr(writer, "SYNC_S", 0.01)
-    made = written(tmp_path, "interval")
-    until(lambda: syncs and syncs[-1] == size_of(tmp_path), "a sync")
-    made.close()
 
 
 def test_what_was_found_is_synced_before_anybody_relies_on_it(tmp_path, syncs):

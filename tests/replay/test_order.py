@@ -36,7 +36,7 @@ def plain(state: dict[str, Any]) -> dict[str, Any]:
 
 @settings(max_examples=40)
 @given(
-    sizes=st.lists(st.integers(1, 12), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     weights=st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
     curriculum=st.sampled_from(["none", "difficulty", "pass_rate"]),
     draws=st.integers(0, 60),
@@ -60,12 +60,6 @@ def test_shares_are_exact_passes_cover_and_ids_are_unique(
         own = [(pass_, index // len(sizes)) for pass_, index in found if index % len(sizes) == which]
         for number in range(len(own) // size):
             assert sorted(own[number * size : (number + 1) * size]) == [(number, row) for row in range(size)]
-
-
-def test_without_weights_a_pass_over_all_has_every_row_once() -> None:
-    source = mixed([3, 9, 30])
-    assert len({source.next()[1] for _ in range(42)}) == 42
-    assert {source.next()[0] for _ in range(42)} == {1}
 
 
 @settings(max_examples=40)

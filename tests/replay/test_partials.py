@@ -96,15 +96,6 @@ def test_what_cannot_be_costs_the_answer_its_prefix_and_no_other(case: str) -> N
     assert tokens(partials)[0] == [5, 6, 7, 11]
 
 
-def test_an_answer_ends_once_and_with_a_token() -> None:
-    partials = begun()
-    assert note(partials, told(2, 0, [], finished=1)) == "answer 2: it has ended without a token"
-    assert note(partials, told(0, 3, [9], version=4, finished=2)) is None
-    assert note(partials, told(0, 4, [], finished=2)) is None, "the same again says nothing new"
-    assert partials.prefix(GROUP, 0)["prefix_finished"] == ["length", "", ""]
-    assert note(partials, told(0, 4, [9], version=4)) == "answer 0: tokens after its end"
-
-
 def test_the_next_attempt_goes_on_or_begins_anew_and_the_one_before_is_not_heard_any_more() -> None:
     partials = begun()
     older = told(0, 3, [20], version=2)
@@ -126,15 +117,6 @@ def test_an_answer_with_a_token_that_is_too_old_starts_anew_as_a_whole() -> None
     assert tokens(partials, min_version=0) == [[], [], [40, 41]], "it is forgotten"
     assert partials.prefix(GROUP, 5) == {}
     assert note(partials, told(0, 3, [1], version=4)) is None and tokens(partials) == [[], [], []]
-
-
-def test_a_learner_that_goes_on_from_an_older_version_takes_newer_tokens_away() -> None:
-    partials = begun()
-    partials.forget_newer(4)
-    assert tokens(partials) == [[5, 6, 7], [8, 9, 10], []]
-    partials.forget_newer(3)
-    assert tokens(partials) == [[], [8, 9, 10], []]
-    assert note(partials, told(0, 3, [1], version=4)) is None and tokens(partials)[0] == [], "nor is it added to"
 
 
 def test_the_groups_that_began_first_are_thrown_away_first() -> None:

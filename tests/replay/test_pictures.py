@@ -20,7 +20,6 @@ from slipstream.families.pictures import (
     PictureError,
     Vision,
     decode,
-    decoder_of,
     opened,
     packed,
     problem_with,
@@ -192,20 +191,3 @@ def test_positions_of_text_and_pictures(shapes: list[tuple[int, int, int]], answ
     for (first, last), (rows, columns, _) in zip(VISION.spans(later, grids), shapes, strict=True):
         assert last - first + 1 == rows * columns and (prompt[first : last + 1] == 9).all()
     assert len(VISION.places(prompt, grids)) == sum(rows * columns for rows, columns, _ in shapes)
-
-
-def test_text_that_stands_for_a_picture_is_refused() -> None:
-    with pytest.raises(PictureError, match=r"2 tokens of pictures .* for 1 pictures"):
-        VISION.expand([1, 9, 9], [(1, 2, 2)])
-
-
-def test_both_layouts_of_config_json_are_one_decoder() -> None:
-    rope = {"type": "mrope", "mrope_section": [2, 3, 3]}
-    flat = {"model_type": "qwen2_vl", "hidden_size": 64, "rope_theta": 5.0, "rope_scaling": rope}
-    new = {
-        "hidden_size": 64,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5.0, "mrope_section": [2, 3, 3]},
-    }
-    one, other = decoder_of(flat), decoder_of({"model_type": "qwen2_vl", "text_config": new})
-    assert one["rope_parameters"] == other["rope_parameters"] and one["hidden_size"] == other["hidden_size"] == 64
-    assert decoder_of({"model_type": "qwen3"}) == {"model_type": "qwen3"}

@@ -4,7 +4,6 @@ import functools
 import json
 import sys
 import tracemalloc
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,9 @@ import msgpack
 import numpy as np
 import pyarrow
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from pyarrow import parquet
 
-from replay.data import DataError, PromptSource, load_rows, read_rows
+from replay.data import DataError, PromptSource, load_rows
 from replay.data.rows import Place, plain
 from tests.replay.simulation.world import rows as rows_of
 
@@ -142,22 +139,6 @@ def test_a_file_is_read_once_and_its_rows_are_not_kept(tmp_path: Path) -> None:
     assert [row["ground_truth"] for row in rows[9_998:]] == ["9998", "9999"]
 
 
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_rows_by_number_are_the_rows_of_the_file_and_hash_alike(tmp_path: Path, form: str) -> None:
-    raw = [{"prompt": f"é{i}", "answer": i, "extra_info": {"n": [i, None]}} for i in range(5)]
-    path = tmp_path / f"sums.{form}"
-    if form == "parquet":
-        parquet.write_table(pyarrow.Table.from_pylist(raw), path)
-    else:
-        path.write_bytes(b"\xef\xbb\xbf" + "\r\n\n  \n".join(json.dumps(row) for row in raw).encode())
-    rows = load_rows(path)
-    assert list(rows) == [rows[i] for i in range(5)] == list(read_rows(path)) and rows[-1] == rows[4]
-    hashed = [PromptSource(given, shuffle=True, seed=0).fingerprint for given in (rows, list(rows))]
-    assert hashed[0] == hashed[1]
-    with pytest.raises(IndexError):
-        rows[5]
-
-
 def test_a_file_that_is_changed_is_named_and_one_in_its_place_does_not_matter(tmp_path: Path) -> None:
     path = many(tmp_path, 3, 1)
     rows = load_rows(path)
@@ -195,34 +176,6 @@ def test_values_become_plain() -> None:
         plain(deep, "c", place)
 
 
-@settings(max_examples=60)
-@given(num_rows=st.integers(1, 40), seed=st.integers(0, 2**31 - 1), shuffle=st.booleans(), passes=st.integers(1, 3))
-def test_every_pass_covers_every_row_once(num_rows: int, seed: int, shuffle: bool, passes: int) -> None:
-    source = source_of(num_rows, shuffle=shuffle, seed=seed)
-    for expected_pass in range(passes):
-        taken = [source.next() for _ in range(num_rows)]
-        assert {pass_ for pass_, _, _ in taken} == {expected_pass}
-        assert Counter(index for _, index, _ in taken) == Counter(range(num_rows))
-        assert all(row == source.row(index) for _, index, row in taken)
-        if not shuffle:
-            assert [index for _, index, _ in taken] == list(range(num_rows))
-
-
-@settings(max_examples=60)
-@given(num_rows=st.integers(1, 20), seed=st.integers(0, 1000), data=st.data())
-def test_restore_resumes_exactly(num_rows: int, seed: int, data: st.DataObject) -> None:
-    source = source_of(num_rows, seed=seed)
-    # The boundaries of passes are drawn as often as the places between them.
-    boundary = st.sampled_from([0, num_rows, 2 * num_rows])
-    for _ in range(data.draw(st.one_of(boundary, st.integers(0, 3 * num_rows)))):
-        source.next()
-    state = json.loads(json.dumps(msgpack.unpackb(msgpack.packb(source.state()))))
-    resumed = source_of(num_rows, seed=seed)
-    resumed.restore(state)
-    assert resumed.state() == source.state()
-    assert [source.next() for _ in range(2 * num_rows)] == [resumed.next() for _ in range(2 * num_rows)]
-
-
 def test_order_depends_on_seed_and_pass_and_never_changes() -> None:
     def passes(seed: int) -> list[list[int]]:
         source = source_of(8, seed=seed)
@@ -231,30 +184,6 @@ def test_order_depends_on_seed_and_pass_and_never_changes() -> None:
     # Pinned: a resumed run needs the same order from every later version of this code.
     assert passes(0) == [[3, 6, 5, 1, 2, 0, 7, 4], [2, 6, 3, 5, 0, 4, 7, 1]]
     assert passes(0)[0] != passes(1)[0]
-
-
-@pytest.mark.parametrize(
-    ("other", "named"),
-    [
-        (source_of(6), "number of rows"),
-        (source_of(5, seed=1), "run.seed"),
-        (source_of(5, shuffle=False), "data.shuffle"),
-        (PromptSource([source_of(5).row(i) for i in (1, 0, 2, 3, 4)], shuffle=True, seed=0), "hash of the contents"),
-    ],
-)
-def test_restore_refuses_another_dataset(other: PromptSource, named: str) -> None:
-    source = source_of(5)
-    before = source.state()
-    with pytest.raises(DataError, match=named):
-        source.restore(other.state())
-    assert source.state() == before
-
-
-@pytest.mark.parametrize("change", [{"schema": 1}, {"walks": [{"drawn": -1}]}])
-def test_restore_refuses_broken_state(change: dict[str, Any]) -> None:
-    source = source_of(5)
-    with pytest.raises(DataError, match="prompt state"):
-        source.restore(source.state() | change)
 
 
 def test_row_and_empty_source_are_checked() -> None:

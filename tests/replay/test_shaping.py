@@ -46,15 +46,3 @@ def test_a_group_that_only_lengths_tell_apart_is_trained_and_cut_answers_cost_no
     parts = build(1, shaped, placed, num_ranks=2, stats=measured)
     assert parts[0].stats["critic/score/mean"] == 0.625 > parts[0].stats["critic/rewards/mean"]
     assert parts[0].all_loss_tokens.tolist() == [0, 18, 12, 3] * 2
-
-
-def test_without_shaping_groups_stay_what_they_are() -> None:
-    groups = [group([1, 0, 1, 0])]
-    shaped, measured = shape(groups, Algorithm(), LIMIT)
-    assert shaped[0] is groups[0] and measured == {}
-
-
-def test_groups_of_equal_rewards_are_trained_where_rewards_do_not_decide_alone() -> None:
-    assert Algorithm().flat_groups_are_left_out
-    assert not Algorithm(advantage="rloo", kl="k1", kl_in="reward").flat_groups_are_left_out
-    assert not Algorithm(advantage="gae").flat_groups_are_left_out

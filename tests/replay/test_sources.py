@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from configs.loading import ConfigError, load
 from replay import messages as m
 from replay.data import DataError, Part, PromptSource, load_rows
 from replay.journal import JournalError
@@ -125,34 +124,6 @@ def test_a_pass_of_broken_rows_ends_the_run(tmp_path: Path, monkeypatch: pytest.
     for given in lease(made, capacity=50):
         made.handle("a", m.Cancel(pass_=0, index=given.index, attempt=1, reason="prompt_too_long"), 1.0)
     assert made.failed and "broken_row" in str(made.ended)
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("data.train={}", "data.train: names no set"),
-        ("data.train={a b: x.jsonl}", "'a b' cannot name a set"),
-        ("data.train={a: {path: x, weight: 0}}", "data.train.a.weight"),
-        ("data.train={a: {path: x, wait: 1}}", "wait"),
-        ("model.chat_template_options={tokenize: false}", "'tokenize' is set for every prompt; leave it out"),
-    ],
-)
-def test_keys_that_cannot_be_used_are_named(override: str, said: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        load("quickstart", [override])
-    assert said in str(raised.value)
-
-
-def test_datasets_by_name_and_options_come_out_as_they_went_in() -> None:
-    settings = ["data.train={a: a.jsonl, b: {path: b, weight: 2}}", "model.chat_template_options.enable_thinking=false"]
-    found = load("quickstart", settings)
-    assert {name: (one.path, one.weight) for name, one in found.data.train_sets.items()} == {
-        "a": ("a.jsonl", None), "b": ("b", 2.0),
-    }  # fmt: skip
-    assert found.model.chat_template_options == {"enable_thinking": False}
-    assert {name: one.path for name, one in load("quickstart").data.train_sets.items()} == {
-        "": "data/sort6/train.jsonl"
-    }
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,9 @@
 import pytest
 
 from replay import messages as m
-from replay.state.leases import SlotState
 from tests.replay.simulated_run import config, group_message, lease, sent, service
 
 OPTIONS = {"replay__on_stale": "substitute", "replay__substitute_after_s": 5.0, "replay__lease_s": 100}
-GROUPS = 4
 
 
 def started(count=8):
@@ -40,32 +38,6 @@ def test_the_next_finished_group_takes_the_place_past_the_deadline():
     assert (0, 1) not in made.buffer.slots
 
 
-def test_its_slot_goes_to_the_next_prompt():
-    made, given = started()
-    finish(made, [*given[:1], *given[2:5]])
-    made.tick(5.1)
-    made.handle("l", m.Committed(step=1, digest="d1"), 5.2)
-    after = lease(made, capacity=50, version=1, now=5.3)
-    assert [each.index for each in after] == [8, 9, 10, 11, 12], "four that were trained, and one in its place"
-
-
-@pytest.mark.parametrize("finished", [[], [0, 2, 3], [4, 5, 6]])
-def test_nothing_is_dropped_unless_the_batch_is_whole_without_it(finished):
-    made, given = started()
-    finish(made, [given[number] for number in finished])
-    made.tick(9.0)
-    assert not made.counters["dropped/substituted"] and made.buffer.count(SlotState.LEASED) == 8 - len(finished)
-
-
-def test_a_group_that_was_just_leased_is_waited_for_and_no_older_one_goes_in_vain():
-    made, given = started(5)
-    finish(made, given[1:4])
-    lease(made, capacity=8, now=6.0)  # three more, in the places after
-    made.handle("a", group_message(given[4], [0]), 6.0)
-    made.tick(6.1)
-    assert made.counters["dropped/substituted"] == 1 and sent(made, "l", m.Batch)
-
-
 def test_nothing_is_dropped_while_a_younger_group_is_waited_for_as_well():
     made, given = started(3)
     later = lease(made, capacity=6, now=6.0)
@@ -75,16 +47,6 @@ def test_nothing_is_dropped_while_a_younger_group_is_waited_for_as_well():
     made.handle("a", m.Heartbeat(), 11.1)
     made.tick(11.2)
     assert made.counters["dropped/substituted"] == 2 and sent(made, "l", m.Batch)
-
-
-def test_it_counts_from_the_first_lease_over_attempts():
-    made, given = started()
-    finish(made, [*given[:1], *given[2:5]])
-    cancel = m.Cancel(pass_=0, index=1, attempt=1, reason="engine_error")
-    made.handle("a", cancel, 4.0)
-    lease(made, "b", capacity=3, now=4.0)
-    made.tick(5.1)
-    assert sent(made, "l", m.Batch) and made.counters["dropped/substituted"] == 1
 
 
 def test_no_token_above_the_bound_comes_in():

@@ -6,7 +6,7 @@ import logging
 from replay import messages as m
 from replay import spans
 from replay.timeline import Timeline
-from tests.replay.simulated_run import finishes, group_message, joins, lease, sent, service
+from tests.replay.simulated_run import group_message, joins, lease, service
 
 
 def watched(tmp_path, **overrides):
@@ -39,16 +39,6 @@ def test_a_server_joins_samples_waits_and_serves_the_next_version(tmp_path):
     before = (tmp_path / "timeline.jsonl").read_text()
     timeline.observe(5.0, 5.0)
     assert (tmp_path / "timeline.jsonl").read_text() == before, "nothing has changed"
-
-
-def test_a_rank_waits_until_its_batch_is_there(tmp_path):
-    made, timeline = watched(tmp_path, replay__async_lag=0)
-    made.handle("l", m.Take(step=1, rank=0), 1.0)
-    timeline.observe(1.0, 1.0)
-    finishes(made, 9, [0])
-    assert sent(made, "l", m.Batch)
-    timeline.observe(2.0, 2.0)
-    assert written(tmp_path, made.peers.get("l").name)[0] == ["joined", "wait", "train"]
 
 
 def test_losses_have_their_symptom_and_the_end_its_reason(tmp_path):

@@ -44,16 +44,6 @@ def test_a_batch_that_is_waited_for_names_the_server_and_what_it_does(gauges, sa
     assert waits(made)["batch"]["for"] == f"batch 1 (group 0/0 at rollout-0, {said})"
 
 
-def test_a_silent_peer_is_named():
-    made = joined()
-    made.handle("l", m.Heartbeat(activity="updating", since_s=0.0), 19.0)
-    silent = [
-        wait for wait in made.report.of(20.0, ended=None, no_server_since=0.0)["waits"] if wait["code"] == "silent"
-    ]
-    assert ("a sign of rollout-0", 11.0) in [(wait["for"], wait["since_s"]) for wait in silent]
-    assert "a sign of learner-0" not in [wait["for"] for wait in silent]
-
-
 def test_connections_that_are_refused_for_their_keys_are_counted_where_no_server_comes(tmp_path):
     for name in ("keys", "others"):
         make_keys.make(tmp_path / name, ["node1"], force=False)

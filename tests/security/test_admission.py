@@ -7,16 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from zmq.utils import z85
 
 from replay import keys as make_keys
-from replay.channel import AsyncRouter, ChannelError, Dealer, Keys, Limits, load_keys, roster, routing_id, sockets
-from replay.channel import admission as rules
+from replay.channel import AsyncRouter, ChannelError, Dealer, Keys, Limits, load_keys, roster, routing_id
 from replay.channel.admission import (
     MAX_IDENTITIES,
     TOKEN_BYTES,
@@ -28,8 +25,8 @@ from replay.channel.admission import (
     may_be,
 )
 from replay.channel.frames import Envelope, WireError, encode
-from replay.channel.roster import LOOK_S, Roster, name_of, user_id
-from tests.security.raw_peers import greeting, plain_connection, raw_dealer, read_until_closed, ready
+from replay.channel.roster import LOOK_S, Roster
+from tests.security.raw_peers import greeting, plain_connection, raw_dealer, ready
 from tests.security.served_replay import NOTES, RUN, Note, arrivals, keys_of, with_router
 from tests.support.waiting import PATIENT_S
 
@@ -47,13 +44,6 @@ def test_every_number_is_taken_once_and_none_from_before_the_window(numbers: lis
             window.take(number)
             taken.add(number)
             highest = max(highest, number)
-
-
-def test_a_peer_that_starts_anew_goes_on_above_its_old_numbers() -> None:
-    first = rules.sequence_numbers()
-    used = [next(first) for _ in range(100)]
-    time.sleep(0.001)
-    assert next(rules.sequence_numbers()) > used[-1]
 
 
 def test_an_identity_belongs_to_the_first_key_that_used_it() -> None:
@@ -80,14 +70,6 @@ def test_a_sender_of_many_identities_pushes_out_only_its_own() -> None:
         admission.bind("learner-0", "node1/23", b"")
 
 
-def test_the_identity_that_was_heard_last_is_kept() -> None:
-    admission = Admission()
-    kept = admission.bind("kept", "", b"")
-    for number in range(2 * MAX_IDENTITIES):
-        admission.bind(f"many-{number}", "", b"")
-        assert admission.bind("kept", "", b"") is kept
-
-
 @pytest.mark.parametrize(
     "frame", [b"", b"\0abcd", b"a\nreplay: the run ends", b"\xff\xfe", b"x" * 201, "a\u202eb".encode()]
 )
@@ -97,14 +79,6 @@ def test_identities_are_printable_text(frame: bytes) -> None:
     with pytest.raises(WireError, match="identity") as caught:
         identity_of(frame + token)
     assert str(caught.value).isprintable()
-
-
-def test_each_socket_has_a_routing_id_of_its_own() -> None:
-    made = [routing_id("rollout-0") for _ in range(2)]
-    assert made[0] != made[1] and {identity_of(each) for each in made} == {"rollout-0"}
-    for end in (b"", b"\0short"):
-        with pytest.raises(WireError, match="'rollout-0' has no token"):
-            identity_of(b"rollout-0" + end)
 
 
 @pytest.mark.parametrize(
@@ -176,32 +150,6 @@ def test_a_peer_is_heard_while_its_old_connection_is_half_open_and_after_that_en
     with_router(body)
 
 
-def test_a_half_open_connection_is_closed_by_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sockets.OPTIONS, zmq.HEARTBEAT_IVL, 50)
-    monkeypatch.setitem(sockets.OPTIONS, zmq.HEARTBEAT_TIMEOUT, 50)
-
-    async def body(router: AsyncRouter) -> None:
-        with half_open(router) as old:
-            await arrivals(router, 1)
-            said = await asyncio.to_thread(read_until_closed, old)  # fails when the router keeps the connection
-            assert b"\x04PING" in said
-
-    with_router(body)
-
-
-@pytest.mark.parametrize("with_keys", [True, False])
-def test_messages_say_whose_key_they_came_with(keys: dict[str, Keys], with_keys: bool) -> None:
-    async def body(router: AsyncRouter) -> None:
-        for name in ("node1", "learner"):
-            own = keys[name] if with_keys else None
-            with Dealer(router.address, f"of-{name}", NOTES, keys=own) as dealer:
-                dealer.send(Note())
-                ((_, envelope),) = await arrivals(router, 1)
-                assert isinstance(envelope, Envelope) and envelope.sender == (name if with_keys else "")
-
-    with_router(body, keys["learner"] if with_keys else None)
-
-
 def test_a_live_route_cannot_be_taken_with_another_key(keys: dict[str, Keys]) -> None:
     """An intruder that knows the identity claims it while messages go to its peer."""
     count, name = 400, "rollout-0.1f"
@@ -227,21 +175,6 @@ def test_a_live_route_cannot_be_taken_with_another_key(keys: dict[str, Keys]) ->
             return got
 
     assert with_router(body, keys["learner"]) == {"peer": count, "intruder": 0}
-
-
-@pytest.mark.parametrize("size", [10, 100_000])
-def test_arrays_are_read_only_aligned_and_large_ones_not_copied(size: int) -> None:
-    async def body(router: AsyncRouter) -> None:
-        with Dealer(router.address, "r0", NOTES) as dealer:
-            for shift in range(4):  # of the place in ZeroMQ's receive buffer
-                dealer.send(Note(text="x" * shift, data=np.arange(size, dtype=np.int32)))
-            for _, envelope in await arrivals(router, 4):
-                assert isinstance(envelope, Envelope) and isinstance(envelope.message, Note)
-                data = envelope.message.data
-                assert not data.flags.writeable and data.flags.aligned and np.array_equal(data, np.arange(size))
-                assert isinstance(data.base, memoryview if size > 10 else bytes)
-
-    with_router(body)
 
 
 def test_many_frames_of_an_allowed_size_are_too_large_together() -> None:
@@ -275,26 +208,6 @@ def node(folder: Path, name: str) -> Keys:
 
 def public_of(keys: Keys) -> bytes:
     return bytes(z85.decode(keys.client_public))
-
-
-def test_additions_and_removals_are_seen_and_named(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    who = Roster(load_keys(folder))
-    node1 = node(folder, "node1")
-    user = who.user(public_of(node1), now=0.0)
-    assert user is not None and user == user_id("node1", node1.client_public) and name_of(user) == "node1"
-    make_keys.add(folder, "node2")
-    node2 = node(folder, "node2")
-    with caplog.at_level(logging.INFO, logger="replay.channel.roster"):
-        assert who.user(public_of(node2), now=LOOK_S / 2) is None, "the folder is looked at once a second"
-        assert name_of(who.user(public_of(node2), now=LOOK_S) or "") == "node2"
-        make_keys.remove(folder, "node1")
-        assert who.admits(user, now=1.5 * LOOK_S)
-        assert not who.admits(user, now=2 * LOOK_S) and who.user(public_of(node1), now=2 * LOOK_S) is None
-        make_keys.remove(folder, "node2")
-        who.admits(user, now=3 * LOOK_S)
-    lines = [record.getMessage() for record in caplog.records]
-    for line, name, what in zip(lines, ("node2", "node1", "node2"), ("added", "removed", "removed"), strict=True):
-        assert f"key {name}/" in line and f" was {what}" in line and str(folder / "clients") in line
 
 
 @pytest.mark.parametrize("spoil", [lambda path: path.write_text("nonsense"), lambda path: path.chmod(0o622)])

@@ -51,13 +51,6 @@ def answer(dealer: Dealer, kind: type[Message] | UnionType) -> Message:
     raise AssertionError(f"no {kind} came")
 
 
-def test_another_protocol(keys: dict[str, Keys]) -> None:
-    with served(keys["learner"]) as replay, plain_connection(replay.port) as connection:
-        connection.sendall(b"POST /update_weights HTTP/1.1\r\nHost: replay\r\nContent-Length: 0\r\n\r\n" + bytes(64))
-        said = read_until_closed(connection)
-    assert b"HTTP" not in said and len(said) <= 64, said
-
-
 @pytest.mark.parametrize("where", ["in the handshake", "after it"])
 def test_ten_gigabytes_announced(keys: dict[str, Keys], where: str) -> None:
     """A length within the limit is waited for, which shows that it is the length that ends the connection."""
@@ -87,14 +80,6 @@ def test_a_replayed_message(keys: dict[str, Keys]) -> None:
     assert "message 1000 came before" in line and line.endswith("[duplicate]") and "came before" in last.reason
 
 
-def test_a_wrong_run_id(keys: dict[str, Keys]) -> None:
-    with served(keys["learner"]) as replay, raw_dealer(replay.address, "r1", keys["node1"]) as dealer:
-        dealer.send_multipart(encode(hello("rollout_server", "rollout-1"), "another-run", 1))
-        message = decode(dealer.recv_multipart(), m.FROM_REPLAY).message
-        replay.line("another-run")
-    assert isinstance(message, m.Refused) and f"run id 'another-run', this is {RUN!r}" in message.reason
-
-
 def placed(rollout: str, learner: str) -> dict[str, Any]:
     return {"placement": {"device": "cpu", "rollout": rollout, "learner": learner}}
 
@@ -117,12 +102,6 @@ def test_a_rollout_key_that_says_it_is_a_rank_of_another_learner_node(tmp_path: 
         replay.line("may not be a learner")
         assert "'nodes'" in says_hello(replay, "learner-1.3a", keys["nodes"], 1), "shared with a node for rollouts"
         assert "'node1'" in says_hello(replay, "learner-0.4a", keys["node1"], 0)
-
-
-def test_a_shared_key_of_learner_nodes_alone_stays_valid(tmp_path: Path) -> None:
-    keys = keys_of(tmp_path, "nodes")
-    with served(keys["learner"], **placed("node0:1", "node0:0; node1:0")) as replay:
-        assert says_hello(replay, "learner-1.1a", keys["nodes"], 1) == ""
 
 
 @pytest.mark.parametrize("says", [b"", greeting(b"CURVE") + b"\x04\xc8\x05HELLO"], ids=["silent", "half a handshake"])
@@ -180,21 +159,3 @@ def test_a_peer_that_does_not_read_is_given_up_at_a_bounded_cost() -> None:
             return queued
 
     assert MARK <= with_router(body, kinds=m.TO_REPLAY) < 10 * MARK
-
-
-@pytest.mark.usefixtures("short_queues")
-def test_a_server_that_does_not_read_stops_its_senders() -> None:
-    async def body(router: AsyncRouter) -> int:
-        with raw_dealer(router.address, "flood", high_water_mark=1) as flood:
-            frames = encode(m.Heartbeat(activity="x" * SIZE), RUN, 1)
-            sent, last = 0, time.monotonic()
-            while time.monotonic() - last < 0.5:
-                try:
-                    flood.send_multipart(frames, flags=zmq.NOBLOCK)
-                    sent, last = sent + 1, time.monotonic()
-                except zmq.Again:
-                    await asyncio.sleep(0.01)
-                assert sent < 10_000, "nothing holds it up"
-            return sent
-
-    assert with_router(body, kinds=m.TO_REPLAY) >= MARK

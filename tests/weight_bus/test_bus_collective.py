@@ -8,31 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from scripts.chaos.probe import GatedStore
 from tests.support.bus_receiver import CONFIG, HOST, formation, together
 from weight_bus import TransportError
 from weight_bus.transports.gloo import Collective
-
-
-def test_groups_of_successive_epochs_broadcast_beside_each_other_without_a_default_group():
-    members = [Collective(CONFIG, HOST) for _ in range(3)]
-    endpoint = members[0].serve()
-    assert endpoint.startswith("127.0.0.1:") and members[0].serve() == endpoint
-    for epoch, size in ((1, 2), (2, 3), (3, 2)):
-        buckets = [torch.full((1000,), epoch * (rank == 0), dtype=torch.uint8) for rank in range(size)]
-
-        def take(rank: int, epoch: int = epoch, size: int = size, buckets: list[torch.Tensor] = buckets) -> None:
-            members[rank].form(formation(endpoint, epoch, rank, size))
-            members[rank].broadcast(buckets[rank], 0)
-
-        assert together(*(partial(take, rank) for rank in range(size))) == [None] * size
-        assert all(bool((bucket == epoch).all()) for bucket in buckets)
-    assert not dist.is_initialized()
-    for transport in members:
-        transport.close()
 
 
 def listening() -> set[str]:

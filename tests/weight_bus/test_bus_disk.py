@@ -4,7 +4,6 @@ import json
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import pytest
 import torch
@@ -156,22 +155,6 @@ def test_a_folder_that_is_emptied_between_versions_is_made_anew(tmp_path):
         for version in range(3):
             assert publish(publisher, version).served == ["a"]
             rmtree(tmp_path / "shared" / ("" if version else f"{RUN}-1"))
-
-
-def test_a_folder_that_cannot_be_looked_into_is_an_error_of_the_round(tmp_path, monkeypatch):
-    writer, reader = formed(disk(tmp_path), 0), formed(disk(tmp_path), 1)
-
-    def stale(path: Path) -> Any:
-        raise OSError(116, "Stale file handle", str(path))
-
-    monkeypatch.setattr(Path, "exists", stale)
-    monkeypatch.setattr(Path, "iterdir", stale)
-    layout = plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS)
-    with pytest.raises(TransportError, match=r"bus-test-1: cannot be listed: Stale file handle \[full\]"):
-        writer.label(5, layout)
-    reader.label(5, layout)
-    with pytest.raises(TransportError, match=r"00001.safetensors: cannot be read: Stale file handle \[closed\]"):
-        reader.broadcast(torch.zeros(20, dtype=torch.uint8), 0)
 
 
 def test_a_folder_that_cannot_be_written_is_an_error_of_the_publisher(tmp_path):

@@ -1,17 +1,13 @@
 """Tensors that never travel, as under adapters: an engine must hold them, or it is refused by their names."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from replay.channel import WireError
 from tests.support.bus_receiver import CONFIG, Engine, digests, learner, servers, weights
 from weight_bus import RemovedFromBus
-from weight_bus.manifest import plan
-from weight_bus.messages import Begin, describe_manifest, manifest_of
 
 KEPT = {"model.embed.weight": 11, "model.norm.weight": 2**64 - 1}
 TRANSPORTS = {"gloo": {}, "disk": {"transport": "disk"}, "delta": {"delta": True}}
@@ -52,17 +48,3 @@ def test_an_engine_that_holds_them_is_served_and_one_that_does_not_is_refused_by
         assert good.engine.activated[-1] == 2 and late.engine.activated[-1] == 2
         with pytest.raises(ValueError, match="first difference: 'model\\.embed"):
             publisher.start_publish(3, named.items(), digests(named))
-
-
-def test_a_begin_in_which_a_tensor_travels_and_is_kept_is_refused() -> None:
-    manifest = plan([("a", "float32", (2,))], 64).with_digests({"a": 1, "b": 2}, ["b"])
-    described = dict(zip(("names", "dtypes", "shapes", "digests"), describe_manifest(manifest), strict=True))
-    place = {"session": "s", "epoch": 1, "incarnation": 1, "rank": 1, "size": 2, "endpoint": "127.0.0.1:1"}
-    begin = Begin(**place, version=1, evaluate=False, bucket_bytes=64, digest=manifest.digest, **described,
-                  kept=manifest.kept)  # fmt: skip
-    assert manifest_of(begin) == manifest
-    assert manifest_of(begin).differences({"a": 1, "b": 3}) == ["b"]
-    with pytest.raises(WireError, match="first difference: 'a'"):
-        manifest_of(replace(begin, kept={"a": 1}))
-    with pytest.raises(WireError, match="is not that of its tensors"):
-        manifest_of(replace(begin, kept={}))

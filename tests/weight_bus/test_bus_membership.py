@@ -41,16 +41,6 @@ def receiving(membership: Membership, *members: Member) -> int:
     return epoch
 
 
-def test_a_wrong_digest_is_quarantined_even_when_the_subscriber_calls_it_right():
-    membership = made()
-    one = admitted(membership, asks("one", version=0, digest="d0"), version=0, digest="d0")
-    epoch = receiving(membership, one)
-    membership.staged(Staged(session=one.session, epoch=epoch, version=1), 0.0, 9.0)
-    membership.applied(Applied(session=one.session, epoch=epoch, version=1, digest="other"), 0.0)
-    assert (one.state, one.version, one.faults) == (State.QUARANTINED, -1, 1)
-    assert membership.needing(1, 0.0) == [one]
-
-
 def test_a_session_of_another_name_is_refused():
     membership = made()
     one = admitted(membership, asks("one"))

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import ProcessGroupGloo
 
 from configs.infrastructure import WeightBus
 from configs.machine import NCCL_DEFAULTS
-from tests.support.bus_receiver import CONFIG, HOST, digests, formation, learner, publish, servers, together, weights
+from tests.support.bus_receiver import CONFIG, HOST, formation, together
 from weight_bus import TransportError
 from weight_bus.transports import set_nccl_defaults
 from weight_bus.transports.nccl import ABORT_S, WATCHDOG, NcclCollective
@@ -111,17 +111,6 @@ def test_rank_0_does_not_finish_before_all_have_everything(members):
     with pytest.raises(TransportError, match="no group"):
         members[0].finish()
     formed(members, 2)
-
-
-def test_publishing_over_launched_buckets():
-    with learner(transport_factory=OverGloo) as publisher:
-        rollouts = servers(publisher, "one", "two", factory=OverGloo)
-        for version in (1, 2, 3):
-            assert sorted(publish(publisher, version).served) == ["one", "two"]
-        assert all(digests(rollout.engine.live) == digests(weights(3)) for rollout in rollouts)
-        assert publisher.epoch == 1
-        rollouts[0].halt()
-        assert publish(publisher, 4).served == ["two"]
 
 
 class Recorded:

@@ -46,12 +46,6 @@ def pair():
     made.publisher.close()
 
 
-def test_the_first_bucket_leaves_before_the_last_tensor_is_there(pair):
-    assert pair.publish(1) == pair.publish(2, late=lambda _: None) == ["one", "two"]
-    assert pair.publisher.epoch == 1
-    assert all(digests(server.engine.live) == digests(weights(2)) for server in pair.servers)
-
-
 @pytest.mark.parametrize("again", [2, 3])
 def test_what_turns_out_not_to_be_finite_is_applied_by_nobody_though_it_was_sent(pair, again):
     def spoil(named: Weights) -> None:

@@ -8,10 +8,10 @@ import torch
 from replay.channel import WireError
 from tests.support.bus_receiver import digests, weights
 from weight_bus.errors import NonFiniteWeights
-from weight_bus.manifest import Manifest, plan
+from weight_bus.manifest import Manifest
 from weight_bus.messages import Begin, describe_manifest, manifest_of
 from weight_bus.packing import Packer, Pieces
-from weight_bus.staging import Staging, view_of
+from weight_bus.staging import Staging
 
 BUCKET_BYTES = 300_000
 
@@ -24,20 +24,6 @@ def begin_of(version: int) -> Begin:
     place = {"session": "s", "epoch": 1, "incarnation": 1, "rank": 1, "size": 2, "endpoint": "127.0.0.1:1"}
     about = {"version": version, "evaluate": False, "bucket_bytes": BUCKET_BYTES, "digest": manifest.digest}
     return Begin(**place, **about, **dict(described))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_packed_tensors_come_out_bit_equal_and_laid_out_as_planned(dtype):
-    named = weights(1, dtype=dtype)
-    named["transposed"] = torch.randn(20, 30).to(dtype).t()
-    named["scalar"] = torch.tensor(0.5, dtype=dtype)
-    named["empty"] = torch.zeros(0, 4, dtype=dtype)
-    layout, buckets = Packer(BUCKET_BYTES).pack(named.items(), 0)
-    specs = [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in named.items()]
-    assert layout == plan(specs, BUCKET_BYTES)
-    assert [bucket.numel() for bucket in buckets] == list(layout.bucket_sizes)
-    for entry in layout.entries:
-        assert torch.equal(view_of(buckets, entry), named[entry.name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,14 +44,6 @@ def test_pieces_are_cast_and_put_together_in_their_bucket(dtype):
         packer.pack(broken.items(), 1)
 
 
-def test_bytes_between_tensors_are_zero_in_every_set():
-    named = {"a": torch.full((3,), 1.5), "b": torch.full((5,), 2.5)}
-    packer = Packer(BUCKET_BYTES)
-    for into in (0, 1, 0, 1):
-        _, (bucket,) = packer.pack(named.items(), into)
-        assert bucket.count_nonzero() == 2 * 8 and bucket.numel() == 128
-
-
 def test_nothing_is_allocated_after_two_updates():
     packer, staging = Packer(BUCKET_BYTES), Staging()
     seen: list[list[int]] = []
@@ -81,18 +59,6 @@ def test_nothing_is_allocated_after_two_updates():
     assert seen[2] == seen[4] == seen[0] and seen[3] == seen[5] == seen[1]
     assert not set(seen[0]) & set(seen[1]), "what is retained for joins is not written to"
     assert all(pointers == staged[0] for pointers in staged)
-
-
-@pytest.mark.parametrize(
-    ("bad", "dtype"), [(float("nan"), torch.float32), (float("inf"), torch.bfloat16), (float("-inf"), torch.float16)]
-)
-def test_non_finite_values_are_refused_by_name(bad, dtype):
-    packer = Packer(BUCKET_BYTES)
-    named = weights(1, dtype=dtype)
-    packer.pack(named.items(), 0)
-    named["layers.2.weight"][-1, -1] = bad
-    with pytest.raises(NonFiniteWeights, match=r"'layers\.2\.weight' has 1 non-finite of 128500"):
-        packer.pack(named.items(), 1)
 
 
 def test_a_non_finite_value_is_found_in_a_bucket_of_two_dtypes():
@@ -133,6 +99,8 @@ def test_a_layout_never_changes_within_a_run():
         ({"names": ["a"] * 6}, "appears twice"),
         ({"shapes": [[1], [1], [-3, -3], [1], [1], [1]]}, r"shape \[-3, -3\]"),
         ({"shapes": [[1 << 62]] * 6}, "is above"),
+        ({"kept": {"norm.weight": 1}}, "first difference: 'norm.weight'"),
+        ({"kept": {"other": 1}}, "is not that of its tensors"),
     ],
 )
 def test_a_begin_that_does_not_fit_together_is_refused(change, reason):
