@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -212,7 +213,7 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
     """Set the value of a dotted key, in place. Raises BadOption."""
     *parents, last = key.split(".")
     node = tree
-    for part, below in zip(parents, [*parents[1:], last], strict=True):
+    for part, below in itertools.pairwise([*parents, last]):
         child = node.setdefault(part, {})
         if child == below:  # a variant by name gets options
             child = node[part] = {below: {}}

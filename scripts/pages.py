@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from configs.loading import FLAGS, PRESETS, QUICKSTART, leaf_keys
 from configs.rewards import SECTIONS
 from configs.schema import Config
+from configs.variants import SCHEMA, Choice
 from slipstream.command.errors import TABLE
 from slipstream.translate.names import FRAMEWORKS, ROWS, WITHOUT
 
@@ -102,7 +103,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def type_text(field: FieldInfo) -> str:
     """The type of a key in words, with the bounds of its value."""
     bounds = [f"{SIGNS[name]} {getattr(b, name)}" for b in field.metadata for name in SIGNS if hasattr(b, name)]
-    return ", ".join([in_words(field.annotation), *bounds])
+    is_chosen = any(isinstance(each, type(SCHEMA)) for each in field.metadata)
+    return ", ".join(["a variant" if is_chosen else in_words(field.annotation), *bounds])
 
 
 def in_words(hint: Any) -> str:
@@ -123,6 +125,8 @@ def default_text(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(value, Choice) or any(isinstance(each, type(SCHEMA)) for each in field.metadata):
+        value = "none" if value is None else value.dumped()
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 

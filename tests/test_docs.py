@@ -21,6 +21,7 @@ from configs.schema import Config
 from learner import main as launcher
 from replay import messages as replay_messages
 from scripts import metrics_page as metrics_page
+from slipstream.check import checks
 from slipstream.command import COMMANDS as COMMANDS_BY_NAME
 from slipstream.runtime.vitals.catalogue import catalogue
 from slipstream.translate.names import ALIASES, WITHOUT
@@ -31,7 +32,7 @@ PACKAGES = ("configs", "slipstream", "replay", "rollout_server", "learner", "wei
 FOLDERS = tuple(ROOT / "docs" / name for name in (".", "howto", "recipes", "migration", "reference", "tutorials"))
 PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted(folder.glob("*.md")))]
 GENERATED = {"configuration.md", "metrics.md"}
-MAPPINGS = ("rollout.sglang.", "network.env.")
+MAPPINGS = ("rollout.sglang.", "network.env.", "algorithm.loss.", "algorithm.correction.", "algorithm.advantage.")
 """Sections whose keys are those of SGLang and of processes."""
 RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "slipstream.launch.doctor"}
 PASSED_ON = {"scripts/start_learner.sh": "learner.main", "scripts/start_rollout_nodes.sh": "rollout_server.main"}
@@ -166,7 +167,7 @@ def test_what_does_not_go_together_is_refused():
         load("quickstart", [setting])  # by itself it can be
     for pair in pairs:
         with pytest.raises(ConfigError):
-            load("quickstart", pair)
+            list(checks.algorithm(checks.Subject(load("quickstart", pair))))
 
 
 def test_keys_that_are_named_exist():

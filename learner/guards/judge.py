@@ -32,7 +32,7 @@ REMEDIES = {
     "nonfinite": "lower learner.lr or look at the rewards",
     "ess": "the batch is far from the policy in training; lower replay.async_lag or learner.lr",
     "kl": "the batch is far from the policy in training; lower replay.async_lag or learner.lr",
-    "entropy": "the policy collapses; lower learner.lr, or raise algorithm.entropy_coef or algorithm.clip_high",
+    "entropy": "the policy collapses; lower learner.lr, or raise algorithm.entropy_coef or clip_high of algorithm.loss",
     "reward": "look at the reward function and at the newest answers (tracking.save_rollouts_every)",
     "same_length": "answers are cut at rollout.max_new_tokens, or all alike; look at the newest ones",
     "max_logprob_diff": MISMATCH,

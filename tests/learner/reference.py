@@ -79,7 +79,7 @@ def group_advantages(trajectories: list[Recorded], config: Config) -> list[float
     for trajectory in trajectories:
         rewards = [t.reward for t in trajectories if t.group == trajectory.group]
         advantage = trajectory.reward - statistics.fmean(rewards)
-        if config.algorithm.advantage == "grpo" and len(rewards) > 1:
+        if config.algorithm.advantage.name == "grpo" and len(rewards) > 1:
             advantage /= statistics.stdev(rewards) + EPSILON
         result.append(0.0 if len(set(rewards)) == 1 else advantage)
     return result
@@ -130,7 +130,7 @@ def token_losses(
 ) -> torch.Tensor:
     """algorithm.loss of each token."""
     algorithm = config.algorithm
-    if algorithm.loss == "policy_gradient":
+    if algorithm.loss.name == "policy_gradient":
         return -advantages * logprobs
     proximal, weight = behaviour, torch.ones_like(behaviour)
     if algorithm.proximal == "log_linear":
@@ -139,7 +139,8 @@ def token_losses(
     if algorithm.proximal == "current":
         proximal, weight = started, torch.exp(started - behaviour).clamp(max=2.0)
     ratio = torch.exp(logprobs - proximal)
-    clipped = torch.clamp(ratio, 1 - algorithm.clip[0], 1 + algorithm.clip[1])
+    clip = {"clip_low": 0.2, "clip_high": 0.28} | dict(algorithm.loss.options)
+    clipped = torch.clamp(ratio, 1 - clip["clip_low"], 1 + clip["clip_high"])
     return weight * torch.maximum(-advantages * ratio, -advantages * clipped)
 
 

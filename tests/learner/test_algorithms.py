@@ -12,17 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs import ConfigError, load
-from configs.algorithm import Algorithm, LossTraits
+from configs.algorithm import Algorithm
+from configs.errors import BadValue
+from configs.loading import inline
+from configs.variants import Choice
+from learner import rules
 from learner.advantages import ADVANTAGES, AdvantageInputs, advantages_of, build_advantage
 from learner.advantages.base import whiten
 from learner.advantages.gae import gae
-from learner.losses import LOSSES, LossError, LossInputs, LossOutput, build_loss
+from learner.corrections import CORRECTIONS, Rho, build_correction, within
+from learner.losses import LOSSES, Loss, LossError, LossFacts, LossInputs, LossOutput, build_loss
 from learner.objective.aggregation import token_weights
-from learner.objective.corrections import CORRECTIONS, Rho, build_correction, within
 from learner.objective.kl import ESTIMATORS, estimate
 from learner.trainer import objective_of
 from slipstream.check import checks
-from slipstream.check.functions import declared_loss
 from tests.learner import algorithm_reference as reference
 
 LENGTHS = (5, 1, 9, 3, 7)
@@ -47,9 +50,13 @@ def row(seed: int, spread: float) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return torch.tensor(logprobs), torch.tensor(proximal), torch.tensor(advantages)
 
 
+def loss_of(value: Any) -> Loss:
+    return build_loss(Choice.of(value))[0]
+
+
 def run(name: str, logprobs: torch.Tensor, proximal: torch.Tensor, advantages: torch.Tensor, **also: Any) -> LossOutput:
     """The loss of LOSS_REFERENCES with its options over a row of LENGTHS."""
-    loss = build_loss(Algorithm(loss=name.partition(",")[0], **LOSS_REFERENCES[name][1], **also))
+    loss = loss_of({name.partition(",")[0]: LOSS_REFERENCES[name][1] | also})
     lengths, groups = torch.tensor(LENGTHS), torch.arange(len(LENGTHS))
     return loss(
         LossInputs(logprobs=logprobs, proximal_logprobs=proximal, advantages=advantages, lengths=lengths, groups=groups)
@@ -57,7 +64,7 @@ def run(name: str, logprobs: torch.Tensor, proximal: torch.Tensor, advantages: t
 
 
 def test_every_loss_has_a_reference() -> None:
-    assert {name.partition(",")[0] for name in LOSS_REFERENCES} == set(LOSSES)
+    assert {name.partition(",")[0] for name in LOSS_REFERENCES} == set(LOSSES.built_in)
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
@@ -94,7 +101,7 @@ def test_a_loss_and_its_gradient(name: str, aggregation: str, spread: float) -> 
 def test_clipped_are_the_tokens_whose_gradient_the_loss_takes_away(name: str, spread: float) -> None:
     logprobs, proximal, advantages = row(1, spread)
     moving = logprobs.requires_grad_()
-    output = run(name, moving, proximal, advantages, dppo_kl=0.0)
+    output = run(name, moving, proximal, advantages, **({"kl": 0.0} if name == "dppo_tv" else {}))
     output.loss.sum().backward()
     assert moving.grad is not None and output.clipped is not None
     assert output.clipped.tolist() == (moving.grad == 0).tolist()
@@ -106,7 +113,7 @@ def test_a_rare_token_weighs_no_more_than_the_cap_of_dppo_tv() -> None:
     one = torch.ones(1, dtype=torch.int64)
     proximal = torch.tensor([math.log(1e-6)])
     inputs = LossInputs(logprobs=moving, proximal_logprobs=proximal, advantages=torch.ones(1), lengths=one, groups=one)
-    build_loss(Algorithm(loss="dppo_tv", dppo_kl=0.0))(inputs).loss.sum().backward()
+    loss_of({"dppo_tv": {"kl": 0.0}})(inputs).loss.sum().backward()
     assert moving.grad is not None and moving.grad.item() == pytest.approx(-20.0)
 
 
@@ -132,18 +139,18 @@ def test_a_ratio_ends_where_it_has_no_meaning_any_more(name: str) -> None:
 
 
 OWN = """
-from learner.losses import LossOutput, declare
+from learner.losses import LossInputs, declare
 
-def plain(algorithm):
-    return lambda inputs: LossOutput(loss=-inputs.advantages * inputs.logprobs)
+def plain(inputs: LossInputs, *, scale: float = 1.0):
+    return -scale * inputs.advantages * inputs.logprobs
 
-@declare(ratio="token", bounds=("clip_high",))
-def weighted(algorithm):
-    return plain(algorithm)
+@declare(ratio="token")
+def weighted(inputs):
+    return plain(inputs)
 
-@declare(ratio="answer", bounds=("clip_low", "clip_high"))
-def of_answers(algorithm):
-    return plain(algorithm)
+@declare(ratio="answer", refuses=lambda config, options: "not at lag 3" if config.replay.async_lag == 3 else "")
+def of_answers(inputs):
+    return plain(inputs).mean()
 """
 
 
@@ -156,50 +163,62 @@ def of_answers(algorithm):
         ("plain", ["algorithm.proximal=log_linear", "algorithm.correction=token_tis"], "algorithm.proximal"),
         ("weighted", ["replay.async_lag=8"], ""),
         ("weighted", ["algorithm.correction=token_tis"], "algorithm.correction"),
-        ("weighted", ["algorithm.clip_low=0.1"], "algorithm.clip_low"),
         ("weighted", ["algorithm.proximal=current"], "algorithm.proximal"),
-        ("of_answers", ["rollout.dtype=bfloat16", "algorithm.clip_low=0.001"], "algorithm.clip_low"),
-        ("of_answers", ["rollout.dtype=bfloat16"], ""),
+        ("of_answers", ["replay.async_lag=3"], "algorithm.loss: '.*of_answers': not at lag 3"),
     ],
 )
 def test_a_loss_from_a_file_counts_as_what_it_declares(
     loss: str, also: list[str], refused: str, tmp_path: Path
 ) -> None:
-    """By the launcher, which reads the file unrun, and by the learner, which has the object."""
+    """By the launcher and by the learner."""
     (tmp_path / "own.py").write_text(OWN)
     config = load("quickstart", [f"algorithm.loss={tmp_path}/own.py:{loss}", *also])
-    traits = build_loss(config.algorithm).traits
-    assert declared_loss(config.algorithm.loss) == traits
-    assert config.problem_with_loss(traits).partition(":")[0] == refused
-    if refused:
-        with pytest.raises(ConfigError, match=refused):
-            list(checks.loss(checks.Subject(config)))
-        with pytest.raises(LossError, match=refused):
-            objective_of(config)
+    if not refused:
+        assert list(checks.algorithm(checks.Subject(config))) and objective_of(config)
+        return
+    with pytest.raises(ConfigError, match=refused):
+        list(checks.algorithm(checks.Subject(config)))
+    with pytest.raises(LossError, match=refused):
+        objective_of(config)
 
 
-def test_a_loss_from_a_file_is_built_and_what_is_none_is_named(tmp_path: Path) -> None:
+def test_a_loss_from_a_file_is_built_with_its_options_and_what_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
-    path.write_text(
-        "from learner.losses import LossOutput\n"
-        "def twice(algorithm):\n"
-        "    return lambda inputs: LossOutput(loss=algorithm.clip[1] * inputs.logprobs)\n"
-        "def none(algorithm):\n"
-        "    pass\n"
-        "number = 3\n"
+    path.write_text(OWN + "number = 3\n")
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name")
+    tokens = {"proximal_logprobs": torch.zeros(2), "advantages": torch.ones(2)}
+    inputs = LossInputs(
+        logprobs=torch.tensor([-1.0, -3.0]), **tokens, lengths=torch.tensor([2]), groups=torch.tensor([0])
     )
-    own = build_loss(Algorithm(loss=f"{path}:twice", clip_high=2.0))
-    inputs = {"proximal_logprobs": torch.zeros(2), "advantages": torch.zeros(2)}
-    places = {"lengths": torch.tensor([2]), "groups": torch.tensor([0])}
-    assert own(LossInputs(logprobs=torch.tensor([-1.0, -3.0]), **inputs, **places)).loss.tolist() == [-2.0, -6.0]
-    for place, said in {
+    assert loss_of({f"{path}:plain": {"scale": 2}})(inputs).loss.tolist() == [2.0, 6.0]
+    with pytest.raises(LossError, match=r"of_answers' gave loss of shape \[\] for 2 tokens"):
+        loss_of(f"{path}:of_answers")(inputs)
+    for value, said in {
         f"{tmp_path}/other.py:twice": "algorithm.loss: no file '.*other.py'",
-        f"{path}:thrice": "own.py has no function 'thrice'",
+        f"{tmp_path}/broken.py:x": "broken.py cannot be loaded: ModuleNotFoundError: .*nothing_of_that_name",
+        f"{path}:weigted": "own.py has no function 'weigted'; did you mean 'weighted'",
         f"{path}:number": "own.py has no function 'number'",
-        f"{path}:none": "own.py:none' gave NoneType instead of a loss",
+        "ppo_klip": "algorithm.loss: 'ppo_klip' is none; did you mean 'ppo_clip'",
     }.items():
-        with pytest.raises(LossError, match=said):
-            build_loss(Algorithm(loss=place))
+        with pytest.raises(BadValue, match=said):
+            loss_of(value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("loss", {"ppo_clip": {"clip_hi": 1}}, "'ppo_clip' has no option 'clip_hi'; did you mean 'clip_high'"),
+        ("loss", {"ppo_clip": {"clip_low": 2}}, "option 'clip_low' of 'ppo_clip': .* less than or equal to 1"),
+        ("loss", {"ppo_clip": {"clip_dual": 1}}, "option 'clip_dual' of 'ppo_clip': .* at 1, so none has a gradient"),
+        ("loss", {"policy_gradient": {"clip_low": 0.1}}, "'policy_gradient' has no option 'clip_low'; it has none"),
+        ("correction", {"icepop": {"low": 1.5}}, "algorithm.correction: option 'low' of 'icepop': .* equal to 1"),
+        ("correction", {"token_tis": {"low": 0.5}}, "'token_tis' has no option 'low'"),
+        ("advantage", "grop", "algorithm.advantage: 'grop' is none; did you mean 'grpo'"),
+    ],
+)
+def test_options_that_a_variant_does_not_take_are_refused_by_name(key: str, value: Any, said: str) -> None:
+    with pytest.raises(BadValue, match=said):
+        rules.chosen(load("quickstart", [f"algorithm.{key}={inline(value)}"]))
 
 
 @settings(max_examples=50)
@@ -218,9 +237,9 @@ def test_weights_make_means_of_whatever_is_in_the_loss(counts: list[int], consta
         assert not weights[tokens == 0].any()
 
 
-@pytest.mark.parametrize("kind", ["none", *CORRECTIONS])
+@pytest.mark.parametrize("kind", ["none", *CORRECTIONS.built_in])
 def test_a_correction(kind: str) -> None:
-    correct = build_correction(Algorithm(loss="policy_gradient", correction=kind), LossTraits())  # type: ignore[arg-type]
+    correct = build_correction(Algorithm(loss="policy_gradient", correction=kind), LossFacts())
     for seed, spread in enumerate([0.003, 0.1, 0.5]):
         log_rho = np.random.default_rng(seed).normal(0, spread, sum(LENGTHS))
         weights = correct(Rho(torch.tensor(log_rho), torch.tensor(LENGTHS)))
@@ -229,7 +248,7 @@ def test_a_correction(kind: str) -> None:
 
 def test_an_answer_beyond_its_bounds_is_refused_and_one_at_them_is_not() -> None:
     lengths = torch.tensor([2, 2])
-    masked = build_correction(Algorithm(loss="policy_gradient", correction="sequence_mis"), LossTraits())
+    masked = build_correction(Algorithm(loss="policy_gradient", correction="sequence_mis"), LossFacts())
     weights = masked(Rho(torch.tensor([1.0, 1.0, 0.1, 0.2]), lengths))
     assert weights.tolist() == pytest.approx([0, 0, math.exp(0.3), math.exp(0.3)])
     assert within(torch.tensor([0.49, 0.5, 2.0, 2.01]), 0.5, 2.0).tolist() == [False, True, True, False]
@@ -239,7 +258,7 @@ def test_an_answer_beyond_its_bounds_is_refused_and_one_at_them_is_not() -> None
 
 def test_a_correction_of_a_loss_that_declares_a_ratio_only_masks() -> None:
     log_rho = torch.tensor([0.0, 0.5, 1.0, -1.0])
-    for traits, wanted in ((LossTraits("token"), [1, 1, 0, 0]), (LossTraits(), [1, math.exp(0.5), 0, 0])):
+    for traits, wanted in ((LossFacts("token"), [1, 1, 0, 0]), (LossFacts(), [1, math.exp(0.5), 0, 0])):
         weights = build_correction(Algorithm(loss="own.py:x", correction="icepop"), traits)
         assert weights(Rho(log_rho, torch.tensor([4]))).tolist() == pytest.approx(wanted)
 
@@ -247,8 +266,8 @@ def test_a_correction_of_a_loss_that_declares_a_ratio_only_masks() -> None:
 def test_a_veto_takes_the_whole_answer() -> None:
     log_rho = torch.tensor([0.0, 0.1, 0.0, math.log(1e-5), 0.0, math.log(200.0)])
     lengths = torch.tensor([2, 2, 2])
-    low = build_correction(Algorithm(veto_low=1e-4), LossTraits())(Rho(log_rho, lengths))
-    both = build_correction(Algorithm(veto_low=1e-4, veto_high=100.0), LossTraits())(Rho(log_rho, lengths))
+    low = build_correction(Algorithm(veto_low=1e-4), LossFacts())(Rho(log_rho, lengths))
+    both = build_correction(Algorithm(veto_low=1e-4, veto_high=100.0), LossFacts())(Rho(log_rho, lengths))
     assert (low.tolist(), both.tolist()) == ([1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 0, 0])
 
 
@@ -268,7 +287,7 @@ def test_a_kl_estimator_and_its_gradient(kind: str) -> None:
             assert slope == pytest.approx(rise / (2 * STEP), rel=1e-5, abs=1e-8)
 
 
-@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("kind", sorted(ADVANTAGES.built_in.keys() - {"gae"}))
 def test_an_advantage(kind: str) -> None:
     for seed in range(20):
         random = np.random.default_rng(seed)
@@ -276,7 +295,7 @@ def test_an_advantage(kind: str) -> None:
         rewards = random.random(24).astype(np.float32)
         tokens = random.integers(0, 9, 24).astype(np.int32)
         inputs = AdvantageInputs(rewards=rewards, groups=groups, loss_tokens=tokens)
-        got = advantages_of(build_advantage(Algorithm(advantage=kind)), inputs)  # type: ignore[arg-type]
+        got = advantages_of(build_advantage(Algorithm(advantage=kind)), inputs)
         want = reference.advantage(kind, rewards.astype(float).tolist(), groups.tolist(), tokens.tolist())
         assert got.tolist() == pytest.approx(want, rel=1e-5, abs=1e-6)
 
@@ -294,14 +313,14 @@ def test_whitened_values_have_a_mean_of_0_and_a_deviation_of_1_over_tokens(drawn
 
 
 @pytest.mark.parametrize(("groups", "reward"), [(4, 0.0), (4, 0.1), (0, 0.0)])
-@pytest.mark.parametrize("kind", ADVANTAGES)
+@pytest.mark.parametrize("kind", sorted(ADVANTAGES.built_in.keys() - {"gae"}))
 def test_equal_rewards_teach_nothing(kind: str, groups: int, reward: float) -> None:
     inputs = AdvantageInputs(
         rewards=np.full(3 * groups, reward, np.float32),
         groups=np.repeat(np.arange(groups, dtype=np.int32), 3),
         loss_tokens=np.arange(3 * groups, dtype=np.int32),
     )
-    found = advantages_of(build_advantage(Algorithm(advantage=kind)), inputs)  # type: ignore[arg-type]
+    found = advantages_of(build_advantage(Algorithm(advantage=kind)), inputs)
     assert found.shape == (3 * groups,) and not found.any()
 
 

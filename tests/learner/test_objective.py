@@ -135,11 +135,9 @@ def test_a_row_without_a_token_in_the_loss_measures_zeros() -> None:
 OWN = """
 from learner.losses import LossOutput
 
-def factory(algorithm):
-    def loss(inputs):
-        value = -inputs.advantages * inputs.logprobs
-        return RETURNED
-    return loss
+def loss(inputs):
+    value = -inputs.advantages * inputs.logprobs
+    return RETURNED
 """
 
 
@@ -147,16 +145,17 @@ def factory(algorithm):
     ("returned", "said"),
     [
         ("LossOutput(loss=value)", ""),
-        ("LossOutput(loss=value.mean())", r"gave loss of shape \[\] for 25 tokens; return LossOutput\(loss=...\)"),
+        ("LossOutput(loss=value.mean())", r"gave loss of shape \[\] for 25 tokens; return a value for each token"),
         ("LossOutput(loss=value, clipped=(value > 0).float().mean())", r"gave clipped of shape \[\] for 25 tokens"),
         ("LossOutput(loss=value.detach())", "gave a loss without a gradient"),
-        ("value", "returned Tensor instead of a LossOutput"),
+        ("value", ""),
+        ("3.0", "returned float instead of a tensor"),
     ],
 )
 def test_a_loss_of_ones_own_gives_a_value_for_each_token(tmp_path: Path, returned: str, said: str) -> None:
     (tmp_path / "own.py").write_text(OWN.replace("RETURNED", returned))
     row, logprobs, entropy = made()
-    objective = Objective(Algorithm(loss=f"{tmp_path}/own.py:factory", entropy_coef=0.1))
+    objective = Objective(Algorithm(loss=f"{tmp_path}/own.py:loss", entropy_coef=0.1))
     if said:
         with pytest.raises(LossError, match=said):
             objective(row, logprobs, entropy)

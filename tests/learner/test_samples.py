@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from configs import Config
 from configs.algorithm import Algorithm
-from learner.advantages import ADVANTAGES, build_advantage
+from learner.advantages import ADVANTAGES, build_advantage, leave_out_flat_groups
 from learner.losses import LOSSES
 from learner.objective import Objective
 from learner.rows import check
@@ -179,7 +179,7 @@ def without(group: m.Group, gone: int) -> m.Group:
 def gradients_of(groups: list[m.Group], ranks: int, settled: Config) -> list[tuple[int, float, float, float]]:
     """(token, behaviour logprob, advantage, gradient) of every token in the loss, over all ranks."""
     objective, found = Objective(settled.algorithm), []
-    trained = batches.trained(groups, flat=not settled.algorithm.flat_groups_are_left_out)
+    trained = batches.trained(groups, flat=not leave_out_flat_groups(settled.algorithm))
     assignment = sharing.assign(sharing.Members.of(groups, trained), "auto", ranks, LIMIT)
     for batch in batches.build(STEP, groups, assignment, num_ranks=ranks, stats={}):
         check(batch, async_lag=1, vocab_size=64)
@@ -193,8 +193,8 @@ def gradients_of(groups: list[m.Group], ranks: int, settled: Config) -> list[tup
     return sorted(found)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("advantage", [*ADVANTAGES, "gae"])
+@pytest.mark.parametrize("loss", LOSSES.built_in)
+@pytest.mark.parametrize("advantage", ADVANTAGES.built_in)
 @settings(max_examples=5)
 @given(st.integers(0, 10_000), st.integers(1, 20), st.integers(0, SIZE - 1))
 def test_a_group_with_a_masked_answer_has_the_gradient_of_the_group_without_it(

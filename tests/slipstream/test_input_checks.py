@@ -17,7 +17,7 @@ from replay.data import DataError
 from rollout_server.tasks.rewards import RewardError, loading
 from rollout_server.tasks.task import Task
 from slipstream.check import checks, prompts
-from slipstream.check.functions import BUILT_IN, problem_with_function, problem_with_loss, problem_with_signature
+from slipstream.check.functions import BUILT_IN, problem_with_function, problem_with_signature
 from slipstream.check.model_folders import check_policy
 from slipstream.check.prompts import check_prompts
 from slipstream.runtime.fingerprint import run_fingerprint
@@ -269,25 +269,3 @@ def test_unknown_parameters_are_refused_in_files_and_in_modules(tmp_path, monkey
     (folder / "cut.py").write_text("def reward(sample")
     said = problem_with_function("graders_of_this_test.cut:reward")
     assert said is not None and said.startswith(f"{folder}/cut.py does not parse: ") and "correct the file" in said
-
-
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        ("mine.py:good", None),
-        ("mine.py:with_a_default", None),
-        ("mine.py:god", "no function 'god'; did you mean 'good'"),
-        ("mine.py:of_a_row", "called with the `algorithm` section alone"),
-        ("other.py:good", "no file"),
-        ("broken.py:good", "does not parse"),
-    ],
-)
-def test_a_loss_of_ones_own_is_read_before_the_start(tmp_path, place, said):
-    (tmp_path / "broken.py").write_text("def good(:\n")
-    (tmp_path / "mine.py").write_text(
-        "raise RuntimeError('run')\ndef good(algorithm): ...\ndef with_a_default(algorithm, most=4.0): ...\n"
-        "def of_a_row(algorithm, row): ...\n"
-    )
-    problem = problem_with_loss(f"{tmp_path}/{place}")
-    assert problem is None if said is None else said in problem
-    assert problem_with_loss("ppo_clip") is None

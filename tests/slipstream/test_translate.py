@@ -1,11 +1,15 @@
 """`slipstream translate`: scripts and files of four frameworks; whole ones stand in docs/migration (its own test)."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from configs.loading import leaf_keys, load, read_yaml
+from learner.corrections import CORRECTIONS
+from learner.losses import LOSSES
+from slipstream.runtime.variants import options_of
 from slipstream.translate import __main__ as command
 from slipstream.translate import shell
 from slipstream.translate.files import read
@@ -145,7 +149,11 @@ def test_files_of_no_text_and_several_of_one_framework_are_refused(tmp_path):
 
 def test_every_name_of_the_tables_leads_to_a_key_of_ours_once() -> None:
     known = {*leaf_keys(), "rollout.sglang.mem_fraction_static"}
-    assert {key for keys in BY_FRAMEWORK.values() for key in keys.values()} <= known
+    options = re.compile(r"algorithm\.(loss|correction)\.(\w+)\.(\w+)")
+    for key in {key for keys in BY_FRAMEWORK.values() for key in keys.values()} - known:
+        kind, name, option = options.fullmatch(key).groups()
+        variants = LOSSES if kind == "loss" else CORRECTIONS
+        assert option in options_of(variants.built_in[name]).model_fields
     assert set(TABLES["decisions"]) <= known and set(TABLES["defaults"]) < set(BY_FRAMEWORK)
     written = [
         pairs for meanings in TABLES["values"].values() for pairs in meanings.values() if isinstance(pairs, dict)
@@ -234,8 +242,8 @@ def test_a_result_that_cannot_be_is_refused_and_nothing_is_overwritten(tmp_path,
 
 VALUES = """
 a.sh | data.train_batch_size=64 | {rollout.groups_per_step: 64}
-a.sh | actor_rollout_ref.actor.clip_ratio=0.1 | {algorithm.clip_low: 0.1, algorithm.clip_high: 0.1}
-a.sh | actor.clip_ratio_high=0.3 actor.clip_ratio=0.1 | {algorithm.clip_low: 0.1, algorithm.clip_high: 0.3}
+a.sh | actor_rollout_ref.actor.clip_ratio=0.1 | {CLIP_low: 0.1, CLIP_high: 0.1}
+a.sh | actor.clip_ratio_high=0.3 actor.clip_ratio=0.1 | {CLIP_low: 0.1, CLIP_high: 0.3}
 a.sh | algorithm.norm_adv_by_std_in_grpo=False algorithm.adv_estimator=grpo | {algorithm.advantage: dr_grpo}
 a.sh | algorithm.adv_estimator=rloo algorithm.norm_adv_by_std_in_grpo=False | {algorithm.advantage: rloo}
 a.sh | actor.use_kl_loss=True actor.kl_loss_type=mse | {algorithm.kl: k2, algorithm.kl_coef: 0.001}
@@ -249,13 +257,13 @@ a.sh | trainer.save_freq=-1 | {checkpoint.every_steps: 0}
 a.sh | data.train_files=['a/gsm8k/t.pq','b/math/t.pq'] | {data.train: {gsm8k: a/gsm8k/t.pq, math: b/math/t.pq}}
 a.sh | actor_rollout_ref.actor.optim.lr_warmup_steps=-1 | {learner.warmup_steps: 0}
 a.sh | actor.optim.lr_warmup_steps=7 actor.optim.lr_warmup_steps_ratio=0.0 | {learner.warmup_steps: 7}
-a.sh | trainer.nothing=1 | {algorithm.advantage: gae, algorithm.clip_dual: 3.0, rollout.group_size: 1}
-a.sh | actor.policy_loss.loss_mode=cispo | {algorithm.loss: cispo, algorithm.clip_dual: null}
+a.sh | trainer.nothing=1 | {algorithm.advantage: gae, CLIP_dual: 3.0, rollout.group_size: 1}
+a.sh | actor.policy_loss.loss_mode=cispo | {algorithm.loss: cispo, CLIP_dual: null}
 a.sh | reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: null}
 a.sh | reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: 512}
 b.sh | --advantage-estimator gspo | {algorithm.loss: gspo, algorithm.advantage: grpo}
 b.sh | --calculate-per-token-loss | {algorithm.aggregation: token}
-b.sh | --eps-clip 0.3 | {algorithm.clip_low: 0.3, algorithm.clip_high: 0.3, algorithm.aggregation: sequence}
+b.sh | --eps-clip 0.3 | {CLIP_low: 0.3, CLIP_high: 0.3, algorithm.aggregation: sequence}
 b.sh | --use-tis | {algorithm.proximal: current, algorithm.correction: token_tis}
 b.sh | --eval-prompt-data a x.jsonl b y.jsonl | {data.eval: {a: x.jsonl, b: y.jsonl}}
 b.sh | --tensor-model-parallel-size=2 | {learner.mesh.tensor: 2}
@@ -264,7 +272,7 @@ c.py | loss_type='dr_grpo' | {algorithm.aggregation: constant}
 c.py | scale_rewards=False | {algorithm.advantage: dr_grpo}
 c.py | beta=0.04 | {algorithm.kl: k3, algorithm.kl_coef: 0.04}
 c.py | beta=0.0 | {algorithm.kl: null}
-c.py | epsilon=0.1 | {algorithm.clip_low: 0.1, algorithm.clip_high: 0.1}
+c.py | epsilon=0.1 | {CLIP_low: 0.1, CLIP_high: 0.1}
 c.py | learning_rate=LR, optim='adamw_torch' | {learner.lr: 3.0e-05}
 """.strip().splitlines()
 """Framework by its file, settings, and keys here with their values; null: it is not set."""
@@ -272,7 +280,7 @@ c.py | learning_rate=LR, optim='adamw_torch' | {learner.lr: 3.0e-05}
 
 @pytest.mark.parametrize("case", VALUES)
 def test_values(case, tmp_path):
-    name, words, text = case.split(" | ")
+    name, words, text = case.replace("CLIP", "algorithm.loss.ppo_clip.clip").split(" | ")
     forms = {"a.sh": VERL, "b.sh": SLIME, "c.py": "LR = 3e-5\nargs = GRPOConfig({})\n"}
     found, expected = keys(made(tmp_path, name, forms[name].format(words))), read_yaml(text)
     assert {key: found.get(key) for key in expected} == expected

@@ -13,7 +13,7 @@ PAIRS = [
     ("rollout.group_size", "--n-samples-per-prompt"),
     ("rollout.groups_per_step", "orchestrator.batch_size"),
     ("rollout.max_new_tokens", "gconfig.max_new_tokens"),
-    ("algorithm.clip_low", "epsilon"),
+    ("algorithm.loss.ppo_clip.clip_low", "epsilon"),
     ("algorithm.kl_coef", "actor.kl_ctl"),
     ("replay.async_lag", "max_staleness"),
     ("placement.tensor_parallel", "actor_rollout_ref.rollout.tensor_model_parallel_size"),
