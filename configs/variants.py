@@ -13,7 +13,7 @@ class Choice:
 
     name: str
     """Of a built-in one, of an entry point of an installed package, or `path/to/file.py:function`."""
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, value: object) -> "Choice":

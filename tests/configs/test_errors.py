@@ -121,7 +121,7 @@ def test_a_message_keeps_its_words_and_has_one_code(lines: list[str], twice: boo
         (["replay.async_lags=1"], UnknownKey),
         (["algorithm.advantage_epsilon=1"], UnknownKey),
         (["rollout.group_size=none"], BadValue),
-        (["rollout.group_size=1"], Contradiction),
+        (["learner.target_kl=1"], Contradiction),
         (["replay.async_lags=1", "rollout.group_size=none"], ConfigError),
         (["placement.split=none:1"], BadPlacement),
     ],

@@ -70,7 +70,7 @@ checkpoint.keep_best=1 -> checkpoint.keep_best: 1 | checkpoint.best_metric | kee
 @best checkpoint.every_steps=12 -> every 12 steps | evaluation.every_steps 5
 @pg -> algorithm.loss | ppo_clip | i_know_this_is_biased
 algorithm.overlong_buffer=11 -> algorithm.overlong_buffer: 11 | rollout.max_new_tokens 10 | such as 2
-algorithm.overlong_buffer=2 algorithm.advantage=maxrl -> overlong_buffer: 2 | 'maxrl'
+algorithm.overlong_buffer=2 algorithm.advantage=maxrl -> overlong_buffer 2 | 'maxrl'
 algorithm.kl_in=reward -> kl_in: 'reward' | set algorithm.kl
 algorithm.kl=k3 algorithm.kl_in=reward -> kl_in | 'grpo' | 'dr_grpo' | 'rloo' | kl_in 'loss'
 algorithm.kl=k1 -> kl: 'k1' with kl_in 'loss' | 'k2' or 'k3', or kl_in 'reward'
