@@ -244,13 +244,13 @@ def trained(folder, mesh):
 
     def one(case):
         config = mesh_ranks.configured(folder, case, 1)
-        key = (case[1], config.algorithm.loss)
+        key = (case[1], repr(config.algorithm), config.learner.minibatches)
         if key not in known:
             policy, optimizer = built(config, mesh)
             start = policy.parameter_digest()
             metrics = mesh_ranks.steps(policy, optimizer, config, range(1, mesh_ranks.NUM_STEPS + 1))
             weights = dict(policy.named_full_tensors("float32"))
-            if config.algorithm.loss == "ppo_clip":
+            if config.algorithm.loss.name == "ppo_clip":
                 weights = train(
                     folder / case[1], [random_step(step) for step in range(1, mesh_ranks.NUM_STEPS + 1)], config
                 )
