@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.base import Own, OwnPath, Section
 from configs.variants import Choice, Chosen, ChosenOrNone
@@ -89,10 +89,12 @@ class Algorithm(Section):
     """What a reward is compared with: group mean and standard deviation (`grpo`), group mean (`dr_grpo`), the other
     answers of the group (`rloo`), group mean, as a divisor too (`maxrl`), the batch (`reinforce++`), both
     (`reinforce++_baseline`), a critic's values of each token (`gae`, section critic), or one of yours."""
-    dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal and take another prompt instead (DAPO)."""
+    dynamic_sampling: ChosenOrNone = None
+    """Filter of finished groups; another prompt takes the place of one that it drops: `none`, `flat` (or true), which
+    drops groups whose rewards are all equal (DAPO), or one of yours."""
     max_flat_drops: float = Field(default=4.0, gt=0)
-    """Most groups that dynamic sampling drops for a step, in units of rollout.groups_per_step; more are kept."""
+    """Most groups that algorithm.dynamic_sampling drops for a step, in units of rollout.groups_per_step; more are
+    kept."""
     drop_zero_advantage: bool = True
     """Leave trajectories of zero advantage out of the batch and of its token count; not with `gae` nor kl_in `reward`,
     where advantages follow from more than rewards."""
@@ -136,6 +138,11 @@ class Algorithm(Section):
     """Steps after which the reference becomes a copy of the policy; 0 keeps it as it began."""
     i_know_this_is_biased: bool = False
     """Allow an asynchronous run without an off-policy correction (negative controls)."""
+
+    @field_validator("dynamic_sampling", mode="before")
+    @classmethod
+    def _is_of_flat_groups(cls, value: Any) -> Any:
+        return {True: "flat", False: None}.get(value, value) if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _is_possible(self) -> "Algorithm":

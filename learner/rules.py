@@ -12,6 +12,7 @@ from learner.advantages import ADVANTAGES, AdvantageFacts
 from learner.corrections import CORRECTIONS, CorrectionFacts
 from learner.losses import LOSSES
 from learner.losses.base import LossFacts
+from replay.filters import FILTERS
 from slipstream.runtime.variants import Variant
 
 
@@ -86,17 +87,18 @@ def _of_ratio(config: Config, parts: Chosen) -> Iterator[str]:
 def _of_groups(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[str]:
     rollout, algorithm, facts = config.rollout, config.algorithm, advantage.facts
     needs_tokens = facts.needs_critic or algorithm.kl_in == "reward"
-    if algorithm.dynamic_sampling and needs_tokens:
+    sampling = None if algorithm.dynamic_sampling is None else FILTERS.build(algorithm.dynamic_sampling)
+    if sampling is not None and needs_tokens and sampling.facts.drops_flat_groups:
         what = f"advantage: {advantage.name!r}" if facts.needs_critic else "kl_in: 'reward'"
         yield (
             f"algorithm.{what} with dynamic_sampling, which drops groups of equal rewards as if they taught nothing,"
-            " and here they do; take dynamic_sampling=false"
+            " and here they do; take dynamic_sampling=none"
         )
-    if (facts.compares_within_groups or algorithm.dynamic_sampling) and config.min_group < 2:
+    if (facts.compares_within_groups or sampling is not None) and config.min_group < 2:
         yield (
             f"rollout.group_size: {rollout.group_size} with algorithm.advantage {advantage.name!r}, and"
             f" rollout.min_group {config.min_group}: take 2 or more, and a group that is as large; only an advantage"
-            " that compares no answers of a group, such as 'gae', with algorithm.dynamic_sampling=false does with one"
+            " that compares no answers of a group, such as 'gae', with algorithm.dynamic_sampling=none does with one"
         )
 
 

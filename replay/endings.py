@@ -31,5 +31,9 @@ class EnvironmentsFail(Ending, code="SLIP-ENV-04"):
     """The environment fails for too many groups."""
 
 
+class FilterFails(Ending, code="SLIP-DATA-05"):
+    """A filter of groups raises, or says neither yes nor no."""
+
+
 class NothingToTrain(Ending, code="SLIP-DATA-03"):
     """No prompt of the data can be trained on."""

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from configs.loading import load
 from examples.random_qwen3 import write_tokenizer
+from learner import rules
 from rollout_server.tasks.sandbox.probe import isolation
 from slipstream.check import checks
 from tests.test_docs import FENCE, ROOT, name_of
@@ -143,6 +144,8 @@ def test_what_recipes_say_to_watch_is_in_the_metrics() -> None:
 def test_dapo_is_what_its_presets_set() -> None:
     for preset in ("dapo-qwen2.5-3b-8gpu", "dapo-qwen2.5-7b-2nodes"):
         algorithm, room = load(preset).algorithm, load(preset).rollout.max_new_tokens
-        assert (algorithm.clip, algorithm.aggregation, algorithm.kl) == ((0.2, 0.28), "token", "none")
-        assert algorithm.dynamic_sampling and algorithm.overlong_buffer == room // 4
+        clip = rules.chosen(load(preset)).loss.options
+        assert (clip["clip_low"], clip["clip_high"]) == (0.2, 0.28)
+        assert (algorithm.aggregation, algorithm.kl) == ("token", "none")
+        assert str(algorithm.dynamic_sampling) == "flat" and algorithm.overlong_buffer == room // 4
         assert algorithm.overlong_penalty == 0.5 and not algorithm.overlong_filter

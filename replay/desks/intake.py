@@ -6,10 +6,12 @@ from typing import Literal
 
 import numpy as np
 
+from replay import filters
 from replay import messages as m
 from replay.channel.frames import encode
 from replay.desks.granting import RELEASES, Granting
-from replay.endings import EnvironmentsFail, RewardsFail
+from replay.endings import EnvironmentsFail, FilterFails, RewardsFail
+from replay.filters import FilterFacts
 from replay.journal.format import Frames
 from replay.state.answers import ERRORS, ErrorRate, counts_of, kept
 from replay.state.apply import record
@@ -18,6 +20,7 @@ from replay.state.line import Policy
 from replay.state.peers import Peer, Peers
 from replay.state.run import Run
 from replay.state.validation import Bounds, problem_with
+from slipstream.runtime.variants import Variant
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,8 @@ class Intake:
         self.early: set[tuple[str, GroupId, int]] = set()
         """(sender, group, attempt) that came before the commit of its policy did; asked for again after the next."""
         self._fail = fail
+        chosen = run.config.algorithm.dynamic_sampling
+        self._filter = None if chosen is None else filters.FILTERS.build(chosen)
 
     def group(self, peer: Peer, group: m.Group, frames: Frames = ()) -> None:
         """Take a finished group in; `frames` are the message as it came, for the journal."""
@@ -153,13 +158,20 @@ class Intake:
         peer.groups_accepted += 1
         self._ack(peer, group, "accepted")
         self._judge_errors(group)
-        sampling = self.run.config.algorithm
-        if not sampling.dynamic_sampling or np.ptp(trained.rewards) > 0:
+        if self._filter is None or self._is_kept(self._filter, trained):
             return
-        if self.run.flat_drops < sampling.max_flat_drops * self.run.buffer.groups_per_step:
-            self.granting.drop(slot, "flat_rewards")
+        most = self.run.config.algorithm.max_flat_drops * self.run.buffer.groups_per_step
+        if self.run.flat_drops < most:
+            self.granting.drop(slot, self._filter.facts.reason)
         else:
             self.run.counters["flat_groups_kept"] += 1
+
+    def _is_kept(self, variant: Variant[FilterFacts], group: m.Group) -> bool:
+        try:
+            return filters.keeps(variant, group)
+        except FilterFails as error:
+            self._fail(str(error))
+            return True
 
     def _problem_with(self, group: m.Group, slot: Slot) -> str | None:
         return problem_with(group, slot, self.run.config, Bounds(self.run.newest_possible, self.granting.vocab_size))

@@ -118,10 +118,14 @@ def _group(run: Run, decision: Record, _: float) -> None:
     run.partials.forget(slot.group_id)
 
 
+FILTERED = ("flat_rewards", "filtered")
+"""Reasons of algorithm.dynamic_sampling, whose drops have a bound for each step."""
+
+
 def _drop(run: Run, decision: Record, _: float) -> None:
     slot, reason = _slot(run, decision), decision.fields["reason"]
     run.buffer.drop(slot, reason)
-    if reason == "flat_rewards":
+    if reason in FILTERED:
         run.flat_drops += 1
     run.partials.forget(slot.group_id)
 

@@ -36,7 +36,7 @@ class Run:
         """(step, expected, found) of a divergence that is noticed and not carried out yet."""
         self.again: deque[GroupId] = deque()
         """Prompts whose groups a restart has lost; leased before the source goes on."""
-        self.flat_drops = 0  # groups that dynamic sampling has dropped since the last batch was taken
+        self.flat_drops = 0  # groups that the filter has dropped since the last batch was taken
         self.checkpoint_asked = False
         """The launcher is about to end the run, and waits for a checkpoint."""
         self.proceeding = 0  # step that some rank may have begun, because Proceed went out

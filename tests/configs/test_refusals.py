@@ -35,7 +35,7 @@ learner.epochs=2 @pg algorithm.proximal=current algorithm.correction=token_tis -
 rollout.groups_per_step=1 rollout.group_size=1 -> groups_per_step | fewer than 2 learner ranks
 learner.offload_activations=true learner.recompute=selective -> offload_activations: true with learner.recompute
 rollout.group_size=1 -> rollout.group_size: 1 | algorithm.advantage 'grpo' | take 2 or more
-rollout.group_size=1 algorithm.advantage=reinforce++ algorithm.dynamic_sampling=true -> group_size: 1 | =false
+rollout.group_size=1 algorithm.advantage=reinforce++ algorithm.dynamic_sampling=true -> group_size: 1 | =none
 learner.max_tokens_per_microbatch=20 -> learner.max_tokens_per_microbatch: 20 | 26
 placement.split=0:2 -> placement.split: '0:2' | at least 1
 placement.split=2:0 -> placement.split: '2:0' | at least 1
@@ -76,7 +76,7 @@ algorithm.kl=k3 algorithm.kl_in=reward -> kl_in | 'grpo' | 'dr_grpo' | 'rloo' | 
 algorithm.kl=k1 -> kl: 'k1' with kl_in 'loss' | 'k2' or 'k3', or kl_in 'reward'
 @kl algorithm.dynamic_sampling=true -> kl_in: 'reward' with dynamic_sampling
 @kl algorithm.advantage=maxrl -> kl_in | 'maxrl' | dr_grpo
-@gae algorithm.dynamic_sampling=true -> 'gae' with dynamic_sampling | dynamic_sampling=false
+@gae algorithm.dynamic_sampling=true -> 'gae' with dynamic_sampling | dynamic_sampling=none
 @gae critic.warmup_steps=80 -> critic.warmup_steps: 80 | learner.total_steps 80
 critic.path=/x -> critic.path: '/x' | algorithm.advantage=gae
 algorithm.reference_refresh_steps=5 -> reference_refresh_steps | set algorithm.kl to k2 or k3

@@ -122,6 +122,21 @@ def test_status_says_why_no_batch_can_be_formed():
         assert part in found
 
 
+def test_a_filter_of_a_user_drops_groups_and_one_that_fails_ends_the_run(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def keep(group, *, least: int = 3):\n    return len(group.rewards) >= least\n"
+        "def fails(group):\n    return group.nothing\ndef vague(group):\n    return 1\n"
+    )
+    made = service(algorithm__dynamic_sampling=f"{tmp_path}/own.py:keep")
+    finishes(made, 1, [0])
+    assert made.counters["dropped/filtered"] == made.run.flat_drops == 1
+    for name, said in {"fails": "no attribute 'nothing'; correct the filter", "vague": "gave 1; return true"}.items():
+        made = service(algorithm__dynamic_sampling=f"{tmp_path}/own.py:{name}")
+        finishes(made, 1, [0])
+        (goodbye,) = sent(made, "a", m.Goodbye)
+        assert f"own.py:{name}', group 0/" in goodbye.reason and said in goodbye.reason
+
+
 def test_dynamic_sampling_drops_flat_groups_up_to_a_bound_for_each_step():
     made = service(algorithm__dynamic_sampling=True, algorithm__max_flat_drops=0.5)
     finishes(made, 4, [0], reward=0.0)
