@@ -12,8 +12,6 @@ from pydantic import Field, create_model, field_validator, model_validator
 from configs.base import Section
 from configs.errors import did_you_mean
 
-FORMS = "module:function or path/to/file.py:function"
-
 
 class Part(Section):
     """What every entry of `reward.function` has."""
@@ -285,9 +283,6 @@ def _label(spec: str) -> str:
 
 def _with_weight(name: str, given: object) -> dict[str, Any]:
     """The options of an entry; a number alone is its weight."""
-    if name not in SECTIONS and ":" not in name:
-        hint = did_you_mean(name, SECTIONS) or f"there is {', '.join(SECTIONS)}"
-        raise ValueError(f"{name!r} is no built-in reward; {hint}, or give {FORMS}")
     if isinstance(given, (int, float)) and not isinstance(given, bool):
         given = {"weight": given}
     if given is None:

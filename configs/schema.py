@@ -116,11 +116,6 @@ class Config(Tree):
                 yield (
                     "reward.function: 'environment' without environment.function, which would give the reward; name one"
                 )
-            if environment.options:
-                yield (
-                    f"environment.options: {environment.options} without environment.function, which they are for; name"
-                    " the function, or leave them out"
-                )
             return
         if replay.partial_rollouts:
             yield (

@@ -7,6 +7,7 @@ from typing import Any
 
 from configs.base import Scope, Section
 from configs.schema import Config
+from configs.variants import Choice
 
 LONGEST = 200
 """Characters of a value that is compared, and shown, as it is; of a longer one its digest."""
@@ -20,7 +21,7 @@ SERVER_PARTS = (
 def shared_values(config: Config) -> dict[str, str]:
     """Every key that peers compare, by its dotted name, as JSON; secrets and long values as digests.
 
-    Example: {"learner.lr": "1e-06", "reward.function": '"numeric"', "environment.options": "digest 8c2f..."}
+    Example: {"learner.lr": "1e-06", "reward.function": '"numeric"', "data.shuffle": "true"}
     """
     return dict(_values(config, ""))
 
@@ -39,6 +40,8 @@ def _values(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _values(value, f"{prefix}{name}.")
         elif scope is Scope.PATH:
             yield f"{prefix}{name}", "unset" if value is None else "set"
+        elif isinstance(value, Choice) and scope is Scope.SECRET and value.options:
+            yield f"{prefix}{name}", f"{value.name}, options of {_shown(dict(value.options), is_secret=True)}"
         elif scope is not Scope.PROCESS:
             yield f"{prefix}{name}", _shown(plain[name], is_secret=scope is Scope.SECRET)
 

@@ -109,7 +109,7 @@ def _recorded(config: Config, folder: Path) -> Iterator[Case]:
     """The trajectories of a run's newest saved steps first. Raises DataError: none, or not those of its data."""
     if config.environment.function is not None:
         raise DataError(
-            f"{folder}: its trajectories are episodes of environment.function {config.environment.function!r}: what was"
+            f"{folder}: its trajectories are episodes of environment.function {config.environment.name!r}: what was"
             " judged there, if not by that function, is the last answer alone; give a data file with --answers"
         )
     steps = sorted(folder.glob(STEPS), key=lambda path: int(path.name.removeprefix("step_")), reverse=True)

@@ -39,7 +39,7 @@ from rollout_server.tasks.environments.protocol import MAX_BYTES, shown
 if TYPE_CHECKING:
     from aiohttp import ClientSession, ClientWebSocketResponse
 
-KEY = "environment.options"
+KEY = "environment.function.*"
 OPTIONS = {"url", "action", "fields", "observation", "reset", "reward", "style", "max_turn_tokens", "wait_s"}
 WAIT_S = 60.0
 SCHEMA_S = 10.0

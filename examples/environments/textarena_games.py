@@ -42,9 +42,9 @@ class Chance:
 def prepare(options: Mapping[str, Any]) -> None:
     """Find the game. Raises EnvironmentFailed: not installed, no such game, or an option that there is not."""
     if strange := sorted(set(options) - OPTIONS):
-        raise EnvironmentFailed(f"environment.options.{strange[0]}: unknown; textarena's have {sorted(OPTIONS)}")
+        raise EnvironmentFailed(f"environment.function.*.{strange[0]}: unknown; textarena's have {sorted(OPTIONS)}")
     if options.get("style", "chat") not in STYLES:
-        raise EnvironmentFailed(f"environment.options.style: {options['style']!r}; take one of {STYLES}")
+        raise EnvironmentFailed(f"environment.function.*.style: {options['style']!r}; take one of {STYLES}")
     game(options)
 
 
@@ -61,7 +61,7 @@ def game(options: Mapping[str, Any]) -> Any:
         return textarena.make(f"{name.removesuffix('-raw')}-raw", **options.get("settings", {}))
     except (ValueError, ImportError, TypeError, LookupError, OSError) as error:
         raise EnvironmentFailed(
-            f"environment.options.game: {name!r} with settings cannot be played: {error}"
+            f"environment.function.*.game: {name!r} with settings cannot be played: {error}"
         ) from error
 
 

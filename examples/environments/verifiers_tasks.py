@@ -31,7 +31,7 @@ from rollout_server.tasks.environments.protocol import shown
 if TYPE_CHECKING:
     from rollout_server.tasks.agents.endpoint import Access, Endpoint
 
-KEY = "environment.options"
+KEY = "environment.function.*"
 OPTIONS = {"taskset", "env", "seat", "sampling", "allow_unisolated"}
 SAMPLING = ("refuse", "ignore")
 CHAT = "slipstream_chat"

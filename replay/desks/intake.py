@@ -104,7 +104,7 @@ class Intake:
         config = self.run.config
         what, ending = {
             "reward_error": (f"reward function {config.reward.shown!r}", RewardsFail),
-            "environment_error": (f"environment {config.environment.function!r}", EnvironmentsFail),
+            "environment_error": (f"environment {config.environment.name!r}", EnvironmentsFail),
         }[code]
         text = (
             f"{what} failed for {rate.failed} of the last {rate.answers} answers; reward.max_error_rate {rate.limit:g}"

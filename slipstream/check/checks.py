@@ -21,6 +21,8 @@ from learner.policy.memory import Sizes
 from replay.channel import ChannelError, load_keys
 from replay.data import DataError
 from replay.data.rows import RowError
+from rollout_server.tasks.environments import EnvironmentFailed
+from rollout_server.tasks.rewards import RewardError
 from slipstream.check import facts, functions, machine, memory, model_folders, prompts
 from slipstream.check.finding import Finding, Severity, ok, refused, warn
 from slipstream.runtime.fingerprint import FingerprintError
@@ -79,8 +81,10 @@ def reward(subject: Subject) -> Iterator[Finding]:
     """Functions, environments and tools of the user's own."""
     if not subject.serves:
         return
-    for key, problem in functions.problems(subject.config):
-        raise InputMissing(f"{key}: {problem}")
+    try:
+        functions.load(subject.config)
+    except (RewardError, EnvironmentFailed) as error:
+        raise InputMissing(str(error)) from error
     yield ok("reward", " + ".join(part.label for part in subject.config.reward.parts))
 
 

@@ -68,7 +68,7 @@ class PictureCheck:
                 f"the row has {len(images)} pictures, and model.path is a {self._model.get('model_type')!r} model,"
                 " which takes none; take one of the Qwen2-VL family, or drop the column"
             )
-        if self._config.environment.function == "agent":
+        if self._config.environment.name == "agent":
             raise Contradiction(
                 "environment.function: 'agent', and the row has pictures, which the endpoint does not take: requests of"
                 " agents are text; take a function of your own, `async def rollout(row, client)`, or drop the column"

@@ -104,7 +104,7 @@ def check_prompts(config: Config, path: str, curriculum: str = "none") -> Iterat
 def check_answers(config: Config, sample: Sequence[Row], path: str) -> None:
     """Raises ConfigError: the rows have no answer, and reward.function compares with it."""
     compares = [part.label for part in config.reward.parts if isinstance(part.settings, COMPARE) and part.weight]
-    judged = config.environment.function in (None, "tools")  # others mostly give the reward themselves
+    judged = config.environment.name in ("", "tools")  # others mostly give the reward themselves
     if not compares or not judged or any(_is_answer(row["ground_truth"]) for row in sample):
         return
     raise InputMissing(

@@ -4,20 +4,17 @@ A variant is a plain function. Its keyword-only parameters are its options, chec
 says of it what others go by. Built-in ones, those of a file and those of an installed package are alike.
 """
 
-import importlib.util
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from configs.errors import BadValue, did_you_mean
 from configs.variants import Choice
+from slipstream.runtime.loading import function_of
 
 Facts = TypeVar("Facts")
 FACTS = "variant_facts"
@@ -73,15 +70,7 @@ class Kind(Generic[Facts]):
         raise BadValue(f"{self.key}: option {name!r} of {choice.name!r}: {problem['msg']}{given}")
 
     def _from_outside(self, name: str) -> Callable[..., Any]:
-        if ".py:" in name:
-            return from_file(self.key, name)
-        group = f"slipstream.{self.key}"
-        for point in entry_points(group=group, name=name):
-            function: Callable[..., Any] = point.load()
-            return function
-        others = sorted({*self.built_in, *(point.name for point in entry_points(group=group))})
-        hint = did_you_mean(name, others) or f"take one of {', '.join(others)}"
-        raise BadValue(f"{self.key}: {name!r} is none; {hint}, or path/to/file.py:function")
+        return function_of(self.key, name, BadValue, dict.fromkeys(self.built_in, ""))[1]
 
 
 def declare(facts: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -107,23 +96,3 @@ def options_of(function: Callable[..., Any]) -> type[BaseModel]:
             kind = Any if is_open else parameter.annotation
             fields[parameter.name] = (kind, ... if parameter.default is parameter.empty else parameter.default)
     return create_model("Options", __config__=ConfigDict(extra="forbid"), **fields)
-
-
-def from_file(key: str, place: str) -> Callable[..., Any]:
-    """The function in `path/to/file.py:name`, a file of the user's own machine. Raises BadValue."""
-    path, _, name = place.rpartition(":")
-    if not Path(path).expanduser().is_file():
-        raise BadValue(f"{key}: no file {path!r} (looked from {os.getcwd()}); correct the path")
-    spec = importlib.util.spec_from_file_location(f"slipstream_{name}", Path(path).expanduser())
-    assert spec is not None and spec.loader is not None  # its name ends in .py
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:  # whatever a file of a user raises
-        raise BadValue(f"{key}: {path} cannot be loaded: {type(error).__name__}: {error}; correct it") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        names = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        hint = did_you_mean(name, names) or f"it has {', '.join(names[:8]) or 'none'}"
-        raise BadValue(f"{key}: {path} has no function {name!r}; {hint}")
-    return function  # type: ignore[no-any-return]

@@ -262,7 +262,7 @@ VERIFIERS = "examples/environments/verifiers_tasks.py:rollout"
 
 
 def _environment(shown: str, value: Any, foreign: Foreign) -> Line:
-    pairs = {"environment.function": VERIFIERS, "environment.options": {"taskset": {"id": value}}}
+    pairs = {"environment.function": {VERIFIERS: {"taskset": {"id": value}}}}
     return Line(shown, "key", pairs, f"its tasks are the rows: data.train verifiers:{value} (extra `verifiers`)")
 
 

@@ -101,14 +101,14 @@ def test_what_differs_is_named_by_key(overrides: list[str], differing: list[str]
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("environment.options", "{tools: [calculator], api_key: hidden}"),
-        ("environment.options", "{long: " + "x" * 300 + "}"),
+        ("environment.function", "{tools: {tools: [calculator], api_key: hidden}}"),
+        ("environment.function", "{tools: {long: " + "x" * 300 + "}}"),
         ("network.env", "{TRACKER_KEY: hidden}"),
     ],
 )
 def test_secrets_and_long_values_are_compared_by_digest(key: str, value: str) -> None:
-    given = shared_values(parse(MINIMAL, "a", ["environment.function=tools", f"{key}={value}"]))
-    assert given[key].startswith(DIGEST) and "hidden" not in str(given)
+    given = shared_values(parse(MINIMAL, "a", [f"{key}={value}"]))
+    assert given[key].removeprefix("tools, options of ").startswith(DIGEST) and "hidden" not in str(given)
 
 
 # ---- presets --------------------------------------------------------------------------------------------

@@ -69,8 +69,7 @@ def openenv(*urls: str) -> tuple[str, ...]:
     options = {"url": list(urls), "style": "text", "max_turn_tokens": 1, "wait_s": 10, "reset": {"graded": True}}
     prompt = ("data.max_prompt_tokens=40", "rollout.max_new_tokens=24", "environment.max_turns=3")
     return (
-        f"environment.function={EXAMPLES}/openenv_servers.py:rollout",
-        f"environment.options={json.dumps(options)}",
+        f"environment.function={json.dumps({f'{EXAMPLES}/openenv_servers.py:rollout': options})}",
         *prompt,
         *SIZES,
     )
@@ -137,8 +136,7 @@ def test_an_environment_of_verifiers_is_trained_on_and_its_process_killed(
     (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     options = {"taskset": {"id": "digit_tasks"}, "env": {"id": "two_tries"}, "seat": "solver"}
     settings = (
-        f"environment.function={EXAMPLES}/verifiers_tasks.py:rollout",
-        f"environment.options={json.dumps(options)}",
+        f"environment.function={json.dumps({f'{EXAMPLES}/verifiers_tasks.py:rollout': options})}",
         "data.train=verifiers:digit_tasks?skip=16&rows=400",
         "data.eval=verifiers:digit_tasks?rows=16",
         f"model.chat_template={tmp_path}/plain.jinja",
@@ -164,7 +162,7 @@ def test_an_environment_of_verifiers_is_trained_on_and_its_process_killed(
 
 def test_a_killed_process_with_many_leases_is_one_error(tmp_path: Path, sort6: Input, zygote: Any) -> None:
     runs = Runs(tmp_path, sort6, zygote)
-    environment = (f"environment.function={HERE}/functions.py:thinks", "environment.options={sleep_s: 1}")
+    environment = (f"environment.function={{{HERE}/functions.py:thinks: {{sleep_s: 1}}}}",)
     run = runs(*environment, *SIZES, "rollout.groups_per_step=16", steps=STEPS)
     try:
         run.wait_for_step(1)

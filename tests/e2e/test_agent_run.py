@@ -22,7 +22,7 @@ def test_an_agent_that_only_knows_openai_is_trained(tmp_path: Path, zygote: Any)
     made = [sys.executable, "-m", "examples.calculator", "--out", str(tmp_path / "calculator")]
     subprocess.run(made, cwd=ROOT, check=True, timeout=200)
     options = {"function": f"{Path(__file__).with_name('sums_agent.py')}:main", "models": ["gpt-4o-mini"]}
-    agent = ("environment.function=agent", f"environment.options={json.dumps(options)}", "data.max_prompt_tokens=8")
+    agent = (f"environment.function={json.dumps({'agent': options})}", "data.max_prompt_tokens=8")
     sizes = ("rollout.groups_per_step=32", "rollout.group_size=8", "rollout.max_new_tokens=32")
     evaluated = ("evaluation.every_steps=20", "evaluation.num_prompts=256")
     runs = Runs(tmp_path, Input(tmp_path / "calculator"), zygote)

@@ -14,8 +14,7 @@ from tests.support.runs import ROOT, Input, Runs
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 TOOLS = (
-    "environment.function=tools",
-    "environment.options={tools: [calculator]}",
+    "environment.function={tools: {tools: [calculator]}}",
     "data.max_prompt_tokens=8",
     "environment.turn_timeout_s=30",
 )
@@ -38,6 +37,9 @@ def test_a_tiny_model_learns_to_ask_a_calculator(tmp_path: Path, zygote: Any) ->
         assert found["groups_trained_twice"] == 0
     finally:
         runs.close()
+
+
+EXAMPLE = f"{Path(__file__).parents[2]}/examples/environments/textarena_games.py:rollout"
 
 
 def arena(folder: Path) -> Input:
@@ -71,8 +73,7 @@ def test_a_game_of_textarena_is_trained_on(tmp_path: Path, zygote: Any) -> None:
     runs = Runs(tmp_path, arena(tmp_path / "arena"), zygote)
     sizes = ("data.max_prompt_tokens=1024", "rollout.max_new_tokens=512", "rollout.groups_per_step=4")
     played = (
-        f"environment.function={Path(__file__).parents[2]}/examples/environments/textarena_games.py:rollout",
-        f"environment.options={options}",
+        f"environment.function={{{EXAMPLE}: {options}}}",
         "environment.max_turns=6",
         "environment.turn_timeout_s=30",
     )

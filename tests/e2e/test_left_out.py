@@ -71,7 +71,7 @@ def test_an_agent_that_raises_in_three_percent_of_its_episodes(tmp_path: Path, z
     subprocess.run(made, cwd=ROOT, check=True, timeout=200)
     (tmp_path / "agent.py").write_text(AGENT)
     options = {"function": f"{tmp_path}/agent.py:main", "models": ["gpt-4o-mini"]}
-    agent = ("environment.function=agent", f"environment.options={json.dumps(options)}", "data.max_prompt_tokens=8")
+    agent = (f"environment.function={json.dumps({'agent': options})}", "data.max_prompt_tokens=8")
     sizes = ("rollout.groups_per_step=8", "rollout.group_size=16", "rollout.max_new_tokens=32")
     runs = Runs(tmp_path, Input(tmp_path / "calculator"), zygote)
     run = runs(*agent, *sizes, "environment.turn_timeout_s=50", steps=12)

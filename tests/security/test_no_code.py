@@ -50,22 +50,12 @@ ALLOWED = {
         "importlib.import_module",
     ): "a module of ours, named by the process that starts it",
     ("slipstream/check/facts.py", "importlib.import_module"): "packages of a table in that file",
-    ("rollout_server/tasks/workers/loading.py", "importlib.import_module"): "a function of the user, named by a module",
+    ("slipstream/runtime/loading.py", "importlib.import_module"): "a function of the user, named by a module",
     (
-        "rollout_server/tasks/workers/loading.py",
+        "slipstream/runtime/loading.py",
         "importlib.util.spec_from_file_location",
     ): "the same, named by a file",
-    ("rollout_server/tasks/workers/loading.py", "description.loader.exec_module"): "the same, named by a file",
-    (
-        "learner/losses/__init__.py",
-        "importlib.util.spec_from_file_location",
-    ): "algorithm.loss, named by a file",
-    ("learner/losses/__init__.py", "spec.loader.exec_module"): "algorithm.loss, named by a file",
-    (
-        "replay/data/formats/custom.py",
-        "importlib.util.spec_from_file_location",
-    ): "data.train, a class named by a file",
-    ("replay/data/formats/custom.py", "loader.exec_module"): "data.train, a class named by a file",
+    ("slipstream/runtime/loading.py", "description.loader.exec_module"): "the same, named by a file",
     ("rollout_server/engines/sglang/cpu.py", "importlib.import_module"): "packages of a table in that file",
 }
 """(file, what): why it may. Each is needed: test_every_exception_is_used."""

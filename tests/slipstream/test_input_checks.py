@@ -1,23 +1,20 @@
 """Preflight of prompts and of reward.function, by the rules of the rollout servers."""
 
-import ast
 import json
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from configs import Config, ConfigError, load
 from learner.checkpoints.folders import mark_complete
 from replay.data import DataError
-from rollout_server.tasks.rewards import RewardError, loading
+from rollout_server.tasks.environments import EnvironmentFailed
+from rollout_server.tasks.rewards import RewardError
 from rollout_server.tasks.task import Task
-from slipstream.check import checks, prompts
-from slipstream.check.functions import BUILT_IN, problem_with_function, problem_with_signature
+from slipstream.check import checks, functions, prompts
 from slipstream.check.model_folders import check_policy
 from slipstream.check.prompts import check_prompts
 from slipstream.runtime.fingerprint import run_fingerprint
@@ -208,64 +205,43 @@ def test_a_large_file_is_not_read_whole(model, monkeypatch):
     assert len(list(rows)) >= 8 * prompts.CHECKED_ROWS
 
 
-NAMES = ["sample", "prompts", "completions", "completion_ids", "data_source", "solution_str", "ground_truth", "x"]
-
-
-def is_accepted(source: str) -> bool:
-    namespace: dict[str, object] = {}
-    exec(source, namespace)
-    try:
-        loading.adapt(namespace["f"], "f")  # type: ignore[arg-type]
-    except RewardError:
-        return False
-    return True
-
-
-@st.composite
-def functions(draw: st.DrawFn) -> str:
-    names = draw(st.lists(st.sampled_from(NAMES), unique=True, max_size=5))
-    split = draw(st.integers(0, len(names)))
-    defaults = draw(st.integers(0, split))
-    positional = [f"{name}=None" if index >= defaults else name for index, name in enumerate(names[:split])]
-    only = [f"{name}=None" if draw(st.booleans()) else name for name in names[split:]]
-    parts = [*positional, *(["*", *only] if only else []), *(["**more"] if draw(st.booleans()) else [])]
-    return f"{'async ' if draw(st.booleans()) else ''}def f({', '.join(parts)}):\n    return 1.0\n"
-
-
-@given(functions())
-@settings(max_examples=300)
-def test_parameters_are_refused_that_the_rollout_servers_refuse(source):
-    assert (problem_with_signature(ast.parse(source), "f") is None) == is_accepted(source)
-
-
-def test_names_of_rewards_are_those_of_the_rollout_server():
-    assert set(BUILT_IN) == {*loading.FUNCTIONS, "judge", "remote_model"}
+MINE = """
+def reward(sample): return 1.0
+def two(answer, truth): return 1.0
+async def rollout(row, client, depth=3): ...
+async def one(row): ...
+def plain(row, client): ...
+def search(query: str): ...
+"""
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("key", "given", "said"),
     [
-        "import functools\n\n@functools.cache\ndef reward(a, b):\n    return 1.0\n",
-        "def reward(a, b):\n    return 1.0\n\nreward = reward\n",
-        "from elsewhere import reward\n",
-        "if True:\n    def reward(a, b):\n        return 1.0\n",
+        ("reward.function", "mine.py:reward", ""),
+        ("reward.function", "mine.py:rewrad", "mine.py has no function 'rewrad'; did you mean 'reward'"),
+        ("reward.function", "mine.py:two", "has the parameters (answer, truth); take `async def reward(sample)`"),
+        ("reward.function", "none.py:reward", "no file 'none.py'"),
+        ("reward.function", "cut.py:reward", "SyntaxError: '(' was never closed"),
+        ("reward.function", "cod", "'cod' names no function; did you mean 'code'"),
+        ("reward.function", "{judge: {url: 'http://a/v1', model: m, key_variable: NO}}", "no environment variable NO"),
+        ("environment.function", "mine.py:rollout", ""),
+        ("environment.function", "chess", "'chess' names no function; there is agent, tools"),
+        ("environment.function", "mine.py:one", "take `async def one(row, client)`"),
+        ("environment.function", "mine.py:plain", "not asynchronous"),
+        ("environment.function", "{tools: {tools: [calculator, 'mine.py:search']}}", ""),
+        ("environment.function", "{tools: {tools: 'mine.py:serch'}}", "did you mean 'search'"),
+        ("environment.function", "{agent: {command: [python, none.py]}}", "no file 'none.py'"),
     ],
 )
-def test_what_the_source_does_not_decide_is_left_to_the_rollout_servers(tmp_path, source):
-    (tmp_path / "mine.py").write_text(source)
-    assert problem_with_function(f"{tmp_path}/mine.py:reward") is None
-
-
-def test_unknown_parameters_are_refused_in_files_and_in_modules(tmp_path, monkeypatch):
-    folder = tmp_path / "graders_of_this_test"
-    folder.mkdir()
-    (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
-    (folder / "maths.py").write_text("def reward(answer, truth):\n    return 1.0\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    for spec in (f"{folder}/maths.py:reward", "graders_of_this_test.maths:reward"):
-        said = problem_with_function(spec)
-        assert said is not None and "has the parameters (answer, truth); take `async def reward(sample)`" in said
-    assert problem_with_function("graders_of_this_test.others:reward") is None
-    (folder / "cut.py").write_text("def reward(sample")
-    said = problem_with_function("graders_of_this_test.cut:reward")
-    assert said is not None and said.startswith(f"{folder}/cut.py does not parse: ") and "correct the file" in said
+def test_rewards_and_environments_are_loaded_as_servers_load_them(tmp_path, monkeypatch, key, given, said):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(MINE)
+    Path("cut.py").write_text("def reward(sample")
+    config = load("quickstart", ["environment.turn_timeout_s=20", f"{key}={given}"])
+    try:
+        functions.load(config)
+    except (RewardError, EnvironmentFailed) as error:
+        assert said and said in str(error) and key in str(error)
+    else:
+        assert not said

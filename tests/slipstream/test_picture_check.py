@@ -73,7 +73,7 @@ def test_tokens_of_pictures_count(folder: Path) -> None:
 
 
 def test_agents_take_no_rows_with_pictures(folder: Path) -> None:
-    agent = ("environment.function=agent", "environment.options={command: [python, a.py]}")
+    agent = ("environment.function={agent: {command: [python, a.py]}}",)
     encode = PromptEncoder(config_of(folder, *agent))
     *shown, text = load_rows(folder / "rows.jsonl")
     assert encode.length(text) == 5

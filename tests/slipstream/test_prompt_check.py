@@ -72,11 +72,7 @@ def test_broken_rows_anywhere_in_a_file_are_named_together(tmp_path: Path, model
     [
         {"reward__function": "judge.py:reward"},
         {"reward__function": "{exact: {weight: 0}, length: {max_tokens: 9}}"},
-        {
-            "environment__function": "game.py:rollout",
-            "environment__options": "{game: sums}",
-            "environment__turn_timeout_s": "9",
-        },
+        {"environment__function": "{game.py:rollout: {game: sums}}", "environment__turn_timeout_s": "9"},
     ],
 )
 def test_rows_without_an_answer_are_fine_where_nothing_compares(

@@ -16,7 +16,7 @@ from slipstream.translate.files import read
 from slipstream.translate.names import BY_FRAMEWORK, ROWS, TABLES
 from slipstream.translate.settings import Untranslatable
 from slipstream.translate.text import yaml_file
-from slipstream.translate.translation import CONVERTERS, Translation, translate
+from slipstream.translate.translation import CONVERTERS, VERIFIERS, Translation, translate
 
 VERL = "#!/bin/bash\npython3 -m verl.trainer.main_ppo {} $@\n"
 SLIME = "python3 train.py \\\n  {}\n"
@@ -111,7 +111,7 @@ def test_a_set_of_files_of_prime_rl_is_one_run(tmp_path):
     (tmp_path / "train.toml").write_text("[optim]\nlr = 1e-5\n")
     found = translate(read([tmp_path / "orchestrator.toml", tmp_path / "train.toml"]))
     assert keys(found)["rollout.group_size"] == 8 and keys(found)["learner.lr"] == 1e-5
-    assert keys(found)["environment.options"] == {"taskset": {"id": "wordle"}}
+    assert keys(found)["environment.function"] == {VERIFIERS: {"taskset": {"id": "wordle"}}}
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_of_several_environments_the_first_is_translated_and_the_others_are_open
     given = (("train", "gsm8k"), ("train", "wordle"), ("eval", "x"), ("eval", "y"))
     found = made(tmp_path, "rl.toml", "".join(env.format(*one) for one in given))
     assert [line.kind for line in found.lines] == ["key", "open", "not needed", "open"]
-    assert keys(found)["environment.options"] == {"taskset": {"id": "gsm8k"}} and not found.undecided
+    assert keys(found)["environment.function"] == {VERIFIERS: {"taskset": {"id": "gsm8k"}}} and not found.undecided
 
 
 @pytest.mark.parametrize("before", ["cd /opt/verl.git", "echo starts verl.trainer", "python3 -m verl.model_merger"])

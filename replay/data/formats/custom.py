@@ -4,9 +4,6 @@ Its rows are mappings in any of the column conventions. It runs in the processes
 and, for evaluation sets, the learner. A `__len__` that is missing says that rows are made without end.
 """
 
-import importlib.util
-import inspect
-import sys
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -16,6 +13,7 @@ from configs.errors import kind_of
 from replay.data.formats.base import ENDLESS, WHOLE_ROWS, Raw, Table
 from replay.data.rows import DataError, Place, RowError
 from replay.data.spec import Spec
+from slipstream.runtime.loading import function_of
 
 FORM = "`__getitem__(number)` that returns a mapping, and `__len__()`"
 
@@ -28,7 +26,8 @@ class Custom(Table):
         super().__init__(spec.text)
         location, _, name = spec.name.rpartition(":")
         self._file, self._label, self.form = Path(location).expanduser(), name, f"class {name}"
-        self._made = _construct(spec, self._file, name)
+        _, made = function_of(spec.text, spec.name, DataError)
+        self._made = _guarded(spec.text, f"{name}({', '.join(spec.options)})", lambda: made(**spec.options))
         if not hasattr(self._made, "__getitem__"):
             raise DataError(f"{self.source}: {name} has no __getitem__; give it {FORM}")
         self._size = ENDLESS
@@ -56,23 +55,6 @@ class Custom(Table):
         if own is not None:
             said = str(own() if callable(own) else own).encode()
         return blake2b(said, digest_size=16).hexdigest()
-
-
-def _construct(spec: Spec, file: Path, name: str) -> Any:
-    if not file.is_file():
-        raise DataError(f"{spec.text}: no file {str(file)!r} (looked from {Path.cwd()})")
-    description = importlib.util.spec_from_file_location(f"dataset_file_{file.stem}", file)
-    assert description is not None and description.loader is not None
-    module = importlib.util.module_from_spec(description)
-    sys.modules[description.name] = module
-    loader = description.loader
-    _guarded(spec.text, "importing it", lambda: loader.exec_module(module))
-    made = getattr(module, name, None)
-    if not callable(made):
-        classes = inspect.getmembers(module, inspect.isclass)
-        own = [key for key, value in classes if value.__module__ == module.__name__]
-        raise DataError(f"{spec.text}: {file} has no class {name!r}; it has {', '.join(own) or 'none'}")
-    return _guarded(spec.text, f"{name}({', '.join(spec.options)})", lambda: made(**spec.options))
 
 
 def _guarded(source: str, what: str, call: Any) -> Any:

@@ -21,12 +21,13 @@ from rollout_server.tasks.agents.program import play, variables
 from rollout_server.tasks.agents.requests import MODEL, Rules
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.client import Client
-from rollout_server.tasks.workers.loading import function_of, is_asynchronous
+from slipstream.runtime.loading import function_of, is_asynchronous
 
 if TYPE_CHECKING:
     from rollout_server.tasks.agents.endpoint import Endpoint
 
-KEY = "environment.options"
+KEY = "environment.function.agent"
+OPTIONS = {"command", "function", "models", "sampling"}
 Rollout = Callable[..., Coroutine[Any, Any, Any]]
 PARAMETERS = ("base_url", "api_key")
 
@@ -45,16 +46,25 @@ _starting = asyncio.Lock()
 
 
 def prepare(options: Mapping[str, Any]) -> None:
-    """Load the agent. Raises EnvironmentFailed: the agent or the extra `agents` cannot be used.
-
-    configs/environment.py has checked the options themselves.
-    """
+    """Load the agent. Raises EnvironmentFailed: an option, the agent or the extra `agents` cannot be used."""
     try:
         import aiohttp  # noqa: F401
     except ModuleNotFoundError as error:
         raise EnvironmentFailed(
             f"environment.function: 'agent' needs a package ({error}): pip install 'slipstream-rl[agents]'"
         ) from error
+    if strange := sorted(set(options) - OPTIONS):
+        raise EnvironmentFailed(f"{KEY}.{strange[0]}: unknown; an agent has {', '.join(sorted(OPTIONS))}")
+    if ("command" in options) == ("function" in options):
+        raise EnvironmentFailed(
+            f"{KEY}: give one of command, such as [python, my_agent.py], and function, such as my_agent.py:main"
+        )
+    for name, example in (("command", "[python, my_agent.py]"), ("models", "[gpt-4o-mini]")):
+        words = options.get(name, ["-"])
+        if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
+            raise EnvironmentFailed(f"{KEY}.{name}: {words!r}; take a list of words, such as {example}")
+    if options.get("sampling", "refuse") not in ("refuse", "ignore"):
+        raise EnvironmentFailed(f"{KEY}.sampling: {options['sampling']!r}; take refuse or ignore")
     function = _function(options["function"]) if "function" in options else None
     command = _command(options["command"]) if function is None else []
     ignores = options.get("sampling") == "ignore"

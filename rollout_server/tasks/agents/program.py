@@ -109,7 +109,7 @@ def _as_json(row: Mapping[str, Any]) -> bytes:
         except TypeError as error:
             raise AgentFailed(
                 f"the row's {name!r} cannot be given to a program as JSON: {error}; drop such columns of the data, or"
-                " take environment.options.function, which gets the row itself"
+                " take environment.function.agent.function, which gets the row itself"
             ) from error
     return json.dumps(row).encode()
 

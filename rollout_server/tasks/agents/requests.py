@@ -16,7 +16,7 @@ MAX_BODY_BYTES = 2 * MAX_ITEMS
 """So that no list of a body has more items than a frame to the rollout server may have."""
 MAX_CHOICES = 64
 MODEL = "policy"
-"""The model's name, unless environment.options.models has further ones."""
+"""The model's name, unless environment.function.agent.models has further ones."""
 PLAIN = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "min_p": 0,
          "repetition_penalty": 1, "parallel_tool_calls": True}  # fmt: skip
 """Values that leave the law of sampling as it is. So does a temperature that is the run's."""
@@ -68,7 +68,7 @@ CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "echo": (lambda value: value is False, "a prompt has no logprobs"),
     "suffix": (lambda value: value == "", "it cannot be used here"),
 }
-"""By parameter: which values are taken, and why no others; also where environment.options.sampling is `ignore`."""
+"""By parameter: which values are taken, and why no others; or ignored with environment.function.agent.sampling."""
 TEXT = CHAT | {"logprobs": (lambda value: type(value) is int and value == 0, CHAT["top_logprobs"][1])}
 """Of /completions."""
 READ = frozenset(("model", "messages", "prompt", "temperature"))
@@ -104,7 +104,7 @@ class Rules:
             raise Refused(
                 404,
                 f"the model {shown(name)} does not exist; there are {', '.join(self.models)}. Further names are given"
-                " in environment.options.models",
+                " in environment.function.agent.models",
                 code="model_not_found",
                 param="model",
             )
@@ -151,7 +151,7 @@ def read(body: bytes, rules: Rules, *, is_chat: bool) -> Asked:
 
 
 def _check(name: str, value: Any, rules: Rules, table: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
-    wrong, ignore = "", "or have such parameters ignored with environment.options.sampling: ignore"
+    wrong, ignore = "", "or have such parameters ignored with environment.function.agent.sampling: ignore"
     if name in table:
         is_right, why = table[name]
         wrong = "" if is_right(value) else f"{name}: {shown(value)} is not supported: {why}"

@@ -21,7 +21,7 @@ class Client:
     prompt_seed: int
     """That of all episodes of the prompt: for the task that they have in common, such as the state of a game."""
     options: Mapping[str, Any]
-    """environment.options."""
+    """Options of environment.function."""
     temperature: float
     """rollout.temperature, at which answers are sampled; an evaluation has its own."""
     turn_timeout_s: float

@@ -24,7 +24,7 @@ START_S = 30.0
 
 def tools_of(address: str) -> list[Tool]:
     """The tools of a server. Raises EnvironmentFailed: not installed, or it does not start."""
-    where = f"environment.options.tools: 'mcp:{address}'"
+    where = f"environment.function.tools.tools: 'mcp:{address}'"
     try:
         import mcp  # noqa: F401
     except ModuleNotFoundError as error:

@@ -104,8 +104,8 @@ class EnvironmentProcess:
         """
         self.name, self._charge, self._settings = name, charge, environment
         self._order = {
-            "function": environment.function,
-            "options": environment.options,
+            "function": environment.name,
+            "options": dict(environment.options),
             "temperature": temperature,
             "turn_timeout_s": environment.turn_timeout_s,
         }
@@ -135,7 +135,7 @@ class EnvironmentProcess:
                 answer = await self.worker.start(self._order)
             except LOST as error:
                 said = f"could not be loaded: {error or 'it takes too long'} {self.worker.last_line()}"
-                answer = {"error": f"environment.function: {self._settings.function!r} {said}"}
+                answer = {"error": f"environment.function: {self._settings.name!r} {said}"}
             if answer != {"ready": True}:
                 await self.stop()
                 raise EnvironmentFailed(str(answer.get("error") if isinstance(answer, dict) else shown(answer)))

@@ -34,7 +34,7 @@ _threads: list[Threads] = []
 def prepare(options: Mapping[str, Any]) -> None:
     """Load the tools. Raises EnvironmentFailed: an option or a tool cannot be used."""
     if strange := sorted(set(options) - OPTIONS):
-        raise EnvironmentFailed(f"environment.options.{strange[0]}: unknown; the tool loop has {sorted(OPTIONS)}")
+        raise EnvironmentFailed(f"environment.function.tools.{strange[0]}: unknown; it has {sorted(OPTIONS)}")
     _tools.clear()
     _threads[:] = [Threads(MAX_THREADS)]
     allowed = options.get("allow_unisolated", False) is True

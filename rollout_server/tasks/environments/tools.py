@@ -14,7 +14,7 @@ from rollout_server.tasks.environments.tool_calls import Tool
 from rollout_server.tasks.sandbox import SandboxError
 from rollout_server.tasks.sandbox.box import Limits, run
 from rollout_server.tasks.sandbox.probe import isolation, require
-from rollout_server.tasks.workers.loading import function_of
+from slipstream.runtime.loading import function_of
 
 MAX_POWER = 4096
 """Bits of a power's result."""
@@ -40,7 +40,7 @@ def load_tools(names: Iterable[str], *, allow_unisolated: bool = False) -> dict[
         for tool in _loaded(entry, allow_unisolated=allow_unisolated):
             if (name := tool.schema["function"]["name"]) in found:
                 raise EnvironmentFailed(
-                    f"environment.options.tools: {entries[name]!r} and {entry!r} both have a tool {name!r}, and"
+                    f"environment.function.tools.tools: {entries[name]!r} and {entry!r} both have a tool {name!r}, and"
                     " a policy calls tools by name; rename one or leave it out"
                 )
             found[name], entries[name] = tool, entry
@@ -48,24 +48,24 @@ def load_tools(names: Iterable[str], *, allow_unisolated: bool = False) -> dict[
 
 
 def _loaded(entry: str, *, allow_unisolated: bool) -> list[Tool]:
-    """The tools of one entry of environment.options.tools."""
+    """The tools of one entry of environment.function.tools.tools."""
     if entry.startswith("mcp:"):
         from rollout_server.tasks.environments.mcp_tools import tools_of
 
         return tools_of(entry.removeprefix("mcp:"))
     if entry == "python":
         try:
-            require(allow_unisolated=allow_unisolated, key="environment.options.allow_unisolated: true")
+            require(allow_unisolated=allow_unisolated, key="environment.function.tools.allow_unisolated: true")
         except SandboxError as error:
-            raise EnvironmentFailed(f"environment.options.tools: 'python': {error}") from error
+            raise EnvironmentFailed(f"environment.function.tools.tools: 'python': {error}") from error
     if entry in BUILT_IN:
         return [tool_of(BUILT_IN[entry])]
     if ":" not in entry:
         raise EnvironmentFailed(
-            f"environment.options.tools: {entry!r} is no tool; take one of {', '.join(BUILT_IN)}, path/to/file.py:name"
-            " or mcp:command"
+            f"environment.function.tools.tools: {entry!r} is no tool; take {', '.join(BUILT_IN)},"
+            " path/to/file.py:name or mcp:command"
         )
-    return [tool_of(function_of("environment.options.tools", entry, EnvironmentFailed)[1])]
+    return [tool_of(function_of("environment.function.tools.tools", entry, EnvironmentFailed)[1])]
 
 
 def tool_of(function: Callable[..., Any]) -> Tool:
@@ -78,7 +78,7 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         hints = typing.get_type_hints(function)
     except (NameError, TypeError) as error:
         raise EnvironmentFailed(
-            f"environment.options.tools: {name!r}: its annotations cannot be read: {error}"
+            f"environment.function.tools.tools: {name!r}: its annotations cannot be read: {error}"
         ) from error
     properties, required = {}, []
     for key, one in inspect.signature(function).parameters.items():
@@ -86,8 +86,8 @@ def tool_of(function: Callable[..., Any]) -> Tool:
         if schema is None:
             kinds = ", ".join(kind.__name__ for kind in TYPES)
             raise EnvironmentFailed(
-                f"environment.options.tools: {name!r}: the parameter `{one}` cannot be described to a policy; take"
-                f" {kinds}, a Literal, a list of one of these, or one of them | None"
+                f"environment.function.tools.tools: {name!r}: the parameter `{one}` cannot be described to a"
+                f" policy; take {kinds}, a Literal, a list of one of these, or one of them | None"
             )
         properties[key] = schema
         if one.default is one.empty:
@@ -159,4 +159,4 @@ def python(code: str) -> str:
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
-"""By the name in environment.options.tools."""
+"""By the name in environment.function.tools.tools."""

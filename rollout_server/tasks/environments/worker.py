@@ -19,7 +19,7 @@ from rollout_server.tasks.environments import EnvironmentFailed, EpisodeOver, Tr
 from rollout_server.tasks.environments.client import Client
 from rollout_server.tasks.environments.protocol import LIMITS, MAX_BYTES, read_outcome, shown
 from rollout_server.tasks.workers.frames import MAX_ERROR_CHARS, pack, receive
-from rollout_server.tasks.workers.loading import describe, function_of, is_asynchronous
+from slipstream.runtime.loading import describe, function_of, is_asynchronous
 
 BUILT_IN = {
     "agent": "rollout_server.tasks.agents.episode:rollout",
@@ -168,7 +168,7 @@ def load_rollout(spec: str, options: Mapping[str, Any]) -> Rollout:
 
     Raises EnvironmentFailed: not found, not importable, not `async def f(row, client)`, or not usable here.
     """
-    module, function = function_of("environment.function", spec, EnvironmentFailed, BUILT_IN.get(spec, ""))
+    module, function = function_of("environment.function", spec, EnvironmentFailed, BUILT_IN)
     needed = [
         key
         for key, one in inspect.signature(function).parameters.items()

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from configs.errors import did_you_mean
 from configs.signatures import SIGNATURES, VERL_NAMES
 from rollout_server.tasks.rewards import RewardError, Sample
 from rollout_server.tasks.rewards.built_in import FUNCTIONS
-from rollout_server.tasks.workers.loading import function_of, is_asynchronous
+from slipstream.runtime.loading import function_of, is_asynchronous
 
 Convention = Literal["sample", "verl", "trl"]
 Parameters = Mapping[str, inspect.Parameter]
@@ -39,9 +38,7 @@ def load_function(spec: str, options: Mapping[str, Any] | None = None) -> Reward
     A built-in with a function `prepare` has it called with the options, to load or check what the reward needs.
     Raises RewardError: not found, not importable, of a signature that is none of the three, or not usable here.
     """
-    if spec not in FUNCTIONS and ":" not in spec and (hint := did_you_mean(spec, FUNCTIONS)):
-        raise RewardError(f"reward.function: {spec!r} names no function; {hint}")
-    module, function = function_of("reward.function", spec, RewardError, FUNCTIONS.get(spec, ""))
+    module, function = function_of("reward.function", spec, RewardError, FUNCTIONS)
     if spec in FUNCTIONS and (prepare := getattr(module, "prepare", None)) is not None:
         prepare(**_accepted(inspect.signature(prepare).parameters, dict(options or {})))
     return adapt(function, spec, options)

@@ -25,7 +25,7 @@ from rollout_server.tasks.rewards import RewardError, Sample
 from rollout_server.tasks.rewards.limits import confine, exceeded, leave
 from rollout_server.tasks.rewards.loading import RewardFunction, load_function
 from rollout_server.tasks.workers.frames import MAX_ERROR_CHARS, MAX_METRICS, pack, read, sendable
-from rollout_server.tasks.workers.loading import describe
+from slipstream.runtime.loading import describe
 
 Order = Sequence[tuple[str, str, float, dict[str, Any]]]
 """(label, spec, weight, options) of each part. One without a label stands alone: its metrics have no prefix."""

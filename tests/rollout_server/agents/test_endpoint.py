@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 from configs import Config
-from configs.environment import Environment
 from examples.calculator import CALL, IDS, save_tokenizer
 from replay import messages as m
 from rollout_server.engines.base import Completion, Sampling
@@ -82,7 +81,7 @@ async def playing(folder: Path, *, size: int = 2, **options: Any) -> AsyncIterat
             "data": {"train": "none.jsonl", "max_prompt_tokens": 80},
             "rollout": {"group_size": size, "max_new_tokens": CAP},
             "algorithm": {"advantage": "gae" if size == 1 else "grpo"},
-            "environment": {"function": "agent", "options": options, "max_turns": TURNS, **timeouts},
+            "environment": {"function": {"agent": options}, "max_turns": TURNS, **timeouts},
         }
     )
     engine = Recording(config.model.path, max_context=config.max_context, max_running=16, seed=1)
@@ -248,10 +247,10 @@ async def test_the_page_s_agent_runs_as_it_stands(talking: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "needs one of command"),
+        ({}, "give one of command"),
         ({"command": "python my_agent.py"}, "take a list of words"),
-        ({"command": ["python"], "port": 8000}, "options.port: unknown"),
-        ({"function": "main"}, "take path/to/file.py:name"),
+        ({"command": ["python"], "port": 8000}, "agent.port: unknown"),
+        ({"function": "main"}, "names no function"),
         ({"command": ["python"], "sampling": "perhaps"}, "take refuse or ignore"),
         ({"command": ["python", "missing.py"]}, "no file 'missing.py'"),
         ({"command": ["no-such-program"]}, "no program 'no-such-program'"),
@@ -261,9 +260,8 @@ async def test_the_page_s_agent_runs_as_it_stands(talking: Path, tmp_path: Path)
 def test_an_agent_that_cannot_be_used_is_refused_at_the_start(options: dict[str, Any], said: str) -> None:
     from rollout_server.tasks.agents.episode import prepare
 
-    environment = {"function": "agent", "options": options}
-    with pytest.raises((ValueError, EnvironmentFailed), match=re.escape(said)):
-        prepare(Environment.model_validate(environment).options)
+    with pytest.raises(EnvironmentFailed, match=re.escape(said)):
+        prepare(options)
 
 
 async def test_a_relay_names_the_session_of_each_request() -> None:

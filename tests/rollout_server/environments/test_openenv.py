@@ -80,7 +80,7 @@ async def test_episodes_wait_for_a_place(stand_in: str) -> None:
         ("observation", "expected observation, reward and done"),
         ("text", "the answer to reset is no JSON: 'no JSON'"),
         ("end", "the session ended at reset"),
-        ("silent", r"no answer to reset within 0.5 s \(environment.options.wait_s\)"),
+        ("silent", r"no answer to reset within 0.5 s \(environment.function.*.wait_s\)"),
     ],
 )
 async def test_a_server_that_breaks_the_protocol_is_named(stand_in: str, fault: str, said: str) -> None:
@@ -102,11 +102,11 @@ async def test_a_server_that_is_gone_is_passed_over(stand_in: str, capsys: pytes
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({}, "options.url: None; give the address of a server"),
-        ({"url": "http://127.0.0.1:9", "style": "poem"}, "options.style: 'poem'; take one of"),
-        ({"url": "localhost:8000"}, "options.url: 'localhost:8000'; give"),
+        ({}, "url: None; give the address of a server"),
+        ({"url": "http://127.0.0.1:9", "style": "poem"}, "style: 'poem'; take one of"),
+        ({"url": "localhost:8000"}, "url: 'localhost:8000'; give"),
         ({"url": "http://127.0.0.1:9"}, "does not say what actions are .*; start the server first"),
-        ({"url": "http://127.0.0.1:9", "rewards": "sum"}, "options.rewards: unknown"),
+        ({"url": "http://127.0.0.1:9", "rewards": "sum"}, "rewards: unknown"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], said: str) -> None:

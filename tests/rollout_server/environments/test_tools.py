@@ -186,7 +186,7 @@ def test_a_parameter_without_a_form_in_json_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"tool": []}, "environment.options.tool: unknown"),
+        ({"tool": []}, "environment.function.tools.tool: unknown"),
         ({"tools": ["abacus"]}, "'abacus' is no tool"),
         ({"tools": ["missing.py:f"]}, "no file 'missing.py'"),
         ({"tools": ["mcp:x"]}, "pip install 'slipstream-rl\\[mcp\\]'|does not start"),
@@ -268,9 +268,7 @@ async def test_where_nothing_isolates_the_python_tool_is_refused_unless_allowed(
     for module in (probe, tools):
         monkeypatch.setattr(module, "isolation", lambda: nothing)
     for allowed in (False, "true"):
-        with pytest.raises(
-            EnvironmentFailed, match=r"'python': .* read and write files.*options.allow_unisolated: true"
-        ):
+        with pytest.raises(EnvironmentFailed, match=r"'python': .* read and write files.*tools.allow_unisolated: true"):
             tool_loop.prepare({"tools": ["python"], "allow_unisolated": allowed})
     client, _ = await converse([call("python", code="print(6 * 7)"), "42"], tools=["python"], allow_unisolated=True)
     assert client.contexts[1][-1]["content"] == "42"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from configs.environment import Environment
+from configs.variants import Choice
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.tasks.environments.pool import environments_of
@@ -79,7 +80,7 @@ async def test_1024_episodes_leave_the_loop_to_the_engine(task: Task) -> None:
     limits = Limits(max_new_tokens=9 * CONTEXT, max_context=9 * CONTEXT, max_turns=2 * TURNS)
     shares = {}
     with ThreadPoolExecutor(1) as texts:
-        environment = Environment(function=f"{FUNCTIONS}:long_contexts", workers=1, options={"tokens": CONTEXT})
+        environment = Environment(function=Choice(f"{FUNCTIONS}:long_contexts", {"tokens": CONTEXT}), workers=1)
         async with environments_of(environment, frozenset()) as environments:
             assert environments is not None
             for kind in ("ids", "messages"):

@@ -30,7 +30,6 @@ ALLOWED = {
     "/torch/distributed/checkpoint/": (WATCHED, "our own checkpoints, and what their ranks tell each other"),
     "/torch/fx/operator_schemas.py": (CODE, "names of types in the schemas of torch's own operators"),
     "/packaging/_parser.py": ({"compile"}, "ast.literal_eval of quoted words in what installed packages require"),
-    f"{ROOT}/slipstream/check/functions.py": ({"compile"}, "ast.parse of the user's reward.function: never run"),
     f"{ROOT}/tests/support/forking.py": (CODE, "runs this file in programs that it forks"),
     f"{os.path.dirname(os.__file__)}/typing.py": (CODE, "get_type_hints: annotations of classes that were imported"),
 }

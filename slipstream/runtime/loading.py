@@ -1,39 +1,52 @@
-"""Finds the function that a key of the configuration names."""
+"""Finds the function or class that a key of the configuration names. Worker processes import this: no pydantic."""
 
 import importlib
 import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from configs.errors import SlipstreamError, did_you_mean
+from slipstream.runtime.packages import NAMES, ROOT
 
-OURS = ("configs", "learner", "replay", "rollout_server", "scripts", "weight_bus")
-"""A `learner.py` beside a file of the user hides none of them."""
-PACKAGE_ROOT = str(Path(__file__).parents[3])
 MAX_MESSAGE_CHARS = 1500
 """Of an exception's own text, so that its place still fits into an error."""
 
 
 def function_of(
-    key: str, spec: str, failed: type[SlipstreamError], target: str = ""
+    key: str, spec: str, failed: type[SlipstreamError], built_in: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[ModuleType, Callable[..., Any]]:
     """The function that `key` of the configuration names as `spec`, and the module that has it.
 
-    `target` is its place where `spec` is a short name. Raises `failed`: no such module, or no such function in it.
+    A name is of `built_in`, which has its place, or of an entry point `slipstream.<key>` of an installed package.
+    Raises `failed`: no such name, no such module, or no such function in it.
     """
-    location, _, name = (target or spec).rpartition(":")
+    target = built_in.get(spec, spec)
+    if ":" not in target:
+        points = {one.name: one.value for one in entry_points(group=f"slipstream.{key}")}
+        if spec not in points:
+            names = [*built_in, *points]
+            hint = did_you_mean(spec, names) or f"there is {', '.join(names) or 'none'}"
+            forms = "'module:function' or 'path/to/file.py:function'"
+            raise failed(f"{key}: {spec!r} names no function; {hint}; or take {forms}")
+        target = points[spec]
+    location, _, name = target.rpartition(":")
     if not location or not name:
         raise failed(f"{key}: {spec!r} names no function; take 'module:function' or 'path/to/file.py:function'")
     module = _module(f"{key}: {spec!r}", location, failed)
     function = getattr(module, name, None)
     if callable(function):
         return module, function
-    own = [one for one, value in vars(module).items() if inspect.isroutine(value) and not one.startswith("_")]
+    own = [
+        one
+        for one, value in vars(module).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__ and not one.startswith("_")
+    ]
     hint = did_you_mean(name, own) or f"it has {', '.join(sorted(own)[:8]) or 'no functions'}"
     raise failed(f"{key}: {spec!r}: {location} has no function {name!r}; {hint}")
 
@@ -52,9 +65,10 @@ def _module(said: str, location: str, failed: type[SlipstreamError]) -> ModuleTy
         if path is None:
             return importlib.import_module(location)
         folder = path.resolve().parent
-        hides = any((folder / f"{name}{ending}").exists() for name in OURS for ending in ("", ".py"))
-        sys.path[:0] = [PACKAGE_ROOT, str(folder)] if hides else [str(folder)]
-        description = importlib.util.spec_from_file_location(f"reward_file_{path.stem}", path)
+        hides = any((folder / f"{name}{ending}").exists() for name in NAMES for ending in ("", ".py"))
+        if str(folder) not in sys.path:  # a `learner.py` beside a file of the user hides none of ours
+            sys.path[:0] = [str(ROOT), str(folder)] if hides else [str(folder)]
+        description = importlib.util.spec_from_file_location(f"file_of_the_user_{path.stem}", path)
         assert description is not None and description.loader is not None
         module = importlib.util.module_from_spec(description)
         sys.modules[description.name] = module
