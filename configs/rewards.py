@@ -231,15 +231,13 @@ def checked_function(value: object) -> object:
         ValueError: neither a name nor a mapping of names, an option that is not there, or two with one label.
         ValidationError: the value of an option is refused; its place is below the name.
     """
-    if not isinstance(value, Mapping):
-        if not isinstance(value, str) or not value:
-            raise ValueError(
-                "give a name, or names with weights, such as {numeric: 1, format: {weight: 0.2, tags: [think, answer]}}"
-            )
-        _check_alone(value)
+    if isinstance(value, str) and value:
+        checked_function({value: {}})
         return value
-    if not value:
-        raise ValueError("names no function; give at least one, such as {numeric: 1}")
+    if not isinstance(value, Mapping) or not value:
+        raise ValueError(
+            "give a name, or names with weights, such as {numeric: 1, format: {weight: 0.2, tags: [think, answer]}}"
+        )
     given = {str(name): _with_weight(str(name), one) for name, one in value.items()}
     known = {name: one for name, one in given.items() if name in SECTIONS}
     for name, one in known.items():
@@ -293,11 +291,3 @@ def _with_weight(name: str, given: object) -> dict[str, Any]:
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
         raise ValueError(f"{name}: weight {weight!r} is no finite number")
     return dict(given)
-
-
-def _check_alone(name: str) -> None:
-    """Raises ValueError: a built-in reward that needs options is named without any."""
-    section = SECTIONS.get(name)
-    needed = [key for key, one in section.model_fields.items() if one.is_required()] if section else []
-    if needed:
-        raise ValueError(f"{name} needs {' and '.join(needed)}: give {{{name}: {{{needed[0]}: ...}}}}")

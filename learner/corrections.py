@@ -8,14 +8,13 @@ left would raise the step when most are refused.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from configs.algorithm import Algorithm
 from learner.losses.base import LossFacts, sequence_sums
-from slipstream.runtime import variants
-from slipstream.runtime.variants import Kind
+from slipstream.runtime.variants import Kind, declare
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,38 +54,33 @@ class CorrectionFacts:
     """It takes tokens out of the loss; one that only truncates weights does nothing to a loss with the ratio."""
 
 
-def declare(*, masks: bool) -> Callable[..., Any]:
-    """Say what a correction is, above its function; write the value out, the launcher reads it unrun."""
-    return variants.declare(CorrectionFacts(masks))
-
-
-@declare(masks=False)
+@declare(CorrectionFacts(masks=False))
 def token_tis(rho: Rho, *, high: High = 2.0) -> "Tensor":
     """min(rho, high): truncated importance sampling, per token (Yao et al. 2025; verl, slime, SkyRL with 2)."""
     return rho.log.exp().clamp(max=high)
 
 
-@declare(masks=True)
+@declare(CorrectionFacts(masks=True))
 def icepop(rho: Rho, *, low: Low = 0.5, high: High = 2.0) -> "Tensor":
     """rho where low <= rho <= high, else 0 (Ring-1T 2025, IcePop; verl and SkyRL with 0.5 and 2)."""
     weight = rho.log.exp()
     return weight * within(weight, low, high)
 
 
-@declare(masks=False)
+@declare(CorrectionFacts(masks=False))
 def sequence_tis(rho: Rho, *, high: High = 5.0) -> "Tensor":
     """min(product of rho over the answer, high) (SkyRL with 5)."""
     return rho.product().clamp(max=high)
 
 
-@declare(masks=True)
+@declare(CorrectionFacts(masks=True))
 def sequence_mis(rho: Rho, *, low: Low = 0.0, high: High = 3.0) -> "Tensor":
     """Product of rho over the answer where low <= it <= high, else 0: masked importance sampling (TRL with 3)."""
     weight = rho.product()
     return weight * within(weight, low, high)
 
 
-@declare(masks=True)
+@declare(CorrectionFacts(masks=True))
 def geometric_mis(rho: Rho, *, low: Low = 0.99, high: High = 1.01) -> "Tensor":
     """1 where low <= geometric mean of rho over the answer <= high, else 0 (verl 0.999 and 1.001, SkyRL 0.99, 1.01)."""
     return within(rho.geometric_mean(), low, high).to(rho.log.dtype)

@@ -146,9 +146,8 @@ def lay_out(
             np.where(at > 0, first + at - 1, before)
             for at, first, before in zip(chosen, laid.answers, laid.before, strict=False)
         ]
-        targets = [
-            piece[prompt + at].astype(np.int64) for piece, prompt, at in zip(pieces, prompts, chosen, strict=False)
-        ]
+        ends = zip(pieces, prompts, chosen, strict=False)
+        targets = [piece[prompt + at].astype(np.int64) for piece, prompt, at in ends]
         of_token = joined([answers[i] + at for i, at in zip(members, chosen, strict=True)])
         counts = np.array([len(at) for at in chosen], np.int64)
         whole = batch.trajectory[members]

@@ -35,27 +35,18 @@ def chosen(config: Config) -> Chosen:
 def problems(config: Config, parts: Chosen) -> Iterator[str]:
     """Why these variants cannot train this run, each with the key, the value and a way out."""
     for part in (parts.loss, parts.advantage):
-        refuses = part.facts.refuses
-        if refuses is not None and not _is_allowed(config) and (why := refuses(config, dict(part.options))):
-            key = "loss" if part is parts.loss else "advantage"
-            yield f"algorithm.{key}: {part.name!r}: {why}"
+        refuses = None if config.algorithm.i_know_this_is_biased else part.facts.refuses
+        if refuses is not None and (why := refuses(config, dict(part.options))):
+            yield f"algorithm.{'loss' if part is parts.loss else 'advantage'}: {part.name!r}: {why}"
     yield from _of_ratio(config, parts)
     yield from _of_groups(config, parts.advantage)
     yield from _of_critic(config, parts.advantage)
 
 
-def _is_allowed(config: Config) -> bool:
-    return config.algorithm.i_know_this_is_biased
-
-
 def _of_ratio(config: Config, parts: Chosen) -> Iterator[str]:
     """The distance to the policy that sampled counts twice, in part, or not at all."""
     algorithm, loss, correction = config.algorithm, parts.loss.facts, parts.correction
-    behaviour, lag, updates = (
-        algorithm.proximal == "behaviour",
-        config.replay.async_lag,
-        config.learner.updates_per_step,
-    )
+    behaviour, updates = algorithm.proximal == "behaviour", config.learner.updates_per_step
     if correction is not None and loss.has_ratio and behaviour and not correction.facts.masks:
         yield (
             f"algorithm.correction: {correction.name!r} truncates weights only, and the ratio of {parts.loss.name!r} is"
@@ -67,9 +58,9 @@ def _of_ratio(config: Config, parts: Chosen) -> Iterator[str]:
             " policy, so that a correction would weigh only a part of the distance to the policy that sampled; take"
             " proximal 'behaviour', with which it weighs all of it, or loss 'ppo_clip'"
         )
-    if _is_allowed(config):
+    if algorithm.i_know_this_is_biased:
         return
-    if lag > 0 and correction is None and not (loss.has_ratio and behaviour):
+    if (lag := config.replay.async_lag) > 0 and correction is None and not (loss.has_ratio and behaviour):
         what = f"proximal: {algorithm.proximal!r}" if loss.has_ratio else f"loss: {parts.loss.name!r}"
         yield (
             f"algorithm.{what} corrects nothing for replay.async_lag {lag}, and such runs collapse; take 'ppo_clip', or"

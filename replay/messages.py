@@ -46,8 +46,7 @@ class Hello(Message):
     """Learner rank 0 after `--resume`: replay's state from the checkpoint."""
     rolls_back: bool = False
     """Learner rank 0: the line of policies ends at `version`; what was made and sampled after it does not count."""
-    leaves_out_flat_groups: bool = False
-    """Learner: groups whose rewards are all equal cost it nothing."""
+    leaves_out_flat_groups: bool = False  # a learner, groups whose rewards are all equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,8 +272,7 @@ class Batch(OfStep):
     all_loss_tokens: Int32
     """[N] of each trajectory: position in group_ids of its group, its tokens in the loss, samples (empty: one each)."""
     all_samples: Int32 = field(default_factory=_no_ints)
-    minibatches: list[list[int]] = field(default_factory=list)
-    """[groups, microbatches] of each, the oldest groups first; empty: one of all."""
+    minibatches: list[list[int]] = field(default_factory=list)  # [groups, microbatches] of each, oldest groups first
     pictures: list[str] = field(default_factory=list)
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
     picture_counts: Int32 = field(default_factory=_no_ints)
@@ -348,11 +346,9 @@ class OfPart(Message):
     set: str = ""
     """Name in data.eval; empty where that is one file."""
     greedy: bool
-    first: int = 0
-    """Number in its set of the first prompt."""
+    first: int = 0  # number in its set of the first prompt
     samples: int = 1
-    asked: str = ""
-    """Hash of what is asked for."""
+    asked: str = ""  # hash of what is asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

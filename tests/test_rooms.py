@@ -10,26 +10,26 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
-    "configs": 2_779,
-    "slipstream/runtime": 2_177,
+    "configs": 2_586,
+    "slipstream/runtime": 2_369,
     "slipstream/families": 317,
     "slipstream/launch": 3_232,
-    "slipstream/check": 2_360,
+    "slipstream/check": 2_146,
     "slipstream/view": 2_475,
-    "slipstream/translate": 1_118,
-    "slipstream/plan": 1_501,
+    "slipstream/translate": 1_111,
+    "slipstream/plan": 1_413,
     "slipstream/command": 159,
-    "replay": 9_493,
+    "replay": 9_592,
     "weight_bus": 5_093,
     "rollout_server/engines": 3_890,
-    "rollout_server/tasks": 6_967,
-    "rollout_server": 12_662,
-    "learner": 9_010,
+    "rollout_server/tasks": 6_894,
+    "rollout_server": 12_589,
+    "learner": 9_347,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 52_752
-SCRIPTS = 6_398
-TESTS = 44_700
+SCRIPTS = 6_402
+TESTS = 42_489
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 

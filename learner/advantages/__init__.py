@@ -70,11 +70,7 @@ def leave_out_flat_groups(algorithm: Algorithm) -> bool:
 
 
 def advantages_of(advantage: Advantage, inputs: AdvantageInputs) -> NDArray[np.float32]:
-    """[N] float32; a batch of nothing has none.
-
-    Raises:
-        ValueError: what it gives is not N finite numbers.
-    """
+    """[N] float32; a batch of nothing has none. Raises ValueError: what it gives is not N finite numbers."""
     if not inputs.rewards.size:
         return np.zeros(0, np.float32)
     found = np.asarray(advantage(inputs), np.float32)

@@ -32,18 +32,13 @@ class AdvantageInputs:
     """[N] tokens in the loss of each trajectory."""
 
     def __post_init__(self) -> None:
-        """Refuse what no advantage can be computed from.
-
-        Raises:
-            ValueError: the shapes differ, or a reward is not finite.
-        """
+        """Raises ValueError: the shapes differ, or a reward is not finite."""
         if not self.rewards.shape == self.groups.shape == self.loss_tokens.shape or self.rewards.ndim != 1:
             raise ValueError(
                 f"rewards {self.rewards.shape}, groups {self.groups.shape} and loss_tokens {self.loss_tokens.shape}"
                 " are not three vectors of one length"
             )
-        wrong = np.flatnonzero(~np.isfinite(self.rewards))
-        if wrong.size:
+        if (wrong := np.flatnonzero(~np.isfinite(self.rewards))).size:
             raise ValueError(f"reward of trajectory {wrong[0]} is {self.rewards[wrong[0]]}; rewards must be finite")
 
     @property
@@ -86,9 +81,7 @@ def whiten(values: Float64, loss_tokens: NDArray[np.int32]) -> Float64:
     """
     weights = loss_tokens.astype(np.float64)
     total = weights.sum()
-    if total == 0:
-        return np.zeros_like(values)
-    if np.ptp(values[weights > 0]) == 0:
+    if total == 0 or np.ptp(values[weights > 0]) == 0:
         return np.zeros_like(values)
     centred = values - (weights * values).sum() / total
     variance = (weights * centred**2).sum() / max(total - 1, 1)
@@ -120,6 +113,6 @@ def declare(
     needs_critic: bool = False,
     refuses: Callable[[Config, Any], str] | None = None,
 ) -> Callable[..., Any]:
-    """Say what an advantage is, above its function; write the values out, the launcher reads them unrun."""
+    """Say what an advantage is, above its function."""
     flat = compares_within_groups if leaves_out_flat_groups is None else leaves_out_flat_groups
     return variants.declare(AdvantageFacts(compares_within_groups, flat, needs_critic, refuses))

@@ -79,7 +79,7 @@ class LossOutput:
 
 
 def declare(*, ratio: Ratio, refuses: Callable[[Config, Any], str] | None = None) -> Callable[..., Any]:
-    """Say what a loss is, above its function; write the ratio out, the launcher reads it unrun.
+    """Say what a loss is, above its function.
 
     Args:
         ratio: to the proximal policy that it takes: `token`, `answer` or `none`.

@@ -1,9 +1,9 @@
-"""`python -m slipstream.plan SOURCE --gpus N`: step time, eta and idle shares of every split and lag.
+"""`python -m slipstream.plan RUN_DIR --gpus N`: step time, eta and idle shares of every split and lag.
 
-SOURCE is the folder of a run, or a JSON file of `python -m scripts.bench pipeline --out`. Engines, learner and weight
-bus get the times that were measured there; replay's rules run on a simulated clock. Every constant is printed with its
-source; --cost replaces one. What is not known is the same on every line, so the order of the splits is more certain
-than the times. Splits that need more memory than placement.gpu_gib are refused. The last line is JSON.
+Engines, learner and weight bus get the times that were measured in that run; replay's rules run on a simulated clock.
+Every constant is printed with its source; --cost replaces one. What is not known is the same on every line, so the
+order of the splits is more certain than the times. Splits that need more memory than placement.gpu_gib are refused.
+The last line is JSON.
 """
 
 import argparse
@@ -37,9 +37,8 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=program("slipstream.plan"), description=__doc__)
-    parser.add_argument("source", type=Path, help="run folder, or JSON of the pipeline benchmark")
+    parser.add_argument("source", type=Path, help="run folder")
     parser.add_argument("--gpus", type=int, help="GPUs to split; default: as many as measured")
-    parser.add_argument("--case", default="", help="of a benchmark file, such as 1.7B@1:1")
     parser.add_argument("--model", type=Path, help="folder with the config.json of the model, for what fits")
     parser.add_argument("--lags", type=_numbers, help="such as 0,1,2; default: the configured one and one more")
     parser.add_argument("--tp", type=_numbers, help="GPUs of an engine, such as 1,2; default: as configured")
@@ -55,7 +54,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    measured = sources.read(args.source, args.case)
+    measured = sources.of_run(args.source)
     fitted = fitting.fit(measured).with_costs(_costs(args.cost), "--cost")
     config = parse(dump(measured.config), "the measured configuration", args.set)
     sources.check(config)

@@ -31,7 +31,7 @@ def fit(case: Measured) -> Fitted:
     costs = _shaped(known, ratio)
     costs = costs.slower(_scale(case, costs))
     sources |= {
-        "decode_step_s": f"simulated {'T_roll' if case.roll_s is not None else 'busy time of engines'} = measured",
+        "decode_step_s": "simulated busy time of engines = measured",
         "decode_answer_s": how,
         "prefill_token_s": "assumed: as an answer of a decode step costs, over 4",
     }
@@ -82,31 +82,28 @@ def _learner(case: Measured) -> tuple[Costs, dict[str, str]]:
 def _shared(case: Measured, costs: Costs) -> Costs:
     """Costs of sides that share GPUs.
 
-    A case has the update's time alone. A run has it beside the engine, so costs are found for which the simulated
-    update takes what the measured one took.
+    The update was measured beside the engine, so costs are found for which the simulated one takes as long.
     """
     costs = replace(costs, sharing=SHARING)
-    for _ in range(0 if case.roll_s is not None else PASSES):
+    for _ in range(PASSES):
         costs = costs.slower(_scale(case, costs))
-        slower = case.train_s / _run(case, costs, trains=True).train_wall_s
+        slower = case.train_s / _run(case, costs).train_wall_s
         costs = replace(costs, update_s=costs.update_s * slower, train_token_s=costs.train_token_s * slower)
     return costs
 
 
-def _simulated(case: Measured, costs: Costs, *, trains: bool) -> SimulatedRun:
+def _simulated(case: Measured, costs: Costs) -> SimulatedRun:
     config = case.config
-    return SimulatedRun(config, config.num_rollout_servers, config.num_learner_ranks, costs, case.workload, trains)
+    return SimulatedRun(config, config.num_rollout_servers, config.num_learner_ranks, costs, case.workload)
 
 
-def _run(case: Measured, costs: Costs, *, trains: bool) -> Outcome:
-    if case.roll_s is not None and not trains:
-        costs = replace(costs, publish_s=costs.publish_s + case.roll_publish_s - case.publish_s)
-    return _simulated(case, costs, trains=trains).run(case.config.replay.async_lag + 3, STEPS)
+def _run(case: Measured, costs: Costs) -> Outcome:
+    return _simulated(case, costs).run(case.config.replay.async_lag + 3, STEPS)
 
 
 def _token_s(case: Measured, base: Costs) -> float:
     """Seconds a token, so that the simulated update takes what the measured one took."""
-    run, more = _simulated(case, base, trains=True), case.workload.prompt_tokens
+    run, more = _simulated(case, base), case.workload.prompt_tokens
     size, count = case.config.rollout.group_size, base.kept_groups(case.config)
     drawn = [[case.workload.draw(1000 * step + i, size) + more for i in range(count)] for step in range(8)]
     unit = sum(run.update_s(groups) - base.update_s for groups in drawn) / len(drawn)
@@ -122,14 +119,13 @@ def _shaped(base: Costs, ratio: float) -> Costs:
 
 def _scale(case: Measured, unit: Costs) -> float:
     """Seconds of a decode step's fixed part, so that the simulated rollouts take what the measured ones took."""
-    trains = case.roll_s is None
-    wanted = case.busy_s if trains else case.roll_s
+    wanted = case.busy_s
     if not wanted:
-        raise InputMissing(f"{case.name}: no rollout/idle_ratio and no t_rollout, so nothing is known of its engines")
+        raise InputMissing(f"{case.name}: no rollout/idle_ratio, so nothing is known of its engines")
 
     def simulated(scale: float) -> float:
-        outcome = _run(case, unit.slower(scale), trains=trains)
-        return (1 - outcome.rollout_idle) * outcome.step_s if trains else outcome.step_s
+        outcome = _run(case, unit.slower(scale))
+        return (1 - outcome.rollout_idle) * outcome.step_s
 
     return solve(simulated, wanted)
 
@@ -153,7 +149,7 @@ def _ratio(case: Measured, base: Costs) -> tuple[float, str]:
 
     def off(ratio: float) -> float:
         unit = _shaped(base, ratio)
-        outcome = _run(case, unit.slower(_scale(case, unit)), trains=case.roll_s is None)
+        outcome = _run(case, unit.slower(_scale(case, unit)))
         return abs(math.log(outcome.group_s / measured))
 
     how = f"the ratio at which a group takes its measured {measured:.3g} s (uncertain by a factor of 2)"
@@ -162,15 +158,13 @@ def _ratio(case: Measured, base: Costs) -> tuple[float, str]:
 
 def _with_rest(case: Measured, costs: Costs) -> tuple[Costs, str]:
     """What of a step no constant explains, as a server's work on each finished group."""
-    if case.step_s is None or case.roll_s is not None:
-        return costs, "not known: 0"
-    least = _run(case, replace(costs, group_s=0.0), trains=True).step_s
+    least = _run(case, replace(costs, group_s=0.0)).step_s
     if least >= case.step_s * (1 - MISSING):
         return costs, f"none is missing: simulated step {least:.3g} s, measured {case.step_s:.3g} s"
     low, high = 0.0, 2 * case.step_s * case.config.num_rollout_servers / case.config.rollout.groups_per_step
     for _ in range(ROUNDS):
         middle = (low + high) / 2
-        took = _run(case, replace(costs, group_s=middle), trains=True).step_s
+        took = _run(case, replace(costs, group_s=middle)).step_s
         low, high = (middle, high) if took < case.step_s else (low, middle)
     said = f"what is missing of the measured step: {least:.3g} of {case.step_s:.3g} s are explained without"
     return replace(costs, group_s=(low + high) / 2), said

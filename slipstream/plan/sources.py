@@ -1,7 +1,6 @@
-"""What was measured: the folder of a run, or a result of the pipeline benchmark, as a configuration and targets."""
+"""What was measured in the folder of a run, as a configuration and targets."""
 
 import itertools
-import json
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,16 +32,14 @@ MOST_GROUPS = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One run or case, per step, in seconds. None: not known."""
+    """A run, per step, in seconds. None: not known."""
 
     name: str
     config: Config
     workload: Workload
-    step_s: float | None
+    step_s: float
     train_s: float
-    """An update; of a case: alone, of a run: beside whatever shares its devices."""
-    roll_s: float | None = None
-    """T_roll: a step without its update."""
+    """An update, beside whatever shares its devices."""
     busy_s: float | None = None
     """Time that an engine had requests, in a step."""
     group_s: float | None = None
@@ -53,27 +50,8 @@ class Measured:
     record_s: float = 0.0
     """With the gather of the new weights, which comes after the commit."""
     publish_s: float = 0.0
-    roll_publish_s: float = 0.0
-    """The same in the steps of T_roll."""
     pause_s: float = 0.0
     flat_share: float = 0.0
-
-
-def read(source: Path, case: str = "") -> Measured:
-    """A run, or the first case of a file whose name begins so. Raises ConfigError, MetricsError, JournalError."""
-    if source.is_dir():
-        return of_run(source)
-    if not source.is_file():
-        raise InputMissing(f"{source}: no run folder and no JSON file of `python -m scripts.bench pipeline --out`")
-    try:
-        found = list(_cases(json.loads(source.read_text(encoding="utf-8"))))
-    except ValueError as error:
-        raise InputMissing(f"{source}: not JSON: {error}") from error
-    chosen = next((one for one in found if str(one["config"]).startswith(case)), None)
-    if chosen is None:
-        names = "; ".join(str(one["config"]) for one in found) or "none with `t_rollout`, `t_train` and `settings`"
-        raise InputMissing(f"{source}: no case {case!r}; there are {names}")
-    return of_case(chosen)
 
 
 def check(config: Config) -> None:
@@ -90,19 +68,10 @@ def check(config: Config) -> None:
         )
 
 
-def _cases(found: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(found, dict) and {"t_rollout", "t_train", "t_step", "settings", "config"} <= found.keys():
-        yield found
-    elif isinstance(found, dict | list):
-        for inner in found.values() if isinstance(found, dict) else found:
-            yield from _cases(inner)
-
-
-# ---- a run ------------------------------------------------------------------------------------------------
-
-
 def of_run(folder: Path) -> Measured:
-    """A run folder: config.yaml, metrics.jsonl and, for lengths, the journal."""
+    """Of config.yaml, metrics.jsonl and, for lengths, the journal. Raises ConfigError, MetricsError, JournalError."""
+    if not folder.is_dir():
+        raise InputMissing(f"{folder}: no run folder")
     config = loading.load(str(folder / "config.yaml"))
     steps = [row for row in read_rows(folder / FILE) if "step" in row][WARM_STEPS:]
     if len(steps) < FEWEST_STEPS:
@@ -200,55 +169,3 @@ def _update_fit(config: Config, steps: Sequence[Row]) -> tuple[float, float] | N
         return None
     slope, start = np.polyfit(tokens, seconds, 1)
     return (float(start), float(slope)) if slope > 0 and start > 0 else None
-
-
-# ---- a case of the benchmark --------------------------------------------------------------------------------
-
-
-def of_case(case: Mapping[str, Any]) -> Measured:
-    """A result of `python -m scripts.bench pipeline`, whose lengths follow from its settings."""
-    settings = case["settings"]
-    split = str(case["config"]).partition("@")[2]
-    given = {
-        "rollout.engine": "sglang",
-        "rollout.group_size": settings["group_size"],
-        "rollout.groups_per_step": settings["groups"],
-        "rollout.max_new_tokens": settings["length_cap"],
-        "rollout.max_running": settings["max_running"],
-        "data.max_prompt_tokens": settings["prompt"],
-        "replay.async_lag": settings["lag"],
-        "run.seed": settings["seed"],
-        "learner.max_tokens_per_microbatch": max(
-            settings["microbatch_tokens"], settings["prompt"] + settings["length_cap"]
-        ),
-        "learner.lr": settings["lr"],
-        "placement.split": split,
-        "placement.share_gpus": str(settings.get("share_gpus", False)).lower(),
-        "model.path": "model",
-        "data.train": "prompts.jsonl",
-        "evaluation.every_steps": 0,
-    }
-    overrides = [f"{key}={value}" for key, value in given.items()]
-    config = loading.parse("reward: {function: exact}", f"case {case['config']}", overrides)
-    median, sigma, cap = settings["length_median"], settings["length_sigma"], settings["length_cap"]
-    pause = case.get("pause_ms_p50")
-    idle = case.get("rollout_idle")
-    gather_s = case.get("bus_phases", {}).get("gather_s") or 0.0
-    return Measured(
-        name=f"case {case['config']}, {settings['groups']} groups, {settings['max_running']} running",
-        config=config,
-        workload=Workload(
-            Lognormal(median, sigma, cap),
-            settings["prompt"],
-            f"lognormal, median {median}, sigma {sigma:g}, cut at {cap}, as the benchmark forces them",
-        ),
-        step_s=case["t_step"],
-        train_s=case["t_train"],
-        roll_s=case["t_rollout"],
-        busy_s=(1 - idle) * case["t_step"] if idle is not None else None,
-        commit_s=max(0.0, (case.get("param_sync_s") or 0.0) - gather_s),
-        record_s=gather_s,
-        publish_s=case.get("sync_s") or 0.0,
-        roll_publish_s=case.get("sync_idle_s") or case.get("sync_s") or 0.0,
-        pause_s=(pause or 0.0) / 1000,
-    )

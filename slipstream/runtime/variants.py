@@ -49,7 +49,10 @@ class Kind(Generic[Facts]):
 
     def build(self, choice: Choice) -> Variant[Facts]:
         """The variant with its options. Raises BadValue, which names the key."""
-        function = self.built_in.get(choice.name) or self._from_outside(choice.name)
+        function = (
+            self.built_in.get(choice.name)
+            or function_of(self.key, choice.name, BadValue, dict.fromkeys(self.built_in, ""))[1]
+        )
         facts = getattr(function, FACTS, self.undeclared)
         given = self.checked(function, choice)
         return Variant(choice, partial(function, **given), facts, given, choice.name in self.built_in)
@@ -68,9 +71,6 @@ class Kind(Generic[Facts]):
             raise BadValue(f"{self.key}: {choice.name!r} has no option {name!r}; {hint}")
         given = f" (value {problem['input']!r})" if problem["type"] != "missing" else ""
         raise BadValue(f"{self.key}: option {name!r} of {choice.name!r}: {problem['msg']}{given}")
-
-    def _from_outside(self, name: str) -> Callable[..., Any]:
-        return function_of(self.key, name, BadValue, dict.fromkeys(self.built_in, ""))[1]
 
 
 def declare(facts: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -102,7 +102,7 @@ evaluation.samples=4 evaluation.sampled=false -> evaluation.samples: 4 with eval
 learner.total_steps=0 data.eval=null -> learner.total_steps: 0 | nothing is evaluated; set data.eval
 learner.total_steps=0 evaluation.every_steps=0 -> learner.total_steps: 0 | nothing is evaluated
 'reward.function={numeric: {tolerence: 1}}' -> numeric: no option 'tolerence'; did you mean 'tolerance'?
-reward.function={} -> reward.function | names no function
+reward.function={} -> reward.function | give a name, or names
 reward.function=3 -> reward.function | give a name, or names with weights
 'reward.function={length: {max_tokens: 5, min_tokens: 9}}' -> min_tokens 9 is above max_tokens 5
 'reward.function={a.py:grade: 1, b/a.py:grade: 1}' -> reward | two parts are called 'a.grade'

@@ -39,7 +39,53 @@ def predict(config, split, costs, workload, *, steps=16, trains=True):
 
 def recorded(name):
     cases = json.loads(DATA.read_text(encoding="utf-8"))["second_series"]["cases"]
-    return {sources.of_case(case).name: (sources.of_case(case), case["t_step"]) for case in cases}[name]
+    return {of_case(case).name: (of_case(case), case["t_step"]) for case in cases}[name]
+
+
+def of_case(case):
+    """A result of `python -m scripts.bench pipeline` as if a run had had it; lengths follow from its settings."""
+    settings = case["settings"]
+    split = str(case["config"]).partition("@")[2]
+    given = {
+        "rollout.engine": "sglang",
+        "rollout.group_size": settings["group_size"],
+        "rollout.groups_per_step": settings["groups"],
+        "rollout.max_new_tokens": settings["length_cap"],
+        "rollout.max_running": settings["max_running"],
+        "data.max_prompt_tokens": settings["prompt"],
+        "replay.async_lag": settings["lag"],
+        "run.seed": settings["seed"],
+        "learner.max_tokens_per_microbatch": max(
+            settings["microbatch_tokens"], settings["prompt"] + settings["length_cap"]
+        ),
+        "learner.lr": settings["lr"],
+        "placement.split": split,
+        "placement.share_gpus": str(settings.get("share_gpus", False)).lower(),
+        "model.path": "model",
+        "data.train": "prompts.jsonl",
+        "evaluation.every_steps": 0,
+    }
+    overrides = [f"{key}={value}" for key, value in given.items()]
+    config = loading.parse("reward: {function: exact}", f"case {case['config']}", overrides)
+    median, sigma, cap = settings["length_median"], settings["length_sigma"], settings["length_cap"]
+    pause = case.get("pause_ms_p50")
+    gather_s = case.get("bus_phases", {}).get("gather_s") or 0.0
+    return sources.Measured(
+        name=f"case {case['config']}, {settings['groups']} groups, {settings['max_running']} running",
+        config=config,
+        workload=Workload(
+            Lognormal(median, sigma, cap),
+            settings["prompt"],
+            f"lognormal, median {median}, sigma {sigma:g}, cut at {cap}, as the benchmark forces them",
+        ),
+        step_s=case["t_step"],
+        train_s=case["t_train"],
+        busy_s=(1 - case["rollout_idle"]) * case["t_step"],
+        commit_s=max(0.0, (case.get("param_sync_s") or 0.0) - gather_s),
+        record_s=gather_s,
+        publish_s=case.get("sync_s") or 0.0,
+        pause_s=(pause or 0.0) / 1000,
+    )
 
 
 # ---- against arithmetic -----------------------------------------------------------------------------------------
@@ -161,7 +207,7 @@ def run_folder(folder, taken, made):
 )
 def test_a_run_folder_is_reproduced_and_says_what_another_plan_takes(tmp_path, settings, sharing, elsewhere):
     taken, costs = config(*settings), replace(TRUTH, sharing=sharing)
-    measured = sources.read(run_folder(tmp_path / "run", taken, rows(taken, costs)[0]))
+    measured = sources.of_run(run_folder(tmp_path / "run", taken, rows(taken, costs)[0]))
     fitted = fitting.fit(measured)
     assert fitted.costs.sharing == sharing
     for fleet, lag, error in elsewhere:
@@ -184,7 +230,7 @@ def test_what_cannot_be_planned_is_refused(tmp_path, settings, count, key):
     taken = config(*settings)
     folder = run_folder(tmp_path / "run", taken, rows(config(*SKEWED), count=count)[0])
     with pytest.raises(ConfigError, match=key):
-        sources.check(sources.read(folder).config)
+        sources.check(sources.of_run(folder).config)
 
 
 # ---- the command ------------------------------------------------------------------------------------------------
