@@ -92,6 +92,7 @@ def config_of(options: argparse.Namespace, case: Case) -> Config:
         "run": {"name": "case", "dir": str(work / "runs")},
         "model": {"path": str(work / "model")},
         "data": {"train": str(work / "prompts.jsonl"), "max_prompt_tokens": PROMPT_TOKENS},
+        "reward": {"function": "exact"},
         "rollout": {"group_size": GROUP_SIZE, "groups_per_step": GROUPS_PER_STEP, "max_new_tokens": CAP},
         "replay": {"async_lag": case.lag, "fsync": case.fsync},
         "learner": steps | {"max_tokens_per_microbatch": PROMPT_TOKENS + CAP},

@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -191,7 +192,7 @@ def test_a_page_holds_up_to_its_first_run(reader: Reader, page: str) -> None:
 # ---- whole pages ----------------------------------------------------------------------------------------
 
 
-def json_lines(said: str, key: str) -> dict[str, float]:
+def json_lines(said: str, key: str) -> dict[str, Any]:
     (found,) = [json.loads(line) for line in said.splitlines() if line.startswith("{") and f'"{key}"' in line]
     return dict(found)
 
@@ -202,8 +203,8 @@ def test_the_tutorial_trains_a_model_that_answers(tmp_path: Path) -> None:
     summary = json_lines(said, "greedy_after")
     assert summary["greedy_before"] <= 0.3 and summary["greedy_after"] >= 0.7, summary
     assert summary["digests_equal"] and summary["groups_trained_twice"] == 0
-    exported, replayed = json_lines(said, "greedy_exported"), json_lines(said, "first_different")
-    assert exported["greedy_exported"] == pytest.approx(exported["greedy_reported"])
+    exported, replayed = json_lines(said, "ties"), json_lines(said, "first_different")
+    assert exported["prompts"] > 0 and exported["different"] == []
     assert replayed["equal"] == replayed["steps"] == exported["step"]
     assert re.search(r"^3,8\? \d$", said, re.MULTILINE), said[-500:]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("configs", "learner", "replay", "rollout_server", "scripts", "slipstream", "tests", "weight_bus")
+COPIED = ("configs", "examples", "learner", "replay", "rollout_server", "scripts", "slipstream", "tests", "weight_bus")
 FAILED = 1
 """Exit code of pytest, and of the simulation, when a test fails; others say that nothing was tested."""
 FINDING = r"^(?:(?:FAILED|ERROR) \S*::|(?:\S+\.)?(?=\w*(?:Violation|Error)\b))(\S.*)$"

@@ -40,7 +40,7 @@ def test_pipeline(tmp_path: Path) -> None:
     # Nothing here says that the machine was quiet: a busy one stretches any of the phases.
     assert 0 < result["eta"] < 2
     assert min(result["t_rollout"], result["t_train"], result["t_step"]) > 0
-    assert result["digests_equal"] is True and result["syncs"] == 12
+    assert result["digests_equal"] is True and 0 < result["syncs"] <= 12, "at lag 1 a step need not wait for its report"
     assert result["max_lag"] <= 1
     assert result["updates_applied"] is True and result["engines_quiet"] is True
     assert result["bus_over_raw"] > 0 and result["sync_over_raw"] > result["bus_over_raw"]
@@ -83,8 +83,8 @@ def test_replay(tmp_path: Path) -> None:
     assert result["curve"] is True and result["fsync"] == "interval" and result["producers"] == 3
     assert result["steps"] >= 1 and result["tokens"] > 0.8 * 64 * 8 * MEDIAN * result["steps"]
     assert result["cpu_seconds"] == pytest.approx(result["tokens"] / result["tokens_per_cpu_second"], rel=0.05)
-    # 4 bytes each for id, logprob, version and text, 1 for the mask, and the prompts and the headers
-    assert 17 < result["bytes_per_token_in"] < 17.5 and 13 < result["bytes_per_token_out"] < 14
+    # 4 bytes each for id, logprob and version, 1 for the mask, and the prompts and the headers
+    assert 13 < result["bytes_per_token_in"] < 13.5 and 13 < result["bytes_per_token_out"] < 14
 
 
 def test_a_full_buffer_is_held_against_what_came(tmp_path: Path) -> None:
