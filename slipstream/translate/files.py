@@ -1,5 +1,6 @@
 """Which framework a file belongs to, and its settings in the order of the file."""
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,8 @@ from configs.loading import inline, read_yaml
 from slipstream.translate import shell, trl_script
 from slipstream.translate.settings import Foreign, Setting, Untranslatable, leaves
 
-VERL = re.compile(r"verl\.|main_ppo|fully_async_main")
+VERL = re.compile(r"(verl|recipe)(\.\w+)+|(.*/)?main_ppo\.py")
+"""The module that a command starts; the folder of a recipe says how both sides take turns."""
 SLIME = re.compile(r"(^|/)train(_async)?\.py$")
 VERL_SECTIONS = {
     "actor_rollout_ref",
@@ -23,14 +25,15 @@ VERL_SECTIONS = {
     "reward_model",
     "custom_reward_function",
 }
-OURS = {"replay", "rollout", "learner", "weight_bus", "placement"}
+OURS = {"replay", "learner", "weight_bus", "placement"}
+AREAL = {"gconfig", "actor"}
 PARTS = {"orch": "orchestrator.", "infer": "inference.", "train": "trainer."}
 """Files of a prime-rl set, by what their names hold."""
 SECTIONS = {"orchestrator", "trainer", "inference", "deployment"}
 """Of one prime-rl file that holds all."""
 FURTHER = "of environment {}, and a run has one here, the first; docs/howto/data.md mixes datasets"
 """Of settings in a list of several tables."""
-REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
+REFERENCE = re.compile(r"\$\{(?:oc\.select:)?([A-Za-z_][\w.]*)(?:, ?([^{}]*))?\}")
 
 
 def read(paths: Sequence[Path]) -> Foreign:
@@ -44,8 +47,10 @@ def read(paths: Sequence[Path]) -> Foreign:
         return _prime_rl(texts)
     if path.suffix == ".py":
         return trl_script.read(path, text)
+    if path.suffix == ".json":
+        return _trl_json(path, text)
     if path.suffix in (".yaml", ".yml"):
-        return _verl_yaml(path, text)
+        return _yaml(path, text)
     return _script(path, text)
 
 
@@ -56,21 +61,34 @@ def _text(path: Path) -> str:
         raise Untranslatable(f"{path}: not readable: {error}; name a text file") from error
 
 
-# ---- verl --------------------------------------------------------------------------------------------------
+# ---- verl, AReaL and TRL: resolved files -------------------------------------------------------------------
 
 
-def _verl_yaml(path: Path, text: str) -> Foreign:
+def _trl_json(path: Path, text: str) -> Foreign:
+    """What `GRPOConfig.to_json_string()` writes: all settings, most of them defaults."""
+    try:
+        tree = json.loads(text)
+    except ValueError as error:
+        raise Untranslatable(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(tree, dict) or "num_generations" not in tree:
+        raise Untranslatable(f"{path}: no num_generations in it, so TRL's GRPOConfig has not written it")
+    settings = [Setting(name, value, f"{name}: {inline(value)}") for name, value, _ in leaves(tree)]
+    return Foreign("TRL", (str(path),), settings, is_whole=True)
+
+
+def _yaml(path: Path, text: str) -> Foreign:
     try:
         tree = read_yaml(text)
     except yaml.YAMLError as error:
         raise Untranslatable(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
-        raise Untranslatable(f"{path}: a mapping of sections is needed, as verl has them; found {type(tree).__name__}")
+        raise Untranslatable(f"{path}: a mapping of sections is needed, not {type(tree).__name__}")
     if OURS & tree.keys():
         raise Untranslatable(
             f"{path}: has sections of Slipstream already ({sorted(OURS & tree.keys())[0]}); give it to --config"
         )
-    if not VERL_SECTIONS & tree.keys():
+    framework = "AReaL" if tree.keys() >= AREAL else "verl"
+    if framework == "verl" and not VERL_SECTIONS & tree.keys():
         raise Untranslatable(f"{path}: none of verl's sections ({', '.join(sorted(VERL_SECTIONS))}) is in it")
     values = {name: value for name, value, _ in leaves(tree)}
     settings = []
@@ -78,16 +96,17 @@ def _verl_yaml(path: Path, text: str) -> Foreign:
         filled = _referred(value, values)
         is_open = isinstance(filled, str) and "${" in filled
         settings.append(Setting(name, filled, f"{name}: {inline(value)}", str(filled) if is_open else ""))
-    return Foreign("verl", (str(path),), settings)
+    return Foreign(framework, (str(path),), settings, is_whole=True)
 
 
 def _referred(value: Any, values: Mapping[str, Any], depth: int = 0) -> Any:
     """`${a.b}` of OmegaConf, where the file has a.b."""
     if not isinstance(value, str) or depth > 8:
         return value
-    whole = REFERENCE.fullmatch(value)
-    if whole is not None and whole[1] in values:
-        return _referred(values[whole[1]], values, depth + 1)
+    if (whole := REFERENCE.fullmatch(value)) is not None:
+        if whole[1] in values:
+            return _referred(values[whole[1]], values, depth + 1)
+        return value if whole[2] is None else read_yaml(whole[2])
     return REFERENCE.sub(lambda found: str(values.get(found[1], found[0])), value)
 
 
@@ -98,13 +117,17 @@ def _script(path: Path, text: str) -> Foreign:
     # others name verl, too (its folder, its model_merger, an echo): the one with settings of a run starts it
     commands = sorted(shell.commands(text, str(path)), key=_sets_nothing)
     for words in commands:
-        if any(VERL.search(word) for word in words[:8]):
-            start = next(number for number, word in enumerate(words) if VERL.search(word)) + 1
-            found = Foreign("verl", (str(path),), [_override(word) for word in words[start:] if "=" in word])
+        if (start := next((at for at, word in enumerate(words) if VERL.fullmatch(word)), -1)) >= 0:
+            found = Foreign("verl", (str(path),), [_override(word) for word in words[start + 1 :] if "=" in word])
+            *_, recipe, _ = ["", *words[start].split(".")[1:-1], ""]
+            if recipe.endswith("_policy"):
+                found.settings.insert(0, Setting("recipe", recipe, words[start]))
         elif (start := next((number for number, word in enumerate(words) if SLIME.search(word)), -1)) >= 0:
             elsewhere = [word for word in words if shell.ARRAY.fullmatch(word)]
             kept = [word for word in words[start + 1 :] if word not in elsewhere]
             found = Foreign("slime", (str(path),), _options(kept))
+            program = words[start].rpartition("/")[2]
+            found.settings.insert(0, Setting("recipe", program, program))
             found.remarks += [f"{word} is filled by another file, which was not read" for word in elsewhere]
         else:
             continue

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from configs.errors import ConfigError
 from slipstream.translate.names import TABLES
 
+Kind = Literal["key", "not needed", "no counterpart", "open", "unknown"]
 Framework = str
 """One of slipstream.translate.names.FRAMEWORKS."""
 
@@ -66,6 +67,18 @@ class Setting:
     """What the value depends on and the file does not say, such as `$DATA`."""
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One setting and what became of it."""
+
+    shown: str
+    kind: Kind
+    pairs: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    decides: str = ""
+    """Of kind `open`: the key that the user has to give."""
+
+
 @dataclass(slots=True)
 class Foreign:
     """The settings of a file, in its order."""
@@ -73,6 +86,8 @@ class Foreign:
     framework: Framework
     sources: tuple[str, ...]
     settings: list[Setting] = field(default_factory=list)
+    is_whole: bool = False
+    """It has every setting of the framework, most of them unset, as resolved files do."""
     remarks: list[str] = field(default_factory=list)
     """What was read in a way that the reader has to know of."""
 

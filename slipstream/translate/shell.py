@@ -47,6 +47,9 @@ def commands(text: str, source: str) -> Iterator[list[str]]:
         else:
             filled = _filled(value, variables)
             words = _words(filled, source)
+            if len(words) > 1 and "$(" not in value and "`" not in value:  # `PYTHONUNBUFFERED=1 python3 -m ...`
+                yield words[1:]
+                continue
             variables[name] = before + (words[0] if len(words) == 1 else filled.strip("\"'"))
 
 

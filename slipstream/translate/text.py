@@ -6,7 +6,8 @@ from typing import Any
 
 from configs.loading import inline
 from configs.schema import Config
-from slipstream.translate.translation import Line, Translation
+from slipstream.translate.settings import Line
+from slipstream.translate.translation import Translation
 
 WIDTH = 58
 SIGNS = {"key": "->", "not needed": "..", "no counterpart": "--", "open": "??", "unknown": "??"}

@@ -5,37 +5,23 @@ the reason, and has to be given with --set before a file is written.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import PurePosixPath
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from configs.loading import apply_override, inline, leaf_keys, put
+from slipstream.translate.converters import CONVERTERS, VALUES
 from slipstream.translate.names import BY_FRAMEWORK, NO_COUNTERPART, NOT_NEEDED, TABLES, ends, plain
-from slipstream.translate.settings import Foreign, Setting, can_mean, section_of
+from slipstream.translate.settings import Foreign, Kind, Line, Setting, can_mean, section_of
 
-Kind = Literal["key", "not needed", "no counterpart", "open", "unknown"]
 SECRET = re.compile(r"(wandb|api|access|auth|hub|hf|swanlab|comet)_?(key|token)\b|password|secret", re.IGNORECASE)
-NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
-"""What the name of a run or of a dataset cannot have."""
 DECISIONS = {name: (key, names[0]) for key, names in TABLES["decisions"].items() for name in names[1:]}
 """End of a name: (key that the user decides, why)."""
 FOLLOWS = {"eps_clip_high": "eps_clip", "epsilon_high": "epsilon"}
 """Names that are, unset, what another name has."""
 SWITCHES: Mapping[str, str] = TABLES["switches"]
-VALUES: Mapping[str, Mapping[Any, Any]] = TABLES["values"]
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One setting and what became of it."""
-
-    shown: str
-    kind: Kind
-    pairs: Mapping[str, Any] = field(default_factory=dict)
-    note: str = ""
-    decides: str = ""
-    """Of kind `open`: the key that the user has to give."""
+PARTS = {part: reason for reason, parts in TABLES["parts"].items() for part in parts}
+"""Parts of names that are of the framework's own machinery."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +90,10 @@ def _line(setting: Setting, foreign: Foreign) -> Line:
                 return found
     if setting.name in leaf_keys():
         return Line(setting.shown, "key", {setting.name: setting.value})
+    if reason := next((PARTS[part] for part in setting.name.split(".") if part in PARTS), ""):
+        return Line(setting.shown, "not needed", note=reason)
+    if foreign.is_whole and setting.value in (None, False, "", [], {}):
+        return Line(setting.shown, "not needed", note="unset there")
     return _of_another_model(setting, foreign) or Line(setting.shown, "unknown")
 
 
@@ -192,115 +182,3 @@ def _defaults(foreign: Foreign, decided: set[str], pairs: Mapping[str, Any]) -> 
         }
         if missing:
             yield Line(line.shown, "key", missing, line.note)
-
-
-# ---- exact values that are made of several words -----------------------------------------------------------
-
-
-def _prompts(key: str) -> Callable[[str, Any, Foreign], Line]:
-    def convert(shown: str, value: Any, foreign: Foreign) -> Line:
-        if foreign.framework == "slime" and isinstance(value, list) and len(value) % 2 == 0:
-            return Line(shown, "key", {key: dict(zip(value[::2], value[1::2], strict=True))})
-        if not isinstance(value, list):
-            return Line(shown, "key", {key: str(value)})
-        paths = [str(path) for path in value]
-        if len(paths) == 1:
-            return Line(shown, "key", {key: paths[0]})
-        names = [PurePosixPath(path).parent.name or PurePosixPath(path).stem for path in paths]
-        if len(set(names)) < len(paths):
-            names = [NO_NAME.sub("-", path.rpartition(".")[0] or path).strip("-._") for path in paths]
-        return Line(shown, "key", {key: dict(zip(names, paths, strict=True))})
-
-    return convert
-
-
-def _betas(shown: str, value: Any, foreign: Foreign) -> Line:
-    if not isinstance(value, list):
-        first = foreign.value("adam_beta1", "betas1", default=0.9)
-        value = [first, foreign.value("adam_beta2", "betas2", default=0.999)]
-    return Line(shown, "key", {"learner.betas": value})
-
-
-def _both_clips(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {f"algorithm.loss.ppo_clip.clip_{side}": value for side in ("low", "high")})
-
-
-def _undivided(shown: str, value: Any, foreign: Foreign) -> Line:
-    """Whether the deviation divides is a setting of its own there, and a name of an advantage here."""
-    is_divided = value if "norm_adv" in shown else not value
-    is_grpo = foreign.value("adv_estimator", "advantage_estimator", default="grpo") == "grpo"
-    if is_divided or not is_grpo:
-        return Line(shown, "not needed", note="as the estimator of advantages says")
-    return Line(shown, "key", {"algorithm.advantage": "dr_grpo"}, "without the deviation")
-
-
-def _advantage(shown: str, value: Any, foreign: Foreign) -> Line:
-    undivided = foreign.value("norm_adv_by_std_in_grpo", default=True) is False or foreign.value(
-        "disable_grpo_std_normalization", default=False
-    )
-    return Line(shown, "key", {"algorithm.advantage": "dr_grpo" if value == "grpo" and undivided else value})
-
-
-def _kl_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {"algorithm.kl": "k3", "algorithm.kl_in": "loss", "algorithm.kl_coef": value})
-
-
-def _reward_of_verl(shown: str, value: Any, foreign: Foreign) -> Line:
-    name = foreign.value("custom_reward_function.name", default="compute_score")
-    return Line(shown, "key", {"reward.function": f"{value}:{name}"}, "a function with verl's arguments, as it is")
-
-
-def _rewards_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
-    weights = foreign.value("reward_weights") or [1.0] * len(value)
-    alone = len(value) == 1 and weights[0] == 1
-    function = value[0] if alone else dict(zip(value, weights, strict=False))
-    return Line(shown, "key", {"reward.function": function}, "functions with TRL's arguments, as they are")
-
-
-VERIFIERS = "examples/environments/verifiers_tasks.py:rollout"
-"""Of a clone of this repository."""
-
-
-def _environment(shown: str, value: Any, foreign: Foreign) -> Line:
-    pairs = {"environment.function": {VERIFIERS: {"taskset": {"id": value}}}}
-    return Line(shown, "key", pairs, f"its tasks are the rows: data.train verifiers:{value} (extra `verifiers`)")
-
-
-def _trackers(shown: str, value: Any, foreign: Foreign) -> Line:
-    names = ["wandb"] if value is True else [str(one) for one in (value if isinstance(value, list) else [value])]
-    kept = [one for one in names if one != "console"]
-    return Line(shown, "key", {"tracking.trackers": kept}, "the terminal shows every step" if kept != names else "")
-
-
-def _run_name(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {"run.name": NO_NAME.sub("-", str(value)).strip("-._") or "run"})
-
-
-CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
-    "data.train_files": _prompts("data.train"),
-    "data.val_files": _prompts("data.eval"),
-    "eval_prompt_data": _prompts("data.eval"),
-    "optim.betas": _betas,
-    "adam_beta1": _betas,
-    "adam_beta2": _betas,
-    "trainer.optim.betas1": _betas,
-    "trainer.optim.betas2": _betas,
-    "actor.clip_ratio": _both_clips,
-    "norm_adv_by_std_in_grpo": _undivided,
-    "disable_grpo_std_normalization": _undivided,
-    "adv_estimator": _advantage,
-    "advantage_estimator": _advantage,
-    "beta": _kl_of_trl,
-    "custom_reward_function.path": _reward_of_verl,
-    "reward_funcs": _rewards_of_trl,
-    "train.env.id": _environment,
-    "train.env.taskset.id": _environment,
-    "trainer.logger": _trackers,
-    "use_wandb": _trackers,
-    "report_to": _trackers,
-    "trainer.experiment_name": _run_name,
-    "wandb_group": _run_name,
-    "wandb.name": _run_name,
-    "run_name": _run_name,
-}
-"""By end of the name."""

@@ -12,11 +12,12 @@ from learner.losses import LOSSES
 from slipstream.runtime.variants import options_of
 from slipstream.translate import __main__ as command
 from slipstream.translate import shell
+from slipstream.translate.converters import CONVERTERS, VERIFIERS
 from slipstream.translate.files import read
 from slipstream.translate.names import BY_FRAMEWORK, ROWS, TABLES
 from slipstream.translate.settings import Untranslatable
 from slipstream.translate.text import yaml_file
-from slipstream.translate.translation import CONVERTERS, VERIFIERS, Translation, translate
+from slipstream.translate.translation import Translation, translate
 
 VERL = "#!/bin/bash\npython3 -m verl.trainer.main_ppo {} $@\n"
 SLIME = "python3 train.py \\\n  {}\n"
@@ -119,7 +120,7 @@ def test_a_set_of_files_of_prime_rl_is_one_run(tmp_path):
     [
         ("a.yaml", "data: [", "not readable as YAML"),
         ("a.yaml", "- 1", "a mapping of sections is needed"),
-        ("a.yaml", "rollout: {group_size: 2}", "has sections of Slipstream already (rollout)"),
+        ("a.yaml", "replay: {async_lag: 2}", "has sections of Slipstream already (replay)"),
         ("a.yaml", "optimizer: {lr: 1}", "none of verl's sections"),
         ("a.toml", "x = ", "not readable as TOML"),
         ("a.toml", "x = 1", "its name does not say which part it is"),
@@ -154,7 +155,7 @@ def test_every_name_of_the_tables_leads_to_a_key_of_ours_once() -> None:
         kind, name, option = options.fullmatch(key).groups()
         variants = LOSSES if kind == "loss" else CORRECTIONS
         assert option in options_of(variants.built_in[name]).model_fields
-    assert set(TABLES["decisions"]) <= known and set(TABLES["defaults"]) < set(BY_FRAMEWORK)
+    assert set(TABLES["decisions"]) <= known and set(TABLES["defaults"]) <= set(BY_FRAMEWORK)
     written = [
         pairs for meanings in TABLES["values"].values() for pairs in meanings.values() if isinstance(pairs, dict)
     ]
@@ -376,3 +377,91 @@ def test_sampling_of_evaluations_leaves_that_of_training_alone(tmp_path):
     text = "[orchestrator.train.sampling]\nmax_tokens = 100\n[orchestrator.eval.sampling]\nmax_tokens = 900\n"
     found = keys(made(tmp_path, "rl.toml", text))
     assert found["rollout.max_new_tokens"] == 100 and found["evaluation.max_new_tokens"] == 900
+
+
+ONE_STEP = """PYTHONUNBUFFERED=1 python3 -m verl.experimental.one_step_off_policy.main_ppo data.train_batch_size=1152 \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=192 actor_rollout_ref.actor.ppo_epochs=2 trainer.n_gpus_per_node=6 \\
+  trainer.nnodes=1 rollout.n_gpus_per_node=2 rollout.nnodes=1 2>&1 | tee log
+"""
+FULLY_ASYNC = """ray job submit --address=http://127.0.0.1:8265 -- uv run --frozen --all-packages python3 \\
+  -m recipe.fully_async_policy.fully_async_main data.train_batch_size=0 rollout.total_rollout_steps=$((512*100)) \\
+  actor_rollout_ref.actor.ppo_mini_batch_size=32 async_training.require_batches=4 \\
+  async_training.trigger_parameter_sync_step=4 async_training.staleness_threshold=0.1
+"""
+DAPO = """LAUNCH=(python3)
+DATA=(data.train_batch_size=256)
+"${LAUNCH[@]}" -m recipe.dapo.main_dapo "${DATA[@]}" actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
+  actor_rollout_ref.actor.use_kl_loss=True
+"""
+RESOLVED = """actor_rollout_ref:
+  actor: {ppo_mini_batch_size: 64, ppo_epochs: 1, _target_: verl.Actor, profiler: {enable: true}, tau: null}
+  rollout: {n: "${oc.select:algorithm.n,5}", nothing: false}
+data: {train_batch_size: 256}
+trainer: {total_training_steps: 7}
+"""
+SEPARATE = """python3 train_async.py --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 64 \\
+  --rollout-num-gpus 4 --actor-num-gpus-per-node 2 --actor-num-nodes 1
+"""
+PRIME = """seq_len = 2048
+[deployment]
+num_train_gpus = 2
+num_infer_gpus = 6
+[orchestrator]
+batch_size = 128
+rollouts_per_example = 16
+[orchestrator.train.sampling]
+max_completion_tokens = 128
+[monitors.wandb]
+project = "p"
+[[orchestrator.train.source]]
+name = "reverse"
+[orchestrator.train.source.env.taskset]
+id = "reverse-text"
+"""
+AREAL = """experiment_name: e
+rollout: {backend: "sglang:d4p1t2", max_head_offpolicyness: 2}
+gconfig: {n_samples: 4, max_new_tokens: 64, temperature: 1.0}
+actor: {backend: "fsdp:d4p1t1", path: m, ppo_n_minibatches: 2, use_decoupled_loss: true,
+  rejection_sampling: {metric: ratio, upper: 5.0}, optimizer: {type: adam, lr: 1.0e-5},
+  temperature: "${gconfig.temperature}"}
+train_dataset: {path: rows.jsonl, batch_size: 8}
+"""
+UPDATES, EPOCHS, GROUPS = "learner.minibatches", "learner.epochs", "rollout.groups_per_step"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("a.sh", ONE_STEP, {UPDATES: 6, EPOCHS: 2, "placement.split": "2:6", "replay.async_lag": 1, GROUPS: 1152}),
+        ("a.sh", FULLY_ASYNC, {GROUPS: 512, UPDATES: 16, "learner.total_steps": 100, "replay.async_lag": 1}),
+        ("a.sh", DAPO, {UPDATES: 4, "algorithm.drop_zero_advantage": False}),
+        ("a.yaml", RESOLVED, {UPDATES: 4, EPOCHS: 1, "rollout.group_size": 5, "learner.total_steps": 7}),
+        ("a.sh", SEPARATE, {UPDATES: 4, "placement.split": "4:2", "replay.async_lag": 1}),
+        ("a.toml", PRIME, {GROUPS: 8, "placement.split": "6:2", "data.max_prompt_tokens": 1920}),
+        ("a.toml", PRIME, {"data.train": "verifiers:reverse-text", "tracking.trackers": ["wandb"]}),
+        (
+            "a.yaml",
+            AREAL,
+            {"placement.split": "8:4", "placement.tensor_parallel": 2, UPDATES: 2},
+        ),
+        ("a.yaml", AREAL, {"algorithm.correction": {"icepop": {"low": 0.0, "high": 5.0}}, "learner.lr": 1e-5}),
+        ("a.json", '{"num_generations": 4, "num_iterations": 2, "bf16": true, "tf32": null}', {EPOCHS: 2}),
+    ],
+)
+def test_updates_lag_and_split_are_those_of_the_other_framework(tmp_path, name, text, wanted):
+    found = made(tmp_path, name, text)
+    assert {key: value for key, value in keys(found).items() if key in wanted} == wanted
+    assert [line.shown for line in found.lines if line.kind == "unknown"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [
+        ("a.sh", ONE_STEP.replace("192", "500"), UPDATES),
+        ("a.toml", PRIME.replace("128\nrollouts", "130\nrollouts"), GROUPS),
+        ("a.sh", FULLY_ASYNC.replace("sync_step=4", "sync_step=x"), GROUPS),
+        ("a.yaml", AREAL.replace("d4p1t2", "d4p2t2"), "placement.split"),
+    ],
+)
+def test_what_does_not_divide_is_asked_for(tmp_path, name, text, key):
+    assert key in made(tmp_path, name, text).undecided

@@ -54,8 +54,8 @@ def test_a_file_of_another_framework_is_answered_line_by_line(tmp_path):
 
 
 def test_options_without_a_key_say_why(capsys):
-    said = said_to("--global-batch-size", "256", "rollout.top_p=0.9", capsys=capsys)
-    assert WITHOUT["global_batch_size"] in said and WITHOUT["rollout.top_p"] in said and "write --set" not in said
+    said = said_to("--update-weights-interval", "2", "rollout.top_p=0.9", capsys=capsys)
+    assert WITHOUT["update_weights_interval"] in said and WITHOUT["rollout.top_p"] in said and "write --set" not in said
 
 
 def test_a_bare_setting_is_answered_with_the_option_that_it_belongs_to(capsys):

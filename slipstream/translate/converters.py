@@ -1,0 +1,243 @@
+"""Values that are made of several settings: of each name, what its value means here, from the whole file."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from slipstream.translate.names import TABLES
+from slipstream.translate.settings import Foreign, Line
+
+NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+"""What the name of a run or of a dataset cannot have."""
+VALUES: Mapping[str, Mapping[Any, Any]] = TABLES["values"]
+
+
+def _prompts(key: str) -> Callable[[str, Any, Foreign], Line]:
+    def convert(shown: str, value: Any, foreign: Foreign) -> Line:
+        if foreign.framework == "slime" and isinstance(value, list) and len(value) % 2 == 0:
+            return Line(shown, "key", {key: dict(zip(value[::2], value[1::2], strict=True))})
+        if not isinstance(value, list):
+            return Line(shown, "key", {key: str(value)})
+        paths = [str(path) for path in value]
+        if len(paths) == 1:
+            return Line(shown, "key", {key: paths[0]})
+        names = [PurePosixPath(path).parent.name or PurePosixPath(path).stem for path in paths]
+        if len(set(names)) < len(paths):
+            names = [NO_NAME.sub("-", path.rpartition(".")[0] or path).strip("-._") for path in paths]
+        return Line(shown, "key", {key: dict(zip(names, paths, strict=True))})
+
+    return convert
+
+
+def _betas(shown: str, value: Any, foreign: Foreign) -> Line:
+    if not isinstance(value, list):
+        first = foreign.value("adam_beta1", "betas1", "optimizer.beta1", default=0.9)
+        value = [first, foreign.value("adam_beta2", "betas2", "optimizer.beta2", default=0.999)]
+    return Line(shown, "key", {"learner.betas": value})
+
+
+def _both_clips(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {f"algorithm.loss.ppo_clip.clip_{side}": value for side in ("low", "high")})
+
+
+def _undivided(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Whether the deviation divides is a setting of its own there, and a name of an advantage here."""
+    is_divided = value if "norm_adv" in shown else not value
+    is_grpo = foreign.value("adv_estimator", "advantage_estimator", default="grpo") == "grpo"
+    if is_divided or not is_grpo:
+        return Line(shown, "not needed", note="as the estimator of advantages says")
+    return Line(shown, "key", {"algorithm.advantage": "dr_grpo"}, "without the deviation")
+
+
+def _advantage(shown: str, value: Any, foreign: Foreign) -> Line:
+    undivided = foreign.value("norm_adv_by_std_in_grpo", default=True) is False or foreign.value(
+        "disable_grpo_std_normalization", default=False
+    )
+    return Line(shown, "key", {"algorithm.advantage": "dr_grpo" if value == "grpo" and undivided else value})
+
+
+def _kl_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {"algorithm.kl": "k3", "algorithm.kl_in": "loss", "algorithm.kl_coef": value})
+
+
+def _reward_of_verl(shown: str, value: Any, foreign: Foreign) -> Line:
+    name = foreign.value("custom_reward_function.name", default="compute_score")
+    return Line(shown, "key", {"reward.function": f"{value}:{name}"}, "a function with verl's arguments, as it is")
+
+
+def _rewards_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
+    weights = foreign.value("reward_weights") or [1.0] * len(value)
+    alone = len(value) == 1 and weights[0] == 1
+    function = value[0] if alone else dict(zip(value, weights, strict=False))
+    return Line(shown, "key", {"reward.function": function}, "functions with TRL's arguments, as they are")
+
+
+VERIFIERS = "examples/environments/verifiers_tasks.py:rollout"
+"""Of a clone of this repository."""
+
+
+def _environment(shown: str, value: Any, foreign: Foreign) -> Line:
+    pairs = {"environment.function": {VERIFIERS: {"taskset": {"id": value}}}, "data.train": f"verifiers:{value}"}
+    return Line(shown, "key", pairs | {"reward.function": "environment"}, "its tasks are the rows (extra `verifiers`)")
+
+
+def _evaluated(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {"data.eval": f"verifiers:{value}"}, "with the environment of training")
+
+
+def _threshold(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Of the weights, whose kind is another setting."""
+    kind = VALUES["rollout_is"].get(foreign.value("rollout_is"))
+    if not isinstance(kind, dict) or not isinstance(value, int | float):
+        return Line(shown, "not needed", note="no correction there")
+    return Line(shown, "key", {f"algorithm.correction.{kind['algorithm.correction']}.high": value})
+
+
+def _rejected(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Tokens whose weight is above take no part."""
+    return Line(shown, "key", {"algorithm.correction": {"icepop": {"low": 0.0, "high": value}}})
+
+
+def _trackers(shown: str, value: Any, foreign: Foreign) -> Line:
+    names = ["wandb"] if value is True else [str(one) for one in (value if isinstance(value, list) else [value])]
+    kept = [one for one in names if one != "console"]
+    return Line(shown, "key", {"tracking.trackers": kept}, "the terminal shows every step" if kept != names else "")
+
+
+def _updates(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Optimizer updates a step from the size of one, in prompts (verl) or answers (slime)."""
+    key = "learner.minibatches"
+    sampled = foreign.value("rollout_batch_size", "data.train_batch_size", default=1024)
+    if foreign.framework == "slime":
+        sampled = _times(sampled, foreign.value("n_samples_per_prompt", default=1))
+    if "trigger_parameter_sync_step" in shown or foreign.value("trigger_parameter_sync_step") is not None:
+        return Line(shown, "not needed", note="a step is all that is sampled for one version, as groups_per_step says")
+    if not isinstance(sampled, int) or not isinstance(value, int) or value < 1 or sampled % value:
+        return Line(shown, "open", note=f"{value} does not divide the {sampled} of a step", decides=key)
+    return Line(shown, "key", {key: sampled // value})
+
+
+def _synced(shown: str, value: Any, foreign: Foreign) -> Line:
+    """verl's fully_async: what is sampled for one version is one step here."""
+    rounds, size = foreign.value("require_batches", default=1), foreign.value("ppo_mini_batch_size", default=256)
+    groups, rows = _times(value, rounds, size), foreign.value("total_rollout_steps")
+    if groups is None:
+        return Line(shown, "open", note="not a number", decides="rollout.groups_per_step")
+    pairs = {"rollout.groups_per_step": groups, "learner.minibatches": _times(value, rounds)}
+    if isinstance(rows, int):
+        pairs["learner.total_steps"] = rows // groups
+    return Line(shown, "key", pairs, "what is sampled for one version is one step")
+
+
+def _times(*factors: Any) -> int | None:
+    return math.prod(factors) if all(isinstance(factor, int) for factor in factors) else None
+
+
+def _staleness(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {"replay.async_lag": math.ceil(value)})
+
+
+def _groups(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Of answers a step."""
+    size, key = foreign.value("orchestrator.group_size", "rollouts_per_example", default=1), "rollout.groups_per_step"
+    if not isinstance(value, int) or not isinstance(size, int) or value % size:
+        return Line(shown, "open", note=f"{value} answers are no whole groups of {size}", decides=key)
+    return Line(shown, "key", {key: value // size})
+
+
+def _split(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Of GPUs that each serve one side, on one node."""
+    rollout, learner, nodes = SIDES.get(foreign.framework, ("", "", ()))
+    both = foreign.value(rollout), foreign.value(learner)
+    is_one_node = all(foreign.value(name, default=1) == 1 for name in nodes)
+    if is_one_node and not foreign.is_on("colocate") and all(isinstance(side, int) and side > 0 for side in both):
+        return Line(shown, "key", {"placement.split": f"{both[0]}:{both[1]}"})
+    why = "which GPUs serve rollouts and which the learner is a choice here; `slipstream plan` finds the best split"
+    return Line(shown, "open", note=why, decides="placement.split")
+
+
+SIDES = {
+    "verl": ("rollout.n_gpus_per_node", "trainer.n_gpus_per_node", ("rollout.nnodes", "trainer.nnodes")),
+    "slime": ("rollout_num_gpus", "actor_num_gpus_per_node", ("actor_num_nodes",)),
+    "prime-rl": ("deployment.num_infer_gpus", "deployment.num_train_gpus", ()),
+}
+"""Names of the GPUs of either side, and of what has to be 1."""
+
+
+def _prompt_room(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Of prompt and answer together."""
+    answer = foreign.value("sampling.max_completion_tokens", "sampling.max_tokens")
+    if not isinstance(answer, int) or not isinstance(value, int) or value <= answer:
+        why = f"prompt and answer have {value} together there; the answer alone has a bound here"
+        return Line(shown, "open", note=why, decides="rollout.max_new_tokens")
+    return Line(shown, "key", {"data.max_prompt_tokens": value - answer}, "what the longest answer leaves")
+
+
+def _sides_of_areal(shown: str, value: Any, foreign: Foreign) -> Line:
+    """`sglang:d4p1t2` and `fsdp:d4p1t1`."""
+    sides = [BACKEND.fullmatch(str(foreign.value(f"{side}.backend", default=""))) for side in ("rollout", "actor")]
+    if not all(sides) or any(side is not None and side["pipeline"] not in (None, "1") for side in sides):
+        return Line(shown, "open", note="give the GPUs of both sides", decides="placement.split")
+    tensor = [int(side["tensor"] or 1) for side in sides if side]
+    rollout, actor = (int(side["data"]) * each for side, each in zip(filter(None, sides), tensor, strict=True))
+    return Line(shown, "key", {"placement.split": f"{rollout}:{actor}", "placement.tensor_parallel": tensor[0]})
+
+
+BACKEND = re.compile(r"\w+:d(?P<data>\d+)(?:p(?P<pipeline>\d+))?(?:t(?P<tensor>\d+))?")
+
+
+def _project(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {"tracking.project": value, "tracking.trackers": ["wandb"]})
+
+
+def _run_name(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {"run.name": NO_NAME.sub("-", str(value)).strip("-._") or "run"})
+
+
+CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
+    "data.train_files": _prompts("data.train"),
+    "data.val_files": _prompts("data.eval"),
+    "eval_prompt_data": _prompts("data.eval"),
+    "optim.betas": _betas,
+    "adam_beta1": _betas,
+    "adam_beta2": _betas,
+    "trainer.optim.betas1": _betas,
+    "trainer.optim.betas2": _betas,
+    "actor.optimizer.beta1": _betas,
+    "actor.optimizer.beta2": _betas,
+    "actor.clip_ratio": _both_clips,
+    "norm_adv_by_std_in_grpo": _undivided,
+    "disable_grpo_std_normalization": _undivided,
+    "adv_estimator": _advantage,
+    "advantage_estimator": _advantage,
+    "beta": _kl_of_trl,
+    "custom_reward_function.path": _reward_of_verl,
+    "reward_funcs": _rewards_of_trl,
+    "train.env.id": _environment,
+    "train.source.env.taskset.id": _environment,
+    "eval.source.env.taskset.id": _evaluated,
+    "rollout_is_threshold": _threshold,
+    "rejection_sampling.upper": _rejected,
+    "train.env.taskset.id": _environment,
+    "trainer.logger": _trackers,
+    "use_wandb": _trackers,
+    "report_to": _trackers,
+    "trainer.experiment_name": _run_name,
+    "wandb_group": _run_name,
+    "wandb.name": _run_name,
+    "experiment_name": _run_name,
+    "wandb.project": _project,
+    "ppo_mini_batch_size": _updates,
+    "global_batch_size": _updates,
+    "trigger_parameter_sync_step": _synced,
+    "staleness_threshold": _staleness,
+    "orchestrator.batch_size": _groups,
+    **dict.fromkeys(("seq_len", "orchestrator.seq_len"), _prompt_room),
+    **dict.fromkeys((name for sides in SIDES.values() for name in sides[:2]), _split),
+    "trainer.n_gpus_per_node": _split,
+    "rollout.backend": _sides_of_areal,
+    "run_name": _run_name,
+}
+"""By end of the name."""
