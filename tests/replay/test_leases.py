@@ -1,5 +1,7 @@
 """How leases end: given back, expired, dropped, and what the run and its peers are told of that."""
 
+import pytest
+
 from replay import messages as m
 from replay.state.leases import WAIT_FOR_OTHERS_S, Shares, SlotState
 from tests.replay.simulated_run import (
@@ -7,6 +9,7 @@ from tests.replay.simulated_run import (
     finishes,
     gives_back,
     group_message,
+    joins,
     learner,
     lease,
     make_step,
@@ -78,6 +81,25 @@ def test_a_server_whose_leases_wait_for_ever_is_named(caplog):
     assert "expired: not renewed for 10 s by 'rollout-a'" in caplog.text
 
 
+def test_a_lease_that_later_ones_overtake_is_not_waiting():
+    made = service()
+    given = list(enumerate(lease(made, capacity=2)))
+    ended = renewals(made, given, 60, queued=[0], sampled=lambda now: now)
+    assert list(ended) == [given[0][1].index] and 15 < ended[given[0][1].index] <= 22
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_leases_wait_behind_an_evaluation_unless_another_server_has_room(others):
+    made = service(evaluated=2, evaluation__deadline_s=1000.0, network__silent_after_s=1000.0)
+    given = list(enumerate(lease(made, capacity=2)))
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    assert sent(made, "a", m.EvaluationLease)
+    if others:
+        lease(made, "b")
+    ended = renewals(made, given, 100, queued=[0, 1], sampled=lambda now: now)
+    assert sorted(ended) == ([each.index for _, each in given] if others else [])
+
+
 def test_a_prompt_is_poison_once_its_attempts_are_used_up():
     made = service(replay__max_attempts=2)
     for attempt in (1, 2):
@@ -86,6 +108,34 @@ def test_a_prompt_is_poison_once_its_attempts_are_used_up():
         gives_back(made, given, "engine_error")
     assert made.counters["dropped/poison"] == 1 and (0, 0) not in made.buffer.slots
     assert made.counters["leases_released/engine_error"] == 2
+
+
+def test_deaths_of_servers_and_expired_leases_do_not_make_a_prompt_poison():
+    made = service(replay__max_attempts=2)
+    for end in range(19):
+        given = next(x for x in lease(made, "b", now=100.0 * end) if x.index == 0)
+        assert given.attempt == end + 1
+        if end % 2:
+            made.granting.expire(100.0 * end + 50.0)
+        else:
+            made.lost("b", "closed", 100.0 * end)
+            joins(made, "b", 100.0 * end)
+    assert not [name for name in made.counters if name.startswith("dropped/")]
+    lease(made, "b", now=5000.0)
+    made.granting.expire(6000.0)
+    assert made.counters["dropped/interrupted"] == 1 and (0, 0) not in made.buffer.slots, "nothing cycles for ever"
+
+
+def test_only_who_holds_a_lease_renews_it():
+    made = service()
+    (given,) = lease(made)
+    for server, attempt in (("b", 1), ("a", 2)):
+        made.handle(server, m.Renew(leases=[[0, given.index, attempt, 5]]), 9.0)
+        assert sent(made, server, m.Cancel)[-1].reason == "this lease is no longer held"
+    assert made.counters["renewals_refused"] == 2
+    assert made.buffer.slots[0, given.index].deadline == 10.0
+    made.handle("a", m.Renew(leases=[[0, given.index, 1, 5]]), 9.0)
+    assert made.buffer.slots[0, given.index].deadline == 19.0
 
 
 def gives_up(made, count, reason="prompt_not_rendered"):
@@ -104,6 +154,21 @@ def test_a_pass_that_gives_no_group_ends_the_run_with_the_counts_and_the_last_re
     gives_up(made, 5, "prompt_too_long")
     assert made.failed and "12 prompts in a row, a whole pass over the data, were dropped" in made.ended
     assert "11 prompt_not_rendered, 1 prompt_too_long" in made.ended and "prompt_too_long: no template, 0" in made.ended
+
+
+def test_one_group_of_a_pass_is_enough_to_go_on():
+    made = service(num_rows=12)
+    gives_up(made, 11)
+    finishes(made, 1, [0])
+    gives_up(made, 11)
+    assert made.ended is None and made.counters["dropped/prompt_not_rendered"] == 22
+
+
+def test_what_is_dropped_without_end_is_not_logged_without_end(caplog):
+    made = service(num_rows=1000)
+    gives_up(made, 350)
+    lines = [record.getMessage() for record in caplog.records if "gave up group" in record.getMessage()]
+    assert len(lines) == 102 and lines[-1].endswith("(no. 300)")
 
 
 def test_status_says_why_no_batch_can_be_formed():
@@ -155,6 +220,11 @@ def test_the_first_that_has_a_version_gets_its_part_until_the_others_have_had_th
     assert shares.most([4, 4, 3, 3], needed=4, work=64, now=11.1 + WAIT_FOR_OTHERS_S) == 64, "one of them is slow"
     assert shares.most([5, 4, 4, 3], needed=5, work=64, now=20.0) == 16, "the next version, the next wait"
     assert shares.most([5, 5, 5, 5], needed=5, work=64, now=20.1) == 64, "all have it"
+
+
+@pytest.mark.parametrize("versions", [[], [7]])
+def test_one_server_or_none_waits_for_nobody(versions):
+    assert Shares().most(versions, needed=7, work=64, now=0.0) == 64
 
 
 def says(made, server, now, *, leases=(), finished=(), evaluations=()):

@@ -1,5 +1,6 @@
 """The replay protocol message by message. Whole runs with every kind of fault: tests/replay/test_simulation.py."""
 
+import asyncio
 import dataclasses
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from configs.shared import shared_values
 from replay import messages as m
 from replay.channel import WireError
+from replay.serve import beat
 from replay.state.leases import SlotState
 from tests.replay.simulated_run import (
     answering,
@@ -74,6 +76,22 @@ def test_ranks_proceed_only_when_all_hold_their_part():
     assert ("learner-0", "learner-1 to hold batch 1") in waits
     made.handle("l1", m.Take(step=1, rank=1, have=True), 1.0)
     assert sent(made, "l", m.Proceed) and sent(made, "l1", m.Proceed)
+
+
+def test_ranks_of_a_new_learner_wait_for_each_other_in_a_step_that_their_predecessors_had_begun():
+    made = service(ranks=2, replay__async_lag=0)
+    finishes(made, 9, [0])
+    for first, second in (("l", "l1"), ("n", "n1")):
+        if first == "n":
+            learner(made, first, now=2.0)
+            learner(made, second, now=2.0, name="learner-1", rank=1)
+        made.handle(first, m.Take(step=1, rank=0), 2.0)
+        made.handle(second, m.Take(step=1, rank=1), 2.0)
+        assert sent(made, first, m.Batch) and sent(made, second, m.Batch)
+        made.handle(first, m.Take(step=1, rank=0, have=True), 2.0)
+        assert not sent(made, first, m.Proceed), "the other one has not got its part"
+        made.handle(second, m.Take(step=1, rank=1, have=True), 2.0)
+        assert sent(made, first, m.Proceed) and sent(made, second, m.Proceed)
 
 
 def test_ranks_that_compute_the_same_rows_hold_the_same_part():
@@ -213,12 +231,59 @@ def test_overdue_evaluations_are_closed_with_a_reason():
     assert "no server holds that version" in sent(made, "l", m.EvaluationClosed)[-1].reason
 
 
+def test_an_evaluation_that_no_server_can_do_any_more_is_closed_at_once():
+    """Its only server died with it; the others, and the one in its place, are past that version."""
+    made = service(evaluated=1)
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
+    assert sent(made, "a", m.EvaluationLease)
+    make_step(made, 1)
+    made.lost("a", "closed", 1.0)
+    made.tick(1.0)
+    assert made.evaluations.board.open, "b may still report it"
+    made.handle("b", m.LeaseRequest(capacity=0, version=1, incarnation=1), 2.0)
+    made.tick(2.0)
+    (closed,) = sent(made, "l", m.EvaluationClosed)
+    assert (closed.version, closed.reason) == (0, "no server holds that version any more")
+
+
+def test_an_evaluation_is_not_given_up_while_a_server_may_come_back_with_it():
+    made = service(evaluated=1)
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
+    make_step(made, 1)
+    for server in ("a", "b"):
+        made.handle(server, m.LeaseRequest(capacity=0, version=1, incarnation=1), 2.0)
+    made.tick(2.0)
+    assert made.evaluations.board.open, "a has it"
+    made.lost("a", "silent", 3.0)
+    joins(made, "a")
+    made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 4.0)
+    made.tick(4.0)
+    assert made.evaluations.board.open, "a goes on with what it was asked for"
+    made.lost("a", "silent", 5.0)
+    made.missing["a"] = 7.0
+    made.tick(6.0)
+    assert made.evaluations.board.open, "replay was restarted, and waits for a"
+    made.handle("b", m.Heartbeat(), 8.0)
+    made.tick(8.0)
+    assert not made.evaluations.board.open
+
+
 def test_a_rank_that_is_done_before_rank_0_is_not_lost():
     made = service(ranks=2, rollout__wait_for_servers_s=1e6)
     made.handle("l1", m.Goodbye(reason="all steps are done", failed=False), 1.0)
     assert made.peers.get("l1") is None and made.peers.gone["l1"] == "all steps are done" and made.ended is None
     made.handle("l", m.Goodbye(reason="all steps are done", failed=False), 2.0)
     assert made.ended == "all steps are done" and made.counters["learner_ranks_lost"] == 0
+
+
+def test_leases_are_spread_over_servers():
+    made = service(replay__async_lag=0)
+    made.receive("a", m.LeaseRequest(capacity=8, version=0), 0.0)
+    made.receive("b", m.LeaseRequest(capacity=8, version=0), 0.0)
+    made.advance(0.0)
+    assert (len(sent(made, "a", m.Lease)), len(sent(made, "b", m.Lease))) == (2, 2)
 
 
 def test_take_is_for_the_rank_that_asks_and_for_the_step_that_is_next():
@@ -246,6 +311,30 @@ def test_the_run_waits_for_a_learner_rank_that_is_gone_and_then_ends():
     assert made.ended is None, "the launcher may start it again"
     made.tick(36.0)
     assert made.failed and "no learner for 20 s (replay.wait_for_learner_s)" in made.ended
+
+
+def test_a_learner_whose_connection_comes_back_in_a_long_step_is_not_lost():
+    """It sends nothing while it computes: what replay can send it shows that it is there."""
+    made = service(replay__wait_for_learner_s=20, rollout__wait_for_servers_s=1e6)
+    gone = {"l"}
+
+    class Router:
+        refused = 0
+
+        async def send(self, identity, _):
+            return identity not in gone
+
+    asyncio.run(beat(Router(), made, 1.0))
+    gone.clear()
+    for now in range(2, 60):
+        asyncio.run(beat(Router(), made, float(now)))
+        made.tick(float(now))
+    assert made.peers.get("l") is not None and made.ended is None
+    gone.add("l")
+    for now in range(60, 120):
+        asyncio.run(beat(Router(), made, float(now)))
+        made.tick(float(now))
+    assert made.peers.get("l") is None and made.failed
 
 
 def test_an_update_longer_than_every_deadline_ends_no_run(caplog):
@@ -306,6 +395,13 @@ def test_silence_is_not_held_against_peers_when_replay_itself_was_away():
     assert made.peers.get("a") is not None
 
 
+def test_a_server_that_gets_an_evaluated_version_late_is_told_to_drop_it():
+    made = service()
+    made.evaluations.board.closed[4] = ""
+    made.handle("a", m.LeaseRequest(capacity=1, version=4), 1.0)
+    assert sent(made, "a", m.EvaluationClosed)[-1].version == 4
+
+
 def test_token_ids_beyond_the_vocabulary_are_rejected():
     made = service()
     made.granting.vocab_size = 5
@@ -331,3 +427,37 @@ def test_tokens_older_than_the_lease_allows_are_rejected_under_wait():
     made.handle("a", group_message(newest, [0, 1]), 1.0)
     ack = sent(made, "a", m.Ack)[-1]
     assert ack.status == "rejected" and "this lease needs 1 or newer" in ack.reason
+
+
+def test_a_server_of_an_earlier_learner_is_told_of_the_present_one_until_it_has_its_weights():
+    made = service()
+    learner(made, "l2", digest="d0", bus_address="tcp://new")
+    made.outbox.clear()
+    made.handle("a", m.Heartbeat(), 1.0)
+    assert sent(made, "a", m.Welcome)[-1].bus_address == "tcp://new"
+    made.handle("a", m.LeaseRequest(capacity=0, version=0, incarnation=2), 1.0)
+    made.handle("a", m.Heartbeat(), 2.0)
+    assert not sent(made, "a", m.Welcome)
+
+
+def test_only_a_server_that_was_asked_evaluates():
+    made = service(evaluated=1)
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=0), 0.0)
+    assert sent(made, "a", m.EvaluationLease)
+    made.handle("b", answering(made, make_result(0)), 1.0)
+    assert not sent(made, "l", m.EvaluationResult)
+    made.handle("a", answering(made, make_result(0)), 1.0)
+    assert sent(made, "l", m.EvaluationResult)
+
+
+def test_a_learner_hears_of_an_evaluation_once_it_has_made_that_version():
+    made = service(evaluated=1)
+    make_step(made, 1)
+    made.handle("l", m.Evaluate(version=1), 0.0)
+    made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
+    learner(made, "l2", version=0)
+    made.handle("a", answering(made, make_result(1)), 1.0)
+    assert not sent(made, "l2", m.EvaluationResult) and not sent(made, "l2", m.EvaluationClosed)
+    trains(made, "l2", 1, "d1")
+    assert sent(made, "l2", m.EvaluationResult) and sent(made, "l2", m.EvaluationClosed)
