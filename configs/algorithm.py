@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -25,6 +25,8 @@ class Rollout(Section):
     """Groups in one step (verl: data.train_batch_size)."""
     max_new_tokens: int = Field(default=1024, ge=1)
     """An answer is cut (finish reason `length`) after this many tokens."""
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=16)
+    """Strings that end an answer; its text ends before the first, and the token that completes it is trained."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; behaviour and trainer logprobs are both taken at it."""
     max_running: Own[int] = Field(default=256, ge=1)

@@ -17,6 +17,7 @@ from rollout_server.progress import prefixes_of
 from rollout_server.tasks.failed import LeaseFailed as LeaseFailed
 from rollout_server.tasks.pictures import Prompt
 from rollout_server.tasks.rewards import Rewards, Sample
+from rollout_server.tasks.stopping import until_stopped
 from rollout_server.tasks.task import PromptTooLong, Task, TaskError
 from slipstream.families.pictures import packed
 
@@ -104,9 +105,15 @@ class Generator:
         n = self.config.rollout.group_size
         prefixes = prefixes_of(lease, n)
         sampling = self.sampling(lease.seed)
-        return await self.engine.generate(
-            prompt.token_ids, sampling, n, request_id=request_id, prefixes=prefixes, **shown(prompt)
-        )
+        return await self._stopped(prompt, sampling, n, request_id, prefixes=prefixes)
+
+    def _stopped(
+        self, prompt: Prompt, sampling: Sampling, n: int, name: str, **given: Any
+    ) -> Coroutine[Any, Any, list[Completion]]:
+        """Sample answers, each up to the first of rollout.stop."""
+        answers = self.engine.generate(prompt.token_ids, sampling, n, request_id=name, **given, **shown(prompt))
+        decode, stops = self.task.decode, self.task.stops
+        return until_stopped(self.engine, answers, name, decode=decode, beside=self._beside, stops=stops)
 
     def abort(self, request_id: str) -> None:
         """End a lease's request at the next decode step; unknown ones are ignored."""
@@ -203,9 +210,7 @@ class Generator:
             temperature=lease.temperature,
             max_new_tokens=lease.max_new_tokens,
         )
-        return await self.engine.generate(
-            prompt.token_ids, sampling, lease.samples, request_id=name, pinned=lease.version, **shown(prompt)
-        )
+        return await self._stopped(prompt, sampling, lease.samples, name, pinned=lease.version)
 
 
 async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

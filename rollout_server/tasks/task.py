@@ -14,6 +14,7 @@ from configs.schema import Config
 from rollout_server.tasks.pictures import Looker, Prompt, Seen
 from rollout_server.tasks.pictures import TaskError as TaskError
 from rollout_server.tasks.rewards import Sample
+from rollout_server.tasks.stopping import first_stop
 from slipstream.runtime.fingerprint import TEMPLATE_ERRORS, resolve_chat_template, stop_token_ids, template_failure
 
 GENERIC_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -61,6 +62,8 @@ class Task:
             )
         starts_with_bos = bos is not None and self._tokenizer("").input_ids[:1] == [bos]
         self._prefix = [bos] if starts_with_bos else []
+        self.stops = tuple(config.rollout.stop)
+        """rollout.stop."""
 
     def encode(self, row: dict[str, Any]) -> list[int]:
         """Token ids of a row's prompt; raises as `prompt`."""
@@ -131,6 +134,11 @@ class Task:
         # Cleaning up spaces would show the reward another text than the policy wrote.
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Text of an answer, up to the first of rollout.stop."""
+        stop = first_stop(self.decode, token_ids, self.stops)
+        return self.decode(token_ids) if stop is None else stop.text
+
     def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """Text of each token by itself, special tokens included."""
         return [str(self._tokenizer.decode([token], clean_up_tokenization_spaces=False)) for token in token_ids]
@@ -139,7 +147,7 @@ class Task:
         """What a reward function sees of one answer of these tokens."""
         return {
             "prompt": row["prompt"],
-            "completion": self.decode(token_ids),
+            "completion": self.text(token_ids),
             "ground_truth": row["ground_truth"],
             "data_source": row["data_source"],
             "extra_info": row["extra_info"],

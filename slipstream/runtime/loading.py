@@ -60,7 +60,7 @@ def _module(said: str, location: str, failed: type[SlipstreamError]) -> ModuleTy
     """The module of that name, or at that path where it ends in `.py`. Raises `failed`: not there, or it raises."""
     path = Path(location).expanduser() if location.endswith(".py") else None
     if path is not None and not path.is_file():
-        raise failed(f"{said}: no file {location!r} (looked from {os.getcwd()})")
+        raise failed(f"{said}: no file {location!r} (looked from {os.getcwd()}); correct the path")
     try:
         if path is None:
             return importlib.import_module(location)

@@ -113,10 +113,10 @@ def test_a_taken_port_is_refused(refused):
     [
         ("exct", ["'exct'", "did you mean 'exact'?"]),
         ("no/such/file.py:reward", ["no file 'no/such/file.py'", "correct the path"]),
-        ("nopackage.module:reward", ["no module 'nopackage'", "install it"]),
+        ("nopackage.module:reward", ["No module named 'nopackage'", "install it"]),
         ("{folder}/mine.py:reword", ["mine.py has no function 'reword'", "did you mean 'reward'?"]),
         ("{folder}/mine.py:pair", ["has the parameters (answer, truth)", "take `async def reward(sample)`"]),
-        ("{folder}/broken.py:reward", ["broken.py", "does not parse", "line 1", "correct the file"]),
+        ("{folder}/broken.py:reward", ["broken.py", "SyntaxError", "line 1"]),
     ],
 )
 def test_a_reward_function_that_is_not_there_is_refused(refused, tmp_path, spec, words):

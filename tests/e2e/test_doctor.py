@@ -315,7 +315,7 @@ def test_a_start_says_what_is_to_be_looked_at_and_refuses_with_every_error(tmp_p
     assert len(said) == 1 and said[0].startswith("learning-rate: learner.warmup_steps 99")
     broken = ["placement.device=cpu", "weight_bus.backend=nccl", "algorithm.loss=none.py:loss"]
     with pytest.raises(ValueError, match=r"no file 'none\.py'") as refused:
-        checks.require(load("quickstart", broken), said.append, [checks.loss, checks.bus])
+        checks.require(load("quickstart", broken), said.append, [checks.algorithm, checks.bus])
     assert "weight_bus.backend: 'nccl' needs GPUs" in str(refused.value)
 
 

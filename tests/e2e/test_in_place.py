@@ -26,15 +26,12 @@ from learner.losses import LossInputs, LossOutput
 LEFT = Path(__file__).with_name("left")
 
 
-def fragile(algorithm):
-    def loss(inputs: LossInputs) -> LossOutput:
-        value, left = -inputs.advantages * inputs.log_ratio().exp(), int(LEFT.read_text())
-        if left:
-            LEFT.write_text(str(left - 1))
-            value = value * float("nan")
-        return LossOutput(loss=value)
-
-    return loss
+def fragile(inputs: LossInputs) -> LossOutput:
+    value, left = -inputs.advantages * inputs.log_ratio().exp(), int(LEFT.read_text())
+    if left:
+        LEFT.write_text(str(left - 1))
+        value = value * float("nan")
+    return LossOutput(loss=value)
 '''
 
 

@@ -6,17 +6,20 @@ which aborts its turn.
 """
 
 import asyncio
+import hashlib
 import hmac
 import itertools
+import logging
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 
-from rollout_server.tasks.agents.answers import stream, whole
-from rollout_server.tasks.agents.requests import MAX_BODY_BYTES, Asked, Refused, Rules, read
+from rollout_server.tasks.agents.answers import Stream, message_of, whole
+from rollout_server.tasks.agents.requests import MAX_BODY_BYTES, Asked, Form, Refused, Rules, read
 from rollout_server.tasks.environments import ContextFull, EpisodeOver, NoMoreTurns, Turn
 from rollout_server.tasks.environments.client import Client
 
@@ -28,6 +31,12 @@ MAX_REQUESTS = 64
 """Of one episode at once; further ones get 429, upon which clients try again."""
 LINGER_S = 1.0
 """For a client to read why its body was not read."""
+RETRY_S = 3.0
+"""A request whose client has gone goes on for so long: the client may ask again, which is the same turn."""
+RETRIED = "X-Stainless-Retry-Count"
+"""Header of OpenAI's clients: above 0 in a request that they send again."""
+PREFIXES: dict[Form, str] = {"chat": "chatcmpl", "text": "cmpl", "responses": "resp"}
+log = logging.getLogger(__name__)
 CODES: dict[type[EpisodeOver], str] = {ContextFull: "context_length_exceeded", NoMoreTurns: "max_turns_exceeded"}
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -45,6 +54,10 @@ class Access:
     turns: list[int] = field(default_factory=list)
     """Numbers of the turns that were answered."""
     running: set["asyncio.Task[object]"] = field(default_factory=set)
+    asked: list["Pending"] = field(default_factory=list)
+    """Turns that are sampled, or whose answer has not been received."""
+    responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    """Conversations by the id of the response that ended them, for previous_response_id."""
     api_key: str = ""
     """The key that stands for the episode."""
 
@@ -52,8 +65,28 @@ class Access:
         self.api_key = f"slipstream-{self.number}-{secrets.token_urlsafe(32)}"
 
 
+@dataclass(slots=True, eq=False)
+class Pending:
+    """The turns of a request, which a client that asks again gets too."""
+
+    key: bytes
+    """Digest of the request."""
+    turns: "asyncio.Task[list[Turn]]"
+    text: str = ""
+    """Of the only turn, so far."""
+    grew: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: int = 0
+    """Requests that wait for it."""
+    given_up: asyncio.TimerHandle | None = None
+
+    def tell(self, text: str) -> None:
+        """Take in the text so far."""
+        self.text = text
+        self.grew.set()
+
+
 class Endpoint:
-    """Answers /v1/models, /v1/chat/completions and /v1/completions."""
+    """Answers /v1/models, /v1/chat/completions, /v1/completions and /v1/responses."""
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
@@ -72,8 +105,9 @@ class Endpoint:
             [
                 web.get("/v1/models", self._models),
                 web.get("/v1/models/{model:.+}", self._model),
-                web.post("/v1/chat/completions", partial(self._answer, is_chat=True)),
-                web.post("/v1/completions", partial(self._answer, is_chat=False)),
+                web.post("/v1/chat/completions", partial(self._answer, form="chat")),
+                web.post("/v1/completions", partial(self._answer, form="text")),
+                web.post("/v1/responses", partial(self._answer, form="responses")),
             ]
         )
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, lingering_time=LINGER_S)
@@ -93,7 +127,7 @@ class Endpoint:
         """Refuse the episode's key from now on, and end the requests that still run."""
         del self._episodes[str(access.number)]
         self._sessions.pop(access.session, None)
-        for task in access.running:
+        for task in (*access.running, *(pending.turns for pending in access.asked)):
             task.cancel()
 
     @web.middleware
@@ -109,6 +143,9 @@ class Endpoint:
             refused = Refused(
                 error.status, f"{request.method} {request.path[:200]}: {error.reason}", code="unknown_url"
             )
+        except Exception as error:  # a client of OpenAI's reads JSON; the log has the stack
+            log.exception("%s %s failed", request.method, request.path[:200])
+            refused = Refused(500, f"{type(error).__name__}: {error}", code="internal_error")
         return web.json_response(refused.body(), status=refused.status)
 
     def _admitted(self, request: web.Request) -> Access:
@@ -133,7 +170,7 @@ class Endpoint:
         self._rules.check_model(request.match_info["model"])
         return web.json_response(_described(request.match_info["model"]))
 
-    async def _answer(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+    async def _answer(self, request: web.Request, *, form: Form) -> web.StreamResponse:
         access = self._admitted(request)  # before the body is read
         if len(access.running) >= MAX_REQUESTS:
             raise Refused(429, f"the episode has {MAX_REQUESTS} requests at once", code="rate_limit_exceeded")
@@ -141,30 +178,108 @@ class Endpoint:
         assert task is not None
         access.running.add(task)
         try:
-            asked = read(await request.read(), self._rules, is_chat=is_chat)
-            turns = await _turns(access, asked)
-            pieces = [await access.client.pieces(turn.token_ids) if asked.logprobs else [] for turn in turns]
-            name = f"{'chatcmpl' if is_chat else 'cmpl'}-{access.number}-{next(self._answers)}"
-            if not asked.stream:
-                return web.json_response(whole(name, asked, turns, pieces, is_chat=is_chat))
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            await response.prepare(request)
-            for event in stream(name, asked, turns, pieces, is_chat=is_chat):
-                await response.write(event)
-            await response.write_eof()
-            return response
+            body = await request.read()
+            asked = read(body, self._rules, form, access.responses)
+            key = hashlib.blake2b(form.encode() + body, digest_size=16).digest()
+            pending = self._pending(access, key, asked, is_retried=request.headers.get(RETRIED, "0") != "0")
+            name = f"{PREFIXES[form]}-{access.number}-{next(self._answers)}"
+            pending.waiting += 1
+            try:
+                if asked.stream:
+                    return await self._streamed(request, access, pending, Stream(name, asked, form))
+                turns = await asyncio.shield(pending.turns)
+                answer = whole(name, asked, turns, await self._pieces(access, asked, turns), form)
+                _remember(access, name, asked, turns)
+                response = web.json_response(answer)
+                await response.prepare(request)
+                await response.write_eof()
+                access.asked.remove(pending)
+                return response
+            finally:
+                pending.waiting -= 1
+                if pending in access.asked and not pending.waiting:
+                    _give_up_later(access, pending)
         finally:
             access.running.discard(task)
 
+    def _pending(self, access: Access, key: bytes, asked: Asked, *, is_retried: bool) -> Pending:
+        """The turns of a request: those of one before it with the same body whose client has gone, or new ones."""
+        for found in access.asked:
+            if found.key == key and (is_retried or not found.waiting) and not found.turns.cancelled():
+                if found.given_up is not None:
+                    found.given_up.cancel()
+                return found
+        ready: list[Pending] = []
+        told = (lambda text: ready[0].tell(text)) if asked.stream and asked.n == 1 else None
+        ready.append(Pending(key, asyncio.create_task(_turns(access, asked, told))))
+        access.asked += ready
+        return ready[0]
 
-async def _turns(access: Access, asked: Asked) -> list[Turn]:
+    async def _streamed(
+        self, request: web.Request, access: Access, pending: Pending, stream: Stream
+    ) -> web.StreamResponse:
+        """Text as it comes. Where a turn fails before any, its status says so; after that, an event."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        while not pending.turns.done():
+            grew = asyncio.create_task(pending.grew.wait())
+            await asyncio.wait([pending.turns, grew], return_when=asyncio.FIRST_COMPLETED)
+            grew.cancel()
+            pending.grew.clear()
+            if pending.text and not pending.turns.done():
+                for event in stream.grown(pending.text):
+                    await _write(request, response, event)
+        try:
+            turns = await asyncio.shield(pending.turns)
+        except Refused as refused:
+            if not response.prepared:
+                raise
+            await response.write(stream.failed(refused.body()))
+        else:
+            _remember(access, stream.name, stream.asked, turns)
+            for event in stream.ended(turns, await self._pieces(access, stream.asked, turns)):
+                await _write(request, response, event)
+        await response.write_eof()
+        access.asked.remove(pending)
+        return response
+
+    async def _pieces(self, access: Access, asked: Asked, turns: list[Turn]) -> list[list[str]]:
+        return [await access.client.pieces(turn.token_ids) if asked.logprobs else [] for turn in turns]
+
+
+async def _write(request: web.Request, response: web.StreamResponse, event: bytes) -> None:
+    if not response.prepared:
+        await response.prepare(request)
+    await response.write(event)
+
+
+def _remember(access: Access, name: str, asked: Asked, turns: list[Turn]) -> None:
+    """For requests that name this response as the one before them."""
+    if isinstance(asked.context, list) and asked.context and isinstance(asked.context[0], dict):
+        said = {key: value for key, value in message_of(turns[0], asked).items() if key != "reasoning_content"}
+        access.responses[name] = [*asked.context, {**said, "content": said["content"] or ""}]
+
+
+def _give_up_later(access: Access, pending: Pending) -> None:
+    """Call turns off that no client waits for, unless one asks for them again in time."""
+    if pending.turns.done() and (pending.turns.cancelled() or pending.turns.exception() is not None):
+        access.asked.remove(pending)
+        return
+
+    def give_up() -> None:
+        pending.turns.cancel()
+        access.asked.remove(pending)
+
+    pending.given_up = asyncio.get_running_loop().call_later(RETRY_S, give_up)
+
+
+async def _turns(access: Access, asked: Asked, told: Callable[[str], None] | None) -> list[Turn]:
     """The choices of an answer, a turn of the episode each. Raises Refused."""
-    generate, limit = access.client.generate, asked.max_new_tokens
+    given: dict[str, Any] = {"tools": asked.tools, "stop": asked.stop, "begins": asked.begins}
+    given["max_new_tokens"] = asked.max_new_tokens
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(generate(asked.context, tools=asked.tools, max_new_tokens=limit))
-                for _ in range(asked.n)
+                group.create_task(access.client.generate(asked.context, told=told, **given)) for _ in range(asked.n)
             ]
     except ExceptionGroup as failed:
         error = failed.exceptions[0]

@@ -8,13 +8,14 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from rollout_server.tasks.environments.protocol import MAX_ITEMS, shown
 
 MAX_BODY_BYTES = 2 * MAX_ITEMS
 """So that no list of a body has more items than a frame to the rollout server may have."""
 MAX_CHOICES = 64
+MAX_STOPS = 16
 MODEL = "policy"
 """The model's name, unless environment.function.agent.models has further ones."""
 PLAIN = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "best_of": 1, "min_p": 0,
@@ -40,6 +41,22 @@ def _is_never(value: Any) -> bool:
     return False
 
 
+def _are_stops(value: Any) -> bool:
+    given = [value] if isinstance(value, str) else value
+    return isinstance(given, list) and len(given) <= MAX_STOPS and all(isinstance(one, str) and one for one in given)
+
+
+def _is_choice(value: Any) -> bool:
+    return value in ("auto", "none", "required") or (isinstance(value, dict) and _chosen(value) != "")
+
+
+def _chosen(choice: Any) -> str:
+    """The function that has to be called; empty for any."""
+    named = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else {}
+    name = named.get("name") if isinstance(named, dict) else None
+    return name if isinstance(name, str) else ""
+
+
 def _are_functions(value: Any) -> bool:
     return isinstance(value, list) and all(
         isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
@@ -47,6 +64,14 @@ def _are_functions(value: Any) -> bool:
     )
 
 
+def _are_flat_functions(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("name"), str)
+        for tool in value
+    )
+
+
+PLAIN_TEXT = {"type": "text"}
 CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "n": (_is_whole(MAX_CHOICES), f"take an integer of 1 or more, at most {MAX_CHOICES}"),
     "max_tokens": (_is_whole(), "take an integer of 1 or more"),
@@ -56,10 +81,10 @@ CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logprobs": (_is_flag, "take true or false"),
     "top_logprobs": (lambda value: value == 0, "the engine records the logprob of the sampled token alone; take 0"),
     "tools": (_are_functions, "take a list of functions"),
-    "tool_choice": (lambda value: value in ("auto", "none"), "the policy chooses; take 'auto' or 'none'"),
+    "tool_choice": (_is_choice, "take 'auto', 'none', 'required', or {type: function, function: {name: ...}}"),
     "functions": (lambda value: value == [], "take tools"),
     "function_call": (_is_never, "take tools"),
-    "stop": (lambda value: value == [], "answers end where the model ends them"),
+    "stop": (_are_stops, f"take a string or at most {MAX_STOPS}, none of them empty"),
     "response_format": (lambda value: value == {"type": "text"}, "answers are not constrained to a form"),
     "modalities": (lambda value: value == ["text"], "there is text alone"),
     "audio": (_is_never, "there is text alone"),
@@ -71,8 +96,24 @@ CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
 """By parameter: which values are taken, and why no others; or ignored with environment.function.agent.sampling."""
 TEXT = CHAT | {"logprobs": (lambda value: type(value) is int and value == 0, CHAT["top_logprobs"][1])}
 """Of /completions."""
-READ = frozenset(("model", "messages", "prompt", "temperature"))
+READ = frozenset(("model", "messages", "prompt", "temperature", "input", "instructions", "previous_response_id"))
 """Read otherwise."""
+Form = Literal["chat", "text", "responses"]
+FORMS: Mapping[Form, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+    "chat": CHAT,
+    "text": TEXT,
+    "responses": {name: CHAT[name] for name in ("stream", "stream_options", "tool_choice")}
+    | {
+        "max_output_tokens": CHAT["max_tokens"],
+        "tools": (_are_flat_functions, "take a list of functions"),
+        "text": (lambda value: isinstance(value, dict) and value.get("format", PLAIN_TEXT) == PLAIN_TEXT, "take text"),
+        "include": (lambda value: value == [], "there is nothing to include"),
+        "truncation": (lambda value: value == "disabled", "a context is taken whole"),
+        "background": (lambda value: value is False, "answers are waited for"),
+        "reasoning": (lambda value: isinstance(value, dict), "take an object"),
+    },
+}
+"""Bodies of /chat/completions, /completions and /responses."""
 
 
 class Refused(Exception):
@@ -121,11 +162,14 @@ class Asked:
     n: int
     stream: bool
     usage_in_stream: bool
-    logprobs: bool
+    logprobs: bool = False
+    stop: tuple[str, ...] = ()
+    begins: str = ""
+    """How the answer has to begin: with a call, where one is required."""
 
 
-def read(body: bytes, rules: Rules, *, is_chat: bool) -> Asked:
-    """Check a body of /chat/completions or /completions. Raises Refused."""
+def read(body: bytes, rules: Rules, form: Form, history: Mapping[str, list[dict[str, Any]]]) -> Asked:
+    """Check a body. `history` are conversations by the id of the response that ended them. Raises Refused."""
     try:
         said = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -135,14 +179,22 @@ def read(body: bytes, rules: Rules, *, is_chat: bool) -> Asked:
     given = {name: value for name, value in said.items() if value is not None}
     rules.check_model(given.get("model"))
     for name, value in given.items():
-        _check(name, value, rules, CHAT if is_chat else TEXT)
-    limits = [given[name] for name in ("max_completion_tokens", "max_tokens") if name in given]
-    offers = is_chat and given.get("tools") and given.get("tool_choice") != "none"
+        _check(name, value, rules, FORMS[form])
+    limits = [given[name] for name in ("max_completion_tokens", "max_tokens", "max_output_tokens") if name in given]
+    choice, stops = given.get("tool_choice", "auto"), given.get("stop", [])
+    tools = [] if form == "text" or choice == "none" else given.get("tools", [])
+    if form == "responses":
+        fields = ("name", "description", "parameters", "strict")
+        tools = [{"type": "function", "function": {key: t[key] for key in fields if key in t}} for t in tools]
+    if (name := _chosen(choice)) and name not in [tool["function"].get("name") for tool in tools]:
+        raise _wrong("tool_choice", name, "a function of tools")
     return Asked(
         model=given["model"],
-        context=_messages(given) if is_chat else _prompt(given),
-        tools=given["tools"] if offers else None,
+        context=CONTEXTS[form](given) if form != "responses" else _input(given, history),
+        tools=tools or None,
         max_new_tokens=min(limits, default=None),
+        stop=(stops,) if isinstance(stops, str) else tuple(stops),
+        begins=_beginning(name) if tools and (name or choice == "required") else "",
         n=given.get("n", 1),
         stream=given.get("stream", False),
         usage_in_stream=given.get("stream_options", {}).get("include_usage") is True,
@@ -197,6 +249,42 @@ def _message(message: Any) -> dict[str, Any]:
     return {**kept, "role": role, "content": content or ""}
 
 
+def _beginning(name: str) -> str:
+    """What a call in Hermes' form begins with: of one function, or of any."""
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":' if name else "<tool_call>\n"
+
+
+def _input(given: Mapping[str, Any], history: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Items of /responses as messages: calls stand in the assistant's message, as it was answered."""
+    before, items = given.get("previous_response_id"), given.get("input")
+    if before is not None and before not in history:
+        raise Refused(404, f"there is no response {shown(before)} in this episode", param="previous_response_id")
+    messages = [*history[before]] if before is not None else []
+    if isinstance(given.get("instructions"), str):
+        messages = [{"role": "system", "content": given["instructions"]}, *_without_system(messages)]
+    for item in [{"role": "user", "content": items}] if isinstance(items, str) else items or [None]:
+        match item:
+            case {"type": "function_call", "call_id": str(call), "name": str(name), "arguments": str(arguments)}:
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                function = {"name": name, "arguments": arguments}
+                calls = [*messages[-1].get("tool_calls", ()), {"id": call, "type": "function", "function": function}]
+                messages[-1] = {**messages[-1], "tool_calls": calls}
+            case {"type": "function_call_output", "call_id": str(call), "output": output}:
+                messages.append(_message({"role": "tool", "tool_call_id": call, "content": output}))
+            case {"type": "reasoning"}:
+                pass  # the answer that it belongs to is known by its ids
+            case {"role": str(), "content": _}:
+                messages.append(_message(item))
+            case _:
+                raise _wrong("input", item, "text, messages, function calls and their outputs")
+    return messages
+
+
+def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return messages[1:] if messages and messages[0]["role"] == "system" else messages
+
+
 def _prompt(given: Mapping[str, Any]) -> str | list[int]:
     prompt = given.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
@@ -210,3 +298,6 @@ def _prompt(given: Mapping[str, Any]) -> str | list[int]:
 
 def _wrong(name: str, value: Any, wanted: str) -> Refused:
     return Refused(400, f"{name}: {shown(value)}; take {wanted}", param=name)
+
+
+CONTEXTS: Mapping[Form, Callable[[Mapping[str, Any]], Any]] = {"chat": _messages, "text": _prompt}

@@ -29,6 +29,7 @@ class Client:
     _episode: int
     _send: Send
     _calls: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    _told: dict[int, Callable[[str], None]] = field(default_factory=dict)
     _next: int = 0
 
     async def generate(
@@ -37,6 +38,9 @@ class Client:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        begins: str = "",
+        told: Callable[[str], None] | None = None,
     ) -> Turn:
         """Sample an answer: a turn of the episode.
 
@@ -45,6 +49,9 @@ class Client:
                 answer goes on with those very ids; only the rest is encoded.
             tools: JSON schemas of functions, for the chat template.
             max_new_tokens: of this answer; without it, all that is left.
+            stop: strings that end it; its text ends before the first, and the token that completes it is trained.
+            begins: text that the answer begins with, as context: it is part of `text` and not trained.
+            told: is given the answer's text so far, without `begins`, while it grows.
 
         A call that is cancelled aborts its request in the engine; its tokens are not recorded.
 
@@ -56,8 +63,11 @@ class Client:
             "context": _sendable(context),
             "tools": None if tools is None else list(tools),
             "max_new_tokens": max_new_tokens,
+            "stop": list(stop),
+            "begins": begins,
+            "stream": told is not None,
         }
-        return Turn(**await self._ask("turn", arguments))
+        return Turn(**await self._ask("turn", arguments, told))
 
     async def encode(self, text: str) -> list[int]:
         """Token ids of text as it stands, without special tokens of the tokenizer's own."""
@@ -74,8 +84,10 @@ class Client:
         texts: list[str] = await self._ask("pieces", list(token_ids))
         return texts
 
-    async def _ask(self, what: str, given: Any) -> Any:
+    async def _ask(self, what: str, given: Any, told: Callable[[str], None] | None = None) -> Any:
         call, self._next = self._next, self._next + 1
+        if told is not None:
+            self._told[call] = told
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call] = future
         try:
@@ -86,6 +98,12 @@ class Client:
             raise
         finally:
             del self._calls[call]
+            self._told.pop(call, None)
+
+    def told(self, call: int, text: str) -> None:
+        """The server tells the text of a turn so far."""
+        if (tell := self._told.get(call)) is not None:
+            tell(text)
 
     def answered(self, call: int, value: Any, over: str | None = None) -> None:
         """The server has answered, or refuses with `value`: `over` says whether the episode can have another turn."""

@@ -97,7 +97,14 @@ class Conversation:
             said = _chain(tools, context)  # type: ignore[arg-type]
             before = self._known_messages(said)[0]
             # An answer with tool calls may come back as them, or as the text that has them.
-            for spelling in {_plain(message), _plain({"role": "assistant", "content": text})}:
+            said_alone = text.partition("</think>")[2].lstrip()  # clients may leave reasoning out
+            spellings = {_plain(message), _plain({"role": "assistant", "content": text})}
+            if said_alone:
+                spellings |= {
+                    _plain({**message, "content": said_alone}),
+                    _plain({"role": "assistant", "content": said_alone}),
+                }
+            for spelling in spellings:
                 self._remember(before, ids, _digest(said[-1] + spelling.encode(*LENIENT)))
 
     def _remember(self, before: _Known | None, ids: Sequence[int] | Int32, key: bytes) -> None:

@@ -274,7 +274,9 @@ class EnvironmentProcess:
 
     async def _answer(self, episode: _Episode, call: int, what: str, arguments: dict[str, Any]) -> None:
         try:
-            value = await self._value(episode.session, what, arguments)
+            is_shown = arguments.pop("stream", False) is True
+            told = partial(self._tell, episode.number, call) if is_shown else None
+            value = await self._value(episode.session, what, arguments, told)
         except EpisodeOver as over:
             self.worker.send(["over", episode.number, call, str(over), NAMES[type(over)]])
         except TaskError as error:
@@ -288,7 +290,12 @@ class EnvironmentProcess:
                 episode.given[call] = value["number"]
             self.worker.send(["answer", episode.number, call, value])
 
-    async def _value(self, session: Session, what: str, arguments: dict[str, Any]) -> Any:
+    def _tell(self, episode: int, call: int, text: str) -> None:
+        self.worker.send(["part", episode, call, text])
+
+    async def _value(
+        self, session: Session, what: str, arguments: dict[str, Any], told: Callable[[str], None] | None
+    ) -> Any:
         task = session.task
         texts: dict[str, Callable[[Any], Any]] = {
             "encode": lambda text: task.encode_text(str(text)),
@@ -299,7 +306,7 @@ class EnvironmentProcess:
             return await session.beside(texts[what], arguments["given"])
         if what != "turn":
             raise TaskError(f"{shown(what)} is nothing that can be asked")
-        turn = await self._patiently(session, session.turn(**arguments))
+        turn = await self._patiently(session, session.turn(**arguments, told=told))
         return {name: getattr(turn, name) for name in Turn.__slots__}  # asdict would copy its long lists
 
     async def _patiently(self, session: Session, turn: Coroutine[Any, Any, Turn]) -> Turn:

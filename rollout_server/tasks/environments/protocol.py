@@ -6,7 +6,7 @@
 | process | first: {"ready": true} or {"error": str}                                                       |
 | server  | ["start", episode, row, seed, prompt_seed], ["cancel", episode],                               |
 |         | ["answer", episode, call, value],                                                              |
-|         | ["over", episode, call, text, kind]                                                            |
+|         | ["over", episode, call, text, kind], ["part", episode, call, text so far]: of a streamed turn  |
 | process | ["ask", episode, call, what, arguments]: `turn`, or {"given": ...} to `encode`, `decode`, `pieces`  |
 | process | ["leave", episode, call]: the function does not wait for it any more                           |
 | process | ["cancelling", episode]: it has seen `cancel`, and the function cleans up                      |

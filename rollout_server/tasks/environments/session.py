@@ -5,7 +5,7 @@ user runs, or an OpenAI-compatible endpoint (rollout_server/tasks/agents).
 """
 
 import asyncio
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from rollout_server.tasks.environments.recorder import Int32, Recorder
 from rollout_server.tasks.environments.tool_calls import message_of
 from rollout_server.tasks.failed import LeaseFailed
 from rollout_server.tasks.pictures import Seen
+from rollout_server.tasks.stopping import first_stop, until_stopped, whole_tokens
 from rollout_server.tasks.task import Task, TaskError
 
 
@@ -63,8 +64,20 @@ class Session:
         self._answers: dict[int, Completion] = {}
         self._running: set[str] = set()
 
-    async def turn(self, context: Context, *, tools: Tools = None, max_new_tokens: int | None = None) -> Turn:
+    async def turn(
+        self,
+        context: Context,
+        *,
+        tools: Tools = None,
+        max_new_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        begins: str = "",
+        told: Callable[[str], None] | None = None,
+    ) -> Turn:
         """Sample an answer to a context of text, token ids or messages.
+
+        `stop` are strings that end it, beside rollout.stop; `begins` is how it begins, which is context and not
+        trained; `told` gets its text while it grows.
 
         Raises:
             ContextFull, NoMoreTurns: a limit is reached.
@@ -77,7 +90,10 @@ class Session:
         number, self._begun = self._begun, self._begun + 1
         if number >= self._limits.max_turns:
             raise NoMoreTurns(f"the episode has had its {self._limits.max_turns} turns (environment.max_turns)")
-        ids = await self.beside(self._encoded, context, tools)
+        stops = (*self.task.stops, *stop)
+        if not all(isinstance(one, str) and one for one in stops):
+            raise TaskError(f"stop {stop!r}: take strings that are not empty")
+        ids = await self.beside(self._encoded, context, tools, begins)
         room = self._room(ids)
         if room < 1:
             said = (
@@ -89,12 +105,12 @@ class Session:
                 self.too_long = said
             raise ContextFull(said)
         shown = None if self._seen is None else await self.beside(self._seen.shown_in, ids)
-        answer = await self._sampled(ids, shown, number, min(room, max_new_tokens or room))
+        answer = await self._sampled(ids, shown, number, min(room, max_new_tokens or room), stops, told)
         self.recorder.add(ids, answer, number)
         self._answers[number] = answer
         whole = np.concatenate((ids, answer.token_ids))
         try:
-            text, message = await self.beside(self._read, context, tools, whole, answer, number)
+            text, message = await self.beside(self._read, context, tools, ids, answer, number, stops, begins)
         except asyncio.CancelledError:
             self.forget(number)
             raise
@@ -116,17 +132,24 @@ class Session:
         own = tuple(counts.get(name, 0) for name in self._running)
         return own if any(own) else (sum(counts.values()), len(counts))
 
-    def _encoded(self, context: Context, tools: Tools) -> Int32:
-        return np.asarray(self._conversation.encode(context, tools), np.int32)
+    def _encoded(self, context: Context, tools: Tools, begins: str) -> Int32:
+        ids = self._conversation.encode(context, tools)
+        return np.asarray([*ids, *self.task.encode_text(begins)] if begins else ids, np.int32)
 
     def _read(
-        self, context: Context, tools: Tools, ids: Int32, answer: Completion, number: int
-    ) -> tuple[str, dict[str, Any]]:
-        """Text and message of an answer, which the conversation goes on from."""
-        text = self.task.decode(answer.token_ids.tolist())
-        message = message_of(text, number)
-        self._conversation.answered(context, tools, ids, text, message)
-        return text, message
+        self, context: Context, tools: Tools, ids: Int32, answer: Completion, number: int, stops: Sequence[str],
+        begins: str,
+    ) -> tuple[str, dict[str, Any]]:  # fmt: skip
+        """Text and message of an answer, which the conversation goes on from: by its ids, where its text ends one."""
+        said, decode = answer.token_ids.tolist(), self.task.decode
+        stop = first_stop(decode, said, stops)
+        text = decode(said) if stop is None else stop.text
+        kept = len(said) if stop is None else whole_tokens(decode, said, text)
+        message = message_of(begins + text, number)
+        if kept is not None:
+            known = np.concatenate((ids, answer.token_ids[:kept]))
+            self._conversation.answered(context, tools, known, begins + text, message)
+        return begins + text, message
 
     @property
     def last(self) -> Completion | None:
@@ -145,7 +168,10 @@ class Session:
     def _room(self, ids: Int32) -> int:
         return self.recorder.room(ids, max_context=self._limits.max_context)
 
-    async def _sampled(self, ids: Int32, shown: Pictures | None, number: int, max_new_tokens: int) -> Completion:
+    async def _sampled(
+        self, ids: Int32, shown: Pictures | None, number: int, max_new_tokens: int, stops: Sequence[str],
+        told: Callable[[str], None] | None,
+    ) -> Completion:  # fmt: skip
         if self.aborted:
             raise LeaseFailed("aborted", "the episode was called off")
         sampling = replace(self._sampling, seed=stream_seed(self.seed, number, 0), max_new_tokens=max_new_tokens)
@@ -153,8 +179,10 @@ class Session:
         self._running.add(name)
         try:
             given: dict[str, Any] = {} if shown is None else {"pictures": shown}
-            (answer,) = await self._engine.generate(
-                ids.tolist(), sampling, 1, request_id=name, pinned=self.pinned, **given
+            answers = self._engine.generate(ids.tolist(), sampling, 1, request_id=name, pinned=self.pinned, **given)
+            decode = self.task.decode
+            (answer,) = await until_stopped(
+                self._engine, answers, name, decode=decode, beside=self.beside, stops=stops, told=told
             )
         finally:
             self._running.discard(name)

@@ -121,6 +121,8 @@ class Worker:
             task.cancel()
         elif kind in ("answer", "over"):
             client.answered(*rest)
+        elif kind == "part":
+            client.told(*rest)
 
     def _never_ran(self, episode: int) -> None:
         """An episode that was cancelled before its first step has not said that it has ended."""

@@ -37,8 +37,8 @@ async def main(row: dict[str, Any], base_url: str, api_key: str) -> float:
     await ask("model", model="gpt-4o")
     await ask("named model", model="gpt-4o-mini")
     for name, value in {
-        "temperature": 0.2, "top_p": 0.5, "stop": ["\n"], "top_logprobs": 3, "n": 1000, "max_tokens": 0,
-        "tool_choice": "required", "response_format": {"type": "json_object"}, "frequency_penalty": 1,
+        "temperature": 0.2, "top_p": 0.5, "stop": [""], "top_logprobs": 3, "n": 1000, "max_tokens": 0,
+        "tool_choice": "must", "response_format": {"type": "json_object"}, "frequency_penalty": 1,
         "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
     }.items():  # fmt: skip
         await ask(name, **{name: value})
@@ -63,6 +63,7 @@ async def main(row: dict[str, Any], base_url: str, api_key: str) -> float:
         told["left"] = "answered"
     except openai.APITimeoutError:
         told["left"] = "left"
+    await asyncio.sleep(4.0)  # for as long the client might ask again
     for _ in range(100):
         told["turns"] = None
         await ask("turns")

@@ -169,6 +169,40 @@ async def test_what_is_trained_is_what_the_engine_recorded(talking: Path, tmp_pa
         assert stream["usage"]["completion_tokens"] == len(stream["logprobs"])
 
 
+async def test_clients_get_what_their_api_documents(talking: Path, tmp_path: Path) -> None:
+    """And what is trained is what the engine recorded, up to the token that completes a stop string."""
+    async with playing(talking, size=1, function=f"{HERE / 'clients.py'}:main") as generator:
+        group = await generator.group(lease(tmp_path), "0/1/1")
+        engine: Any = generator.engine
+        decode = generator.task.decode
+    (said,) = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    for size in (1, 2):
+        stop, text, reason = said[f"stop {size}"]
+        assert stop not in text and reason in ("stop", "length")
+    cut = 0
+    for context, ids, logprobs, versions in answers_of(group):
+        kept, same = slice(0, len(ids)), [answer for asked, answer in engine.record.values() if asked == context]
+        (answer, *_) = [answer for answer in same if answer.token_ids[kept].tolist() == ids]
+        assert answer.logprobs[kept].tolist() == logprobs and answer.versions[kept].tolist() == versions
+        if len(ids) < len(answer.token_ids):
+            cut += 1
+            stops = [said[f"stop {size}"][0] for size in (1, 2)]
+            assert any(stop in decode(ids) and stop not in decode(ids[:-1]) for stop in stops)
+    assert said["chunks"], "text comes while it is sampled"
+    for name in ("required", "named"):
+        choice = said[f"tool_choice {name}"]
+        assert choice["finish_reason"] == "length" or choice["message"]["tool_calls"]
+    response = said["response"]
+    assert response["object"] == "response" and response["status"] in ("completed", "incomplete")
+    assert response["usage"]["output_tokens"] > 0 and said["further"] is not None
+    kinds, text, final = said["streamed"]
+    assert kinds[0] == "response.created" and kinds[-1] in ("response.completed", "response.incomplete")
+    assert text == final
+    assert len(engine.record) == 1 + 2 + 1 + 2 + 3 + 1, "what is asked again is one turn"
+    assert said["no such response"] == [404, "previous_response_id"]
+    assert said["no such tool"] == [400, "tool_choice"] and said["no item"] == [400, "input"]
+
+
 async def test_what_is_refused_says_why_and_records_nothing(talking: Path, tmp_path: Path) -> None:
     options = {"function": f"{HERE / 'refused.py'}:main", "models": ["gpt-4o-mini"]}
     async with playing(talking, **options) as generator:

@@ -10,15 +10,28 @@ from hypothesis import strategies as some
 
 from configs import Config
 from examples.calculator import save_tokenizer
-from rollout_server.tasks.agents.answers import CHUNK_CHARS, message_of, stream, whole
+from rollout_server.tasks.agents.answers import Stream, apart, message_of, whole
 from rollout_server.tasks.agents.program import AgentFailed, play, reward_of
-from rollout_server.tasks.agents.requests import Asked, Refused, Rules, read
+from rollout_server.tasks.agents.requests import FORMS, Asked, Refused, Rules, read
 from rollout_server.tasks.environments import Turn
 from rollout_server.tasks.environments import tool_calls as parsing
 from rollout_server.tasks.environments.conversation import Conversation
 from rollout_server.tasks.task import Task
 
-NAMES = ("model", "messages", "prompt", "tools", "n", "stream", "logprobs", "max_tokens", "stop", "tool_choice", "x")
+NAMES = (
+    "model",
+    "messages",
+    "prompt",
+    "input",
+    "tools",
+    "n",
+    "stream",
+    "logprobs",
+    "max_tokens",
+    "stop",
+    "tool_choice",
+    "x",
+)
 TEXTS = ("", "auto", "policy", "user", "x")
 """Some, since a strategy for any text takes a second to build."""
 VALUES = some.recursive(
@@ -31,12 +44,12 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 USER = {"role": "user", "content": "1+2"}
 
 
-@given(some.dictionaries(some.sampled_from(NAMES), VALUES), some.booleans(), some.booleans())
-def test_any_body_is_understood_or_refused(body: dict[str, Any], is_chat: bool, is_valid: bool) -> None:
+@given(some.dictionaries(some.sampled_from(NAMES), VALUES), some.sampled_from(sorted(FORMS)), some.booleans())
+def test_any_body_is_understood_or_refused(body: dict[str, Any], form: Any, is_valid: bool) -> None:
     if is_valid:
-        body = {**body, "model": "policy", "messages": [USER], "prompt": "1+2"}
+        body = {**body, "model": "policy", "messages": [USER], "prompt": "1+2", "input": [USER]}
     try:
-        asked = read(json.dumps(body).encode(), RULES, is_chat=is_chat)
+        asked = read(json.dumps(body).encode(), RULES, form, {})
     except Refused as refused:
         assert refused.status in (400, 404) and refused.body()["error"]["message"]
     else:
@@ -44,7 +57,7 @@ def test_any_body_is_understood_or_refused(body: dict[str, Any], is_chat: bool, 
 
 
 def asked_with(**changes: Any) -> Asked:
-    return read(json.dumps({"model": "policy", "messages": [USER], **changes}).encode(), RULES, is_chat=True)
+    return read(json.dumps({"model": "policy", "messages": [USER], **changes}).encode(), RULES, "chat", {})
 
 
 def test_what_is_the_run_s_own_is_taken_and_may_be_ignored() -> None:
@@ -53,11 +66,11 @@ def test_what_is_the_run_s_own_is_taken_and_may_be_ignored() -> None:
     assert asked_with(tools=[TOOL], tool_choice="none").tools is None and asked_with(tools=[TOOL]).tools == [TOOL]
     body = json.dumps({"model": "policy", "messages": [USER], "temperature": 0, "beam_width": 4}).encode()
     with pytest.raises(Refused, match=r"temperature: 0 is not the run's own rollout.temperature 0\.8"):
-        read(body, RULES, is_chat=True)
+        read(body, RULES, "chat", {})
     lenient = Rules(temperature=0.8, ignores=True)
-    assert read(body, lenient, is_chat=True).context == [USER]
+    assert read(body, lenient, "chat", {}).context == [USER]
     with pytest.raises(Refused, match="stop"):
-        read(body.replace(b'"beam_width": 4', b'"stop": "x"'), lenient, is_chat=True)
+        read(body.replace(b'"beam_width": 4', b'"stop": ""'), lenient, "chat", {})
 
 
 def turn_of(text: str, finish_reason: str = "stop") -> Turn:
@@ -70,24 +83,65 @@ def turn_of(text: str, finish_reason: str = "stop") -> Turn:
 
 def test_a_stream_adds_up_to_the_whole() -> None:
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-    for text, tools in ((call, [TOOL]), ("x" * (CHUNK_CHARS + 1), [TOOL]), (call, None)):
+    for text, tools in ((call, [TOOL]), (f"so: {call}", [TOOL]), ("x" * 99, [TOOL]), (call, None)):
         asked = asked_with(tools=tools, stream=True, stream_options={"include_usage": True}, logprobs=True)
         turn, pieces = turn_of(text), [list(text)]
-        (choice,) = whole("a", asked, [turn], pieces, is_chat=True)["choices"]
-        events = [event.removeprefix(b"data: ").strip() for event in stream("a", asked, [turn], pieces, is_chat=True)]
+        (choice,) = whole("a", asked, [turn], pieces, "chat")["choices"]
+        stream = Stream("a", asked, "chat")
+        grown = [event for size in range(0, len(text), 3) for event in stream.grown(text[:size])]
+        assert len(grown) > 1 or text == call != choice["message"]["content"], "text comes before it is whole"
+        sent = [*grown, *stream.ended([turn], pieces)]
+        events = [event.removeprefix(b"data: ").strip() for event in sent]
         assert events.pop() == b"[DONE]"
         *chunks, last = map(json.loads, events)
         assert last["choices"] == [] and last["usage"]["completion_tokens"] == len(text)
         deltas = [chunk["choices"][0] for chunk in chunks]
         content = "".join(one["delta"].get("content", "") for one in deltas)
         calls = [call for one in deltas for call in one["delta"].get("tool_calls", ())]
-        assert (content or None) == choice["message"]["content"]
+        assert (content.strip() or None) == choice["message"]["content"]
         wanted = [one["function"]["arguments"] for one in choice["message"].get("tool_calls", ())]
         assert ["".join(call["function"]["arguments"] for call in calls)] == (wanted or [""])
         assert deltas[-1]["finish_reason"] == choice["finish_reason"] == ("tool_calls" if wanted else "stop")
         assert [one["logprobs"] for one in deltas if one["logprobs"]] == [choice["logprobs"]]
     cut = message_of(turn_of(call[:-12], "length"), asked_with(tools=[TOOL]))
     assert cut == {"role": "assistant", "content": call[:-12]}, "a call that was cut is no call"
+
+
+def test_reasoning_stands_apart_and_may_be_left_out(tmp_path: Path) -> None:
+    assert apart("<think>\nwell</think>\n\n3") == ("well", "3") and apart("well</think>3") == ("well", "3")
+    assert apart("<think>we") == ("we", "") and apart("3") == ("", "3")
+    said = message_of(turn_of("<think>well</think>3"), asked_with())
+    assert said == {"role": "assistant", "content": "3", "reasoning_content": "well"}
+    (response,) = [whole("r", asked_with(), [turn_of("<think>well</think>3")], [], "responses")]
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
+    save_tokenizer(tmp_path)
+    conversation = Conversation(Task(Config.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": "n"}})))
+    ids = [*conversation.encode([USER]), 9, 9]
+    text = "<think>well</think>3"
+    conversation.answered([USER], None, ids, text, {"role": "assistant", "content": text})
+    back = {"role": "assistant", "content": "3"}
+    assert conversation.encode([USER, back, USER])[: len(ids)] == ids, "the ids of before, reasoning included"
+
+
+def test_items_of_a_response_are_messages() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    items = [USER, {"type": "reasoning", "summary": []}, {"type": "message", **USER, "role": "assistant"}, call]
+    items.append({"type": "function_call_output", "call_id": "c", "output": "3"})
+    body = {"model": "policy", "instructions": "Add.", "input": items, "previous_response_id": "r"}
+    before = {"r": [{"role": "system", "content": "old"}, {"role": "user", "content": "before"}]}
+    messages = read(json.dumps(body).encode(), RULES, "responses", before).context
+    assert [one["role"] for one in messages] == ["system", "user", "user", "assistant", "tool"]  # type: ignore[index]
+    assert messages[0]["content"] == "Add." and messages[3]["tool_calls"][0]["id"] == "c"  # type: ignore[index, call-overload]
+
+
+def test_a_required_call_begins_the_answer() -> None:
+    assert asked_with(tools=[TOOL], tool_choice="required").begins == "<tool_call>\n"
+    named = asked_with(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "add"}})
+    assert named.begins == '<tool_call>\n{"name": "add", "arguments":'
+    assert parsing.message_of(named.begins + ' {"a": 1}}', 0)["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    assert asked_with(stop="x").stop == ("x",) and asked_with(stop=["x", "y"]).stop == ("x", "y")
+    with pytest.raises(Refused, match="tool_choice"):
+        asked_with(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "sub"}})
 
 
 def test_an_answer_may_come_back_as_text_or_as_calls(tmp_path: Path) -> None:
