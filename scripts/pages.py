@@ -113,6 +113,8 @@ def in_words(hint: Any) -> str:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(map(in_words, arguments))
+    if origin is typing.Annotated:
+        return in_words(arguments[0])
     if origin is tuple:
         return f"list of {len(arguments)} {in_words(arguments[0])}s"
     if origin is not None:

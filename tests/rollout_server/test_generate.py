@@ -53,7 +53,7 @@ async def score(samples: list[Sample]) -> list[RewardOutcome]:
 class Task:
     """A tokenizer, one call of which takes until `go_on` is set."""
 
-    stop_token_ids = (0,)
+    stop_token_ids, stops = (0,), ()
 
     def __init__(self, slow: str) -> None:
         self.slow, self.reached, self.go_on = slow, threading.Event(), threading.Event()
@@ -67,6 +67,9 @@ class Task:
     def prompt(self, row: dict[str, Any]) -> Prompt:
         self._maybe_wait("encode")
         return Prompt([3, 4])
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "7"
 
     def sample(self, row: dict[str, Any], token_ids: list[int], finish_reason: str) -> dict[str, Any]:
         self._maybe_wait("decode")
@@ -257,3 +260,30 @@ async def test_when_one_answer_is_refused_the_others_end(config: Config) -> None
         await eventually(lambda: not generator.running_tokens(), "all have ended")
         assert (await blocker)[0].finish_reason == "abort"
         assert (await generator.engine.health()).generated_tokens < GROUP * CAP, "nobody decodes for nobody"
+
+
+async def test_answers_end_with_the_token_that_completes_a_stop_string(tmp_path: Path) -> None:
+    """They are beginnings of the answers without it, also in an evaluation; rewards see the text before it."""
+    make("tiny", tmp_path, 1)
+    plain = config_of(tmp_path, 4, 40)
+    sections = plain.model_dump()
+    sections["rollout"]["stop"] = ["11", "w2"]
+    lease = m.Lease(pass_=0, index=1, attempt=1, min_version=0, lease_s=60.0, seed=5, prompt=PROMPT)
+    found = []
+    for config in (plain, Config.model_validate(sections)):
+        async with generating(config) as generator:
+            answers = await generator.sample(generator.encode(PROMPT), lease, "0/1/1")
+            await generator.engine.pin(0)
+            evaluation = await generator._answered(EVALUATION, generator.encode(PROMPT), 0, "evaluation")
+            found.append([*answers, *evaluation])
+            task = generator.task
+    cut = 0
+    for whole, answer in zip(*found, strict=True):
+        ids, size = answer.token_ids.tolist(), answer.token_ids.size
+        assert whole.token_ids[:size].tolist() == ids and np.array_equal(whole.logprobs[:size], answer.logprobs)
+        text = task.text(ids)
+        assert "11" not in text and "w2" not in text and task.decode(ids).startswith(text)
+        assert (size < whole.token_ids.size) <= (answer.finish_reason == "stop")
+        assert task.sample(PROMPT, ids, "stop")["completion"] == text
+        cut += size < whole.token_ids.size
+    assert cut >= 2
