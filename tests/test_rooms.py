@@ -22,14 +22,14 @@ BUDGET = {
     "replay": 9_588,
     "weight_bus": 5_093,
     "rollout_server/engines": 3_890,
-    "rollout_server/tasks": 7_416,
-    "rollout_server": 13_116,
+    "rollout_server/tasks": 7_415,
+    "rollout_server": 13_115,
     "learner": 9_346,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 53_440
+PRODUCT = 53_439
 SCRIPTS = 6_405
-TESTS = 43_362
+TESTS = 43_363
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 

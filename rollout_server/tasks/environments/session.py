@@ -108,7 +108,6 @@ class Session:
         answer = await self._sampled(ids, shown, number, min(room, max_new_tokens or room), stops, told)
         self.recorder.add(ids, answer, number)
         self._answers[number] = answer
-        whole = np.concatenate((ids, answer.token_ids))
         try:
             text, message = await self.beside(self._read, context, tools, ids, answer, number, stops, begins)
         except asyncio.CancelledError:
@@ -121,7 +120,7 @@ class Session:
             token_ids=answer.token_ids.tolist(),
             context_ids=ids.tobytes(),
             finish_reason=answer.finish_reason,
-            room=self._room(whole),
+            room=self._room(np.concatenate((ids, answer.token_ids))),
             logprobs=answer.logprobs.tolist(),
             versions=answer.versions.tolist(),
         )
