@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs.errors import SlipstreamError, Unexpected
 from configs.machine import DETERMINISTIC
 from configs.schema import Config
+from learner.collectives import AFTER_S, CollectiveFailed
 from learner.policy.meshes import Meshes, make_meshes
 from replay.channel.interfaces import bind_collectives
 from slipstream.runtime.hang import expired
@@ -33,10 +34,6 @@ class RanksError(SlipstreamError, RuntimeError, code="SLIP-LEARN-05"):
 
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 """In what gloo and NCCL say of a collective that did not end in time."""
-
-
-class CollectiveFailed(SlipstreamError, RuntimeError, code="SLIP-LEARN-06"):
-    """A collective of the learner ranks failed or did not end in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +76,13 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         set_nccl_defaults(config.weight_bus)  # read once, at the first group of a process: this one
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that learner/collectives.py reads
     else:
         torch.set_num_threads(config.learner.num_threads)
     bind_collectives(os.environ, config.network.host)
     for name, default in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
         os.environ.setdefault(name, default)
-    timeout = timedelta(seconds=config.learner.collective_deadline_s)
+    timeout = timedelta(seconds=config.learner.collective_deadline_s + (AFTER_S if device.type == "cuda" else 0))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         timeout=timeout,

@@ -20,6 +20,7 @@ from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
 from learner.batches import BatchReader
 from learner.checkpoints.checkpointer import CheckpointError
+from learner.collectives import watched
 from learner.dialog import RunEnded
 from learner.guards import SilentlyWrong
 from learner.guards.roll_back import RollBack
@@ -73,7 +74,12 @@ def train(
     vitals: Vitals | None = None,
 ) -> None:
     """Train from the initial model, or from the newest complete checkpoint, to learner.total_steps."""
-    with join_ranks(config) as ranks, open_reader(config, address, ranks.rank, vitals) as batches:
+    deadline_s = config.learner.collective_deadline_s
+    with (
+        join_ranks(config) as ranks,
+        watched(ranks.mesh, ranks.device, deadline_s, break_off),
+        open_reader(config, address, ranks.rank, vitals) as batches,
+    ):
         learner = make_learner(config, ranks, batches)
         version = learner.start(resume=resume)
         learner.publish(version)
@@ -138,10 +144,17 @@ def main(make_learner: MakeLearner = Learner) -> NoReturn:
         leave(1, said, error)
     except Exception as error:  # the edge of the process: whatever it is, the log names it
         known = named(error)
-        said = f"learner rank {rank} breaks off: {known}"
-        log.error("%s", said, exc_info=not isinstance(error, dist.DistError))
+        log.error(
+            "%s", said := f"learner rank {rank} breaks off: {known}", exc_info=not isinstance(error, dist.DistError)
+        )
         leave(1, said, known)
     leave(0, "all steps are done")
+
+
+def break_off(error: Exception) -> NoReturn:
+    """End this rank by name, from another thread than the one that stands still."""
+    log.error("%s", said := f"learner rank {os.environ.get('RANK', '0')} breaks off: {error}")
+    leave(1, said, error)
 
 
 def leave(code: int, said: str, error: BaseException | None = None) -> NoReturn:

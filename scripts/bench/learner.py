@@ -1,9 +1,9 @@
 """`python -m scripts.bench learner`: one RL step of the learner, and the same step without the things that speed it up.
 
-A batch of groups with lognormal answers and random weights, on one device; each heat is a process of its own. MFU is
-by causal FLOPs at the lengths that there are (products forward and twice that backward, attention, the output head at
-answer tokens), without credit for what is computed again, or not at all because answers share their prompt; tokens are
-those of trajectories.
+A batch of groups with lognormal answers and random weights; each heat is a process of its own, or with `--ranks` one a
+device, each of which has as many trajectories as one device alone. MFU is by causal FLOPs at the lengths that there are
+(products forward and twice that backward, attention, the output head at answer tokens), without credit for what is
+computed again, or not at all because answers share their prompt; tokens are those of trajectories.
 """
 
 import argparse
@@ -21,10 +21,12 @@ import numpy as np
 
 from scripts.bench.broadcast import device_time
 from scripts.bench.core import CaseFailed, output_of, say, write_json
+from slipstream.runtime.lifeline import PARENT, die_with_parent
 
 GROUP = 8
 SIGMA = 0.7
 WARM_UP = 2
+TORCHRUN = ["-m", "slipstream.launch.torchrun", "--standalone"]
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense bfloat16 products per second, by a part of the device's name."""
 HEATS: dict[str, dict[str, Any]] = {
@@ -40,7 +42,8 @@ HEATS: dict[str, dict[str, Any]] = {
     "plain, full": {"compile": False, "recompute": "full"},
 }
 SIZES = {
-    "trajectories": (64, "of a batch"),
+    "ranks": (1, "one a device"),
+    "trajectories": (64, "of a batch, for each rank"),
     "mean": (2048, "tokens of an answer"),
     "cap": (8192, "tokens of the longest answer"),
     "prompt": (256, "tokens of a prompt"),
@@ -55,6 +58,8 @@ class Task:
 
     shape: str
     heat: str
+    mesh: dict[str, int]
+    ranks: int
     trajectories: int
     mean: int
     cap: int
@@ -64,20 +69,21 @@ class Task:
 
 
 def answers_of(task: Task) -> Any:
-    """[trajectories] tokens of each answer."""
+    """[ranks * trajectories] tokens of each answer."""
     random = np.random.default_rng(0)
-    drawn = random.lognormal(np.log(task.mean) - SIGMA**2 / 2, SIGMA, task.trajectories)
+    drawn = random.lognormal(np.log(task.mean) - SIGMA**2 / 2, SIGMA, task.ranks * task.trajectories)
     return drawn.clip(8, task.cap).astype(np.int32)
 
 
-def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int) -> Any:
-    """A batch of groups of GROUP for one rank, assigned as replay does.
+def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int, rank: int = 0, world_size: int = 1) -> Any:
+    """One rank's part of a batch of groups of GROUP, assigned as replay does.
 
     Args:
         lengths: tokens of each answer.
         prompt: tokens of each prompt.
         settings: the learner section of the configuration.
         vocabulary: ids are drawn from.
+        rank, world_size: place among those that have parts of their own.
     """
     from replay.desks.sharing import Members, assign
     from replay.messages import Batch
@@ -88,20 +94,21 @@ def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int) -> Any:
     members = Members(
         prompts=np.full(n, prompt), answers=lengths.astype(np.int64), groups=groups, trained=np.ones(n, np.bool_)
     )
-    placed = assign(members, settings.share_prefixes, 1, settings.max_tokens_per_microbatch)
+    placed = assign(members, settings.share_prefixes, world_size, settings.max_tokens_per_microbatch)
     prompts = random.integers(3, vocabulary, (groups[-1] + 1, prompt))
     answers = np.split(random.integers(3, vocabulary, total), np.cumsum(lengths)[:-1])
+    logprobs = np.split(-np.log(vocabulary) + random.normal(0, 0.1, total), np.cumsum(lengths)[:-1])
+    mine = np.flatnonzero(placed.rank == rank).astype(np.int32)
+    own = int(lengths[mine].sum())
     return Batch(
-        step=1, rank=0, num_microbatches=placed.num_microbatches, total_loss_tokens=total,
+        step=1, rank=rank, num_microbatches=placed.num_microbatches, total_loss_tokens=total,
         group_ids=[[0, int(group)] for group in np.unique(groups)], stats={}, lag_histogram={},
-        trajectory=np.arange(n, dtype=np.int32), microbatch=placed.microbatch,
-        prompt_lengths=np.full(n, prompt, np.int32), lengths=lengths,
-        token_ids=np.concatenate([part for pair in zip(prompts[groups], answers, strict=True) for part in pair]).astype(
-            np.int32
-        ),
-        loss_mask=np.ones(total, np.uint8),
-        logprobs=(-np.log(vocabulary) + random.normal(0, 0.1, total)).astype(np.float32),
-        versions=np.zeros(total, np.int32), all_rewards=random.integers(0, 2, n).astype(np.float32),
+        trajectory=mine, microbatch=placed.microbatch[mine],
+        prompt_lengths=np.full(len(mine), prompt, np.int32), lengths=lengths[mine],
+        token_ids=np.concatenate([part for i in mine for part in (prompts[groups[i]], answers[i])]).astype(np.int32),
+        loss_mask=np.ones(own, np.uint8),
+        logprobs=np.concatenate([logprobs[i] for i in mine]).astype(np.float32),
+        versions=np.zeros(own, np.int32), all_rewards=random.integers(0, 2, n).astype(np.float32),
         all_groups=groups, all_loss_tokens=lengths,
     )  # fmt: skip
 
@@ -133,14 +140,15 @@ def config_of(task: Task, folder: str) -> Any:
 
     from configs.loading import validate
 
-    rollout = {"max_new_tokens": task.cap, "group_size": GROUP, "groups_per_step": task.trajectories // GROUP}
+    groups = task.ranks * task.trajectories // GROUP
+    rollout = {"max_new_tokens": task.cap, "group_size": GROUP, "groups_per_step": groups}
     learner = {"max_tokens_per_microbatch": task.max_tokens, "warmup_steps": 0, "lr": 1e-6}
     tree = {
         "model": {"path": folder},
         "data": {"train": "unused.jsonl", "max_prompt_tokens": task.prompt},
         "rollout": rollout,
-        "learner": learner | HEATS[task.heat],
-        "placement": {"device": "cuda" if torch.cuda.is_available() else "cpu", "split": "1:1"},
+        "learner": learner | HEATS[task.heat] | {"mesh": task.mesh},
+        "placement": {"device": "cuda" if torch.cuda.is_available() else "cpu", "split": f"1:{task.ranks}"},
     }
     return validate(tree, "bench learner")
 
@@ -176,8 +184,9 @@ def random_policy(config: Any, mesh: Any, device: Any, budget: Any) -> Any:
 
 
 def run_heat(task: Task) -> dict[str, Any]:
-    """Warm up by two updates, then time `steps` of them."""
+    """Warm up by two updates, then time `steps` of them; what rank 0 has measured, and sums over all ranks."""
     import torch
+    import torch.distributed as dist
 
     from examples import random_qwen3
     from learner.optimizer import Optimizer
@@ -195,23 +204,32 @@ def run_heat(task: Task) -> dict[str, Any]:
         budget = choose_for(Setup.of(config, model.to_dict()), ranks.mesh, ranks.device)
         policy, clock = random_policy(config, ranks.mesh, ranks.device, budget), Clock(ranks.device)
         trainer = Trainer(config, policy, Optimizer(config.learner, policy), clock)
-        batch = batch_of(answers_of(task), task.prompt, config.learner, policy.vocab_size)
+        tensor = config.learner.mesh.tensor
+        place = (ranks.rank // tensor, ranks.world_size // tensor)
+        batch = batch_of(answers_of(task), task.prompt, config.learner, policy.vocab_size, *place)
         updates = []
         for step in range(WARM_UP + task.steps):
+            if step == WARM_UP:
+                policy.communication.take()  # begins to measure
             with clock("step"):
                 updates.append(trainer.train_step(batch))
             if updates[-1].reason:
                 raise CaseFailed(f"{task.heat}: step {step} was not applied: {updates[-1].reason}")
         timed = {name: seconds[WARM_UP:] for name, seconds in clock.seconds.items()}
-        step_s = statistics.median(timed["step"])
+        step_s, communication_s = statistics.median(timed["step"]), policy.communication.take() / task.steps
         rows = prepare(batch, trainer.advantage, config).rows
-        computed = sum(row.input_ids.numel() for row in rows)
-        tokens = computed + sum(row.saved for row in rows)
+        own = sum(row.input_ids.numel() for row in rows)
+        saved = sum(row.saved for row in rows)
+        over_all = torch.tensor([own, saved, flops(model, rows)], dtype=torch.float64, device=ranks.device) / tensor
+        dist.all_reduce(over_all)
+        computed, tokens = int(over_all[0]), int(over_all[0] + over_all[1])
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
         speed = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
         return {
             "shape": task.shape,
             "heat": task.heat,
+            "ranks": task.ranks,
+            "mesh": task.mesh,
             "device": device,
             "torch": torch.__version__,
             "step_s": step_s,
@@ -219,12 +237,15 @@ def run_heat(task: Task) -> dict[str, Any]:
             "first_step_s": clock.seconds["step"][0],
             "tokens": tokens,
             "tokens_per_s": tokens / step_s,
+            "tokens_per_s_a_device": tokens / step_s / task.ranks,
             "tokens_computed": computed,
-            "mfu": flops(model, rows) / step_s / speed if speed else None,
+            "mfu": float(over_all[2]) / step_s / speed / task.ranks if speed else None,
             "peak_gib": max(update.sums.values["peak_bytes_max"] for update in updates[WARM_UP:]) / 2**30,
             "microbatches": len(rows),
-            "fill": computed / (len(rows) * max(row.input_ids.numel() for row in rows)),
+            "fill": own / (len(rows) * max(row.input_ids.numel() for row in rows)),
+            "communication_s": communication_s,
             "first_loss": updates[0].sums.loss,
+            "first_grad_norm": updates[0].sums.grad_norm,
             "attention": policy.model.transformer.config._attn_implementation,
             "recompute": policy.budget.recompute,
             "keeps_gathered": policy.budget.keeps_gathered,
@@ -239,21 +260,30 @@ def command(arguments: list[str]) -> int:
     parser.add_argument("--heats", default=",".join(HEATS).replace(", ", "+"), help="with commas; + for a comma inside")
     for name, (default, text) in SIZES.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{text}: %(default)s")
+    parser.add_argument("--mesh", default="", help="of the ranks, such as tensor=2; they shard where it is left out")
     parser.add_argument("--limit-s", type=float, default=150.0, help="for one heat, its start included")
     parser.add_argument("--out", type=Path, help="JSON of all heats")
     parser.add_argument("--task", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.task:
+        die_with_parent(int(os.environ.get(PARENT, os.getppid())))
         result = run_heat(Task(**json.loads(options.task)))
-        print(json.dumps(result), flush=True)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(result), flush=True)
         os._exit(0)
-    results = []
+    results, mesh = (
+        [],
+        {name: int(size) for name, _, size in (one.partition("=") for one in options.mesh.split(",") if one)},
+    )
     for shape in options.shapes.split(","):
         for heat in (name.replace("+", ", ") for name in options.heats.split(",")):
-            task = Task(shape, heat, **{name: getattr(options, name) for name in SIZES})
+            task = Task(shape, heat, mesh, **{name: getattr(options, name) for name in SIZES})
             own = ["-m", "scripts.bench", "learner", "--task", json.dumps(asdict(task))]
+            if task.ranks > 1:
+                own = [*TORCHRUN, f"--nproc-per-node={task.ranks}", *own]
             try:
-                results.append(json.loads(output_of(heat, own, options.limit_s).splitlines()[-1]))
+                said = output_of(heat, own, options.limit_s).splitlines()
+                results.append(json.loads([text for text in said if text.startswith("{")][-1]))
                 say(line(results[-1]))
             except CaseFailed as error:
                 results.append({"shape": shape, "heat": heat, "error": str(error)[-2000:]})
@@ -267,7 +297,8 @@ def command(arguments: list[str]) -> int:
 def line(result: dict[str, Any]) -> str:
     """One heat for the reader."""
     mfu = f"{result['mfu']:.1%}" if result["mfu"] else "-"
+    ranks = f" on {result['ranks']} ranks" if result["ranks"] > 1 else ""
     return (
-        f"{result['shape']} {result['heat']}: {result['tokens_per_s']:,.0f} tokens/s, MFU {mfu},"
+        f"{result['shape']} {result['heat']}{ranks}: {result['tokens_per_s']:,.0f} tokens/s, MFU {mfu},"
         f" {result['peak_gib']:.1f} GiB, step {result['step_s']:.2f} s, first {result['first_step_s']:.1f} s"
     )

@@ -32,7 +32,7 @@ def main() -> None:
     config = make_config(
         folder / "model",
         replay={"async_lag": 2},
-        placement={"device": settings.get("device", "cuda")},
+        placement={"device": settings.get("device", "cuda"), "split": f"1:{settings.get('ranks', 1)}"},
         learner={"max_tokens_per_microbatch": 4096, **settings["learner"]},
         limits={"max_logprob_diff": 1e3, "max_logprob_diff_16bit": 1e3},
         run={"dir": str(folder / "runs"), "name": name},
@@ -47,15 +47,19 @@ def main() -> None:
         for step in range(int(state["step"]) + 1 if state else 1, settings["steps"] + 1):
             started = time.perf_counter()
             drawn = random_step(step, num_groups=GROUPS, vocab=1000)
-            trainer.train_step(batch_of(drawn, step, num_microbatches=3))
+            place = {"rank": ranks.rank, "world_size": ranks.world_size}
+            trainer.train_step(batch_of(drawn, step, num_microbatches=3, **place))
             if ranks.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - started
-            with (folder / f"{name}.txt").open("a") as file:
-                file.write(f"{step} {policy.parameter_digest()} {seconds}\n")
+            digest = policy.parameter_digest()
+            if ranks.is_first:
+                with (folder / f"{name}.txt").open("a") as file:
+                    file.write(f"{step} {digest} {seconds}\n")
             if step % 3 == 0:
                 saved(keeper, step, guards=guards.state())
             if step == settings.get("kill_at"):
+                torch.distributed.barrier()  # its digest is written
                 os.kill(os.getpid(), signal.SIGKILL)
     os._exit(0)
 

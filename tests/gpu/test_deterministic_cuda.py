@@ -20,6 +20,7 @@ from configs.machine import DETERMINISTIC
 from tests.gpu.test_learner_cuda import LARGER
 from tests.learner.tiny_models import save_model
 from tests.support.ranks import ROOT
+from tests.support.runs import free_port
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,17 +30,31 @@ PROGRAM = Path(__file__).with_name("deterministic_rank.py")
 STEPS, KILL_AT = 10, 7
 
 
-def run(folder: Path, name: str, *, deterministic: bool = True, kill_at: int | None = None, **learner: Any) -> int:
-    """Exit code of a learner; what it made is in FOLDER/NAME.txt."""
-    settings = {"steps": STEPS, "kill_at": kill_at, "learner": {"deterministic": deterministic, **learner}}
+def run(
+    folder: Path, name: str, *, deterministic: bool = True, kill_at: int | None = None, ranks: int = 1, **learner: Any
+) -> int:
+    """Exit code of a learner, the same of all ranks; what it made is in FOLDER/NAME.txt."""
+    settings = {"steps": STEPS, "kill_at": kill_at, "ranks": ranks}
+    settings["learner"] = {"deterministic": deterministic, **learner}
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, **(DETERMINISTIC if deterministic else {})}
+    environment |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, str(PROGRAM), str(folder), name, json.dumps(settings)]
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=False, timeout=170, cwd=folder
-    )
-    assert done.returncode in (0, -9), done.stderr[-3000:]
-    return done.returncode
+    started = [
+        subprocess.Popen(
+            command, env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True,
+            cwd=folder,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=170)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    codes = {process.returncode for process in started}
+    assert codes in ({0}, {-9}), (codes, [text[-3000:] for text in said])
+    return codes.pop()
 
 
 def made(folder: Path, name: str) -> tuple[dict[int, list[str]], float]:

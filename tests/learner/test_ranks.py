@@ -12,6 +12,7 @@ from configs.errors import ConfigError, Unexpected
 from configs.learner import LearnerSettings
 from configs.machine import DETERMINISTIC
 from learner import ranks
+from learner.collectives import AFTER_S
 from learner.policy import meshes
 from learner.ranks import CollectiveFailed, RanksError, device_of, join_ranks, named
 from replay.channel.interfaces import InterfaceError
@@ -104,7 +105,8 @@ def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch):
         assert place.mesh == ("cuda", (2,))
     assert told["backend"] == "nccl" and told["device_id"] == told["current"] == torch.device("cuda", 0)
     assert told["nccl"] == ("0", "1"), "defaults give way to what is set"
-    assert told["timeout"].total_seconds() == LearnerSettings().collective_deadline_s, "not the patience for a batch"
+    named_s = LearnerSettings().collective_deadline_s  # not the patience for a batch
+    assert told["timeout"].total_seconds() == named_s + AFTER_S, "NCCL's own watchdog comes after the one that names"
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def expired(
     key: str,
     status: Callable[[], Mapping[str, Any]] | None = None,
     ends: bool = True,
+    more: Sequence[str] = (),
 ) -> str:
     """Write a report of a deadline that has passed; returns `; hang report: FILE`, to be put into the message.
 
@@ -71,6 +72,7 @@ def expired(
     Args:
         status: of replay, where this is replay; else replay is asked.
         ends: this process ends for it. Otherwise a thread writes the report while it goes on.
+        more: lines of what this process alone knows of it.
     """
     own = registry.own
     if own is None:
@@ -83,45 +85,48 @@ def expired(
         path = own.run_dir / f"hang-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.txt"
         fresh_s = FRESH_S if ends else FRESH_ASIDE_S
         if there and (path == there[-1] or time.time() - there[-1].stat().st_mtime < fresh_s):
-            return _note(there[-1], wait)
+            return _note(there[-1], wait, more)
         if len(there) >= (MOST if ends else MOST_ASIDE):
             return f"; {len(there)} hang reports are there already, the first is {there[0]}"
         try:
             path.touch(exist_ok=False)
         except FileExistsError:  # another process has begun it in this very second
-            return _note(path, wait)
+            return _note(path, wait, more)
     except OSError as error:
         return f"; no hang report could be written: {error}"
     known = status() if status is not None else None
     if not ends:
-        threading.Thread(target=_write_or_say, args=(path, wait, own.member, known), daemon=True).start()
-    elif failed := _write_or_say(path, wait, own.member, known):
+        threading.Thread(target=_write_or_say, args=(path, wait, own.member, known, more), daemon=True).start()
+    elif failed := _write_or_say(path, wait, own.member, known, more):
         return f"; no hang report could be written: {failed}"
     return f"; hang report: {path}"
 
 
-def _note(path: Path, wait: Wait) -> str:
+def _note(path: Path, wait: Wait, more: Sequence[str]) -> str:
     """Add a wait to a report, which may still be under way, and is no fresher for it. Raises OSError."""
     with path.open("a", encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         made = os.fstat(file.fileno())
-        file.write(f"\nALSO EXPIRED, {time.strftime('%H:%M:%S', time.gmtime())} UTC: {wait}\n")
+        lines = [f"ALSO EXPIRED, {time.strftime('%H:%M:%S', time.gmtime())} UTC: {wait}", *more]
+        file.write("\n" + "\n".join(lines) + "\n")
         file.flush()
         os.utime(file.fileno(), ns=(made.st_atime_ns, made.st_mtime_ns))
     return f"; hang report: {path}"
 
 
-def _write_or_say(path: Path, wait: Wait, by: Member, status: Mapping[str, Any] | None) -> OSError | None:
+def _write_or_say(
+    path: Path, wait: Wait, by: Member, status: Mapping[str, Any] | None, more: Sequence[str]
+) -> OSError | None:
     """A disk that is full, or gone, counts less than what has expired."""
     try:
-        write(path, wait, by, status)
+        write(path, wait, by, status, more)
     except OSError as error:
         log.warning("%s: the hang report could not be written: %s", path, error)
         return error
     return None
 
 
-def write(path: Path, wait: Wait, by: Member, status: Mapping[str, Any] | None) -> list[str]:
+def write(path: Path, wait: Wait, by: Member, status: Mapping[str, Any] | None, more: Sequence[str] = ()) -> list[str]:
     """Fill the file; returns the lines of its suspects. Raises OSError."""
     run_dir, noted = path.parent, registry.members(path.parent)
     here = {member.pid: member for member in noted if member.is_here()}
@@ -136,7 +141,7 @@ def write(path: Path, wait: Wait, by: Member, status: Mapping[str, Any] | None) 
         f"Hang report of {run_dir}, {now} UTC, host {host}, by {by.name} (pid {by.pid})",
         f"{wait}",
         *("", "SUSPECTS", *(suspects or ["no process here is stopped or dead: read the stacks"])),
-        *("", "WHO WAITS FOR WHOM", f"{wait}", *_waits(state)),
+        *("", "WHO WAITS FOR WHOM", f"{wait}", *_waits(state), *more),
         *("", "PROCESSES"),
     ]
     for member in noted:
