@@ -36,6 +36,12 @@ class CollectiveFailed(SlipstreamError, RuntimeError, code="SLIP-LEARN-06"):
     """A collective of the learner ranks failed or did not end in time."""
 
 
+class CollectiveTimedOut(CollectiveFailed):
+    """A collective of the learner ranks did not end in time."""
+
+    symptom = "silent"
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One entry of the flight recorder. Example: Collective("0", "all_gather", 812, "started", 41.5, False)."""
@@ -152,7 +158,7 @@ class CollectiveWatch(threading.Thread):
                     store.set(f"{KNOWN}/{dist.get_rank()}", json.dumps(known))
                     return
 
-    def _failure(self, stuck: Collective) -> CollectiveFailed:
+    def _failure(self, stuck: Collective) -> CollectiveTimedOut:
         """What to say, with a hang report that has the last collectives of all ranks that answer."""
         rank, mine = dist.get_rank(), self._known(stuck.group)
         left: dict[int, Any] = {other: None for other in self._groups[stuck.group] if other != rank}
@@ -170,7 +176,7 @@ class CollectiveWatch(threading.Thread):
             key="learner.collective_deadline_s",
             more=lines,
         )
-        return CollectiveFailed(f"{stuck} (learner.collective_deadline_s {self._deadline_s:g}): {why}{said} [silent]")
+        return CollectiveTimedOut(f"{stuck} (learner.collective_deadline_s {self._deadline_s:g}): {why}{said} [silent]")
 
     def _ask(self, group: str, left: dict[int, Any]) -> None:
         """Fill in what the other ranks of a group leave within ANSWER_S."""

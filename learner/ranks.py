@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs.errors import SlipstreamError, Unexpected
 from configs.machine import DETERMINISTIC
 from configs.schema import Config
-from learner.collectives import AFTER_S, CollectiveFailed
+from learner.collectives import AFTER_S, CollectiveFailed, CollectiveTimedOut
 from learner.policy.meshes import Meshes, make_meshes
 from replay.channel.interfaces import bind_collectives
 from slipstream.runtime.hang import expired
@@ -105,7 +105,9 @@ def named(error: Exception) -> Exception:
         key = "learner.collective_deadline_s"
         said = expired("the other learner ranks, in a collective", owed_by=("learner ranks",), waited_s=0.0, key=key)
         first, newline, rest = text.partition("\n")
-        return CollectiveFailed(f"{first}; a rank that the others wait for stands still{said} [silent]{newline}{rest}")
+        return CollectiveTimedOut(
+            f"{first}; a rank that the others wait for stands still{said} [silent]{newline}{rest}"
+        )
     return CollectiveFailed(text) if isinstance(error, dist.DistError) else Unexpected(text)
 
 

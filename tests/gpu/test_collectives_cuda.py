@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -28,7 +29,7 @@ SAID = {
     "kill": "rank 1 (pid",
     "stop": "rank 1 gave no answer",
     "late": "rank 1 has not begun it",
-    "cut": "all its ranks have begun it",
+    "cut": "rank 1 gave no answer",  # torch asks NCCL's threads for what it dumps
 }
 
 
@@ -57,6 +58,7 @@ def test_the_rank_is_named_in_time(tmp_path: Path, fault: str) -> None:
     assert found.unix_s - hit_at < DEADLINE_S + 30
     if fault == "kill":
         return  # at once, by its exit status
-    (report, *_) = tmp_path.glob("run/hang-*.txt")
+    (report, *_) = sorted(tmp_path.glob("run/hang-*.txt"))
+    print("\n".join(re.findall(r"(?:flight|rank \d:).*", report.read_text())))
     assert "flight recorder, by rank" in report.read_text() and "all_reduce no. " in report.read_text()
-    assert found.error == "SLIP-LEARN-06" and (fault == "cut" or found.peers == ("learner-1",))
+    assert found.error == "SLIP-LEARN-06" and found.symptom == "silent" and found.peers == ("learner-1",)

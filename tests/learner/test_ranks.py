@@ -12,9 +12,9 @@ from configs.errors import ConfigError, Unexpected
 from configs.learner import LearnerSettings
 from configs.machine import DETERMINISTIC
 from learner import ranks
-from learner.collectives import AFTER_S
+from learner.collectives import AFTER_S, CollectiveFailed, CollectiveTimedOut
 from learner.policy import meshes
-from learner.ranks import CollectiveFailed, RanksError, device_of, join_ranks, named
+from learner.ranks import RanksError, device_of, join_ranks, named
 from replay.channel.interfaces import InterfaceError
 from tests.learner.tiny_models import make_config
 
@@ -114,7 +114,7 @@ def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch):
     [
         (
             RuntimeError("[pair.cc:548] Timed out waiting 6000ms for recv"),
-            CollectiveFailed,
+            CollectiveTimedOut,
             "recv; a rank that the others wait for stands still [silent]",
         ),
         (RuntimeError("Connection closed by peer"), Unexpected, "RuntimeError: Connection closed by peer"),
