@@ -20,7 +20,7 @@ from configs.loading import add_arguments, from_arguments, leaf_keys, load
 from configs.schema import Config
 from learner import main as launcher
 from replay import messages as replay_messages
-from scripts import metrics_page as metrics_page
+from scripts import pages as generated
 from slipstream.check import checks
 from slipstream.command import COMMANDS as COMMANDS_BY_NAME
 from slipstream.runtime.vitals.catalogue import catalogue
@@ -247,7 +247,7 @@ def test_docs_and_code_have_the_same_metric_names():
 
 
 def test_the_reference_of_metrics_is_up_to_date():
-    assert metrics_page.main(["--check"]) == 0
+    assert generated.main(["--check"]) == 0
 
 
 def test_messages_in_troubleshooting_are_those_of_the_code():
