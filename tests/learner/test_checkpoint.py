@@ -144,6 +144,14 @@ def test_a_state_that_does_not_fit_is_refused(keeper, old, new, words):
         keeper.load(folder)
 
 
+def test_a_half_written_folder_is_cleared(config, keeper, caplog):
+    whole, half = saved(keeper, 1), saved(keeper, 2)
+    (half / "COMPLETE").unlink()
+    assert keeper.resume()["step"] == 1
+    assert "checkpoint step_2 was half written: deleted" in caplog.text
+    assert list(whole.parent.iterdir()) == [whole]
+
+
 def test_a_reference_that_was_refreshed_is_not_forgotten_in_silence(config, keeper):
     """Without its refreshes a run does not look for reference/, and the model that it began with would come back."""
     folder = saved(keeper, 1)
