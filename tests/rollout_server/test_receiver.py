@@ -24,7 +24,7 @@ from rollout_server.engines.sglang.update.receiver import Handles, Receiver
 from tests.support import bus_receiver
 from tests.support.bus_receiver import HOST, Weights, digests
 from weight_bus import TransportError
-from weight_bus.messages import Begin, describe_manifest
+from weight_bus.messages import Begin, described
 from weight_bus.packing import Packer
 from weight_bus.remote import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Hosting, Line, RemoteIntake, RemoteUpdate, Taken
 from weight_bus.staging import view_of
@@ -101,7 +101,6 @@ class Sender(threading.Thread):
         self._lost_before, self._run = lost_before, run
         self._transport = Collective(CONFIG, HOST)
         self._epoch = next(EPOCHS)
-        names, dtypes, shapes, digested = describe_manifest(manifest)
         self.begin = Begin(
             session="s",
             epoch=self._epoch,
@@ -112,11 +111,7 @@ class Sender(threading.Thread):
             size=2,
             endpoint=self._transport.serve(),
             bucket_bytes=CONFIG.bucket_bytes,
-            names=names,
-            dtypes=dtypes,
-            shapes=shapes,
-            digests=digested,
-            digest=manifest.digest,
+            **described(manifest),
             **change,
         )
         if lost_before:

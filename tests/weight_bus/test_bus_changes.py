@@ -119,14 +119,6 @@ def test_a_bit_that_flips_in_staged_bytes_between_two_versions_is_never_served(e
         assert server.engine.activated == [0, 1]
 
 
-def test_a_subscriber_whose_staged_bytes_are_another_version_refuses_the_change_after_it_came():
-    second = stepped(weights(0), 1)
-    with bus() as (publisher, receivers):
-        receivers[0].subscriber._intake._holds = "something else"
-        assert sorted(send(publisher, 1, second).served) == ["a", "b"]
-        assert all(same(server, second) for server in receivers)
-
-
 def test_a_change_between_other_layouts_is_refused():
     """Also where the buckets have the same sizes: tensors that change places would be right by name only."""
     transport: Any = SimpleNamespace(device=CPU)
