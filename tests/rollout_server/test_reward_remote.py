@@ -216,7 +216,6 @@ def test_a_reward_model_of_another_server_scores_by_either_convention(tmp_path: 
         ("{{ 1 // (messages | length - 2) }}", "ZeroDivisionError"),
         ("{{ messages[7].content.text }}", "UndefinedError"),
         ("{{ raise_exception('two turns only') }}", "two turns only"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
     ],
 )
 def test_a_template_that_fails_on_an_answer_is_the_error_of_that_answer(template: str, said: str) -> None:
@@ -224,6 +223,14 @@ def test_a_template_that_fails_on_an_answer_is_the_error_of_that_answer(template
         scoring(chat_template=template).request(sample())
     assert said in str(raised.value)
     assert "chat_template: fails on messages of the roles user, assistant: " in str(raised.value)
+
+
+def test_a_template_without_an_end_is_the_error_of_its_answer() -> None:
+    """In a process of its own: the depth of the stack that it is read at matters."""
+    endless = "{% if messages %}{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}{% endif %}"
+    part = {"url": "http://127.0.0.1:9/v1", "model": "j", "chat_template": endless}
+    (outcome,) = scored({"remote_model": part}, sample())
+    assert "RecursionError" in str(outcome.error) and "[SLIP-REWARD-06]" in str(outcome.error)
 
 
 def test_a_template_is_read_as_transformers_reads_it() -> None:
