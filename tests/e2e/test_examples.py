@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -40,18 +39,14 @@ def test_an_environment_of_your_own_trains(launch: Runs) -> None:
 
 
 @pytest.mark.slow
-def test_an_agent_of_your_own_trains(tmp_path: Path, zygote: Any) -> None:
+def test_an_agent_of_your_own_trains(launch: Runs, tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="the extra `agents` is not installed")
     pytest.importorskip("openai", reason="the client package is not installed")
     made = [sys.executable, "-m", "examples.calculator", "--out", str(tmp_path / "calculator")]
     subprocess.run(made, cwd=ROOT, check=True, timeout=200)
-    runs = Runs(tmp_path, Input(tmp_path / "calculator"), zygote)
     sizes = ("data.max_prompt_tokens=8", "rollout.max_new_tokens=32", "rollout.groups_per_step=4")
     also = ("environment.turn_timeout_s=50", "environment.max_episodes=8")
-    run = runs(*settings("agent"), *sizes, *also, steps=1)
-    try:
-        assert run.wait(300) == 0, run.text()[-3000:]
-        (step,) = run.steps()
-        assert step["reward/messages"] >= 1 and step["episode/turns/mean"] >= 1
-    finally:
-        runs.close()
+    run = launch(*Input(tmp_path / "calculator").settings, *settings("agent"), *sizes, *also, steps=1)
+    assert run.wait(300) == 0, run.text()[-3000:]
+    (step,) = run.steps()
+    assert step["reward/messages"] >= 1 and step["episode/turns"] >= 1
