@@ -211,7 +211,7 @@ class Setup:
 
         Raises FingerprintError: that of a reference model or critic of their own is missing or broken.
         """
-        bytes_of, bus = {"float32": 4, "bfloat16": 2, "float16": 2}, config.weight_bus
+        bytes_of, bus = {"float32": 4, "bfloat16": 2}, config.weight_bus
         over_nccl = bus.backend == "nccl" and bus.transport == "collective"
         may_lie_on_host = over_nccl and not bus.delta  # changes are made where the versions lie, which takes a GPU
         return cls(

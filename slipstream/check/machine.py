@@ -23,7 +23,7 @@ JOURNAL_BYTES = GIB // 16
 """Replay's journal stays small beside a checkpoint; logs and metrics as well."""
 STATE_BYTES = 12
 """A parameter in dcp/: weight and two moments in float32."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BUSY_MIB = 1024
 """Memory of a GPU that drivers and desktops take is less."""
 ROOM = "free some, or name a folder with room (run.dir)"
