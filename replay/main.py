@@ -83,7 +83,7 @@ def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, rep
     evaluated = evaluation_rows(config)
     journal, records = open_journal(config, run_id, recover=recover)
     service = make(evaluated, time.monotonic(), journal=journal)
-    service.timeline = Timeline(Path(config.run_dir) / FILE, service.run, service.peers, service.batch_desk)
+    service.timeline = Timeline(Path(config.run_dir) / FILE, service.run, service.peers, service.batching)
     go_on(service, records)
     return service
 

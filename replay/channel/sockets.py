@@ -80,7 +80,7 @@ def bind(socket: "zmq.Socket[Any]", host: str, port: int, *, insecure: bool = Fa
     return f"tcp://{host}:{port}"
 
 
-class _Peer:
+class _Connection:
     """What both kinds of DEALER share: one connection, one identity, messages of one run."""
 
     _new_context: ClassVar[type["zmq.Context[Any]"]] = zmq.Context
@@ -132,7 +132,7 @@ class _Peer:
         return envelope
 
 
-class Dealer(_Peer):
+class Dealer(_Connection):
     """The blocking end of a peer (learner ranks, launcher, tests). Not safe to share between threads."""
 
     def send(self, message: Message) -> None:
@@ -162,7 +162,7 @@ class Dealer(_Peer):
         self.close()
 
 
-class AsyncDealer(_Peer):
+class AsyncDealer(_Connection):
     """The asyncio end of a peer (rollout servers)."""
 
     _new_context = zmq.asyncio.Context

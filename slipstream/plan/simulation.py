@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from configs.schema import Config
-from replay.state import batches
+from replay.batches import build as batches
 from slipstream.plan.costs import Costs, Int64, Workload
 
 Action = Callable[[], None]

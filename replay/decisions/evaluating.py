@@ -1,4 +1,4 @@
-"""The evaluation desk: one server evaluates a stated version, and the learner gets the result, also when it asks again.
+"""One server evaluates a stated version, and the learner gets the result, also when it asks again.
 
 Results stay in the journal as long as a resumed learner may ask for them. No socket, and time is an argument.
 """
@@ -10,17 +10,17 @@ from replay import messages as m
 from replay.channel.frames import encode
 from replay.journal.format import Frames
 from replay.state.apply import record
-from replay.state.evaluation_parts import Part, Work
+from replay.state.evaluation_parts import EvaluationPart, EvaluationWork
 from replay.state.evaluations import Evaluation
 from replay.state.peers import Peer, Peers
-from replay.state.run import Run
+from replay.state.run import RunState
 from replay.state.validation import problem_with_evaluation
 
 log = logging.getLogger(__name__)
 
 
-class EvaluationDesk:
-    def __init__(self, run: Run, peers: Peers, work: Mapping[Part, Work]) -> None:
+class EvaluationScheduler:
+    def __init__(self, run: RunState, peers: Peers, work: Mapping[EvaluationPart, EvaluationWork]) -> None:
         self.run, self.board, self.peers, self.work = run, run.board, peers, work
         self.withheld: set[int] = set()
         """Versions of which the present learner has not been told: it has not made them, and may make others."""
@@ -82,7 +82,7 @@ class EvaluationDesk:
         for part in evaluation.open_parts:
             self._ask_part(evaluation, part)
 
-    def _ask_part(self, evaluation: Evaluation, part: Part) -> None:
+    def _ask_part(self, evaluation: Evaluation, part: EvaluationPart) -> None:
         assert evaluation.server is not None
         if (work := self.work.get(part)) is not None:
             self.peers.send(evaluation.server, work.lease(evaluation.version, self.run.config.run.seed))
@@ -100,7 +100,7 @@ class EvaluationDesk:
         for each in held:
             if len(each) != 5 or not isinstance(each[0], int):
                 continue
-            version, part, is_done = each[0], Part.of(each[1:4]), each[4]
+            version, part, is_done = each[0], EvaluationPart.of(each[1:4]), each[4]
             evaluation = self.board.open.get(version)
             if version in self.board.closed:
                 self.peers.send(peer.identity, m.EvaluationClosed(version=version))
@@ -110,7 +110,7 @@ class EvaluationDesk:
                 self._ask_part(evaluation, part)
 
     def result(self, peer: Peer, result: m.EvaluationResult, frames: Frames = ()) -> None:
-        version, part = result.version, Part(result.set, result.greedy, result.first)
+        version, part = result.version, EvaluationPart(result.set, result.greedy, result.first)
         work = self.work.get(part)
         if work is not None and result.asked != work.fingerprint:  # what is asked for now was said when it joined
             log.warning(
