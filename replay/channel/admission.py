@@ -245,7 +245,7 @@ def _cut(part: zmq.Frame) -> None:
     with contextlib.suppress(OSError):  # it is closed already, or is no connection any more
         copy = socket.socket(fileno=os.dup(number))
         with copy:
-            peer = str(part.get("KnownPeer-Address"))
+            peer = str(part.get("Peer-Address"))
             if copy.type == socket.SOCK_STREAM and _plain(str(copy.getpeername()[0])) == _plain(peer):
                 copy.shutdown(socket.SHUT_RDWR)
 
