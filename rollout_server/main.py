@@ -28,8 +28,7 @@ from rollout_server.server import RolloutServer
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.pool import environments_of
 from rollout_server.tasks.rewards import RewardError, Rewards
-from rollout_server.tasks.rewards.process import key_variables
-from rollout_server.tasks.rewards.remote import rewards_of
+from rollout_server.tasks.rewards.pool import key_variables, rewards_of
 from rollout_server.tasks.task import Task, TaskError
 from slipstream.runtime import ending, hang
 from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint

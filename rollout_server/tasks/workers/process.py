@@ -123,9 +123,12 @@ class Worker:
     """One process at a time; after `stop` the next `start` begins a fresh one."""
 
     def __init__(
-        self, module: str, name: str, hidden: frozenset[str], max_bytes: int, limits: Mapping[str, Any]
+        self, module: str, name: str, hidden: frozenset[str] | None, max_bytes: int, limits: Mapping[str, Any]
     ) -> None:
-        """`hidden` variables it does not get; longer frames, or ones past the limits of msgpack, are refused."""
+        """It does not get `hidden` variables, nor secrets, which code of ours (None) gets.
+
+        Longer frames, or ones past the limits of msgpack, are refused.
+        """
         self.name, self._module, self._hidden = name, module, hidden
         self._max_bytes, self._limits = max_bytes, limits
         self.process: subprocess.Popen[bytes] | None = None
@@ -159,11 +162,6 @@ class Worker:
         """Write a frame; nothing where the process has gone."""
         if self.process is not None and not self._writer.is_closing():
             self._writer.write(pack(message))
-
-    async def write(self, frame: bytes) -> None:
-        """Write a frame that is made already. Raises OSError: the process has hung up."""
-        self._writer.write(frame)
-        await self._writer.drain()
 
     async def receive(self) -> Any:
         """The next frame. Raises ValueError: garbage; IncompleteReadError, OSError: the process has hung up."""
@@ -210,7 +208,7 @@ class Worker:
         self.process = None  # only now: a `stop` that is cancelled while it waits leaves it to the next call
 
 
-def _spawn(channel: int, hidden: frozenset[str], module: str) -> subprocess.Popen[bytes]:
+def _spawn(channel: int, hidden: frozenset[str] | None, module: str) -> subprocess.Popen[bytes]:
     """Start the supervisor, which starts the worker, in a session of its own.
 
     Must be called from a thread that lives as long as the worker shall: the parent-death signal follows it.
@@ -220,21 +218,21 @@ def _spawn(channel: int, hidden: frozenset[str], module: str) -> subprocess.Pope
         stdin=channel,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env=without_secrets({name: value for name, value in os.environ.items() if name not in hidden}),
+        env=without_secrets(os.environ, hidden),
         start_new_session=True,
     )
 
 
-def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+def without_secrets(environment: Mapping[str, str], hidden: frozenset[str] | None = frozenset()) -> dict[str, str]:
     """The environment of a child; functions read the keys of services from files.
 
     Example: OPENAI_API_KEY, HF_TOKEN, AWS_PROFILE, SSH_AUTH_SOCK and HTTP_PROXY=http://me:word@proxy are left out;
-    PATH, HOME, TOKENIZERS_PARALLELISM and HTTP_PROXY=http://proxy stay.
+    PATH, HOME, TOKENIZERS_PARALLELISM and HTTP_PROXY=http://proxy stay. `hidden` is as of Worker.
     """
     kept = {
         name: value
         for name, value in environment.items()
-        if not SECRET_NAME.search(name) and not SECRET_VALUE.search(value)
+        if hidden is None or not (name in hidden or SECRET_NAME.search(name) or SECRET_VALUE.search(value))
     }
     path = os.pathsep.join(filter(None, [PACKAGE_ROOT, environment.get("PYTHONPATH")]))
     return DEFAULTS | kept | {"PYTHONPATH": path}
