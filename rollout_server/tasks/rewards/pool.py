@@ -24,7 +24,7 @@ from rollout_server.tasks.rewards import (
     load_of,
 )
 from rollout_server.tasks.rewards.limits import RESOURCES
-from rollout_server.tasks.rewards.process import Call, RewardProcess, Work
+from rollout_server.tasks.rewards.process import Call, RewardProcess
 from slipstream.runtime.hang import expired
 
 log = logging.getLogger(__name__)
@@ -60,11 +60,11 @@ class RewardPool:
             self._timeout_s = (settings.retries + 1) * (settings.timeout_s + LONGEST_PAUSE_S)
         self._width = workers if endpoint is None else self._at_once
         is_alone = len(reward.parts) == 1  # then its metrics keep their names
-        order = [("" if is_alone else part.label, part.spec, part.weight, part.options) for part in parts]
-        work = Work(parts=order, shown=reward.shown, timeout_s=self._timeout_s, limits=limits, hidden=hidden)
-        names = ["reward worker" if endpoint is None else endpoint.label] * workers
+        told = [("" if is_alone else part.label, part.spec, part.weight, part.options) for part in parts]
+        order = {"parts": told, "timeout_s": self._timeout_s, "limits": limits}
+        name = "reward worker" if endpoint is None else endpoint.label
         self._processes = [
-            RewardProcess(work, f"{name} {number}", self._record, self._again) for number, name in enumerate(names)
+            RewardProcess(f"{name} {number}", order, hidden, self._record, self._again) for number in range(workers)
         ]
         self._waiting: deque[Call] = deque()
         self._tasks: list[asyncio.Task[None]] = []
