@@ -58,7 +58,8 @@ ERRORS_HEAD = """# Errors
 
 Each error has a code, which stands in brackets at the end of the first line of its message: in logs, in the last line
 of a process and in the events that the launcher shows. `slipstream explain` with a code prints what stands here.
-The class in brackets before it, such as `[silent]`, says [what kind of failure](../howto/hang.md) it looks like.
+The class in brackets before it, such as `[silent]`, is
+[the kind of failure](../troubleshooting.md#a-run-that-stands-still).
 """
 
 

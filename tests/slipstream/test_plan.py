@@ -15,7 +15,7 @@ from slipstream.plan.advice import NODE, Split, advise, splits, with_lag, yaml_o
 from slipstream.plan.costs import Costs, Lognormal, Recorded, Workload
 from slipstream.plan.simulation import Clock, Engine, Sampled, SimulatedRun
 
-DATA = Path(__file__).parents[2] / "docs" / "benchmarks" / "data" / "2026-11-21-h200.json"
+DATA = Path(__file__).parents[2] / "benchmarks" / "2026-11-21-h200.json"
 LONG = Workload(Recorded(((100,) * 4,)), 10, "all of 100 tokens")
 SPREAD = Workload(Lognormal(40, 0.7, 200), 10, "")
 ANSWERS = Workload(Lognormal(50, 0.5, 200), 10, "")
