@@ -11,13 +11,13 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
     "configs": 2_588,
-    "slipstream/runtime": 2_369,
+    "slipstream/runtime": 2_305,
     "slipstream/families": 317,
-    "slipstream/launch": 3_232,
-    "slipstream/check": 2_146,
+    "slipstream/launch": 3_189,
+    "slipstream/check": 2_073,
     "slipstream/view": 2_475,
     "slipstream/translate": 1_274,
-    "slipstream/plan": 1_413,
+    "slipstream/plan": 1_310,
     "slipstream/command": 159,
     "replay": 9_585,
     "weight_bus": 5_069,

@@ -1,7 +1,7 @@
-"""Run each node's part over ssh, show what the nodes say, and end all of it with this process.
+"""Run each node's part over ssh or srun, show what the nodes say, and end all of it with this process.
 
-One ssh per node runs slipstream.launch.hosts.node, which takes its node spec from stdin and ends with it: nothing
-outlives this process, the ssh session or the connection.
+One ssh or step per node and role runs slipstream.launch.hosts.node, which takes its node spec from stdin and ends with
+it: nothing outlives this process, the session or the connection.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.launch.children import wait_or_kill
@@ -37,6 +37,8 @@ SSH_COMMAND = (
     "ServerAliveCountMax=3",
 )
 SSH_FAILED = 255
+Over = Callable[[Host, Sequence[str]], list[str]]
+"""A command on a host, as a command of this machine."""
 POLL_S = 0.1
 FAREWELL_S = 30.0
 """How long nodes have to end by themselves after the run has ended or another node has failed."""
@@ -47,9 +49,10 @@ LAST_LINES = 20
 
 @dataclass(slots=True)
 class Remote:
-    """One node's ssh."""
+    """One node's ssh or step."""
 
     name: str
+    role: NodeRole
     host: Host
     process: "subprocess.Popen[bytes]"
     reader: threading.Thread = field(init=False)
@@ -81,10 +84,10 @@ class Remote:
             write_line(sys.stdout, f"[{self.name}] {line}")  # also without a reader: the node's pipe must be emptied
 
 
-def command_line(spec: NodeSpec, host: Host) -> list[str]:
-    """ssh, and what it runs on the node, in the same folder and interpreter; the node spec comes on stdin."""
+def command_line(spec: NodeSpec, host: Host, over: Over) -> list[str]:
+    """What runs on the node, in the same folder and interpreter; the node spec comes on stdin."""
     words = [sys.executable, "-m", "slipstream.launch.hosts.node", "--stdin", "--role", spec.role, "--node", spec.node]
-    return over_ssh(host, words)
+    return over(host, words)
 
 
 def over_ssh(host: Host, words: Sequence[str]) -> list[str]:
@@ -93,17 +96,20 @@ def over_ssh(host: Host, words: Sequence[str]) -> list[str]:
     return [*ssh, host.ssh, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
 
 
-def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole, run_dir: str) -> int:
-    """Run all specs to their end; exit code 0 when all ended well, 130 after a signal.
+def run(specs: Sequence[tuple[NodeSpec, Host]], over: Over, run_dir: str) -> int:
+    """Run all specs to their end.
 
-    A learner node that fails ends them all; rollout nodes go on without the one that failed.
+    A learner node that fails ends them all; the run goes on without a rollout node that failed.
+
+    Returns:
+        0 when all learner nodes, or where there is none all nodes, ended well; 130 after a signal, or else 1.
     """
     remotes: list[Remote] = []
     catch_signals()
     try:
         for spec, host in specs:
-            remotes.append(start(spec, host))
-        return _watch(remotes, role, run_dir)
+            remotes.append(start(spec, host, over))
+        return _watch(remotes, run_dir)
     except Interrupted as interruption:
         say(f"{interruption}: ending {', '.join(remote.name for remote in remotes)}")
         return 130
@@ -112,16 +118,16 @@ def run(specs: Sequence[tuple[NodeSpec, Host]], role: NodeRole, run_dir: str) ->
         stop(remotes)
 
 
-def start(spec: NodeSpec, host: Host) -> Remote:
+def start(spec: NodeSpec, host: Host, over: Over) -> Remote:
     """Connect to a node and give it its spec."""
     process = subprocess.Popen(
-        command_line(spec, host),
+        command_line(spec, host, over),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,  # Ctrl-C reaches this process alone, which ends the nodes in order
     )
-    remote = Remote(spec.node, host, process)
+    remote = Remote(spec.node, spec.role, host, process)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code and last line say why
         process.stdin.write(spec.line().encode())
@@ -142,21 +148,22 @@ def stop(remotes: Sequence[Remote]) -> None:
         remote.reader.join(1.0)
 
 
-def _watch(remotes: Sequence[Remote], role: NodeRole, run_dir: str) -> int:
+def _watch(remotes: Sequence[Remote], run_dir: str) -> int:
     """Name each node that fails; a learner's others have FAREWELL_S to end by themselves, and to say why.
 
     Ranks that are done end before the first node, whose launcher still waits for servers and writes picture and trace.
     """
-    named: set[str] = set()
+    learners = [remote for remote in remotes if remote.role == "learner"]
+    named: set[tuple[str, str]] = set()
     deadline = math.inf
     while True:
         running = [remote for remote in remotes if remote.exit_code() is None]
         for remote in remotes:
-            if remote.exit_code() not in (None, 0) and remote.name not in named:
-                named.add(remote.name)
-                goes_on = "; the run goes on with the servers of other nodes" if role == "rollout" and running else ""
-                say(f"{remote.failure()}{goes_on}")
-        if role == "learner" and (named or remotes[0] not in running):
+            if remote.exit_code() not in (None, 0) and (remote.role, remote.name) not in named:
+                named.add((remote.role, remote.name))
+                goes_on = remote.role == "rollout" and running
+                say(f"{remote.failure()}{'; the run goes on with the servers of other nodes' if goes_on else ''}")
+        if learners and (learners[0] not in running or any(role == "learner" for role, _ in named)):
             deadline = min(deadline, time.monotonic() + FAREWELL_S)
         if not running or time.monotonic() > deadline:
             break
@@ -166,4 +173,4 @@ def _watch(remotes: Sequence[Remote], role: NodeRole, run_dir: str) -> int:
         names = [remote.name for remote in running]
         said = hang.expired("the end of the nodes", owed_by=names, waited_s=FAREWELL_S, key="a fixed deadline")
         say(f"{', '.join(names)} still run {FAREWELL_S:g} s after another node has ended{said} [slow]")
-    return 1 if any(remote.exit_code() != 0 for remote in remotes) else 0
+    return 1 if any(remote.exit_code() != 0 for remote in learners or remotes) else 0
