@@ -85,7 +85,7 @@ def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int, rank: in
         vocabulary: ids are drawn from.
         rank, world_size: place among those that have parts of their own.
     """
-    from replay.desks.sharing import Members, assign
+    from replay.batches.sharing import Members, assign
     from replay.messages import Batch
 
     random = np.random.default_rng(1)

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ from slipstream.check.finding import Finding, as_json, ok, refused, report, stop
 from slipstream.check.places import Place
 from slipstream.check.probe import unreachable
 from slipstream.launch.hosts.allocation import of_this_process
+from slipstream.launch.hosts.fleet import Over, over_ssh
 from slipstream.launch.hosts.host_file import FORM, Host, read_hosts
 from slipstream.launch.hosts.node_spec import config_of, hosts_of
-from slipstream.launch.hosts.ssh import over_ssh
 from slipstream.launch.machine import this_machine
 from slipstream.launch.quickstart import input_is_missing
 from slipstream.plan.processes import Plan, assign
@@ -144,9 +144,6 @@ def show(found: Sequence[Finding], last: str) -> None:
 
 
 # ---- places -----------------------------------------------------------------------------------------------
-
-Over = Callable[[Host, Sequence[str]], list[str]]
-"""A command on a host, as a command of this machine."""
 
 
 def places_of(

@@ -14,7 +14,7 @@ import pytest
 
 from configs import ConfigError, load
 from slipstream.launch import doctor
-from slipstream.launch.hosts import allocation, slurm
+from slipstream.launch.hosts import allocation
 from slipstream.launch.hosts.allocation import Allocation
 from slipstream.launch.hosts.host_file import Host
 
@@ -82,7 +82,8 @@ def test_a_probe_runs_on_every_node_of_the_allocation(slurm_commands: Path, exam
     assert [step.split("--nodelist=")[1].split()[0] for step in probes] == ["m1", "m2"]
     for step in steps:
         assert (
-            all(word in step for word in (*slurm.STEP, "--unbuffered", "--cpus-per-task=2")) and "--gpus" not in step
+            all(word in step for word in (*allocation.STEP, "--unbuffered", "--cpus-per-task=2"))
+            and "--gpus" not in step
         ), step
 
 
@@ -149,7 +150,7 @@ def test_other_machines_are_reached_in_one_way(examine: Any) -> None:
 
 def test_the_address_is_that_of_the_interface_that_is_named() -> None:
     """Bash and awk as they stand in the file for sbatch and in a step of doctor."""
-    command = ["bash", "-c", slurm.ADDRESS]
+    command = ["bash", "-c", allocation.ADDRESS]
     variables = {**os.environ, "SLIPSTREAM_INTERFACE": "lo"}
     if subprocess.run(["ip", "-V"], capture_output=True, check=False).returncode != 0:
         pytest.skip("ip is not installed")

@@ -21,8 +21,8 @@ from learner import main
 from slipstream.launch import terminal
 from slipstream.launch.children import Tail
 from slipstream.launch.hosts import node
+from slipstream.launch.hosts.fleet import Remote
 from slipstream.launch.hosts.host_file import Host
-from slipstream.launch.hosts.ssh import Remote
 from slipstream.launch.launcher import Launcher
 from slipstream.view.live_view import LiveView
 from tests.support.runs import ROOT
@@ -58,7 +58,7 @@ def test_a_node_whose_lines_nothing_takes_is_read_to_its_end(monkeypatch: pytest
     command = [sys.executable, "-c", "for line in range(30_000): print(line, 'x' * 20)"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        remote = Remote("node0", Host("node0", "10.0.0.1", "node0", None), process)
+        remote = Remote("node0", "learner", Host("node0", "10.0.0.1", "node0", None), process)
         assert process.wait(30) == 0
         remote.reader.join(10)
         assert remote.last_lines[-1].startswith("29999 ")
