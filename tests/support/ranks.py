@@ -38,7 +38,8 @@ def two_ranks(
     places = [{"RANK": str(rank), **place(rank)} for rank in range(ranks)]
     started = []
     for of_one in [places] if forks else [[place] for place in places]:
-        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "RANK_PLACES": json.dumps(of_one), **of_one[0]}
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "RANK_PLACES": json.dumps(of_one), **of_one[0]}
         command = [sys.executable, __file__, str(program), str(folder)]
         pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True}
         started.append(subprocess.Popen(command, env={**os.environ, **own}, **pipes))
