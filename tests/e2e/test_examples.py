@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.runs import ROOT, Input, Runs
+from tests.test_docs import FIRST_REWARD
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 ROW = re.compile(r"^\| \[own/(\w+)\.py\]\(own/\1\.py\) \| `([\w.]+)` \| `([^`]+)`", re.MULTILINE)
@@ -29,6 +30,13 @@ def test_variants_of_your_own_train_together(launch: Runs) -> None:
     steps = run.steps()
     assert len(steps) == 2 and all(0 <= row["reward/in_place"] <= 1 for row in steps)
     assert all(row["actor/grad_norm"] > 0 for row in steps)
+
+
+def test_the_reward_of_the_readme_trains(launch: Runs, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(FIRST_REWARD)
+    run = launch(f"reward.function={tmp_path}/reward.py:reward", steps=1)
+    assert run.wait() == 0, run.text()[-3000:]
+    assert 0 <= run.steps()[0]["reward/in_place"] <= 1
 
 
 def test_an_environment_of_your_own_trains(launch: Runs) -> None:

@@ -273,16 +273,6 @@ def test_a_step_ends_once_the_policy_has_moved_far_enough(qwen3: Path, mesh: Dev
         assert trainer.optimizer.num_steps == update.applied_updates == update.values["actor/updates"]
 
 
-def test_a_run_that_only_skips_stops_and_says_why(make: Make):
-    trainer = make(ess="skip below 0.7", skipped_steps=3)
-    wrong = shifted(honest(trainer.policy, 5, lag=1), 0.0)
-    wrong = [dataclasses.replace(t, logprobs=[-9.0 * (i % 2) for i, _ in enumerate(t.logprobs)]) for t in wrong]
-    verdicts = [train(trainer, wrong, step).verdict for step in (5, 6, 7)]
-    assert [verdict.first("stop") is not None for verdict in verdicts] == [False, False, True]
-    last = "step 7: updates of 3 steps in a row were skipped (limits.skipped_steps); the last: step 7: for 3"
-    assert last in said(verdicts[2])
-
-
 # ---- rules, memory, state ------------------------------------------------------------------------------
 
 
