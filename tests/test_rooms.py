@@ -19,7 +19,7 @@ BUDGET = {
     "slipstream/translate": 1_274,
     "slipstream/plan": 1_310,
     "slipstream/command": 158,
-    "replay": 9_588,
+    "replay": 9_585,
     "weight_bus": 5_069,
     "rollout_server/engines": 3_880,
     "rollout_server/tasks": 7_415,
