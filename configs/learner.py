@@ -84,10 +84,10 @@ class LearnerSettings(Section):
     """Compute a prompt once for the answers of its group that lie in one microbatch: the same gradients from fewer
     tokens. `auto`: where that saves more than the copies of keys and values cost, from 64 prompt tokens on."""
     mesh: Mesh = Mesh()
-    """What ranks do beside sharding (docs/howto/parallelism.md)."""
-    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What ranks do beside sharding (docs/howto/memory.md)."""
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Dtype of the forward and backward, `auto` is float32 on a CPU and bfloat16 on GPUs; master weights, optimizer and
-    reductions stay float32. In `float16` the loss is scaled, for GPUs without bfloat16."""
+    reductions stay float32."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
     """`varlen` puts trajectories in one row without padding (torch's kernel on CUDA with bfloat16, a slow loop
     elsewhere); `sdpa` pads; `auto` takes the kernel where it runs."""

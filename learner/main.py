@@ -168,23 +168,16 @@ def write_reports(config: Config) -> None:
         due.append(("plots/summary.png", "slipstream.view.plot"))
     if config.tracking.profile:
         due.append(("the trace", "slipstream.view.trace"))
-
-    def say_missing(why: str) -> None:
-        what, module = due[0]
-        say(f"{what} was not written: {why}; python -m {module} {config.run_dir} writes it")
-
-    try:
-        catch_signals()
-        while due:
-            if why := write_report(due[0][1], config.run_dir):
-                say_missing(why)
-            due.pop(0)
-    except Interrupted as interruption:
-        while due:
-            say_missing(str(interruption))
-            due.pop(0)
-    finally:
-        ignore_signals()
+    interrupted = ""
+    catch_signals()
+    for what, module in due:
+        try:
+            why = interrupted or write_report(module, config.run_dir)
+        except Interrupted as interruption:
+            why = interrupted = str(interruption)
+        if why:
+            say(f"{what} was not written: {why}; python -m {module} {config.run_dir} writes it")
+    ignore_signals()
 
 
 def write_report(module: str, run_dir: str) -> str:

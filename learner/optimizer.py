@@ -1,4 +1,4 @@
-"""AdamW over the sharded float32 parameters, the learning rate of each step, and the scale of a float16 loss."""
+"""AdamW over the sharded float32 parameters, and the learning rate of each step."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,8 +17,6 @@ FINAL_SHARE = 0.1
 """Cosine and linear schedules end at this share of the peak."""
 OFFLOADED_BYTES = 256 * 1024 * 1024
 """Parameters whose moments come from host memory together."""
-FIRST_SCALE, GROW_AFTER = 2.0**16, 500
-"""Of the loss; torch.amp.GradScaler doubles after 2,000 steps, which are more than most runs here have."""
 
 
 def lr_at(step: int, config: LearnerSettings, *, idle: int = 0) -> float:
@@ -39,41 +37,6 @@ def lr_at(step: int, config: LearnerSettings, *, idle: int = 0) -> float:
     return config.lr * (1 - (1 - FINAL_SHARE) * fall)
 
 
-class LossScale:
-    """Factor of a float16 loss, without which small gradients would be rounded to 0; 1 in other dtypes.
-
-    Dynamic, as in Micikevicius et al. 2018 (arXiv 1710.03740) and torch.amp.GradScaler: a gradient that is not finite
-    halves it, and its step is left out; GROW_AFTER good steps in a row double it.
-    """
-
-    def __init__(self, *, is_dynamic: bool) -> None:
-        self.is_dynamic = is_dynamic
-        self.value = FIRST_SCALE if is_dynamic else 1.0
-        self._good_steps = 0
-
-    def grow(self) -> None:
-        """After a step that was applied."""
-        self._good_steps += 1
-        if self.is_dynamic and self._good_steps == GROW_AFTER:
-            self.value, self._good_steps = 2 * self.value, 0
-
-    def shrink(self) -> bool:
-        """After a gradient that was not finite; whether the scale may have been the reason."""
-        if self.value <= 1:
-            return False
-        self.value, self._good_steps = self.value / 2, 0
-        return True
-
-    def state(self) -> list[float] | None:
-        """For a checkpoint; none where it never changes."""
-        return [self.value, self._good_steps] if self.is_dynamic else None
-
-    def load(self, state: list[float] | None) -> None:
-        """Go on from that of a checkpoint, if it was written in float16 as well."""
-        if self.is_dynamic and state is not None:
-            self.value, self._good_steps = float(state[0]), int(state[1])
-
-
 class Optimizer:
     """AdamW (Loshchilov and Hutter 2019) on this rank's rows of each parameter, with fresh moments.
 
@@ -85,7 +48,6 @@ class Optimizer:
 
     def __init__(self, config: LearnerSettings, policy: Policy) -> None:
         self._policy = policy
-        self.scale = LossScale(is_dynamic=config.compute_dtype == "float16")
         self.masters = [shard.local for shard in policy.shards()]
         self.adamw = torch.optim.AdamW(
             self.masters,

@@ -19,7 +19,7 @@ from configs.errors import SlipstreamError
 from learner.pictures import RowPictures, Shown
 from learner.prefixes import Layout, Prefixes, lay_side_by_side
 from learner.prefixes import offsets as offsets
-from replay.desks.sharing import Wanted
+from replay.batches.sharing import Wanted
 from replay.messages import Batch
 
 PAD_ID = 0
@@ -284,19 +284,12 @@ def _check_shapes(batch: Batch, where: str, vocab_size: int) -> None:
     lengths |= dict.fromkeys(("loss_mask", "logprobs", "versions"), answers)
     lengths |= dict.fromkeys(("all_groups", "all_loss_tokens"), len(batch.all_rewards))
     lengths["all_samples"] = len(batch.all_rewards) if batch.all_samples.size else 0
+    if batch.picture_counts.size:
+        lengths |= {"picture_counts": len(batch.group_ids), "pictures": int(batch.picture_counts.sum())}
     for name, length in lengths.items():
         if len(getattr(batch, name)) != length:
             raise BatchError(f"{where}: {name} has {len(getattr(batch, name))} entries, not {length}")
-    if batch.picture_counts.size:
-        lengths = {"picture_counts": len(batch.group_ids), "pictures": int(batch.picture_counts.sum())}
-        for name, length in lengths.items():
-            if len(getattr(batch, name)) != length:
-                raise BatchError(f"{where}: {name} has {len(getattr(batch, name))} entries, not {length}")
-    limits = {
-        "trajectory": len(batch.all_rewards),
-        "microbatch": batch.num_microbatches,
-        "token_ids": vocab_size,
-    }
+    limits = {"trajectory": len(batch.all_rewards), "microbatch": batch.num_microbatches, "token_ids": vocab_size}
     for name, limit in limits.items():
         values = getattr(batch, name)
         if (i := _first((values < 0) | (values >= limit))) is not None:

@@ -110,8 +110,6 @@ def _of_critic(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[s
                 f"learner.lora.rank: {learner.lora.rank} with a {role} ({key}), which is not made for adapters yet;"
                 " take learner.lora.rank=0"
             )
-    if needs_critic and learner.compute_dtype == "float16":
-        yield "learner.compute_dtype: 'float16' with a critic, whose loss is not scaled; take bfloat16 or float32"
     if critic.path is not None and not needs_critic:
         yield (
             f"critic.path: {critic.path!r}, but nothing here needs a critic; set algorithm.advantage=gae, or leave it"

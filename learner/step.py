@@ -21,8 +21,6 @@ Measure = Callable[..., tuple[torch.Tensor, Measurements]]
 """Of a row and what the model's forward gives for it: its share of the loss, and measurements (an Objective)."""
 MAX = "_max"
 """End of the name of a measurement that is a maximum; the others are sums."""
-OVERFLOW = "overflow"
-"""Why a float16 step was left out: its scaled gradient was too large."""
 _MEANS = {
     "actor/entropy": "entropy",
     "actor/ppo_kl": "k1",
@@ -108,8 +106,6 @@ class StepSums:
             result["training/rollout_logprobs_diff_lag0_mean"] = v["fresh_diff"] / v["fresh"]
         if v["saved"]:
             result["perf/prefix_tokens_saved"] = v["saved"]
-        if v["loss_scale_max"] != 1:
-            result["actor/loss_scale"] = v["loss_scale_max"]
         if v["peak_bytes_max"]:
             result["perf/max_memory_allocated_gb"] = v["peak_bytes_max"] / 1024**3
         return result
@@ -122,12 +118,11 @@ def accumulate_gradients(
     *,
     temperature: float,
     global_tokens: int,
-    loss_scale: float = 1.0,
 ) -> StepSums:
     """Forward and backward over all rows; after the last one gradients are summed over ranks. A collective.
 
     Every rank has the same number of rows, at least one. With no token in the loss of any rank, nothing runs, no
-    collective starts, and all measurements are 0. Gradients are left multiplied by `loss_scale`, measurements are not.
+    collective starts, and all measurements are 0.
 
     Raises:
         ValueError: the rows of all ranks together do not hold `global_tokens` tokens in the loss.
@@ -140,8 +135,7 @@ def accumulate_gradients(
     for number, row in enumerate([row.to(policy.device) for row in rows], start=1):
         policy.prepare_row(last=number == len(rows))
         loss, measured = objective(row, *policy.forward(row, temperature))
-        scaled = loss if loss_scale == 1 else loss * loss_scale
-        scaled.backward()  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
         for name, value in measured.items():
             combine = torch.maximum if name.endswith(MAX) else torch.add
             found[name] = combine(found[name], value.double()) if name in found else value.double()
@@ -149,8 +143,7 @@ def accumulate_gradients(
     if not policy.leads:  # another rank measured the same tokens
         found = {name: torch.zeros_like(value) for name, value in found.items()}
     policy.settle_gradients()
-    found["squared_gradient"] = policy.squared_gradient() / loss_scale**2
-    found["loss_scale_max"] = torch.tensor(loss_scale, dtype=torch.float64, device=policy.device)
+    found["squared_gradient"] = policy.squared_gradient()
     found["peak_bytes_max"] = torch.tensor(take_peak_bytes(policy.device), dtype=torch.float64, device=policy.device)
     values = _over_ranks(policy, found)
     if values["tokens"] != global_tokens:
@@ -187,9 +180,9 @@ def apply_update(
     Clipping scales by max_grad_norm / (norm + 1e-6) where that is below 1, as torch.nn.utils.clip_grad_norm_ does.
 
     Returns:
-        Why nothing was applied: `no_tokens`, `nonfinite_loss`, `nonfinite_gradient`, `overflow` where a smaller scale
-        of the loss may cure that, or `refusal`, which a guard may have given. The gradients are dropped then, and
-        weights and moments stay as they are. Empty for an update that was applied.
+        Why nothing was applied: `no_tokens`, `nonfinite_loss`, `nonfinite_gradient`, or `refusal`, which a guard may
+        have given. The gradients are dropped then, and weights and moments stay as they are. Empty for an update that
+        was applied.
     """
     reason = ""
     if sums.global_tokens == 0:
@@ -197,15 +190,14 @@ def apply_update(
     elif not math.isfinite(sums.loss):
         reason = "nonfinite_loss"
     elif not math.isfinite(sums.grad_norm):
-        reason = OVERFLOW if optimizer.scale.shrink() else "nonfinite_gradient"
+        reason = "nonfinite_gradient"
     elif refusal:
         reason = refusal
     else:
-        scale = min(1.0, max_grad_norm / (sums.grad_norm + 1e-6)) / optimizer.scale.value
+        scale = min(1.0, max_grad_norm / (sums.grad_norm + 1e-6))
         if scale != 1:
             for gradient in policy.local_gradients():
                 gradient.mul_(scale)
         optimizer.step(lr)
-        optimizer.scale.grow()
     policy.clear_gradients()
     return reason

@@ -1,6 +1,5 @@
 """One training step: rows, advantages, gradients, update. Without replay, bus or files."""
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -196,17 +195,11 @@ class Trainer:
                 self.objective,
                 temperature=self.config.rollout.temperature,
                 global_tokens=global_tokens,
-                loss_scale=self.optimizer.scale.value,
             )
 
     def _apply(self, sums: StepSums, batch: Batch, lr: float, *, is_first: bool) -> tuple[Verdict, str]:
         """One update, where the guards let it pass; why it was not applied."""
         with self._span("apply"):
-            # a float16 gradient that overflows cures itself, until the scale is 1; a loss is measured without it
-            is_scaled = math.isfinite(sums.loss) and self.optimizer.scale.value > 1
-            overflows = is_scaled and not math.isfinite(sums.grad_norm)
-            verdict = Verdict()
-            if self.guards is not None and not overflows:
-                verdict = self.guards.judge(sums, batch, is_first=is_first)
+            verdict = Verdict() if self.guards is None else self.guards.judge(sums, batch, is_first=is_first)
             norm, refusal = self.config.learner.max_grad_norm, verdict.refusal
             return verdict, apply_update(self.policy, self.optimizer, sums, max_grad_norm=norm, lr=lr, refusal=refusal)

@@ -65,8 +65,6 @@ class WeightFollower:
         self._thread: threading.Thread | None = None
         self._paused_at: float | None = None
         """Since when the engine stands still, for an update that may have failed since."""
-        self._serves = False
-        """The engine holds the version that was activated last."""
         self._digest = ""
         """Of what the last update left in the engine."""
         self._pinned: dict[int, str] = {}
@@ -125,7 +123,6 @@ class WeightFollower:
     async def update(self, load: Callable[[], Awaitable[None]]) -> Digests:
         """Pause, run `load`; digests of what the engine then holds."""
         await self.pause()
-        self._serves = False
         with self._recorder.span("weights", "load"):
             await load()
         with self._recorder.span("weights", "digest"):
@@ -150,12 +147,11 @@ class WeightFollower:
         if self._paused_at is not None:
             self.gauges["pause_s"] = time.monotonic() - self._paused_at
             self._recorder.add("weights", "paused", to_ns(self._paused_at), now_ns())
-        self._paused_at, self._serves = None, True
+        self._paused_at = None
 
     async def _quarantine(self, version: int, reason: str) -> None:
         self.gauges["quarantines"] += 1
         log.error("weights of version %d are not live: %s [corrupt]; this engine is quarantined", version, reason)
-        self._serves = False
         await self._on_quarantine(reason)
 
     async def _reasons_to_wait(self) -> tuple[int | None, bool]:

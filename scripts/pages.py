@@ -1,11 +1,12 @@
-"""`python -m scripts.pages [--check]`: docs/configuration.md and docs/reference/errors.md, in a clone."""
+"""`python -m scripts.pages [--check]`: docs/configuration.md, docs/reference/errors.md and metrics.md, in a clone."""
 
 import argparse
+import itertools
 import json
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from configs.rewards import SECTIONS
 from configs.schema import Config
 from configs.variants import SCHEMA, Choice
 from slipstream.command.errors import TABLE
+from slipstream.runtime.vitals.catalogue import Metric, catalogue
+from slipstream.runtime.vitals.endpoint import exported_name
 from slipstream.translate.names import FRAMEWORKS, ROWS, WITHOUT
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE = DOCS / "configuration.md"
 HEAD = """# Configuration
 
 <!-- Written by scripts/pages.py from the schema; do not edit. -->
@@ -58,7 +60,15 @@ ERRORS_HEAD = """# Errors
 
 Each error has a code, which stands in brackets at the end of the first line of its message: in logs, in the last line
 of a process and in the events that the launcher shows. `slipstream explain` with a code prints what stands here.
-The class in brackets before it, such as `[silent]`, says [what kind of failure](../howto/hang.md) it looks like.
+The class in brackets before it, such as `[silent]`, is
+[the kind of failure](../troubleshooting.md#a-run-that-stands-still).
+"""
+METRICS_HEAD = """# Reference of metrics
+
+<!-- Written by scripts/pages.py from slipstream/runtime/vitals/catalogue.yaml; do not edit. -->
+
+All {count} names in `metrics.jsonl`, which trackers get as well ([metrics](../metrics.md)). `<...>` stands for a
+variable part. Of the names for Prometheus, variable parts are labels; those of maps have the label `key`.
 """
 
 
@@ -144,26 +154,40 @@ def errors_page() -> str:
     return "\n".join(parts)
 
 
-def keep(pages: Mapping[Path, str], program: str, described: str | None, argv: Sequence[str] | None) -> int:
-    """Command line of pages that `program` generates: write them, or with --check compare; returns the exit code."""
-    parser = argparse.ArgumentParser(program, description=described)
+def metrics_page() -> str:
+    """docs/reference/metrics.md."""
+    parts = [METRICS_HEAD.format(count=len(catalogue()))]
+    for section, metrics in itertools.groupby(catalogue(), lambda metric: metric.section):
+        parts.append(
+            f"## {section}\n\n{table(('name', 'unit', 'from', 'meaning', 'for Prometheus'), map(metric_row, metrics))}"
+        )
+    return "\n".join(parts)
+
+
+def metric_row(metric: Metric) -> tuple[str, ...]:
+    condition = metric.when if metric.when not in metric.meaning else ""
+    meaning = f"{metric.meaning} (*{condition}*)" if condition else metric.meaning
+    name, _, _ = exported_name(metric.name)
+    return f"`{metric.name}`", metric.unit, metric.source, meaning, f"`{name}`"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the pages, or compare them."""
+    parser = argparse.ArgumentParser("python -m scripts.pages", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail when a page is out of date")
     check, code = parser.parse_args(argv).check, 0
-    for path, wanted in pages.items():
+    for name, make in PAGES.items():
+        path, wanted = DOCS / name, make()
         if not check:
-            path.parent.mkdir(exist_ok=True)
             path.write_text(wanted, encoding="utf-8")
             sys.stdout.write(f"{path}\n")
         elif not path.is_file() or path.read_text(encoding="utf-8") != wanted:
-            sys.stderr.write(f"{path.name} is out of date: run {program}\n")
+            sys.stderr.write(f"{path.name} is out of date: run python -m scripts.pages\n")
             code = 1
     return code
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    pages = {PAGE: page(), DOCS / "reference" / "errors.md": errors_page()}
-    return keep(pages, "python -m scripts.pages", __doc__, argv)
-
+PAGES = {"configuration.md": page, "reference/errors.md": errors_page, "reference/metrics.md": metrics_page}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,9 +23,8 @@ from configs.errors import BadOption
 from configs.loading import Parser, add_arguments, load, overrides_of
 from configs.schema import Config
 from learner.main import REFUSALS, run
-from learner.record.lag import report
 from learner.record.metrics import FILE, MetricsError, read_rows
-from learner.record.summary import evaluations
+from learner.record.summary import evaluations, mean_lag
 from slipstream.check import checks
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.quickstart import make_input
@@ -99,12 +98,14 @@ def numbers_of(folder: Path, name: str = "") -> dict[str, Any]:
     Raises:
         MetricsError: no step was trained.
     """
-    lag, rows = report(folder)["mean_lag"], read_rows(folder / FILE)
+    rows = read_rows(folder / FILE)
     steps = [row for row in rows if "response_length/mean" in row]
+    if not steps:
+        raise MetricsError(f"{folder}/{FILE}: no step was trained")
     curve = evaluations(rows, "sampled", name) or evaluations(rows, "greedy", name)
     return {
         "accuracy": round(mean(value for _, value in curve[-LAST:]), 4) if curve else None,
-        "mean_lag": round(lag or 0.0, 3),
+        "mean_lag": round(mean_lag(rows) or 0.0, 3),
         "mean_length": round(mean(row["response_length/mean"] for row in steps), 2),
         **{name: steps[-1].get(key, 0) for name, key in COUNTERS.items()},
         "step_s": round(median(row["timing_s/step"] for row in steps), 4),

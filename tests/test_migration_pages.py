@@ -1,6 +1,5 @@
 """docs/migration/*.md as a reader follows them: files, translations as printed, and commands, up to a dry run."""
 
-import re
 import shlex
 from pathlib import Path
 
@@ -10,23 +9,15 @@ from configs.loading import load
 from slipstream.check import checks
 from slipstream.translate import __main__ as translate
 from tests.test_docs import FENCE, ROOT, name_of
-from tests.test_recipe_pages import commands, downloads, run
+from tests.test_recipe_pages import commands, downloads, run, write_files
 
 __all__ = ["downloads"]
 PAGES = sorted((ROOT / "docs" / "migration").glob("*.md"))
-FILE = re.compile(r"# ([\w-]+\.(?:yaml|sh|toml|py))\n")
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
     """(language, text) of the fenced blocks."""
     return [(language, text) for language, text in FENCE.findall(page.read_text(encoding="utf-8"))]
-
-
-def write_files(page: Path, folder: Path) -> None:
-    """Write the files of the other framework, each of which begins with its name."""
-    for language, text in blocks(page):
-        if language != "bash" and (found := FILE.match(text)) is not None:
-            (folder / found[1]).write_text(text, encoding="utf-8")
 
 
 def translation(page: Path) -> list[str]:

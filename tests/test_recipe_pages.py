@@ -25,7 +25,7 @@ from examples.random_qwen3 import write_tokenizer
 from learner import rules
 from rollout_server.tasks.sandbox.probe import isolation
 from slipstream.check import checks
-from tests.test_docs import FENCE, ROOT, name_of
+from tests.test_docs import FENCE, ROOT, name_of, started
 
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))
 SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -47,9 +47,14 @@ GSM8K = {"question": "How many?", "answer": "48+24 = 72\n#### 72"}
 MATH = {"problem": "What is $1+1$?", "level": "Level 3", "type": "Algebra", "solution": r"It is $\boxed{2}$."}
 MBPP = {"text": "Write a function f.", "code": "", "test_setup_code": "", "test_list": ["assert f(1) == 1"]}
 HOSTS = "".join(f"node{number} 10.0.0.{number + 1}\n" for number in range(4))
-MADE_ELSEWHERE = {"scripts/install.sh", "scripts.get_smollm2", "scripts.make_rows", "examples.calculator"}
+MADE_ELSEWHERE = {
+    "scripts/install.sh",
+    "scripts/quickstart.sh",
+    "scripts.get_smollm2",
+    "scripts.make_rows",
+    "examples.calculator",
+}
 """Run by tests/scripts and tests/e2e; here, what they make is there."""
-LAUNCHERS = {"scripts/start_learner.sh": "learner", "scripts/start_rollout_nodes.sh": "rollout"}
 
 
 def commands(page: Path) -> Iterator[list[str]]:
@@ -58,7 +63,7 @@ def commands(page: Path) -> Iterator[list[str]]:
         for line in block.replace("\\\n", " ").splitlines() if language == "bash" else ():
             words = shlex.split(line, comments=True)
             if words:
-                yield words[2:] if words[:2] == ["python", "-m"] else words[1:]
+                yield started(words)
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +89,23 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (folder / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
             else:
                 parquet.write_table(pyarrow.Table.from_pylist([row]), folder / f"{split}-00000-of-00001.parquet")
-    (root / "data" / "chain_sum").mkdir()
-    for split in ("train", "eval"):
-        (root / "data" / "chain_sum" / f"{split}.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n')
+    for family, row in {
+        "chain_sum": ("1 + 1 =", "2"),
+        "spell_backward": ("Spell this word backward: no", "on"),
+    }.items():
+        (root / "data" / family).mkdir()
+        for split in ("train", "eval"):
+            text = json.dumps(dict(zip(("question", "answer"), row, strict=True)))
+            (root / "data" / family / f"{split}.jsonl").write_text(text + "\n")
     (root / "hosts").write_text(HOSTS)
     return root
+
+
+def write_files(page: Path, folder: Path) -> None:
+    """Write the blocks of a page that begin with the name of a file."""
+    for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language != "bash" and (found := re.match(r"# ([\w-]+\.(?:yaml|sh|toml|py))\n", text)) is not None:
+            (folder / found[1]).write_text(text, encoding="utf-8")
 
 
 def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
@@ -105,10 +122,11 @@ def test_a_recipe_can_be_followed(
     page: Path, downloads: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("math_verify", reason="needs the package math-verify (extra math)")
-    if page.stem in ("tools", "code") and not isolation().is_whole:
+    if page.stem in ("gsm8k", "code") and not isolation().is_whole:
         pytest.skip(f"this machine: {isolation()}")
     monkeypatch.chdir(downloads)
     shutil.rmtree("keys", ignore_errors=True)
+    write_files(page, downloads)
     monkeypatch.setattr("slipstream.launch.machine.count_gpus", lambda: 8)
     monkeypatch.setattr("slipstream.launch.machine.torch_has_cuda", lambda: True)
     monkeypatch.setattr("learner.policy.memory.gpu_bytes", lambda: 80 * 10**9)
@@ -120,10 +138,8 @@ def test_a_recipe_can_be_followed(
             continue
         if words[0] == "learner.main" and "calculator" in words:  # a run on a CPU: tests/e2e/test_environment_runs.py
             continue
-        if words[0] == "learner.main":
+        if words[0] in ("learner.main", "slipstream.launch"):
             words, runs = [*words, "--dry-run"], runs + 1
-        elif words[0] in LAUNCHERS:
-            words, runs = ["slipstream.launch", LAUNCHERS[words[0]], *words[1:], "--dry-run"], runs + 1
         if (code := run(words, monkeypatch)) != 0:
             problems.append((shlex.join(words), code, capfd.readouterr().err[-600:]))
     assert problems == []

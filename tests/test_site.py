@@ -8,13 +8,11 @@ import re
 import subprocess
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from mkdocs.config import load_config
 
 from tests.support import chromium
 
@@ -83,39 +81,10 @@ def foreign(file: Path) -> list[str]:
     return [host for each in addresses if not each.startswith("data:") for host in FOREIGN.findall(each)]
 
 
-def test_every_page_has_one_place_in_the_navigation() -> None:
-    def pages(entry: object) -> Iterator[str]:
-        if isinstance(entry, str):
-            yield entry
-        for each in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
-            yield from pages(each)
-
-    placed = Counter(pages(load_config(str(ROOT / "mkdocs.yml")).nav))
-    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
-    assert placed == Counter(there)
-
-
 def test_a_browser_loads_nothing_from_another_host(site: Path) -> None:
     files = [path for path in site.rglob("*") if path.suffix in (".html", ".css", ".svg")]
     assert len(files) > 50
     assert {str(file.relative_to(site)): found for file in files if (found := foreign(file))} == {}
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("a.html", '<link rel="stylesheet" href="https://fonts.example/css">'),
-        ("a.html", '<script src="//cdn.example/x.js"></script>'),
-        ("a.html", '<img src="https://pictures.example/x.png">'),
-        ("a.html", '<pre class="mermaid"><code>graph</code></pre>'),
-        ("a.css", "@import 'https://fonts.example/css';"),
-        ("a.css", "a{background:url(//pictures.example/x.png)}"),
-        ("a.svg", '<svg><image href="https://pictures.example/x.png"/></svg>'),
-    ],
-)
-def test_another_host_is_noticed(tmp_path: Path, name: str, text: str) -> None:
-    (tmp_path / name).write_text(text, encoding="utf-8")
-    assert foreign(tmp_path / name)
 
 
 def test_tables_and_lists_are_rendered_as_such(site: Path) -> None:

@@ -24,7 +24,7 @@ from weight_bus.coordinator import Coordinator
 from weight_bus.delta.changes import Change
 from weight_bus.errors import BusClosed, FolderFull, NotPacked, TransportError, WeightBusError
 from weight_bus.membership import Member, State
-from weight_bus.messages import Abort, Begin, Epoch, describe_manifest
+from weight_bus.messages import Abort, Begin, Epoch, described
 from weight_bus.offer import VERIFYING, Board, Offer
 from weight_bus.transports.base import FORMING, Formation, Transport, group_prefix
 
@@ -243,7 +243,6 @@ class Bus:
         return parcel
 
     def _announcement(self, offer: Offer, change: Change | None, member: Member, rank: int) -> Begin:
-        names, dtypes, shapes, digests = describe_manifest(offer.manifest)
         return Begin(
             session=member.session,
             epoch=self._membership.epoch,
@@ -254,16 +253,8 @@ class Bus:
             size=len(self._membership.group) + 1,
             endpoint=self._sender.endpoint,
             bucket_bytes=self._config.bucket_bytes,
-            names=names,
-            dtypes=dtypes,
-            shapes=shapes,
-            digests=digests,
-            digest=offer.digest,
-            kept=offer.manifest.kept,
-            base=change.base if change is not None else "",
-            wire_bytes=change.coded.numel() if change is not None else 0,
-            change_bytes=change.num_bytes if change is not None else 0,
-            change_digest=change.digest if change is not None else "",
+            **described(offer.manifest),
+            **(change.described() if change is not None else {}),
         )
 
     def _transmit(self, offer: Offer, parcel: Parcel, size: int, *, fresh: bool) -> TransportError | None:

@@ -13,6 +13,7 @@ A message of another session or an older epoch is ignored, which fences off peer
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from replay.channel import Message, WireError, registry
 from weight_bus.manifest import ALIGNMENT, Manifest, plan
@@ -166,15 +167,17 @@ class Goodbye(InSession):
     reason: str
 
 
-def describe_manifest(manifest: Manifest) -> tuple[list[str], list[str], list[list[int]], list[int]]:
-    """Names, dtypes, shapes and digests of a manifest, in order, as Begin carries them."""
+def described(manifest: Manifest) -> dict[str, Any]:
+    """The fields of Begin that say what a version is."""
     entries = manifest.entries
-    return (
-        [entry.name for entry in entries],
-        [entry.dtype for entry in entries],
-        [list(entry.shape) for entry in entries],
-        [manifest.digests[entry.name] for entry in entries],
-    )
+    return {
+        "names": [entry.name for entry in entries],
+        "dtypes": [entry.dtype for entry in entries],
+        "shapes": [list(entry.shape) for entry in entries],
+        "digests": [manifest.digests[entry.name] for entry in entries],
+        "digest": manifest.digest,
+        "kept": manifest.kept,
+    }
 
 
 def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:

@@ -8,15 +8,15 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from configs.infrastructure import WeightBus
 from replay.channel import Message, WireError
 from weight_bus import messages as m
 from weight_bus.digest import combined
 from weight_bus.errors import BusClosed, RemovedFromBus, TransportError, WeightBusError
-from weight_bus.intake import Load
-from weight_bus.manifest import Manifest
+from weight_bus.intake import Intake, Load
+from weight_bus.remote import RemoteIntake
 
 log = logging.getLogger(__name__)
 
@@ -40,24 +40,6 @@ class Engine(NamedTuple):
     quarantine: Quarantine
 
 
-class DataPlane(Protocol):
-    """What `Intake` and `RemoteIntake` have in common."""
-
-    seconds: dict[str, float]
-
-    @property
-    def facts(self) -> dict[str, str]: ...
-
-    @property
-    def manifest(self) -> Manifest: ...
-
-    def take(self, begin: m.Begin) -> list[str]: ...
-
-    def apply(self, version: int, load: Load) -> Mapping[str, int]: ...
-
-    def forget(self) -> None: ...
-
-
 class Subscription:
     """What one subscriber knows of its publisher.
 
@@ -67,7 +49,13 @@ class Subscription:
     """
 
     def __init__(
-        self, address: str, join: m.Join, config: WeightBus, intake: DataPlane, on_silence: OnSilence, now: float
+        self,
+        address: str,
+        join: m.Join,
+        config: WeightBus,
+        intake: Intake | RemoteIntake,
+        on_silence: OnSilence,
+        now: float,
     ) -> None:
         self.address, self.name = address, join.name
         self.outbox: list[Message] = []

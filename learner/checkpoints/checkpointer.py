@@ -76,7 +76,7 @@ from slipstream.runtime.progress import Progress
 
 FORMAT = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
-OWN = ("format", "packages", "base", "loss_scale", "parameter_digest", "optimizer_digest", "optimizer_steps", "layout")
+OWN = ("format", "packages", "base", "parameter_digest", "optimizer_digest", "optimizer_steps", "layout")
 """Keys of state.json that the caller of `load` does not need."""
 LATE, GOES_ON, NO_ROOM, FAILED = "late", "goes on", "no room", "failed: "
 TURN_S = 5.0
@@ -209,7 +209,7 @@ class Checkpointer:
             until_room(partial(self._save, part, folder / name), folder, self._meanwhile)
         tensors = self._memory.copy(tensors_of(self._part))
         own = {"step": step, "version": step, "seed": self._config.run.seed, "replay": replay}
-        own |= {"loss_scale": self._optimizer.scale.state(), **describe_base(policy)}
+        own |= describe_base(policy)
         content = _Content(
             step, folder, tensors, for_dcp(self._policy, tensors), policy.frozen(), digest, {**own, **more}
         )
@@ -386,7 +386,6 @@ class Checkpointer:
 
     def _check_loaded(self, folder: Path, saved: Mapping[str, Any]) -> None:
         self._optimizer.set_steps(saved["optimizer_steps"])
-        self._optimizer.scale.load(saved.get("loss_scale"))
         found = describe(tensors_of(self._part), self._policy.group, self._policy.frozen_digests)
         for key in ("parameter_digest", "optimizer_digest"):
             if found[key] != saved[key]:

@@ -106,6 +106,14 @@ def write_json(path: Path, value: object) -> None:
         os.fsync(file.fileno())
 
 
+def replace_json(path: Path, value: object) -> None:
+    """Write in place of what is there: a kill leaves the one or the other, whole."""
+    beside = path.with_name(f"{path.name}.new")
+    write_json(beside, value)
+    beside.replace(path)
+    sync_file(path.parent)
+
+
 def sync_file(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)

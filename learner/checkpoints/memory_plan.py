@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import Config
 from learner.checkpoints.agreement import exchange
-from learner.checkpoints.folders import latest_complete, write_json
+from learner.checkpoints.folders import latest_complete, replace_json
 from learner.policy.memory import GIB, Budget, OutOfMemory, Setup, choose, items_of, usable
 from learner.policy.meshes import Meshes
 from learner.policy.model import least_free
@@ -52,7 +52,7 @@ def plan_memory(config: Config, mesh: DeviceMesh | Meshes, device: torch.device)
             )
     if mesh.get_local_rank() == 0:
         Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-        write_json(Path(config.run_dir) / FILE, described(config, budget))
+        replace_json(Path(config.run_dir) / FILE, described(config, budget))
     return budget
 
 

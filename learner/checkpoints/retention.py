@@ -16,10 +16,9 @@ from learner.checkpoints.folders import (
     CheckpointError,
     incomplete,
     numbered,
+    replace_json,
     step_of,
-    sync_file,
     weights_only,
-    write_json,
 )
 from learner.record.metrics import FILE, GIVEN_UP, read_rows
 
@@ -166,9 +165,7 @@ def _strip(folder: Path) -> None:
     listed = json.loads((folder / MARK).read_text(encoding="utf-8"))["files"]
     files = {name: size for name, size in listed.items() if name.partition("/")[0] not in TO_GO_ON}
     if not weights_only(folder):
-        write_json(folder / f"{MARK}.new", {"files": files, "weights_only": True})
-        (folder / f"{MARK}.new").replace(folder / MARK)
-        sync_file(folder)
+        replace_json(folder / MARK, {"files": files, "weights_only": True})
     for name in TO_GO_ON:
         if (folder / name).exists():
             shutil.rmtree(folder / name)
@@ -179,8 +176,7 @@ def _list_best(parent: Path, best: Best, steps: Collection[int]) -> None:
     ranking = best.ranking(steps)[: best.settings.keep_best]
     listed = [{"step": step, "value": best.scores[step]} for step in ranking]
     what = {"metric": best.settings.best_metric, "best_is": best.settings.best_is, "checkpoints": listed}
-    write_json(parent / f"{BEST}.new", what)
-    (parent / f"{BEST}.new").replace(parent / BEST)
+    replace_json(parent / BEST, what)
     if (parent / LINK).exists() and not (parent / LINK).is_symlink():
         log.warning("%s is no link, and stays as it is: was the run folder copied?", parent / LINK)
     elif not ranking:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.errors import SlipstreamError
-from learner.checkpoints.folders import MARK, numbered, resumable, step_of, sync_file, write_json
+from learner.checkpoints.folders import MARK, numbered, replace_json, resumable, step_of
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RollBacks:
     def note(self, first_bad: int, *, step: int, reason: str) -> None:
         """Have the next start roll back."""
         self._checkpoints.mkdir(parents=True, exist_ok=True)
-        self._write({"count": self.count + 1, "first_bad": first_bad, "step": step, "reason": reason})
+        replace_json(self._path, {"count": self.count + 1, "first_bad": first_bad, "step": step, "reason": reason})
 
     def set_aside(self) -> None:
         """Rename the checkpoints from the first bad step on, so that none of them is loaded.
@@ -65,15 +65,8 @@ class RollBacks:
 
     def done(self) -> None:
         """It is carried out: replay has it in its journal."""
-        self._write(self._read() | {"first_bad": 0})
+        replace_json(self._path, self._read() | {"first_bad": 0})
 
     def _read(self) -> dict[str, Any]:
         nothing = {"count": 0, "first_bad": 0}
         return nothing | json.loads(self._path.read_text(encoding="utf-8")) if self._path.exists() else nothing
-
-    def _write(self, fields: dict[str, Any]) -> None:
-        beside = self._path.with_suffix(".new")
-        write_json(beside, fields)
-        sync_file(beside)
-        beside.replace(self._path)
-        sync_file(self._checkpoints)

@@ -39,8 +39,8 @@ def problem_with_kernel(learner: LearnerSettings, head_dim: int) -> str:
     """Why attention pads on any GPU; empty where the kernel of rows without padding may run. Of a dry run, too."""
     if learner.attention == "sdpa":
         return "learner.attention is 'sdpa'"
-    if learner.compute_dtype not in ("bfloat16", "float16"):
-        return f"the kernel needs learner.compute_dtype 'bfloat16' or 'float16', it is {learner.compute_dtype!r}"
+    if learner.compute_dtype != "bfloat16":
+        return f"the kernel needs learner.compute_dtype 'bfloat16', it is {learner.compute_dtype!r}"
     if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
         return f"the kernel takes head sizes in steps of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, the model has {head_dim}"
     return ""

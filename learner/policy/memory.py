@@ -9,7 +9,7 @@ layer are counted in elements of the compute dtype, per token:
     full       the layer's input, and one layer at a time as with none
 
 Keys and values that are copied for a shared prompt count in learner.max_tokens_per_microbatch, by an eighth of a token
-for a position (replay/desks/sharing.py): so a token counts at least eight copies.
+for a position (replay/batches/sharing.py): so a token counts at least eight copies.
 
 The counts were checked against the peaks of two shapes on an H200 (docs/benchmarks/learner.md).
 """
@@ -26,7 +26,7 @@ from configs.machine import gpu_bytes
 from configs.schema import Config
 from learner.advantages import facts_of
 from learner.policy.divisibility import head_dim_of, problem_with_kernel
-from replay.desks.sharing import COPIES_PER_TOKEN
+from replay.batches.sharing import COPIES_PER_TOKEN
 from slipstream.families.pictures import decoder_of
 from slipstream.runtime.fingerprint import read_json
 
@@ -211,7 +211,7 @@ class Setup:
 
         Raises FingerprintError: that of a reference model or critic of their own is missing or broken.
         """
-        bytes_of, bus = {"float32": 4, "bfloat16": 2, "float16": 2}, config.weight_bus
+        bytes_of, bus = {"float32": 4, "bfloat16": 2}, config.weight_bus
         over_nccl = bus.backend == "nccl" and bus.transport == "collective"
         may_lie_on_host = over_nccl and not bus.delta  # changes are made where the versions lie, which takes a GPU
         return cls(

@@ -29,7 +29,7 @@ CUDA_GATHER_BYTES = 512 * 1024 * 1024
 
 Item = TypeVar("Item")
 MASK = (1 << 64) - 1
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class CopiesDiffer(SlipstreamError, RuntimeError, code="SLIP-LEARN-04"):

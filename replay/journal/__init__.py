@@ -3,7 +3,7 @@
     runs/NAME/journal/000001.seg, 000002.seg, ...
 
 `format` is the bytes of a record, `writer` appends and syncs, `reader` finds what is there and tells a torn end from
-damage; `apply` turns records back into the state that wrote them. docs/journal.md is the page about it.
+damage; `apply` turns records back into the state that wrote them. docs/protocol.md is the page about it.
 """
 
 from replay.journal.format import JournalDamaged, JournalError, Location, Record

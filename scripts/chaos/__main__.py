@@ -3,7 +3,6 @@
     chaos            faults against whole runs (taken where no campaign is named)
     resume           kill -9 of the learner and of replay, and equal digests afterwards
     bus              each role hit at 20 points of a weight update
-    weights flips    updates with flipped bits
     elastic          rollout servers that join and leave one run
 
 CAMPAIGN --help lists the options. With --work, a campaign goes on where one with the same arguments was ended.
@@ -18,15 +17,13 @@ from scripts.chaos.report import drive
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     match words:
-        case ["-h" | "--help"] | ["weights"] | ["weights", "-h" | "--help"]:
+        case ["-h" | "--help"]:
             print(__doc__)
             return 0
         case ["resume", *rest]:
             from scripts.chaos.campaigns import resume as campaign
         case ["bus", *rest]:
             from scripts.chaos.campaigns import bus as campaign
-        case ["weights", "flips", *rest]:
-            from scripts.chaos.campaigns import flips as campaign
         case ["elastic", *rest]:
             from scripts.chaos.campaigns import elastic as campaign
         case ["chaos", *rest] | [*rest]:

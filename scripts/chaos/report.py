@@ -1,15 +1,13 @@
 """The driver of all campaigns: plan, run among faults, check, one line of JSON; and the state that one goes on from."""
 
 import argparse
-import faulthandler
 import json
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -130,13 +128,3 @@ def conclude(result: Mapping[str, Any], wrong: Iterable[str], *, in_order: bool)
 def end_on_sigterm() -> None:
     """SIGTERM ends the campaign as Ctrl-C does: everything that was started is ended on the way out."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-
-
-@contextmanager
-def ends_within(seconds: float) -> Iterator[None]:
-    """Show all threads and exit when this process itself hangs; for campaigns without processes below."""
-    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__ or 2)
-    try:
-        yield
-    finally:
-        faulthandler.cancel_dump_traceback_later()

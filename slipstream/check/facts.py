@@ -152,29 +152,13 @@ def compiler() -> str | None:
 
 
 def of_devices() -> dict[str, Any]:
-    """GPUs, how they reach each other, and InfiniBand ports of this machine."""
+    """GPUs and InfiniBand ports of this machine."""
     query = _nvidia_smi(f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits")
     rows = csv.reader(io.StringIO(query), skipinitialspace=True)
     return {
         "gpus": [dict(zip(GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(GPU_FIELDS)],
-        "links": matrix(_nvidia_smi("topo", "-m")),
-        "peer_access": matrix(_nvidia_smi("topo", "-p2p", "r")),
         "infiniband": infiniband(INFINIBAND),
     }
-
-
-def matrix(text: str) -> dict[str, str]:
-    """`GPU0-GPU1` to what nvidia-smi's matrix has there, each pair once. Example: {"GPU0-GPU1": "NV18"}"""
-    rows = [line.split() for line in text.replace("\x1b[4m", "").replace("\x1b[0m", "").splitlines()]
-    header = next((row for row in rows if row and row[0] == "GPU0" and "X" not in row[:2]), [])
-    names = [name for name in header if name.startswith("GPU") and name[3:].isdigit()]
-    found = {}
-    for row in rows:
-        if len(row) > len(names) and row[0] in names and "X" in row[1 : len(names) + 1]:
-            for other, how in zip(names, row[1:], strict=False):
-                if names.index(row[0]) < names.index(other):
-                    found[f"{row[0]}-{other}"] = how
-    return found
 
 
 def infiniband(folder: Path) -> dict[str, str]:

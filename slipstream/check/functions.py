@@ -3,8 +3,7 @@
 import asyncio
 
 from configs.schema import Config
-from rollout_server.tasks.rewards.process import key_variables
-from rollout_server.tasks.rewards.remote import rewards_of
+from rollout_server.tasks.rewards.pool import key_variables, rewards_of
 
 SURE = {"exact", "environment", "numeric", "format", "length", "regex"}
 """Built-in rewards that need nothing but their options, which the schema has checked."""

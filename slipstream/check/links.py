@@ -23,7 +23,7 @@ MEND = {
     " network.env",
     "nccl": "NCCL_DEBUG=INFO in network.env says where it waits; NCCL_SOCKET_IFNAME, NCCL_IB_DISABLE=1 and"
     " NCCL_P2P_DISABLE=1 are the usual switches",
-    "ucc": "UCX_NET_DEVICES in network.env; docs/ucc.md, or --set weight_bus.backend=gloo",
+    "ucc": "UCX_NET_DEVICES in network.env; docs/weight-bus.md, or --set weight_bus.backend=gloo",
 }
 
 

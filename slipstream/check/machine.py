@@ -23,11 +23,9 @@ JOURNAL_BYTES = GIB // 16
 """Replay's journal stays small beside a checkpoint; logs and metrics as well."""
 STATE_BYTES = 12
 """A parameter in dcp/: weight and two moments in float32."""
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 BUSY_MIB = 1024
 """Memory of a GPU that drivers and desktops take is less."""
-FAR = ("SYS", "NODE", "PHB")
-"""Of nvidia-smi's matrix: the path leaves the PCIe switch."""
 ROOM = "free some, or name a folder with room (run.dir)"
 
 
@@ -187,7 +185,7 @@ def kernels(imported: Mapping[str, str], compiler: str | None, node: str) -> Ite
 
 
 def devices(config: Config, facts: Mapping[str, Any], wanted: int, node: str) -> Iterable[Finding]:
-    """GPUs that are there, free and alike; how they reach each other and other machines."""
+    """GPUs that are there, free and alike, and InfiniBand."""
     gpus = facts["gpus"]
     if not on_gpus(config):
         yield ok("gpu", "none is asked for (placement.device cpu)", node=node)
@@ -206,29 +204,7 @@ def devices(config: Config, facts: Mapping[str, Any], wanted: int, node: str) ->
         yield warn("gpu", what, why="the slowest sets the pace of a side", mend=mend, node=node)
     if gpus and not busy and len(names) == 1:
         yield ok("gpu", f"{len(gpus)} x {gpus[0]['name']}, {gpus[0]['memory.total']} MiB", node=node)
-    yield from _links(facts, node)
     yield from _infiniband(config, facts["infiniband"], node)
-
-
-def _links(facts: Mapping[str, Any], node: str) -> Iterable[Finding]:
-    links = facts["links"]
-    far = sorted(pair for pair, how in links.items() if how in FAR)
-    blocked = sorted(pair for pair, how in facts["peer_access"].items() if how not in ("OK", "X"))
-    if blocked:
-        why = "NCCL goes through host memory, and has hung where a driver claims peer access that it lacks"
-        mend = "--set 'network.env={NCCL_P2P_DISABLE: \"1\"}' if a broadcast hangs"
-        yield warn("p2p", f"no peer access between {_some(blocked)}", why=why, mend=mend, node=node)
-    if far:
-        mend = "give learner ranks that share weights GPUs with NVLink between them (nvidia-smi topo -m)"
-        what = f"no NVLink between {_some(far)} ({links[far[0]]})"
-        yield warn("nvlink", what, why="gathers of the weights go over PCIe", mend=mend, node=node)
-    elif links and not blocked:
-        kinds = ", ".join(f"{count} x {how}" for how, count in Counter(links.values()).items())
-        yield ok("nvlink", f"pairs of GPUs: {kinds}", node=node)
-
-
-def _some(pairs: list[str]) -> str:
-    return f"{', '.join(pairs[:4])}{' and more' if len(pairs) > 4 else ''}"
 
 
 def _infiniband(config: Config, found: Mapping[str, str], node: str) -> Iterable[Finding]:

@@ -52,23 +52,19 @@ class Probe:
         assert self._config is not None, "`take` comes first"
         return self._config
 
-    def facts(self) -> dict[str, Any]:
-        model = self.config.model
-        return facts.of_role(model.path, model.chat_template, self.config.network.keys)
-
     def clock(self) -> float:
         return time.time()
 
-    def devices(self) -> dict[str, Any]:
-        return facts.of_devices()
-
-    def kernels(self, modules: list[str]) -> dict[str, str]:
-        return facts.kernels(modules)
-
-    def ports(self, wanted: dict[str, int]) -> dict[str, str]:
-        """By key, why its port cannot be bound here; none for those that can."""
-        found = {key: problem_with_port(self.config.network.host, port) for key, port in wanted.items()}
-        return {key: problem for key, problem in found.items() if problem}
+    def look(self, modules: list[str], ports: dict[str, int], is_first: bool) -> dict[str, Any]:
+        """Facts of this role; kernels and ports are asked by name, devices once a node."""
+        model, network = self.config.model, self.config.network
+        problems = {key: problem_with_port(network.host, port) for key, port in ports.items()}
+        return {
+            **facts.of_role(model.path, model.chat_template, network.keys),
+            "ports": {key: problem for key, problem in problems.items() if problem},
+            "devices": facts.of_devices() if is_first else {},
+            "kernels": facts.kernels(modules),
+        }
 
     def listen(self, port: int) -> str:
         """Answer status requests as replay would, with its keys, until this process ends; the address."""
@@ -170,7 +166,7 @@ async def _answer_requests(config: Config, port: int, listening: list[str | Exce
 def main() -> int:
     """Entry point; 0 when stdin has ended."""
     probe, out = Probe(), sys.stdout
-    names = ["take", "facts", "clock", "devices", "kernels", "ports", "listen", "reach", "open_group", "group"]
+    names = ["take", "clock", "look", "listen", "reach", "open_group", "group"]
     orders: dict[str, Callable[..., Any]] = {name: getattr(probe, name) for name in names}
     for line in sys.stdin:
         order = json.loads(line)

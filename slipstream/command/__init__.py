@@ -44,7 +44,6 @@ COMMANDS = {
     "explain": Command("slipstream.command.errors", "cause and remedy of an error code"),
     "hang": Command("slipstream.runtime.hang", "stacks and waits of a run that stands still"),
     "check-export": Command("slipstream.view.check_export", ""),
-    "lag": Command("learner.record.lag", ""),
     "plot": Command("slipstream.view.plot", ""),
     "sandbox": Command("rollout_server.tasks.sandbox", ""),
     "summary": Command("learner.record.summary", ""),

@@ -1,7 +1,8 @@
 """`python -m slipstream.launch learner|rollout`: one side of a run: here, over ssh, under Slurm, in Kubernetes.
 
-Without --hosts, --slurm or --kubernetes it is this host's: `learner` takes the arguments of `python -m learner.main`,
-`rollout` starts `--servers N` with the arguments of `python -m rollout_server.main`. `--dry-run` shows what would run.
+Without --hosts, --slurm, --srun or --kubernetes it is this host's: `learner` takes the arguments of
+`python -m learner.main`, `rollout` starts `--servers N` with the arguments of `python -m rollout_server.main`.
+`--dry-run` shows what would run.
 PORT (default 5757) is replay's port where network.replay_port is 0; REPLAY is its address for rollout servers.
 """
 
@@ -15,16 +16,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from configs.errors import BadOption
-from configs.loading import add_arguments, dump, from_arguments, overrides_of, parse
+from configs.errors import BadHosts, BadOption
+from configs.loading import add_arguments, digest_of, dump, from_arguments, overrides_of, parse
 from configs.schema import Config
 from slipstream.check.checks import REFUSALS, require_elsewhere
 from slipstream.launch import earlier_run
-from slipstream.launch.hosts import here, kubernetes, slurm, ssh
+from slipstream.launch.hosts import allocation, fleet, here, kubernetes, slurm
 from slipstream.launch.hosts.host_file import Host, read_hosts
 from slipstream.launch.hosts.job_files import JobFiles
 from slipstream.launch.hosts.key_files import keys_for
-from slipstream.launch.hosts.node_spec import NodeRole, NodeSpec, config_of, hosts_of
+from slipstream.launch.hosts.node_spec import ROLES, NodeRole, NodeSpec, config_of, hosts_of
 from slipstream.launch.quickstart import input_is_missing
 from slipstream.launch.terminal import say
 from slipstream.plan.processes import Machine, Plan, Process, Role, assign, table
@@ -41,7 +42,7 @@ def main() -> int:
     parser = _parser()
     args, unknown = parser.parse_known_args()
     port = os.environ.get("PORT", DEFAULT_PORT)
-    if args.hosts is None and not args.slurm and not args.kubernetes:
+    if args.hosts is None and not (args.srun or args.slurm or args.kubernetes):
         if sys.argv[1] != args.role:
             parser.error(f"{args.role!r} comes first: python -m slipstream.launch {args.role} ...")
         words = sys.argv[2:]
@@ -55,7 +56,11 @@ def main() -> int:
     try:
         config = _configuration(args, port)
         if args.hosts is not None:
-            return _over_ssh(args, config)
+            return _on_hosts(args, config, hosts_of(config, read_hosts(args.hosts)), fleet.over_ssh)
+        if args.srun:
+            there = allocation.of_this_process(config)
+            hosts = there.hosts(config, only_rollouts=args.role == "rollout")
+            return _on_hosts(args, config, hosts, there.over_srun)
         has_input = not (args.dry_run and input_is_missing(config, args.config))
         # a cluster's disk is shared, a claim is not seen here
         require_elsewhere(config, say, sees_files=args.slurm, has_input=has_input)
@@ -79,12 +84,14 @@ def _parser() -> argparse.ArgumentParser:
         "--hosts", metavar="FILE", type=Path, help="over ssh: lines `name address [ssh=user@host] [gpus=8]`"
     )
     where.add_argument("--slurm", action="store_true", help="write a file for sbatch")
+    where.add_argument("--srun", action="store_true", help="on the machines of this allocation of Slurm")
     where.add_argument("--kubernetes", action="store_true", help="write manifests of a JobSet")
     add("--dry-run", action="store_true", help="show what would run where; start and write nothing")
     add("--out", metavar="PATH", type=Path, help="where Slurm's file or Kubernetes' folder is written")
     add("--replay", help="address of replay (default: first learner node and network.replay_port)")
     add("--resume", metavar="RUN_DIR", help="go on from the newest complete checkpoint of this run")
     add("--gpus-per-node", type=int, help="Slurm: GPUs of a node (default: as placed)")
+    add("--digest", metavar="HEX", help="refuse another content of --config")
     add("--image", default="slipstream:latest", help="Kubernetes: container image (default: %(default)s)")
     add("--claim", default="slipstream", help="Kubernetes: PersistentVolumeClaim (default: %(default)s)")
     add_arguments(parser)
@@ -93,6 +100,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _configuration(args: argparse.Namespace, port: str) -> Config:
     """What is shipped to every node."""
+    if args.digest is not None and (now := digest_of(Path(args.config).read_text(encoding="utf-8"))) != args.digest:
+        raise BadHosts(
+            f"--config {args.config}: its digest is {now}, the job was written with {args.digest}, and every start of a"
+            " job has one configuration; restore the file, or write a new job"
+        )
     if args.resume is None:
         config = from_arguments(args)
         if config.placement.device == "auto" and config.placement.rollout is None:
@@ -126,33 +138,38 @@ def _plan(args: argparse.Namespace, config: Config, machines: Mapping[str, Machi
     return replace(plan, processes=tuple(map(with_own_file, plan.processes)))
 
 
-def _over_ssh(args: argparse.Namespace, config: Config) -> int:
-    hosts = hosts_of(config, read_hosts(args.hosts))
+def _on_hosts(args: argparse.Namespace, config: Config, hosts: Mapping[str, Host], over: fleet.Over) -> int:
     for name, host in hosts.items():  # each will bind its own address
         parse(dump(config), name, [f"network.host={host.address}"])
     plan = _plan(args, config, {name: host.machine() for name, host in hosts.items()}, sys.executable)
-    specs = [(_spec_of(args, config, plan, name, hosts), hosts[name]) for name in plan.nodes(args.role)]
+    roles = ROLES if args.srun and args.role == "learner" else (args.role,)
+    specs = [
+        (_spec_of(args, config, plan, role, name, hosts), hosts[name]) for role in roles for name in plan.nodes(role)
+    ]
     if not args.dry_run:
-        return ssh.run(specs, args.role, config.run_dir)
-    _show(table(plan, SHOWN[args.role]))
+        return fleet.run(specs, over, config.run_dir)
+    _show(table(plan, sum((SHOWN[role] for role in roles), ())))
     for spec, host in specs:
-        _show(f"\n{spec.node}: {shlex.join(ssh.command_line(spec, host))}")
+        _show(f"\n{spec.node}: {shlex.join(fleet.command_line(spec, host, over))}")
         for name in sorted(spec.keys):
             _show(f"  copies {config.network.keys}/{name} (mode 0600)")
     say(f"dry run: {config.arithmetic()}")
     return 0
 
 
-def _spec_of(args: argparse.Namespace, config: Config, plan: Plan, node: str, hosts: Mapping[str, Host]) -> NodeSpec:
+def _spec_of(
+    args: argparse.Namespace, config: Config, plan: Plan, role: NodeRole, node: str, hosts: Mapping[str, Host]
+) -> NodeSpec:
     return NodeSpec(
-        role=args.role,
+        role=role,
         node=node,
         config=dump(config),
         hosts="".join(f"{host.name} {host.address}\n" for host in hosts.values()),
         replay=args.replay,
         resume=args.resume,
-        # a rollout server beside replay finds the learner's keys there, and takes them
-        keys=keys_for(config.network.keys, node, serves=node == plan.first_node),
+        resume_if_begun=args.srun,
+        # a rollout server beside replay finds the learner's keys there, and takes them; Slurm's nodes share their files
+        keys={} if args.srun else keys_for(config.network.keys, node, serves=node == plan.first_node),
     )
 
 

@@ -17,7 +17,7 @@ MISSING = 0.04
 """Share of a step that may be chance: lengths are drawn, and one that waits for the learner says nothing about less."""
 ALIKE = 64.0
 """Answers that double the time of a decode step, where only one number was measured; three models on an H200 had 39 to
-140 (docs/benchmarks/plan.md)."""
+140 (docs/benchmarks/pipeline.md)."""
 SHARING = 2.0
 """Of two processes that take turns on a GPU each gets half: beside an engine updates took 1.5 to 2.1 times as long."""
 RATIOS = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)

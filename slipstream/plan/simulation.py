@@ -1,56 +1,19 @@
-"""A run on a simulated clock: engines, admission and the learner, with the times that were measured. Pure.
+"""A run batch by batch, on a simulated clock, with the times that were measured. Pure.
 
-The rules are replay's with `on_stale: wait`: groups are leased in order, group k not before the commit of version
-k // groups_per_step - async_lag, to the server that holds the fewest; a batch is the oldest groups, once all are there.
+The rules are replay's with `on_stale: wait`: a batch is admitted once engines serve the version `async_lag` before its
+own, its groups go to the engines that hold the fewest, and it is trained when all of them have ended.
 """
 
 import heapq
-import itertools
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
 from configs.schema import Config
-from replay.state import batches
+from replay.batches import build as batches
 from slipstream.plan.costs import Costs, Int64, Workload
-
-Action = Callable[[], None]
-
-
-class Clock:
-    """Runs what is due, in order of time, then of arrival.
-
-    Events are in seconds of work, `now` is in seconds of the wall: where engines and the learner share GPUs, a second
-    of work takes `sharing` seconds while both sides are busy.
-    """
-
-    def __init__(self, sharing: float = 1.0) -> None:
-        self.now = 0.0
-        self.work = 0.0
-        """Seconds of work of a process that was busy all the time."""
-        self.decoding = 0
-        """Engines that decode."""
-        self.updating = False
-        """Whether the learner updates."""
-        self._sharing = sharing
-        self._due: list[tuple[float, int, Action]] = []
-        self._count = itertools.count()
-
-    def after(self, seconds: float, action: Action) -> None:
-        """Run an action once so many seconds of work have passed."""
-        heapq.heappush(self._due, (self.work + seconds, next(self._count), action))
-
-    def step(self) -> None:
-        """Go to the next event and run it. Raises RuntimeError: there is none, so that the run stands still."""
-        if not self._due:
-            raise RuntimeError(f"the simulated run stands still at {self.now:.6g} s: nothing is due any more")
-        at, _, action = heapq.heappop(self._due)
-        self.now += (at - self.work) * (self._sharing if self.decoding and self.updating else 1.0)
-        self.work = at
-        action()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,116 +32,122 @@ class Outcome:
     """Answer tokens."""
     group_s: float
     """Mean from lease to the group's last token."""
-    max_lag: int
 
 
 @dataclass(slots=True)
 class Sampled:
     """A group at an engine."""
 
-    number: int
-    lengths: list[int]
-    began_at: float = 0.0
-    oldest: int = -1
-    """Version that sampled the first token of its first answer."""
-    ended: int = 0
+    batch: int
+    began_at: float
+    left: int
+    """Answers that have not ended."""
 
 
+@dataclass(slots=True)
 class Engine:
     """Continuous batching: all running answers get a token with every decode step; the others wait in order."""
 
-    def __init__(
-        self, clock: Clock, costs: Costs, max_running: int, prefill_s: float, done: Callable[[Sampled], None]
-    ) -> None:
-        self.clock, self.costs, self.max_running, self.prefill_s, self.done = clock, costs, max_running, prefill_s, done
-        self.version, self.held = 0, 0
-        self.busy_s = 0.0
-        """Wall time with a request, up to `settle`."""
-        self._waiting: deque[tuple[Sampled, int]] = deque()
-        self._running: list[tuple[float, int, Sampled]] = []
-        """(token of the engine at which the answer ends, a number that makes the order one, its group)"""
-        self._tokens, self._owed = 0.0, 0.0
-        """Decode steps so far, and seconds before the next one: prefills and pauses."""
-        self._at, self._wall, self._plan, self._number, self._free_at = clock.work, clock.now, 0, 0, 0.0
+    costs: Costs
+    max_running: int
+    capacity: int
+    """Groups that its server leases at a time."""
+    prefill_s: float
+    """Of a group: its answers share their prompt."""
+    now: float = 0.0
+    busy_s: float = 0.0
+    """Time with a request."""
+    held: Counter[int] = field(default_factory=Counter)
+    """Groups that have not ended, by batch."""
+    done_at: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    """When the last group of a batch that ended so far was sent."""
+    group_s: list[float] = field(default_factory=list)
+    _sent_at: float = 0.0
+    _admitted: deque[tuple[int, Sequence[int]]] = field(default_factory=deque)
+    """Groups that are not leased yet: batch and tokens."""
+    _leased: int = 0
+    _waiting: deque[tuple[int, Sampled]] = field(default_factory=deque)
+    _running: list[tuple[float, int, Sampled]] = field(default_factory=list)
+    """(token of the engine at which the answer ends, a number that makes the order one, its group)"""
+    _tokens: float = 0.0
+    """Decode steps so far."""
+    _owed: float = 0.0
+    """Seconds before the next decode step: prefills and pauses."""
+    _number: int = 0
 
-    def submit(self, group: Sampled) -> None:
-        """Sample a group; an answer's first token comes with its prefill."""
-        self.settle()
-        self.held += 1
-        group.began_at = self.clock.now
-        self._waiting.extend((group, length) for length in group.lengths)
-        self._owed += self.prefill_s
+    def submit(self, batch: int, lengths: Sequence[int]) -> None:
+        """Sample a group, once there is room for it."""
+        self.held[batch] += 1
+        self._admitted.append((batch, lengths))
         self._begin()
 
-    def server(self, seconds: float, action: Action) -> None:
-        """Work of the rollout server, one piece after the other."""
-        self._free_at = max(self._free_at, self.clock.work) + seconds
-        self.clock.after(self._free_at - self.clock.work, action)
+    def hold(self, seconds: float) -> None:
+        """Stand still, if there is something to sample."""
+        self._owed += seconds if self._running else 0.0
 
-    def update(self, version: int, live: Action) -> None:
-        """Stand still for new weights, then serve them."""
-        if self._running:
-            self.settle()
-            self._owed += self.costs.pause_s
-            self._schedule()
-
-        def serve() -> None:
-            self.settle()
-            self.version = version
-            live()
-
-        self.server(self.costs.pause_s, serve)
-
-    def settle(self) -> None:
-        """Count the time and the tokens up to now."""
-        work, wall = self.clock.work - self._at, self.clock.now - self._wall
-        self._at, self._wall = self.clock.work, self.clock.now
-        if self._running:
-            self.busy_s += wall
+    def run(self, until: float) -> None:
+        """Sample up to this moment."""
+        while self._running and self.now + self._left_s() <= until:
+            self._end()
+        if self._running and until > self.now:
+            work = until - self.now
             paid = min(self._owed, work)
             self._owed -= paid
             self._tokens += (work - paid) / self._step_s()
+            self.busy_s += work
+        self.now = max(self.now, until)
+
+    def finish(self, batch: int) -> float:
+        """Sample until a batch has ended here; when its last group was sent."""
+        while self.held[batch]:
+            self._end()
+        return self.done_at[batch]
+
+    def backlog_s(self) -> float:
+        """Seconds that everything here takes, if nothing else comes."""
+        tokens = [end - self._tokens for end, *_ in self._running] + [length for length, _ in self._waiting]
+        tokens += [length for _, lengths in self._admitted for length in lengths]
+        steps = max(max(tokens, default=0.0), sum(tokens) / self.max_running)
+        return self._owed + steps * self.costs.decode_step_s + sum(tokens) * self.costs.decode_answer_s
 
     def _step_s(self) -> float:
         return self.costs.decode_step_s + len(self._running) * self.costs.decode_answer_s
 
+    def _left_s(self) -> float:
+        """Until the next answer ends."""
+        return self._owed + max(0.0, self._running[0][0] - self._tokens) * self._step_s()
+
     def _begin(self) -> None:
-        """Start what has room, and plan the next end."""
-        was_busy = bool(self._running)
+        """Lease and start what has room; an answer's first token comes with its prefill."""
+        while self._admitted and self._leased < self.capacity:
+            batch, lengths = self._admitted.popleft()
+            group = Sampled(batch, self.now, len(lengths))
+            self._waiting.extend((length, group) for length in lengths)
+            self._owed += self.prefill_s
+            self._leased += 1
         while self._waiting and len(self._running) < self.max_running:
-            group, length = self._waiting.popleft()
+            length, group = self._waiting.popleft()
             self._number += 1
-            group.oldest = self.version if group.oldest < 0 else group.oldest
             heapq.heappush(self._running, (self._tokens + max(0, length - 1), self._number, group))
-        self.clock.decoding += bool(self._running) - was_busy
-        self._owed = self._owed if self._running else 0.0
-        self._schedule()
 
-    def _schedule(self) -> None:
-        self._plan += 1
-        if self._running:
-            left = max(0.0, self._running[0][0] - self._tokens)
-            self.clock.after(self._owed + left * self._step_s(), partial(self._end, self._plan))
-
-    def _end(self, plan: int) -> None:
-        """The shortest answers end, if nothing has changed since this was planned."""
-        if plan != self._plan:
-            return
-        self.settle()
-        self._tokens = max(self._tokens, self._running[0][0])
-        finished = []
-        while self._running and self._running[0][0] <= self._tokens + 1e-9:
-            _, _, group = heapq.heappop(self._running)
-            group.ended += 1
-            if group.ended == len(group.lengths):
-                finished.append(group)
-        self.clock.decoding -= not self._running
+    def _end(self) -> None:
+        """Go to the end of the next answer."""
+        seconds = self._left_s()
+        self.now += seconds
+        self.busy_s += seconds
+        self._owed, self._tokens = 0.0, max(self._tokens, self._running[0][0])
+        _, _, group = heapq.heappop(self._running)
+        group.left -= 1
+        if not group.left:
+            self._leased -= 1
+            self.group_s.append(self.now - group.began_at)
+            self._sent_at = max(self._sent_at, self.now) + self.costs.group_s
+            self.done_at[group.batch] = self._sent_at
+            self.held[group.batch] -= 1
         self._begin()
-        for group in finished:
-            self.done(group)
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class SimulatedRun:
     """One run on so many engines of `costs.engine_gpus` GPUs each; without `trains` no step has an update (T_roll)."""
 
@@ -188,109 +157,59 @@ class SimulatedRun:
     costs: Costs
     workload: Workload
     trains: bool = True
-    commits: list[float] = field(default_factory=list)
-    updates: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of each update by the wall, and as if nothing shared its GPU."""
-    group_s: list[float] = field(default_factory=list)
-    max_lag: int = 0
-    tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self.clock = Clock(self.costs.sharing)
-        prefill_s = self.workload.prompt_tokens * self.costs.prefill_token_s
-        running = self.config.rollout.max_running
-        self.engines = [
-            Engine(self.clock, self.costs, running, prefill_s, partial(self._finished, number))
-            for number in range(self.num_engines)
-        ]
-        self._free = [(0, number) for number in range(self.num_engines)]
-        """(groups held, engine), with entries that do not hold any more; a heap."""
-        self._leased = 0
-        self._there: dict[int, Sampled] = {}
-        """Finished groups by number."""
-        self._arrived: Counter[int] = Counter()
-        """Finished groups by step."""
-        self._waits, self._published_at = False, 0.0
-        self._dark = 0
-        """Engines that do not serve the newest version yet; no other one is committed before."""
-        self._updated_while_dark = False
 
     def run(self, warmup: int, steps: int) -> Outcome:
         """Make so many steps; the first ones do not count."""
-        self._lease()
-        self._take()
-        before = (0.0, 0)
-        while len(self.commits) < warmup + steps:
-            made = len(self.commits)
-            self.clock.step()
-            if made < warmup == len(self.commits):
-                before = self._so_far()
-        busy, tokens = (after - then for after, then in zip(self._so_far(), before, strict=True))
-        seconds = self.commits[-1] - self.commits[warmup - 1]
-        wall, alone = np.mean(self.updates[warmup:], axis=0)
+        costs, lag, more = self.costs, self.config.replay.async_lag, self.workload.prompt_tokens
+        prefill_s = more * costs.prefill_token_s
+        room = self.config.rollout.max_running, self.config.lease_capacity
+        engines = [Engine(costs, *room, prefill_s) for _ in range(self.num_engines)]
+        lengths = [self._admit(engines, batch, 0.0) for batch in range(lag + 1)]
+        taken, live, commits, busy = 0.0, 0.0, list[float](), list[float]()
+        updates: list[tuple[float, float]] = []
+        """Seconds of each update by the wall, and as if nothing shared its GPU."""
+        for step in range(warmup + steps):
+            began = max(taken, *(engine.finish(step) for engine in engines))
+            kept = lengths[step][: costs.kept_groups(self.config)]
+            alone = self.update_s([group + more for group in kept]) if self.trains else 0.0
+            updates.append((_beside(engines, began, alone, costs.sharing), alone))
+            commit = max(began + updates[-1][0], live) + costs.commit_s  # one broadcast at a time
+            for engine in engines:
+                engine.run(commit)
+            commits.append(commit)
+            busy.append(sum(engine.busy_s for engine in engines))
+            for engine in engines:
+                engine.run(commit + costs.publish_s)
+                engine.hold(costs.pause_s)
+            taken, live = commit + costs.record_s, commit + costs.publish_s + costs.pause_s
+            lengths.append(self._admit(engines, step + 1 + lag, live))
+        seconds = commits[-1] - commits[warmup - 1]
+        wall, alone = np.mean(updates[warmup:], axis=0)
         return Outcome(
             step_s=seconds / steps,
             train_s=float(alone),
             train_wall_s=float(wall),
-            rollout_idle=max(0.0, 1 - busy / seconds / len(self.engines)),
-            learner_idle=max(0.0, 1 - float(wall) * len(self.updates[warmup:]) / seconds),
-            tokens_per_s=tokens / seconds,
-            group_s=float(np.mean(self.group_s)),
-            max_lag=self.max_lag,
+            rollout_idle=max(0.0, 1 - (busy[-1] - busy[warmup - 1]) / seconds / len(engines)),
+            learner_idle=max(0.0, 1 - float(wall) * steps / seconds),
+            tokens_per_s=float(np.sum(lengths[warmup : warmup + steps])) / seconds,
+            group_s=float(np.mean([each for engine in engines for each in engine.group_s])),
         )
 
-    # ---- rollouts -----------------------------------------------------------------------------------------
+    def _admit(self, engines: Sequence[Engine], batch: int, at: float) -> list[Int64]:
+        """Have the groups of a batch sampled from this moment on; their tokens."""
+        for engine in engines:
+            engine.run(at)
+        count, size = self.config.rollout.groups_per_step, self.config.rollout.group_size
+        lengths = [self.workload.draw(batch * count + place, size) for place in range(count)]
+        fewest = [(engine.held.total(), number) for number, engine in enumerate(engines)]
+        heapq.heapify(fewest)
+        for group in lengths:
+            held, number = fewest[0]
+            engines[number].submit(batch, group.tolist())
+            heapq.heapreplace(fewest, (held + 1, number))
+        return lengths
 
-    def _lease(self) -> None:
-        """Lease the next groups, while one is admitted and a server of a young enough version has room."""
-        per_step, lag = self.config.rollout.groups_per_step, self.config.replay.async_lag
-        capacity, too_old = self.config.lease_capacity, list[tuple[int, int]]()
-        while (least := self._leased // per_step - lag) <= len(self.commits) and self._free:
-            held, number = heapq.heappop(self._free)
-            engine = self.engines[number]
-            if held != engine.held or held >= capacity:
-                continue
-            if engine.version < least:
-                too_old.append((held, number))
-                continue
-            lengths = self.workload.draw(self._leased, self.config.rollout.group_size)
-            engine.submit(Sampled(self._leased, lengths.tolist()))
-            self._leased += 1
-            heapq.heappush(self._free, (engine.held, number))
-        for entry in too_old:
-            heapq.heappush(self._free, entry)
-
-    def _finished(self, number: int, group: Sampled) -> None:
-        self.group_s.append(self.clock.now - group.began_at)
-        self.tokens += sum(group.lengths)
-        self.engines[number].server(self.costs.group_s, partial(self._sent, number, group))
-
-    def _sent(self, number: int, group: Sampled) -> None:
-        self.engines[number].held -= 1
-        heapq.heappush(self._free, (self.engines[number].held, number))
-        self._there[group.number] = group
-        self._arrived[group.number // self.config.rollout.groups_per_step] += 1
-        self._lease()
-        if self._waits:
-            self._take()
-
-    # ---- learner ------------------------------------------------------------------------------------------
-
-    def _take(self) -> None:
-        """Train the oldest groups, once all of them are there."""
-        count, version = self.config.rollout.groups_per_step, len(self.commits)
-        self._waits = self._arrived[version] < count
-        if self._waits:
-            return
-        groups = [self._there.pop(version * count + place) for place in range(count)]
-        self.max_lag = max(self.max_lag, *(version - group.oldest for group in groups))
-        kept = groups[: self.costs.kept_groups(self.config)]
-        more = self.workload.prompt_tokens
-        seconds = self.update_s([np.array(group.lengths) + more for group in kept]) if self.trains else 0.0
-        self.clock.updating = seconds > 0
-        self.clock.after(seconds, partial(self._updated, self.clock.now, seconds))
-
-    def update_s(self, groups: list[Int64]) -> float:
+    def update_s(self, groups: Sequence[Int64]) -> float:
         """Of an update on groups with these tokens, microbatches and ranks as replay assigns them."""
         mesh, costs = self.config.learner.mesh, self.costs
         parts = max(1, self.num_ranks // mesh.tensor)
@@ -302,36 +221,14 @@ class SimulatedRun:
         seconds = float(loads.max(1).sum()) * costs.train_token_s / min(self.num_ranks, mesh.tensor)
         return costs.update_s + seconds * (1 + costs.exchange_share * (self.num_ranks > 1))
 
-    def _updated(self, began: float, alone: float) -> None:
-        self.clock.updating = False
-        self.updates.append((self.clock.now - began, alone))
-        if self._dark:  # one broadcast at a time
-            self._updated_while_dark = True
-        else:
-            self.clock.after(self.costs.commit_s, self._commit)
 
-    def _commit(self) -> None:
-        self.commits.append(self.clock.now)
-        self._dark = len(self.engines)
-        self._published_at = max(self._published_at, self.clock.work) + self.costs.publish_s
-        self.clock.after(self._published_at - self.clock.work, partial(self._published, len(self.commits)))
-        self.clock.after(self.costs.record_s, self._take)
-        self._lease()
-
-    def _published(self, version: int) -> None:
-        for number, engine in enumerate(self.engines):
-            engine.update(version, partial(self._live, number))
-
-    def _live(self, number: int) -> None:
-        heapq.heappush(self._free, (self.engines[number].held, number))
-        self.clock.after(0.0, self._lease)  # once all servers of this instant are live: replay shares leases out
-        self._dark -= 1
-        if not self._dark and self._updated_while_dark:
-            self._updated_while_dark = False
-            self.clock.after(self.costs.commit_s, self._commit)
-
-    def _so_far(self) -> tuple[float, int]:
-        """Seconds in which engines had requests, and tokens of finished groups."""
-        for engine in self.engines:
-            engine.settle()
-        return sum(engine.busy_s for engine in self.engines), self.tokens
+def _beside(engines: Sequence[Engine], at: float, seconds: float, sharing: float) -> float:
+    """What an update takes where engines share its GPUs, and takes from them: both are slower while both are busy."""
+    if sharing == 1:
+        return seconds
+    overlaps = []
+    for engine in engines:
+        engine.run(at)
+        overlaps.append(min(seconds, engine.backlog_s()))
+        engine.hold(overlaps[-1] * (sharing - 1))
+    return seconds + max(overlaps) * (sharing - 1)

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         sys.stderr.write(f"slipstream: refused: {error}\n")
         return 2
-    sys.stdout.write(f"{out}: written; python -m learner.main --config {out} --dry-run checks it on this machine\n")
+    sys.stdout.write(f"{out}: written; slipstream train --config {out} --dry-run checks it on this machine\n")
     return 0
 
 

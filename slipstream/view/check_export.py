@@ -23,7 +23,7 @@ from slipstream.runtime.fingerprint import resolve_chat_template
 from slipstream.runtime.program import program
 
 BATCH = 128
-TIE = {"float32": 0.02, "bfloat16": 0.3, "float16": 0.3}
+TIE = {"float32": 0.02, "bfloat16": 0.3}
 """Nats between two tokens that an engine of this dtype may take for equal."""
 
 

@@ -249,7 +249,8 @@ def test_kernels_that_do_not_load_are_named(tmp_path, monkeypatch):
     probe = Asked.at(place)
     with ended([probe]):
         probe.answer(LIMIT_S)
-        found = probe.ask("kernels", LIMIT_S, modules=["sgl_kernel", "json"])  # no other module is imported by an order
+        order = {"modules": ["sgl_kernel", "json"], "ports": {}, "is_first": False}
+        found = probe.ask("look", LIMIT_S, **order)["kernels"]  # no other module is imported by an order
     assert found == {"sgl_kernel": "ImportError: libcudart.so.12: cannot open shared object file"}
     finding, *rest = machine.kernels({**found, "triton": ""}, None, "rollout of node0")
     assert finding.severity == "stop" and "libcudart.so.12" in finding.line and "install.sh" in finding.line

@@ -1,7 +1,5 @@
 """Whole runs that train adapters: they learn, they resume, and their journal makes the same digests again."""
 
-import json
-
 import pytest
 
 from learner.record.summary import summarize
@@ -27,15 +25,3 @@ def test_sort6_is_learnt_by_adapters_alone(tmp_path, sort6, zygote):
         assert len(exported["different"]) <= 1, exported
     finally:
         runs.close()
-
-
-def test_a_run_of_adapters_is_resumed_and_its_journal_trained_again(launch):
-    run = launch(*LORA, "checkpoint.every_steps=2", "replay.journal_keep=all", steps=3, split="1:2")
-    assert run.wait() == 0, run.text()[-3000:]
-    again = launch.resume(run.folder, "--steps", "5")
-    assert again.wait() == 0, again.text()[-3000:]
-    assert [line["step"] for line in run.ledger()] == [1, 2, 3, 4, 5]
-    played = launch.start(["learner.main", "--replay", str(run.folder)], run.folder)
-    assert played.wait() == 0, played.text()[-3000:]
-    (found,) = [json.loads(line) for line in played.text().splitlines() if line.startswith("{")]
-    assert found["equal"] == found["steps"] == 5, found

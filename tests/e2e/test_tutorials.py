@@ -41,8 +41,10 @@ HOSTS = {"node0": "10.0.0.1", "node1": "10.0.0.2"}
 
 
 def blocks(page: str) -> Iterator[tuple[str, str, str]]:
-    """(kind, file or "", text) of the blocks of a page: bash, file, or shown; `console` is an example of a run."""
-    for language, text in BLOCK.findall((PAGES / page).read_text(encoding="utf-8")):
+    """(kind, file or "", text) of the blocks of PAGE or PAGE#SECTION: bash, file, or shown; `console`: an example."""
+    name, _, section = page.partition("#")
+    written = (PAGES / name).read_text(encoding="utf-8").partition(f"\n## {section}\n" if section else "# ")[2]
+    for language, text in BLOCK.findall(written.partition("\n## ")[0] if section else written):
         name = re.match(r"# (\w+(?:\.\w+)?)\n", text)
         if language == "bash":
             yield "bash", "", text.replace("\\\n", " ")
@@ -156,7 +158,7 @@ def reader(first: Path, tmp_path: Path) -> Iterator[Reader]:
 
 
 def test_every_tutorial_is_followed() -> None:
-    assert {page.name for page in PAGES.glob("*.md")} == {"model.md", *SHOWN}
+    assert {page.name for page in PAGES.glob("*.md")} == {"model.md", *(page.partition("#")[0] for page in SHOWN)}
 
 
 def test_what_the_first_tutorial_writes_passes_a_dry_run(first: Path) -> None:
@@ -169,9 +171,9 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
     "reward.md": ("dry run: configuration and files are in order",),
     "environment.md": ("dry run: configuration and files are in order",),
     "loss.md": ("dry run: configuration and files are in order",),
-    "two-machines.md": ("node0  10.0.0.1  replay", "node1  10.0.0.2  rollout-node1-0"),
-    "slurm.md": ("start the run with: sbatch runs/larger/launch/run.sbatch",),
-    "kubernetes.md": ("manifests/jobset.yaml", "applied"),
+    "machines.md#Two machines over ssh": ("node0  10.0.0.1  replay", "node1  10.0.0.2  rollout-node1-0"),
+    "machines.md#Slurm": ("start the run with: sbatch runs/larger/launch/run.sbatch",),
+    "machines.md#Kubernetes": ("manifests/jobset.yaml", "applied"),
 }
 
 
@@ -179,12 +181,12 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
 def test_a_page_holds_up_to_its_first_run(reader: Reader, page: str) -> None:
     said = reader.follow(page, light=True)
     assert [words for words in SHOWN[page] if words not in said] == [], said[-3000:]
-    if page == "kubernetes.md":
+    if page.endswith("#Kubernetes"):
         folder = reader.folder / "manifests"
         _, jobset = yaml.safe_load_all((folder / "jobset.yaml").read_text())
         assert jobset["kind"] == "JobSet" and jobset["metadata"]["name"] == "larger"
         assert {path.name for path in folder.iterdir()} == {"jobset.yaml", "keys-learner.yaml", "keys-rollout.yaml"}
-    elif page == "slurm.md":
+    elif page.endswith("#Slurm"):
         file = reader.folder / "runs" / "larger" / "launch" / "run.sbatch"
         assert subprocess.run(["bash", "-n", file], check=False).returncode == 0
 
@@ -266,7 +268,9 @@ def machines(reader: Reader) -> Iterator[Switch]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "run"), [("two-machines.md", "two"), ("slurm.md", "larger-42")])
+@pytest.mark.parametrize(
+    ("page", "run"), [("machines.md#Two machines over ssh", "two"), ("machines.md#Slurm", "larger-42")]
+)
 def test_two_machines_train(reader: Reader, machines: Switch, page: str, run: str) -> None:
     reader.follow(page)
     steps = rows(reader.folder / "runs" / run)

@@ -18,7 +18,6 @@ from configs.loading import inline
 from configs.variants import Choice
 from learner import rules
 from learner.advantages import ADVANTAGES, AdvantageInputs, advantages_of, build_advantage
-from learner.advantages.base import whiten
 from learner.advantages.gae import gae
 from learner.corrections import CORRECTIONS, Rho, build_correction, within
 from learner.losses import LOSSES, Loss, LossError, LossFacts, LossInputs, LossOutput, build_loss
@@ -298,18 +297,6 @@ def test_an_advantage(kind: str) -> None:
         got = advantages_of(build_advantage(Algorithm(advantage=kind)), inputs)
         want = reference.advantage(kind, rewards.astype(float).tolist(), groups.tolist(), tokens.tolist())
         assert got.tolist() == pytest.approx(want, rel=1e-5, abs=1e-6)
-
-
-@settings(max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=5))
-def test_whitened_values_have_a_mean_of_0_and_a_deviation_of_1_over_tokens(drawn: list[tuple[int, int]]) -> None:
-    values, tokens = np.array(drawn, np.float64).reshape(-1, 2).T
-    got = whiten(values, tokens.astype(np.int32))
-    counted = np.repeat(values, tokens.astype(int))
-    if len(set(counted)) < 2:
-        assert not got.any(), "nothing to learn, also from a trajectory that no token of is in the loss"
-        return
-    assert got == pytest.approx((values - counted.mean()) / (counted.std(ddof=1) + 1e-4))
 
 
 @pytest.mark.parametrize(("groups", "reward"), [(4, 0.0), (4, 0.1), (0, 0.0)])

@@ -78,18 +78,6 @@ def test_recomputed_logprobs_leave_the_correction_alone() -> None:
     torch.testing.assert_close(*gradients)
 
 
-def test_what_a_correction_refuses_is_counted_and_has_no_gradient() -> None:
-    row, logprobs, entropy = made()
-    sampled = row.behaviour_logprobs.clone()
-    sampled[3] = -1e9  # its ratio is beyond every bound
-    object.__setattr__(row, "behaviour_logprobs", sampled)
-    loss, measured = Objective(Algorithm(veto_high=100.0))(row, logprobs, entropy)
-    loss.backward()
-    assert logprobs.grad is not None and torch.isfinite(logprobs.grad).all()
-    assert not logprobs.grad[: LENGTHS[0]].any() and logprobs.grad[LENGTHS[0] :].any()
-    assert measured["refused"] == LENGTHS[0] and measured["tokens"] == sum(LENGTHS)
-
-
 def test_a_refused_token_may_have_an_infinite_loss() -> None:
     row, logprobs, entropy = made()
     impossible = logprobs.detach().clone()

@@ -52,38 +52,6 @@ def test_the_newest_stay_and_what_is_wanted_and_nothing_else(found, keep, wanted
     assert set(weights) == (wanted & usable) - set(newest)
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from(["checkpoint", "score", "closed"]), st.integers(0, 3)), max_size=30),
-    st.integers(1, 3),
-    st.integers(0, 2),
-    st.sampled_from(["max", "min"]),
-)
-def test_whatever_comes_when_the_best_of_what_was_there_stays(events, keep, keep_best, best_is):
-    """Of the pure rules: evaluations are asked for with each version, and may come after later checkpoints."""
-    best, found, version = Best(settings(keep, keep_best, best_is)), {}, 0
-    scores: dict[int, float] = {}
-    for event, number in events:
-        if event == "checkpoint":
-            version += 1
-            best.expect(version)
-            found[version] = "whole"
-        elif version > number and version - number not in scores:
-            asked = version - number
-            if event == "score":
-                scores[asked] = (asked * 7 % 5) / 5
-                best.record(asked, {SCORE: scores[asked]})
-            else:
-                best.closed({asked: "not done within 5 s"})
-        newest, weights = choose(found, keep, best.wanted(found))
-        awaited = best._awaited.intersection(found)
-        assert not found or max(found) in newest
-        assert len(newest) + len(weights) <= keep + keep_best + len(awaited)
-        if keep_best and (known := [step for step in found if step in scores]):
-            sign = 1 if best_is == "max" else -1
-            assert max(known, key=lambda step: (sign * scores[step], step)) in {*newest, *weights}
-        found = {step: "whole" if step in newest else "weights" for step in [*newest, *weights]}
-
-
 @pytest.mark.parametrize(("best_is", "ranking"), [("max", [1, 3, 2]), ("min", [3, 2, 1])])
 def test_of_equal_scores_the_newer_is_better(best_is, ranking):
     best = Best(settings(best_is=best_is))

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import resource
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,20 +162,3 @@ def test_wandb_offline_is_resumed_under_one_id(tmp_path, monkeypatch):
         file = folder / f"run-{known}.wandb"
         for name in (b"critic/score/mean", b"training/global_step"):
             until(lambda file=file, name=name: name in file.read_bytes(), f"{name!r} in {file.name}")
-
-
-def test_ids_survive_a_full_disk_and_broken_ones_are_named(tmp_path, service):
-    kept = tmp_path / trackers.IDS
-    kept.write_text('{"wandb": "an-id"}')
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            open_metrics(tmp_path, trackers=["trackio"])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert read_ids(tmp_path) == {"wandb": "an-id"}
-    kept.write_text("")
-    with pytest.raises(MetricsError, match=r"trackers.json is no JSON .*; delete it, and trackers begin runs of their"):
-        open_metrics(tmp_path, trackers=["trackio"])
-    open_metrics(tmp_path).close()

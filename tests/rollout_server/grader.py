@@ -83,9 +83,9 @@ def framed(value: Any) -> bytes:
 PAYLOADS = {
     "garbage": b"x" * 64,
     "huge": b"\xff" * 4 + b"\0" * 4096,
-    "forged": framed([[999, 1.0, {}, None, 0.1]]),
-    "twice": framed([[0, 1.0, {}, None, 0.1]] * 2),
-    "nan": framed([[0, float("nan"), {}, None, 0.1]]),
+    "forged": framed([999, [[1.0, {}, None, 0.1]]]),
+    "twice": framed([0, [[1.0, {}, None, 0.1]] * 2]),
+    "nan": framed([0, [[float("nan"), {}, None, 0.1]]]),
 }
 
 

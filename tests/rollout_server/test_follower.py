@@ -22,16 +22,12 @@ from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.generate import Generator
 from rollout_server.server import RolloutServer
 from tests.rollout_server.torch_oracle import hf_tensors
+from tests.support.bus_receiver import digests
 from tests.support.runs import free_port
 from tests.support.waiting import eventually
 from weight_bus import Publisher
-from weight_bus.digest import slice_digest
 
 RUN = "follower-test"
-
-
-def digests_of(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    return {name: slice_digest(tensor) for name, tensor in tensors.items()}
 
 
 def welcome(config: Config, incarnation: int) -> m.Welcome:
@@ -48,7 +44,7 @@ class Learner(Publisher):
     async def send(self, version: int, model: Any) -> None:
         """Publish a model; it must be served."""
         tensors = hf_tensors(model)
-        report = await asyncio.to_thread(self.publish, version, tensors.items(), digests_of(tensors))
+        report = await asyncio.to_thread(self.publish, version, tensors.items(), digests(tensors))
         assert (report.served, report.failed) == (["server"], {}), report
 
 
@@ -109,7 +105,7 @@ def learner_process(config: Config, model: Any) -> Iterator[BaseProcess]:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # kept for sigwait, however early it comes
         with Learner(config, 1) as learner:
             tensors = hf_tensors(model)
-            learner.publish(1, tensors.items(), digests_of(tensors))
+            learner.publish(1, tensors.items(), digests(tensors))
             signal.sigwait({signal.SIGTERM})
 
     process = multiprocessing.get_context("fork").Process(target=serve, daemon=True)
@@ -211,7 +207,7 @@ async def test_an_engine_with_a_flipped_bit_stands_still_and_asks_for_no_lease_u
             await eventually(learner.members, "it joins")
             await learner.send(1, models[1])
             tensors = hf_tensors(models[2])
-            await asyncio.to_thread(learner.publish, 2, tensors.items(), digests_of(tensors))
+            await asyncio.to_thread(learner.publish, 2, tensors.items(), digests(tensors))
             await eventually(lambda: done[-1] == ("resume",) and len(done) > 4, "it is healed")
         capacity = server.config.lease_capacity
         update = [("pause",), ("load", 1, None), ("resume",)]
@@ -232,9 +228,9 @@ async def test_a_version_that_a_resumed_learner_makes_anew_is_evaluated_with_its
                 while not learner.members():  # replay says it with each heartbeat of a server that is behind
                     await handle(server, welcome(config, incarnation))
                     await asyncio.sleep(0.01)
-                await asyncio.to_thread(learner.publish, 4, tensors.items(), digests_of(tensors), evaluate=True)
+                await asyncio.to_thread(learner.publish, 4, tensors.items(), digests(tensors), evaluate=True)
                 pins.append(server.engine._pins[4])  # type: ignore[attr-defined]
-                assert pins[-1].weights.digests() == digests_of(tensors)
+                assert pins[-1].weights.digests() == digests(tensors)
     assert pins[0] is pins[1]
 
 

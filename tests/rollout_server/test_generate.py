@@ -13,16 +13,14 @@ import numpy as np
 import pytest
 
 from configs import Config
-from examples.random_qwen3 import SHAPES, make
+from examples.random_qwen3 import make
 from replay import messages as m
 from replay.channel import PeerRefused
 from rollout_server import main as rollout_main
-from rollout_server.engines import Completion, EngineError, Sampling
+from rollout_server.engines import Completion
 from rollout_server.generate import Generator, LeaseFailed
-from rollout_server.leases import policies_of
 from rollout_server.tasks.pictures import Prompt
 from rollout_server.tasks.rewards import RewardOutcome, Sample
-from scripts.bench.server import forced_length
 from slipstream.runtime.lifeline import CANNOT_START
 from tests.rollout_server.small_generator import PROMPT, config_of, evaluation_lease, generating
 from tests.rollout_server.torch_served import Gates
@@ -126,21 +124,6 @@ async def test_the_loop_goes_on_while_texts_are_encoded_and_decoded(
 
 
 @pytest.mark.parametrize(
-    ("versions", "served", "policies"),
-    [
-        ([4, 4], [(1, 4)], [[1, 4]]),
-        ([4, 6], [(1, 4), (1, 5), (2, 5), (2, 6)], [[1, 4], [2, 6]]),
-        ([5], [(1, 4), (1, 5), (2, 5), (2, 6)], [[1, 5], [2, 5]]),  # either may have sampled it
-        ([3, 5], [(1, 5), (2, 6)], [[1, 3], [1, 5]]),  # a prefix is of the incarnation at the lease
-    ],
-)
-def test_a_group_names_the_policies_that_were_live_while_it_ran(
-    versions: list[int], served: list[tuple[int, int]], policies: list[list[int]]
-) -> None:
-    assert policies_of(np.array(versions, np.int32), served) == policies
-
-
-@pytest.mark.parametrize(
     ("error", "code"),
     [
         (NotAvailable("no UCC here"), CANNOT_START),
@@ -175,25 +158,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 def lease(seed: int) -> m.Lease:
     return m.Lease(pass_=0, index=seed, attempt=1, min_version=0, lease_s=60.0, seed=seed, prompt=PROMPT)
-
-
-def expected(seed: int) -> list[int]:
-    return [forced_length(seed, i, median=MEDIAN, sigma=SIGMA, limit=CAP) for i in range(GROUP)]
-
-
-async def test_answers_have_their_lengths_and_no_token_stops_them(config: Config) -> None:
-    async with generating(config, MEDIAN, SIGMA) as generator:
-        generator.task.stop_token_ids = tuple(range(SHAPES["tiny"]["vocab_size"]))
-        first, again, other = await asyncio.gather(
-            generator.group(lease(3), "0/3/1"), generator.group(lease(3), "0/3/2"), generator.group(lease(4), "0/4/1")
-        )
-        assert generator.running_tokens() == {}
-    assert first.lengths.tolist() == expected(3) and other.lengths.tolist() == expected(4)
-    assert first.lengths.tolist() != other.lengths.tolist()
-    assert first.finish_reasons == ["length"] * GROUP
-    assert first.token_ids.tolist() == again.token_ids.tolist()
-    answers = np.split(first.token_ids, np.cumsum(first.lengths)[:-1])
-    assert len({tuple(answer[:4].tolist()) for answer in answers}) == GROUP, "each has a random stream of its own"
 
 
 async def test_an_evaluation_has_k_answers_a_prompt_and_the_same_ones_when_it_is_repeated(config: Config) -> None:
@@ -245,21 +209,6 @@ async def test_a_lease_is_renewed_and_aborted_by_its_own_name(config: Config, me
         with pytest.raises(LeaseFailed, match="aborted"):
             await doomed
         assert (await other).lengths.size == GROUP
-
-
-async def test_when_one_answer_is_refused_the_others_end(config: Config) -> None:
-    async with generating(config, CAP * 100) as generator:
-        await generator.engine.pause("keep_kv")
-        blocker = asyncio.create_task(
-            generator.engine.generate([5], Sampling(max_new_tokens=30), 1, request_id="0/1/1#2")
-        )
-        await eventually(generator.running_tokens, "it is there")
-        with pytest.raises(EngineError, match="already running"):
-            await generator.group(lease(1), "0/1/1")
-        await generator.engine.resume()
-        await eventually(lambda: not generator.running_tokens(), "all have ended")
-        assert (await blocker)[0].finish_reason == "abort"
-        assert (await generator.engine.health()).generated_tokens < GROUP * CAP, "nobody decodes for nobody"
 
 
 async def test_answers_end_with_the_token_that_completes_a_stop_string(tmp_path: Path) -> None:

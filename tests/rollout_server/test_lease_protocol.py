@@ -168,10 +168,10 @@ def test_a_group_names_the_policies_that_were_live_while_it_was_sampled(leases: 
     leases.hear(lease(2), 0.0)
     leases.went_live(4, 2)
     leases.hear(lease(3), 0.0)
-    for index, versions in ((1, [3, 4]), (2, [4, 4]), (3, [4, 4])):
+    for index, versions in ((1, [2, 3, 4]), (2, [4, 4]), (3, [4, 4])):
         leases.finish(group(index, versions))
     policies = [sent.policies for sent in said(leases, m.Group)]
-    assert policies == [[[1, 3], [1, 4], [2, 4]], [[1, 4], [2, 4]], [[2, 4]]]
+    assert policies == [[[1, 2], [1, 3], [1, 4], [2, 4]], [[1, 4], [2, 4]], [[2, 4]]]
 
 
 def test_a_cancelled_lease_is_aborted_and_given_up_with_its_reason(leases: Leases, work: Work) -> None:
@@ -260,7 +260,7 @@ def test_an_activity_lasts_from_its_beginning(leases: Leases, work: Work) -> Non
     assert isinstance(heartbeat, m.Heartbeat) and (heartbeat.activity, heartbeat.since_s) == ("generating", 3.0)
 
 
-def test_prefixes_that_a_lease_brings_are_known_to_replay_already(work: Work) -> None:
+def test_prefixes_that_a_lease_brings_are_known_to_replay_until_it_starts_anew(work: Work) -> None:
     replay = CONFIG.replay.model_copy(update={"partial_rollouts": True})
     leases = Leases(CONFIG.model_copy(update={"replay": replay}), HELLO, work)
     tokens, logprobs = np.array([5, 6], np.int32), np.full(2, -1.0, np.float32)
@@ -269,3 +269,6 @@ def test_prefixes_that_a_lease_brings_are_known_to_replay_already(work: Work) ->
     leases.hear(replace(lease(1), **prefix), 0.0)
     beat(leases, work, 1.0)
     assert work == [("begin", 1), ("progress", "0/1/1", [2, 0])]
+    leases.join(2.0)
+    beat(leases, work, 3.0)
+    assert work[-1] == ("progress", "0/1/1", [0, 0]), "replay may have started anew"

@@ -187,39 +187,6 @@ async def test_answers_that_wait_for_their_rewards_are_told_whole(
     assert server.generator.progress("0/3/1", [0] * GROUP)[0].token_ids.size == 0, "and forgotten here"
 
 
-async def test_a_server_that_joins_again_tells_everything_again(folders: tuple[Path, Path], gate_at: Gates) -> None:
-    """Replay may have started anew; what comes before its Hello is not heard."""
-    gate = gate_at(STEP)
-    async with (
-        server_of(config_of(folders[0], GROUP, CAP, partial_rollouts=True)) as (server, wire),
-        working(server, lease(1)) as tasks,
-    ):
-        await pause_at(gate, server, wire)
-        assert sum(entry[3] for entry in wire.told()) == GROUP * (STEP + 1)
-        wire.sent.clear()
-        await server.handle(m.Refused(code="hello", reason=""), tasks)
-        await eventually(wire.told, "progress")
-        assert type(wire.sent[0]) is m.Hello
-        assert wire.told() == [[0, answer, 0, STEP + 1, 0] for answer in range(GROUP)]
-        await server.engine.resume()
-        await eventually(lambda: wire.of(m.Group), "the group")
-
-
-async def test_a_lease_that_is_said_twice_is_worked_on_once(folders: tuple[Path, Path]) -> None:
-    async with server_of(config_of(folders[0], GROUP, CAP, partial_rollouts=True)) as (server, wire):
-        await server.engine.pause("keep_kv")
-        async with working(server, lease(1)) as tasks:
-            await eventually(server.generator.running_tokens, "it is worked on")
-            await server.handle(lease(1), tasks)
-            await eventually(lambda: len(wire.of(m.Renew)) > 1, "renewals")
-            await server.engine.resume()
-            await eventually(lambda: wire.of(m.Group), "the group")
-            await server.handle(lease(1), tasks)  # it was finished, and is not acked yet
-            beats = len(wire.of(m.Renew))
-            await eventually(lambda: len(wire.of(m.Heartbeat)) > beats + 3, "beats")
-        assert not wire.of(m.Cancel) and len(wire.of(m.Group)) == 1 and not server.leases.working
-
-
 # ---- what a Renew says, without an engine -----------------------------------------------------------------
 
 

@@ -24,7 +24,7 @@ from rollout_server.engines.sglang.update.receiver import Handles, Receiver
 from tests.support import bus_receiver
 from tests.support.bus_receiver import HOST, Weights, digests
 from weight_bus import TransportError
-from weight_bus.messages import Begin, describe_manifest
+from weight_bus.messages import Begin, described
 from weight_bus.packing import Packer
 from weight_bus.remote import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Hosting, Line, RemoteIntake, RemoteUpdate, Taken
 from weight_bus.staging import view_of
@@ -89,7 +89,9 @@ class Pair:
 class Sender(threading.Thread):
     """Rank 0: sends one version in a group of its own, up to a bucket before which it is lost."""
 
-    def __init__(self, version: int, lost_before: int = 1000, base: str = "", run: str = RUN) -> None:
+    def __init__(
+        self, version: int, lost_before: int = 1000, base: str = "", run: str = RUN, flip: bool = False
+    ) -> None:
         super().__init__(daemon=True)
         named = weights(version)
         manifest, self._buckets = Packer(CONFIG.bucket_bytes).pack(named.items(), 0)
@@ -98,10 +100,10 @@ class Sender(threading.Thread):
         if base:
             self._buckets = [torch.zeros(100, dtype=torch.uint8)]
             change = {"base": base, "wire_bytes": 100, "change_bytes": 100}
+        self._buckets[0][5] ^= flip
         self._lost_before, self._run = lost_before, run
         self._transport = Collective(CONFIG, HOST)
         self._epoch = next(EPOCHS)
-        names, dtypes, shapes, digested = describe_manifest(manifest)
         self.begin = Begin(
             session="s",
             epoch=self._epoch,
@@ -112,11 +114,7 @@ class Sender(threading.Thread):
             size=2,
             endpoint=self._transport.serve(),
             bucket_bytes=CONFIG.bucket_bytes,
-            names=names,
-            dtypes=dtypes,
-            shapes=shapes,
-            digests=digested,
-            digest=manifest.digest,
+            **described(manifest),
             **change,
         )
         if lost_before:
@@ -179,6 +177,8 @@ def test_what_is_wrong_with_a_version_is_the_same_error_here_and_the_next_one_ar
         with pytest.raises(WireError, match="v2 comes as a change of other, and nothing is staged"):
             pair.intake.take(Sender(2, base="other").begin)
         pair.intake.forget()
+        flipped = Sender(2, flip=True)
+        assert pair.intake.take(flipped.begin) == ["layers.0.weight"]
         check_next(pair, pair.intake, 3)
 
 

@@ -23,7 +23,14 @@ from rollout_server.server import RolloutServer
 SILENT_AFTER_S = 0.6
 
 
-def server_of(dealer: AsyncDealer) -> RolloutServer:
+class Wire(list[Any]):
+    """Takes the dealer's place; has what was sent, in order."""
+
+    async def send(self, message: Any) -> None:
+        self.append(message)
+
+
+def server_of(dealer: AsyncDealer | Wire) -> RolloutServer:
     """With nothing but its channel."""
     network = {"silent_after_s": SILENT_AFTER_S, "heartbeat_s": 0.1}
     config = Config.model_validate(
@@ -31,7 +38,7 @@ def server_of(dealer: AsyncDealer) -> RolloutServer:
     )
     engine = SimpleNamespace()
     generator: Any = SimpleNamespace(config=config, engine=engine)
-    return RolloutServer(config, generator, dealer, name="rollout-0", fingerprint={})
+    return RolloutServer(config, generator, dealer, name="rollout-0", fingerprint={})  # type: ignore[arg-type]
 
 
 async def test_a_server_that_the_next_run_finds_at_its_address_ends_and_says_what_it_heard() -> None:
@@ -69,7 +76,7 @@ ASKED = m.EvaluationLease(
 
 async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluated_again() -> None:
     """A learner that was restarted makes the version again, while a judge still reads answers of the lost one."""
-    judged, sent = asyncio.Event(), list[Any]()
+    judged, sent = asyncio.Event(), Wire()
     rewards = iter([0.25, 1.0])
 
     async def evaluation(lease: m.EvaluationLease) -> m.EvaluationResult:
@@ -80,15 +87,12 @@ async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluate
         asked: Any = {name: getattr(lease, name) for name in ("version", "set", "greedy", "first", "samples")}
         return m.EvaluationResult(**asked, **numbers, texts=["7"], finish_reasons=["stop"], seconds=0.0)
 
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     unpinned = list[int]()
 
     async def unpin(version: int) -> None:
         unpinned.append(version)
 
-    server = server_of(SimpleNamespace(send=send))  # type: ignore[arg-type]
+    server = server_of(sent)
     server.engine.hold, server.engine.unpin = lambda _: None, unpin  # type: ignore[method-assign]
     server.generator.evaluation = evaluation  # type: ignore[method-assign]
     async with asyncio.TaskGroup() as tasks:
@@ -104,7 +108,7 @@ async def test_an_evaluation_that_is_closed_ends_and_its_version_may_be_evaluate
 
 
 async def test_a_server_whose_follower_has_died_ends_with_its_reason() -> None:
-    server = server_of(SimpleNamespace())  # type: ignore[arg-type]
+    server = server_of(Wire())
     server.follower.failure = OSError("no route")
     with pytest.raises(EngineError, match="no route"):
         await asyncio.wait_for(server.beat(), 10)
@@ -112,14 +116,16 @@ async def test_a_server_whose_follower_has_died_ends_with_its_reason() -> None:
 
 async def test_messages_leave_in_the_order_in_which_they_were_said() -> None:
     """What replay takes for lost is told by their order: the second may not overtake one that waits for room."""
-    sent, room = list[Any](), asyncio.Event()
+    room = asyncio.Event()
 
-    async def send(message: Any) -> None:
-        if message.gauges["n"] == 1.0:
-            await room.wait()
-        sent.append(message)
+    class Slow(Wire):
+        async def send(self, message: Any) -> None:
+            if message.gauges["n"] == 1.0:
+                await room.wait()
+            await super().send(message)
 
-    server = server_of(SimpleNamespace(send=send))  # type: ignore[arg-type]
+    sent = Slow()
+    server = server_of(sent)
     async with asyncio.TaskGroup() as tasks:
         for gauges in ({"n": 1.0}, {"n": 2.0}):
             server.leases.outbox.append(m.Heartbeat(gauges=gauges))
@@ -131,11 +137,6 @@ async def test_messages_leave_in_the_order_in_which_they_were_said() -> None:
 
 @pytest.mark.parametrize("lives", [True, False])
 async def test_a_request_that_the_engine_refuses_fails_its_lease_while_the_engine_lives(lives: bool) -> None:
-    sent = list[Any]()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
     async def refuse(*_: Any) -> None:
         raise EngineError("too long")
 
@@ -143,7 +144,8 @@ async def test_a_request_that_the_engine_refuses_fails_its_lease_while_the_engin
         if not lives:
             raise EngineError("the engine is dead")
 
-    server = server_of(SimpleNamespace(send=send))  # type: ignore[arg-type]
+    sent = Wire()
+    server = server_of(sent)
     server.generator.group, server.engine.health = refuse, health  # type: ignore[method-assign,assignment]
     given = m.Lease(pass_=0, index=1, attempt=1, min_version=0, lease_s=9.0, seed=1, prompt={})
     if lives:

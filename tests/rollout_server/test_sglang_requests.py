@@ -86,9 +86,6 @@ def test_without_spans_no_token_is_called_newer_than_it_is(count: int, updates: 
     assert (found[last:] == true[last:]).all()
 
 
-# ---- outputs ----------------------------------------------------------------------------------------------
-
-
 # ---- arguments --------------------------------------------------------------------------------------------
 
 DEFAULTS = ["log_level", "attention_backend", "max_total_tokens", "sleep_on_idle", "stream_interval", "random_seed"]

@@ -121,21 +121,19 @@ async def test_stop_tokens_and_limits_of_each_request_hold_in_one_batch(folder: 
     assert (exact.token_ids.tolist(), exact.finish_reason) == (tokens[: first + 1], "stop")
 
 
-REFUSED: dict[str, tuple[list[int], dict[str, Any], str]] = {
-    "context": ([1] * 10, {"max_new_tokens": 7}, r"10 tokens \+ max_new_tokens 7 = 17 exceeds the context of 16"),
-    "vocabulary": ([1, 40], {}, "token id 40 is outside the vocabulary of 40"),
-    "empty": ([], {}, "prompt of 0 tokens"),
-    "temperature": ([1], {"temperature": 0.0}, r"temperature 0\.0"),
-}
+REFUSED: list[tuple[list[int], dict[str, Any], str]] = [
+    ([1] * 10, {"max_new_tokens": 7}, r"10 tokens \+ max_new_tokens 7 = 17 exceeds the context of 16"),
+    ([1, 40], {}, "token id 40 is outside the vocabulary of 40"),
+    ([], {}, "prompt of 0 tokens"),
+    ([1], {"temperature": 0.0}, r"temperature 0\.0"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-async def test_requests_that_cannot_be_served_are_refused_by_number(case: str, folder: Path) -> None:
-    prompt, given, said = REFUSED[case]
-    sampling = Sampling(**{"max_new_tokens": 6, **given})
+async def test_requests_that_cannot_be_served_are_refused_by_number(folder: Path) -> None:
     async with serving(folder, max_context=16) as engine:
-        with pytest.raises(EngineError, match=said):
-            await engine.generate(prompt, sampling, 1, request_id="a")
+        for prompt, given, said in REFUSED:
+            with pytest.raises(EngineError, match=said):
+                await sample(engine, prompt, "a", **{"max_new_tokens": 6, **given})
         (answer,) = await sample(engine, [1] * 10, "a", max_new_tokens=6)
         assert len(answer.token_ids) == 6
 

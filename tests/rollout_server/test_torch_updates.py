@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_server.engines import EngineError, Sampling
+from rollout_server.engines import EngineError
 from tests.rollout_server.torch_oracle import (
     check_versions,
     error,
     hf_tensors,
-    load_model,
     logprobs_of,
     logprobs_over_kept_kv,
-    make_model,
 )
 from tests.rollout_server.torch_served import DEADLINE_S, LONG, PROMPT, STEP, Gates, serving, stopped_midway, update
-from weight_bus.digest import slice_digest
 
 
 async def test_keep_kv_goes_on_over_the_old_kv(folder: Path, old: Any, new: Any, gate_at: Gates) -> None:
@@ -90,61 +87,6 @@ async def test_a_drain_that_is_overtaken_ends(overtaking: str, folder: Path, new
                 await engine.load(hf_tensors(new).items(), 1)
         await engine.close()
         assert (await answers)[0].finish_reason in ("abort", "length")
-
-
-async def test_a_pause_that_is_cancelled_before_it_began_does_not_happen(folder: Path, gate_at: Gates) -> None:
-    gate = gate_at(STEP)
-    async with serving(folder) as engine:
-        answers = await gate.posted(engine.generate(PROMPT, LONG, 1, request_id="a"))
-        await gate.reached()
-        pausing = await gate.posted(engine.pause("keep_kv"))
-        pausing.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pausing
-        gate.release()
-        assert len((await answers)[0].token_ids) == 40
-
-
-async def test_several_updates_within_one_answer(folder: Path, gate_at: Gates) -> None:
-    versions = [make_model(seed=seed) for seed in range(1, 5)]
-    async with serving(folder, max_context=128, max_running=8) as engine:
-        calls = [
-            asyncio.ensure_future(engine.generate([i], Sampling(max_new_tokens=100, seed=i), 2, request_id=str(i)))
-            for i in range(1, 13)
-        ]
-        for number, model in enumerate(versions, start=1):
-            gate = gate_at(8)
-            await gate.reached()
-            pausing = await gate.posted(engine.pause("recompute_kv"))
-            gate.release()
-            await pausing
-            await engine.load(hf_tensors(model).items(), number)
-            assert await engine.digest() == {n: slice_digest(t) for n, t in hf_tensors(model).items()}
-            await engine.resume()
-        assert set((await calls[0])[0].versions.tolist()) == {0, 1, 2, 3, 4}
-        everything = dict(enumerate([load_model(folder), *versions]))
-        for prompt, answers in zip(range(1, 13), await asyncio.gather(*calls), strict=True):
-            for answer in answers:
-                assert (np.diff(answer.versions) >= 0).all()
-                check_versions(everything, [prompt], answer)
-
-
-async def test_pinned_evaluation_goes_on_while_live_requests_are_paused_and_updated(
-    folder: Path, old: Any, new: Any, gate_at: Gates
-) -> None:
-    async with stopped_midway(folder, gate_at, "keep_kv") as (engine, answers, pausing):
-        await pausing
-        await engine.pin(0)
-        paused = await engine.generate([5, 6], LONG, 2, request_id="while paused", pinned=0)
-        with pytest.raises(EngineError, match="'a' is already running"):
-            await engine.generate([5], LONG, 1, request_id="a", pinned=0)
-        await engine.load(hf_tensors(new).items(), 1)
-        await engine.resume()
-        updated = await engine.generate([5, 6], LONG, 2, request_id="after the update", pinned=0)
-        for answer in [*paused, *updated]:
-            assert answer.versions.tolist() == [0] * 40
-            assert error(answer, logprobs_of(old, [5, 6], answer)) <= 1e-5
-        assert (await answers)[0].versions.tolist() == [0] * (STEP + 1) + [1] * (40 - STEP - 1)
 
 
 async def test_drain_waits_for_live_requests_only(folder: Path, old: Any, new: Any, gate_at: Gates) -> None:

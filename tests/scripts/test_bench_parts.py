@@ -1,16 +1,11 @@
 """Parts of the benchmarks: models, options, phases, the probe of rollout servers, the load on replay and its books."""
 
-import asyncio
 import json
 import os
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -29,9 +24,9 @@ from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.generate import Generator
 from rollout_server.tasks.task import Task
-from scripts.bench import bus, load, pipeline, replay
+from scripts.bench import bus, load, replay
 from scripts.bench import learner as bench_learner
-from scripts.bench.core import CaseFailed, cost_of, spread
+from scripts.bench.core import cost_of, spread
 from scripts.bench.load import Case, prepare
 from scripts.bench.server import ForcedLengths, ProbedEngine, ProbedProcess, TokenGaps
 from scripts.bench.train import BenchLearner, Plan
@@ -73,36 +68,10 @@ def test_the_versions_are_those_of_adam(tmp_path: Path) -> None:
     assert bus.density(*bus.make_versions(tmp_path / "model", before=40, lr=1e-3, **settings)) > 0.5
 
 
-@pytest.mark.parametrize(
-    ("parse", "words", "named"),
-    [
-        *((pipeline.parse, ["--configs", case], "SHAPE@R:L") for case in ("0.6B", "0.6B@1", "7B@1:1", "0.6B@1:1:1")),
-        (pipeline.parse, ["--steps", "0"], "--steps"),
-        (replay.parse, ["--seconds", "-1"], "--seconds"),
-        (replay.parse, ["--checkpoint-every", "0"], "--checkpoint-every"),
-        (replay.parse, ["--producers", "-3"], "--producers"),
-        (replay.parse, ["--fsync", "often"], "--fsync"),
-    ],
-)
-def test_options_are_refused_at_once(
-    parse: Callable[[Sequence[str]], Any], words: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as refused:
-        parse(words)
-    assert refused.value.code == 2 and named in capsys.readouterr().err
-
-
 def test_every_step_has_one_phase_and_the_first_of_each_does_not_count() -> None:
     plan = Plan(warmup=2, idle=3, full=4, quiet_s=1)
     assert plan.phases == ["warmup"] * 2 + ["idle"] * 4 + ["full"] * 5
     assert plan.measured("idle") == [4, 5, 6] and plan.measured("full") == [8, 9, 10, 11]
-
-
-@pytest.mark.parametrize(("lag", "counted"), [(0, 4), (1, 4), (2, 6)])
-def test_steps_count_in_whole_cycles_of_the_lag(lag: int, counted: int) -> None:
-    """At lag 2 two of three steps find their batch ready: four counted steps would say anything but the mean."""
-    plan = pipeline.plan_of(pipeline.parse(["--device", "cpu", "--quick", "--lag", str(lag)])[0])
-    assert len(plan.measured("idle")) == len(plan.measured("full")) == counted
 
 
 def test_the_gap_over_an_update_stands_apart_from_the_others() -> None:
@@ -117,27 +86,6 @@ def test_the_gap_over_an_update_stands_apart_from_the_others() -> None:
     assert found["token_gap_ms_p50"] == pytest.approx(10)
     assert found["pause_ms_p50"] == found["pause_ms_max"] == found["pause_ms_last"] == pytest.approx(50)
     assert found["pause_samples"] == 1
-
-
-def test_one_request_at_a_time_is_the_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def answer(*_: Any) -> AsyncIterator[dict[str, Any]]:
-        yield {}
-
-    async def probes() -> list[str]:
-        """After a second request has begun, after it has ended, and after the first has."""
-        process = ProbedProcess.__new__(ProbedProcess)
-        process.gaps, seen = TokenGaps(), []
-        first, second = (process.generate(Mock(rid=rid), [], Mock(), 1) for rid in "ab")
-        await anext(first)
-        await anext(second)
-        for act in (None, second, first):
-            if act is not None:
-                await act.aclose()
-            seen.append(process.gaps.probe)
-        return seen
-
-    monkeypatch.setattr(SGLangProcess, "generate", answer)
-    assert asyncio.run(probes()) == ["a", "a", ""]
 
 
 @pytest.mark.parametrize(
@@ -179,28 +127,6 @@ def test_groups_pass_replays_checks_and_have_versions_a_token(tmp_path: Path) ->
             assert set(np.unique(group.versions)) == {min_version, version}
             stale = Slot((0, index), {}, version + 1, attempt=1)
             assert "this lease needs" in (problem_with(group, stale, config, Bounds(version, load.VOCAB_SIZE)) or "")
-
-
-def batch(step: int, indices: list[int], versions: list[int]) -> SimpleNamespace:
-    lengths = np.array([len(versions)])
-    return SimpleNamespace(step=step, group_ids=[[0, i] for i in indices], lengths=lengths, versions=np.array(versions))
-
-
-def test_a_batch_that_breaks_an_invariant_is_a_fault() -> None:
-    learner = load.Learner.__new__(load.Learner)
-    learner.trained = set()
-    learner.config = Config.model_validate(
-        {"model": {"path": ""}, "data": {"train": ""}, "rollout": {"groups_per_step": 2}, "replay": {"async_lag": 1}}
-    )
-    assert learner.check(batch(1, [4, 5], [0, 0, 0]), 1) == 3
-    for wrong, step, words in (
-        (batch(2, [5, 6], [1]), 2, r"group \(0, 5\) a second time"),
-        (batch(3, [8, 9], [1]), 2, "batch 3 of 2 groups came for step 2"),
-        (batch(2, [8, 8], [1]), 2, "of 1 groups"),
-        (batch(5, [8, 9], [3, 2]), 5, "a token of version 2"),
-    ):
-        with pytest.raises(CaseFailed, match=words):
-            learner.check(wrong, step)
 
 
 def burn(seconds: float) -> None:

@@ -21,7 +21,7 @@ LIGHT = (
     "slipstream.launch",
     "slipstream.launch.doctor",
     "slipstream.view.top",
-    "learner.record.lag",
+    "learner.record.summary",
     "replay.keys",
     "slipstream.command.errors",
     "slipstream.translate",

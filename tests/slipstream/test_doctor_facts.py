@@ -95,38 +95,18 @@ def test_a_clock_counts_by_more_than_it_was_measured_with():
 
 # ---- a machine ------------------------------------------------------------------------------------------
 
-TOPOLOGY = """\
-\x1b[4m\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\x1b[0m
-GPU0\t X \tNV18\tSYS\tPIX\t0-31\t0
-GPU1\tNV18\t X \tSYS\tPIX\t0-31\t0
-GPU2\tSYS\tSYS\t X \tSYS\t32-63\t1
-NIC0\tPIX\tPIX\tSYS\t X
-
-Legend:
-  X    = Self
-  SYS  = Connection traversing PCIe as well as the SMP interconnect between NUMA nodes
-"""
 GPU = {"index": "0", "name": "NVIDIA H200", "memory.total": "143771", "memory.used": "4", "driver_version": "570"}
 
 
 def devices(**its: Any) -> dict[str, str]:
     """The first finding of each check, of three GPUs."""
-    found = {"gpus": [GPU] * 3, "links": {}, "peer_access": {}, "infiniband": {}, **its}
+    found = {"gpus": [GPU] * 3, "infiniband": {}, **its}
     listed = [(each.code, f"{each.severity} {each.line}") for each in machine.devices(OVER_NCCL, found, 3, "")]
     return dict(reversed(listed))
 
 
-def test_the_matrix_of_nvidia_smi_is_read_by_pairs():
-    assert facts.matrix(TOPOLOGY) == {"GPU0-GPU1": "NV18", "GPU0-GPU2": "SYS", "GPU1-GPU2": "SYS"}
-    assert facts.matrix("") == facts.matrix("No devices were found\n") == {}
-
-
-def test_devices_that_are_busy_mixed_far_or_without_peer_access():
+def test_devices_that_are_missing_busy_or_mixed():
     assert devices()["gpu"] == "ok gpu: 3 x NVIDIA H200, 143771 MiB"
-    far = devices(links=facts.matrix(TOPOLOGY))["nvlink"]
-    assert far.startswith("warn nvlink: no NVLink between GPU0-GPU2, GPU1-GPU2 (SYS)")
-    assert devices(links={"GPU0-GPU1": "NV18"})["nvlink"] == "ok nvlink: pairs of GPUs: 1 x NV18"
-    assert "NCCL_P2P_DISABLE" in devices(links={"GPU0-GPU1": "NV18"}, peer_access={"GPU0-GPU1": "CNS"})["p2p"]
     assert devices(gpus=[GPU, GPU | {"memory.used": "40960"}, GPU])["gpu"].startswith("warn gpu: GPU 0 has 40.0 GiB in")
     assert devices(gpus=[GPU] * 2)["gpu"].startswith("stop gpu: 3 GPU(s) are placed here, nvidia-smi shows 2")
     assert devices(gpus=[GPU, GPU, GPU | {"name": "T4"}])["gpu"].startswith("warn gpu: several kinds")

@@ -1,6 +1,5 @@
 """The start commands' dry runs and what they write: four hosts over ssh, under Slurm and in Kubernetes."""
 
-import argparse
 import itertools
 import os
 import re
@@ -13,7 +12,6 @@ import yaml
 
 import configs
 from configs import ConfigError
-from configs.errors import BadHosts
 from configs.loading import PRESETS
 from examples import sort6
 from replay import keys as make_keys
@@ -134,21 +132,20 @@ def test_slurm(tmp_path, launch, four):
     shown = launch("rollout", "--slurm", "--dry-run", *four)
     alone = shown[shown.index("#!/usr/bin/env bash") :]
     assert subprocess.run(["bash", "-n"], input=alone, text=True, check=False).returncode == 0
-    assert "#SBATCH --nodes=2" in alone and 'step rollout node2 --replay "$REPLAY"' in alone
-    assert "step learner" not in alone
+    assert "#SBATCH --nodes=2" in alone and "launch rollout --srun" in alone and 'export REPLAY="${REPLAY:?' in alone
 
 
 SRUN = """#!/bin/bash
 for word in "$@"; do case "$word" in --nodelist=*) machine="${word#*=}" ;; esac; done
-if [[ "$*" == *slipstream.launch.hosts.node* ]]; then
-  echo "$machine: ${*: -16}" >>"$STEPS"; [[ "$*" == *"--node node0"* ]] && exit 7; exit 0
-fi
-echo "10.1.0.${machine#m}"
+while [[ "$1" == --* ]]; do shift; done
+[[ "$1" == bash ]] && { echo "10.1.0.${machine#m}"; exit; }
+read -r order; echo "$machine: $order" >>"$STEPS"
+[[ "$*" == *"--node node0"* ]] && exit 7; [[ "$machine" == m3 ]] && exit 1; exit 0
 """
 
 
-def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_path, launch, four):
-    """With commands in place of Slurm's. Machines are asked for their addresses; the first step's end is the job's."""
+def test_the_slurm_file_gives_every_node_its_order(tmp_path, launch, four):
+    """With commands in place of Slurm's: a step reads its order, the first one fails, as does one with servers."""
     launch("learner", "--slurm", *four)
     file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
     (tmp_path / "bin").mkdir()
@@ -158,37 +155,18 @@ def test_the_slurm_file_runs_its_steps_with_the_arguments_of_their_nodes(tmp_pat
     slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "m[1-4]", "SLURM_CPUS_ON_NODE": "8"}
     variables = {**os.environ, **slurm, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "STEPS": f"{tmp_path}/steps"}
     done = subprocess.run(["bash", str(file)], env=variables, capture_output=True, text=True, check=False, timeout=60)
-    assert done.returncode == 7, (done.stdout, done.stderr)
-    hosts = parse_hosts(file.with_name("hosts-42").read_text(), "hosts-42")
-    assert {host.name: host.address for host in hosts.values()} == {f"node{i}": f"10.1.0.{i + 1}" for i in range(4)}
-    steps = sorted((tmp_path / "steps").read_text().splitlines())
-    placed = [(step.split(":")[0], *re.search(r"--role (\w+) --node (\w+)", step).groups()) for step in steps]
+    assert done.returncode == 1 and "node0 (10.1.0.1) failed: exit code 7" in done.stderr, (done.stdout, done.stderr)
+    steps = [line.partition(": ")[::2] for line in sorted((tmp_path / "steps").read_text().splitlines())]
+    orders = {machine: node_spec.read_spec(text) for machine, text in steps}
     roles = ["learner", "learner", "rollout", "rollout"]
-    assert placed == [(f"m{i + 1}", role, f"node{i}") for i, role in enumerate(roles)]
-    assert all("--set run.name=qwen3-14b-4nodes-42" in step for step in steps)
-    assert all(step.endswith("--resume-if-begun") for step in steps)
+    found = {machine: (order.role, order.node) for machine, order in orders.items()}
+    assert found == {f"m{i + 1}": (role, f"node{i}") for i, role in enumerate(roles)}
+    first = orders["m1"]
+    assert all(order.resume_if_begun and not order.keys and order.config == first.config for order in orders.values())
+    assert node_spec.config_of(first.config).run.name == f"{FOUR}-42"
+    hosts = parse_hosts(first.hosts, "hosts")
+    assert {host.name: host.address for host in hosts.values()} == {f"node{i}": f"10.1.0.{i + 1}" for i in range(4)}
     assert f"job 42, start 1: run {tmp_path}/runs/{FOUR}-42" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("srun", "code", "said"),
-    [
-        ("true", 1, "slipstream: m1 shows no address; set SLIPSTREAM_INTERFACE to the interface of its network"),
-        ("echo 'srun: error: Unable to create step' >&2; exit 3", 3, "srun: error: Unable to create step"),
-    ],
-)
-def test_a_machine_without_an_address_ends_the_slurm_job_with_its_name(tmp_path, launch, four, srun, code, said):
-    launch("learner", "--slurm", *four)
-    commands = tmp_path / "bin"
-    commands.mkdir()
-    for name, text in {"scontrol": "printf 'm1\\nm2\\nm3\\nm4\\n'", "srun": srun}.items():
-        (commands / name).write_text(f"#!/bin/sh\n{text}\n")
-        (commands / name).chmod(0o755)
-    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "m[1-4]", "SLURM_CPUS_ON_NODE": "2"}
-    file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
-    path = {"PATH": f"{commands}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", file], env=os.environ | job | path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.splitlines()) == (code, [said])
 
 
 def test_jobs_of_one_name_have_their_own_configurations(tmp_path, launch, four, monkeypatch):
@@ -206,13 +184,7 @@ def test_jobs_of_one_name_have_their_own_configurations(tmp_path, launch, four, 
 
     file, digest = given["1e-6"]
     Path(file).write_text(Path(file).read_text().replace("lr: 1.0e-06", "lr: 2.0e-06"))
-    hosts = tmp_path / "hosts"
-    hosts.write_text("".join(f"node{i} 10.0.0.{i}\n" for i in range(4)))
-    words = ["--role", "rollout", "--node", "node2", "--hosts", str(hosts), "--config", file, "--digest", digest]
-    parser = argparse.ArgumentParser()
-    node_spec.add_spec_arguments(parser)
-    with pytest.raises(BadHosts, match=digest):
-        node_spec.spec_of_arguments(parser.parse_args(words))
+    assert digest in launch("learner", "--srun", "--config", file, "--digest", digest, code=2)
 
 
 def test_kubernetes(tmp_path, launch, four):

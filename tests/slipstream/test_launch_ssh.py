@@ -18,7 +18,7 @@ from configs.loading import dump
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from replay.channel import ChannelError, KeysError
 from slipstream.launch import children
-from slipstream.launch.hosts import here, node, ssh
+from slipstream.launch.hosts import fleet, here, node
 from slipstream.launch.hosts.host_file import Host
 from slipstream.launch.hosts.key_files import write_keys
 from slipstream.launch.hosts.node_spec import NodeSpec, read_spec, renumbered, resolve
@@ -110,17 +110,6 @@ def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_ar
     process.send_signal(signal.SIGINT)
     assert "SIGINT received: ending node1, node2" in process.communicate(timeout=60)[0]
     assert process.returncode == 130 and (tmp_path / "bye").exists(), "its stdin has ended"
-
-
-def test_a_start_script_under_nohup_outlives_its_session(start, tmp_path):
-    stays = f'head -n 1 >{tmp_path}/"$1"; cat'
-    process = start("start_rollout_nodes", stays, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
-    until(lambda: all((tmp_path / name).exists() for name in "bc"), "both nodes")
-    process.send_signal(signal.SIGHUP)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1)
-    process.send_signal(signal.SIGTERM)
-    assert "SIGTERM received: ending node1, node2" in process.communicate(timeout=60)[0] and process.returncode == 130
 
 
 def test_kill_9_of_the_start_script_ends_what_it_started(start, tmp_path):
@@ -217,7 +206,8 @@ def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(tm
 def test_the_other_learner_nodes_do_as_the_first_one_has_decided(tmp_path, monkeypatch, resumes):
     settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
     settings += [f"run.dir={tmp_path}", "run.name=job-42", "network.replay_port=5757", "network.insecure=true"]
-    spec = NodeSpec(role="learner", node="node1", config=dump(configs.load("quickstart", settings)), hosts=HOSTS)
+    config = dump(configs.load("quickstart", settings))
+    spec = NodeSpec(role="learner", node="node1", config=config, hosts=HOSTS, resume_if_begun=True)
     commands = []
 
     def start_child(_self, name, command, log, _environment):
@@ -228,7 +218,7 @@ def test_the_other_learner_nodes_do_as_the_first_one_has_decided(tmp_path, monke
     monkeypatch.setattr(node.Node, "_child", start_child)
     node.write_start(tmp_path / "job-42", resumes=resumes)
     (tmp_path / "job-42" / "config.yaml").touch()
-    node.Node(resolve(spec), lifeline=False, resume_if_begun=True).run_learner()
+    node.Node(resolve(spec), lifeline=False).run_learner()
     assert ("--resume" in commands[0]) is resumes
 
 
@@ -265,28 +255,28 @@ def test_a_scheduler_learns_what_another_start_would_refuse_again(tmp_path, caps
 
 def remote(name, *command):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return ssh.Remote(name, Host(name, "10.0.0.1", name, None), subprocess.Popen(command, **pipes))
+    return fleet.Remote(name, "learner", Host(name, "10.0.0.1", name, None), subprocess.Popen(command, **pipes))
 
 
 def test_the_first_learner_node_has_its_time_to_report_after_the_others_have_ended_well(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(ssh, "FAREWELL_S", 0.3)
+    monkeypatch.setattr(fleet, "FAREWELL_S", 0.3)
     remotes = [remote("node0", "sleep", "1.5"), remote("node1", "true")]
     try:
-        assert ssh._watch(remotes, "learner", str(tmp_path / "job")) == 0
+        assert fleet._watch(remotes, str(tmp_path / "job")) == 0
     finally:
-        ssh.stop(remotes)
+        fleet.stop(remotes)
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("ended", ["true", "false"])
 def test_nodes_that_do_not_end_leave_a_hang_report(tmp_path, monkeypatch, capsys, ended):
-    monkeypatch.setattr(ssh, "FAREWELL_S", 0.3)
+    monkeypatch.setattr(fleet, "FAREWELL_S", 0.3)
     remotes = [remote("node0", ended), remote("node1", "cat")]
     remotes = remotes if ended == "true" else remotes[::-1]
     try:
-        assert ssh._watch(remotes, "learner", str(tmp_path / "job")) == 1
+        assert fleet._watch(remotes, str(tmp_path / "job")) == 1
     finally:
-        ssh.stop(remotes)
+        fleet.stop(remotes)
     (path,) = (tmp_path / "job").glob("hang-*.txt")
     said = "launch waited 0.3 s for the end of the nodes from node1 (a fixed deadline)"
     assert path.read_text().splitlines()[1] == said
@@ -323,13 +313,6 @@ def test_servers_of_this_host(tmp_path, monkeypatch, capsys, settings, code, wor
     said = "".join(capsys.readouterr())
     assert [word for word in words if word not in said] == [], said
     assert list((tmp_path / "work").iterdir()) == [], "a dry run writes nothing"
-
-
-@pytest.mark.parametrize("count", ["0", "-1", "two"])
-def test_no_server_at_all_is_refused(capsys, count):
-    with pytest.raises(SystemExit) as ended:
-        here.run_servers([f"--servers={count}"], "tcp://10.0.0.1:5757")
-    assert ended.value.code == 2 and f"--servers: {count}: give a whole number from 1 on" in capsys.readouterr().err
 
 
 def test_gpus_are_counted_whatever_is_visible(tmp_path, monkeypatch):

@@ -13,9 +13,9 @@ from slipstream.plan import __main__ as command
 from slipstream.plan import fitting, sources
 from slipstream.plan.advice import NODE, Split, advise, splits, with_lag, yaml_of
 from slipstream.plan.costs import Costs, Lognormal, Recorded, Workload
-from slipstream.plan.simulation import Clock, Engine, Sampled, SimulatedRun
+from slipstream.plan.simulation import SimulatedRun
 
-DATA = Path(__file__).parents[2] / "docs" / "benchmarks" / "data" / "2026-11-21-h200.json"
+DATA = Path(__file__).parents[2] / "benchmarks" / "2026-11-21-h200.json"
 LONG = Workload(Recorded(((100,) * 4,)), 10, "all of 100 tokens")
 SPREAD = Workload(Lognormal(40, 0.7, 200), 10, "")
 ANSWERS = Workload(Lognormal(50, 0.5, 200), 10, "")
@@ -89,37 +89,6 @@ def of_case(case):
 
 
 # ---- against arithmetic -----------------------------------------------------------------------------------------
-
-
-def test_an_engine_decodes_every_token_once_and_stands_still_for_an_update():
-    clock, done, live = Clock(), [], []
-    costs = Costs(decode_step_s=0.0, decode_answer_s=1.0, train_token_s=0.0, pause_s=3.0)
-    engine = Engine(clock, costs, 2, 0.0, done.append)
-    for number, lengths in enumerate(([5, 3, 9], [4, 1])):
-        engine.submit(Sampled(number, lengths))
-    engine.update(1, lambda: live.append(clock.now))
-    while len(done) < 2:
-        clock.step()
-    tokens = 5 + 3 + 9 + 4 + 1 - 5  # the first token of each answer comes with its prefill
-    assert (clock.now, engine.busy_s, clock.decoding, live) == (tokens + 3, tokens + 3, 0, [3.0])
-    assert [group.number for group in done] == [1, 0] and [group.oldest for group in done] == [1, 0]
-
-
-def test_time_passes_slower_where_both_sides_of_a_gpu_are_busy():
-    clock, seen = Clock(sharing=2.0), []
-    clock.after(1.0, lambda: setattr(clock, "updating", True))
-    clock.decoding = 1
-    clock.after(3.0, lambda: seen.append(clock.now))
-    clock.step()
-    clock.step()
-    assert seen == [pytest.approx(1.0 + 2 * 2.0)]
-
-
-@pytest.mark.parametrize("lag", [0, 1, 3])
-def test_the_lag_is_bounded_and_used(lag):
-    costs = Costs(decode_step_s=0.01, decode_answer_s=1e-4, train_token_s=2e-4, publish_s=0.2)
-    outcome = predict(config(f"replay.async_lag={lag}"), (2, 1), costs, SPREAD, steps=10)
-    assert outcome.max_lag == lag
 
 
 UPDATE = Costs(decode_step_s=0.01, decode_answer_s=0.0, train_token_s=0.6 / (8 * 4 * 110))

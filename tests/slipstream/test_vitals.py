@@ -27,7 +27,6 @@ from slipstream.runtime.vitals.growth import MIB, STEADY, Series, growth
 from slipstream.runtime.vitals.latency import UpdateLatency
 from slipstream.runtime.vitals.merging import merged
 from slipstream.runtime.vitals.processes import Use, by_role
-from slipstream.runtime.vitals.room import memory_left
 from slipstream.runtime.vitals.watch import Vitals, nothing
 
 ROOT = Path(__file__).parents[2]
@@ -163,53 +162,6 @@ def test_device_memory_is_judged_too(tmp_path, caplog):
     assert gauges["vitals/memory_mib_per_h/learner"] == 0 and gauges["vitals/leaks"] >= 1
     assert "leak: learner 'learner-0'" in caplog.text and "device memory grows by 3433 MiB an hour" in caplog.text
     assert nothing() == {}
-
-
-def cgroup(folder: Path, values: dict[str, str]) -> None:
-    folder.mkdir(parents=True)
-    for name, value in values.items():
-        (folder / name).write_text(f"{value}\n")
-
-
-V2 = ("memory.max", "memory.current", "inactive_file")
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-@pytest.mark.parametrize(
-    ("own", "folder", "names"),
-    [
-        ("0::/job/step\n", "job/step", V2),
-        ("0::/job/step\n", "job", V2),
-        ("0::/\n", ".", V2),
-        ("3:cpuset:/\n4:hugetlb,memory:/docker/ab\n0::/\n", "memory/docker/ab", V1),
-        ("4:memory:/docker/ab\n0::/\n", "memory", V1),
-    ],
-)
-def test_a_leak_is_held_against_the_limit_of_the_container_where_it_is_less(
-    tmp_path, caplog, monkeypatch, own, folder, names
-):
-    """Stand-ins for the kernel's files. Pages of files that nobody uses are left, as in what a machine has."""
-    limit, usage, reclaimable = names
-    root = tmp_path / "cgroups"
-    stat = f"anon 1\n{reclaimable} {64 * MIB}"
-    cgroup(root / folder, {limit: str(1024 * MIB), usage: str(576 * MIB), "memory.stat": stat})
-    (tmp_path / "own").write_text(own)
-    monkeypatch.setattr("slipstream.runtime.vitals.room.OWN", tmp_path / "own")
-    monkeypatch.setattr("slipstream.runtime.vitals.room.ROOT", root)
-    watch = Vitals(config(tmp_path, "limits.growth_window_s=60"), "replay", "replay")
-    for number in range(200):
-        watch.sample(float(number), {"replay": Use(1, 10**8 + number * 1024 * MIB // 3600, 10, 2)}, {})
-    assert caplog.messages[0].endswith(f"; the cgroup {root / folder} (limit 1.0 GiB) has none left in 0.5 h")
-
-
-def test_a_limit_that_no_cgroup_has_leaves_what_the_machine_has(tmp_path, monkeypatch):
-    cgroup(tmp_path / "a", {"memory.max": "max", "memory.current": "1", "memory.stat": ""})
-    (tmp_path / "own").write_text("0::/a\n")
-    monkeypatch.setattr("slipstream.runtime.vitals.room.OWN", tmp_path / "own")
-    monkeypatch.setattr("slipstream.runtime.vitals.room.ROOT", tmp_path)
-    assert memory_left().where == "the machine"
-    monkeypatch.setattr("slipstream.runtime.vitals.room.OWN", tmp_path / "no Linux")
-    assert memory_left().where == "the machine"
 
 
 class NVMLError(Exception):

@@ -121,17 +121,6 @@ def test_files_that_are_not_the_updates_are_refused(tmp_path):
         reader.broadcast(got, 0)
 
 
-def test_a_disk_that_fails_at_any_file_is_a_lost_round_and_no_dead_bus(tmp_path):
-    config = disk(tmp_path)
-    writer = formed(config, 0)
-    writer.label(5, plan([("w", "bfloat16", (10,))], 1000, WITHOUT_GAPS))
-    (tmp_path / f"{RUN}-1" / "v000005").write_text("in the way")
-    with pytest.raises(TransportError, match=r"v000005/bucket-00001\.safetensors: cannot be written.*\[full\]"):
-        writer.broadcast(torch.zeros(20, dtype=torch.uint8), 0)
-    with pytest.raises(TransportError, match=r"index\.json: cannot be written.*\[full\]"):
-        writer.finish()
-
-
 def test_a_full_disk_is_no_fault_of_the_servers_which_wait_for_it(tmp_path):
     """They were removed for good after weight_bus.max_heals rounds."""
     config = disk(tmp_path)

@@ -1,6 +1,5 @@
 """Publisher and subscribers over real sockets and real gloo groups; subscribers are threads of this process."""
 
-import logging
 import threading
 import time
 from unittest.mock import Mock
@@ -10,7 +9,7 @@ import torch
 
 from configs.infrastructure import WeightBus
 from tests.support.bus_receiver import Engine, Rollout, digests, faulty, learner, once, publish, servers, until, weights
-from weight_bus import BusClosed, Event, NonFiniteWeights, Publisher, RemovedFromBus, WeightBusError
+from weight_bus import BusClosed, NonFiniteWeights, RemovedFromBus, WeightBusError
 from weight_bus.transports.gloo import Collective
 
 
@@ -76,44 +75,6 @@ def test_a_byte_flipped_on_the_wire_is_named_and_sent_again(publisher, caplog):
     assert "'hit' (pid" in caplog.text and "corrupt tensors: layers.2.weight [corrupt]" in caplog.text
     assert hit.engine.loads == 1 and spared.engine.loads == 1, "corrupt bytes never reach an engine"
     assert digests(hit.engine.live) == digests(weights(1))
-
-
-def test_a_wire_that_always_corrupts_loses_its_subscriber(publisher):
-    def flip(bucket: torch.Tensor) -> None:
-        bucket[0] ^= 4
-
-    (hit,), (_,) = servers(publisher, "hit", factory=faulty(0, flip)), servers(publisher, "spared")
-    report = publish(publisher, 1)
-    assert report.served == ["spared"] and "layers.0.weight" in report.failed["hit"]
-    hit.join(20.0)
-    assert isinstance(hit.ended, RemovedFromBus) and "3 updates in a row" in str(hit.ended)
-    assert hit.engine.loads == 0
-    assert publish(publisher, 2).served == ["spared"]
-
-
-def test_an_engine_that_holds_something_else_is_quarantined_and_healed(publisher):
-    def spoil(live) -> None:
-        live["layers.3.weight"][0, 0] += 1
-
-    events: list[Event] = []
-    publisher.on_event.append(events.append)
-    (rollout,) = servers(publisher, "spoilt", engine=Engine(once(spoil)))
-    assert publish(publisher, 1).served == ["spoilt"]
-    ((version, reason),) = rollout.engine.quarantined
-    assert version == 1 and "layers.3.weight" in reason
-    assert rollout.engine.activated == [1] and rollout.engine.loads == 2
-    stats = publisher.stats()
-    assert (stats["quarantines"], stats["heals"], stats["lost_peers"]) == (1, 1, 0)
-    kinds = [event.kind for event in events]
-    assert kinds.index("quarantined") < kinds.index("healed") < kinds.index("live")
-
-
-def test_a_load_that_raises_is_quarantined_and_healed(publisher):
-    fault = Mock(side_effect=RuntimeError("out of memory, in this test"))
-    (rollout,) = servers(publisher, "raising", engine=Engine(once(fault)))
-    assert publish(publisher, 1).served == ["raising"]
-    assert "out of memory, in this test" in rollout.engine.quarantined[0][1]
-    assert rollout.engine.activated == [1]
 
 
 def test_non_finite_weights_are_refused_and_the_last_version_stays(publisher):
@@ -192,39 +153,6 @@ def test_another_run_is_refused_with_both_names(publisher):
     stranger.join(20.0)
     assert isinstance(stranger.ended, RemovedFromBus) and "run 'bus-test', not 'other-run'" in str(stranger.ended)
     assert publisher.members() == {}
-
-
-def kill(publisher: Publisher) -> WeightBus:
-    """End a publisher as SIGKILL does, which says no goodbye; the configuration of one at the same port."""
-    publisher._bus._coordinator.say_goodbye = lambda reason: None  # type: ignore[method-assign]
-    publisher.close()
-    return publisher._config.model_copy(update={"port": int(publisher.address.rpartition(":")[2])})
-
-
-def test_silence_of_the_publisher_is_logged_once_and_outlived(caplog, config):
-    caplog.set_level(logging.INFO)
-    config = config.model_copy(update={"heartbeat_s": 0.4, "deadline_s": 1.5})
-    first, overdue = learner(config), []
-
-    def on_silence(what, waited_s):
-        overdue.append((what, waited_s))
-        return "; reported"
-
-    (rollout,) = servers(first, "one", config=config, on_silence=on_silence)
-    publish(first, 7)
-    config = kill(first)
-    until(lambda: "[silent]" in caplog.text, "the silence is logged")
-    assert overdue == []
-    until(lambda: "(weight_bus.deadline_s); reported [silent]" in caplog.text, "the deadline is logged")
-    time.sleep(1.0)
-    assert caplog.text.count("[silent]") == 2 and first.address in caplog.text
-    ((what, waited_s),) = overdue
-    assert what == f"a sign of the publisher {first.address}" and waited_s > 1.5
-    with learner(config, incarnation=2) as second:
-        publish(second, 3)
-        until(lambda: rollout.engine.activated == [7, 3], "the next incarnation is joined and may be older")
-        rollout.halt()
-    assert isinstance(rollout.ended, BusClosed) and "stopped" in str(rollout.ended)
 
 
 def test_a_backend_that_is_not_here_is_refused_by_name():

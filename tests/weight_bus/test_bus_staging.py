@@ -9,7 +9,7 @@ from replay.channel import WireError
 from tests.support.bus_receiver import digests, weights
 from weight_bus.errors import NonFiniteWeights
 from weight_bus.manifest import Manifest
-from weight_bus.messages import Begin, describe_manifest, manifest_of
+from weight_bus.messages import Begin, described, manifest_of
 from weight_bus.packing import Packer, Pieces
 from weight_bus.staging import Staging
 
@@ -20,10 +20,9 @@ def begin_of(version: int) -> Begin:
     named = weights(version)
     layout, _ = Packer(BUCKET_BYTES).pack(named.items(), 0)
     manifest = layout.with_digests(digests(named))
-    described = zip(("names", "dtypes", "shapes", "digests"), describe_manifest(manifest), strict=True)
     place = {"session": "s", "epoch": 1, "incarnation": 1, "rank": 1, "size": 2, "endpoint": "127.0.0.1:1"}
-    about = {"version": version, "evaluate": False, "bucket_bytes": BUCKET_BYTES, "digest": manifest.digest}
-    return Begin(**place, **about, **dict(described))
+    about = {"version": version, "evaluate": False, "bucket_bytes": BUCKET_BYTES}
+    return Begin(**place, **about, **described(manifest))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,7 +16,7 @@ CONFIG = WeightBus.model_validate({"heartbeat_s": BEAT_S, "deadline_s": DEADLINE
 
 
 class Plane:
-    """Implements `DataPlane`."""
+    """Takes the place of an `Intake`."""
 
     def __init__(self) -> None:
         self.facts = {"backend": "none"}
@@ -46,7 +46,8 @@ class Bench:
         self.plane, self.done, self.held = Plane(), list[Any](), {"w": 1}
         self.silences: list[float] = []
         join = m.Join(session="", name="r0", instance="i", pid=1, host="h")
-        self.subject = Subscription("tcp://bus", join, CONFIG, self.plane, self.silent, 0.0)
+        plane: Any = self.plane
+        self.subject = Subscription("tcp://bus", join, CONFIG, plane, self.silent, 0.0)
         self.during: Any = lambda: None
 
     def silent(self, what: str, waited_s: float) -> str:
@@ -245,6 +246,8 @@ def test_another_version_of_the_next_learner_takes_no_second_join(bench: Bench) 
     bench.subject.advance(1.0)
     bench.hear(m.Welcome(session="i-2", incarnation=2, version=5))
     assert bench.subject.admitted
+    bench.hear(m.Epoch(session="i-2", epoch=1, members=[]))
+    assert bench.receives(2, incarnation=2), "the next learner's may be older"
 
 
 def test_an_older_learner_is_not_followed_and_goodbye_ends(bench: Bench) -> None:

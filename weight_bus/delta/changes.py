@@ -33,6 +33,11 @@ class Change:
     num_bytes: int  # before compression
     digest: str  # of `coded`
 
+    def described(self) -> dict[str, Any]:
+        """The fields of Begin that say what comes."""
+        sizes = {"wire_bytes": self.coded.numel(), "change_bytes": self.num_bytes}
+        return {"base": self.base, "change_digest": self.digest, **sizes}
+
     def pieces(self, bucket_bytes: int) -> list[torch.Tensor]:
         """In broadcasts of at most `bucket_bytes`."""
         return list(torch.split(self.coded, bucket_bytes))

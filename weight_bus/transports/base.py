@@ -80,7 +80,7 @@ TransportFactory = Callable[[WeightBus, str], Transport]  # (config, host of the
 REMEDIES = {
     **{key: f"give both ends the same weight_bus.{key}" for key in ("backend", "transport")},
     "nccl": "install the same PyTorch and NCCL on both",
-    "ucc": "install the same UCC on both, in PyTorch or as the plugin torch_ucc (docs/ucc.md)",
+    "ucc": "install the same UCC on both, in PyTorch or as the plugin torch_ucc (docs/weight-bus.md)",
     "protocol": "run the same release of slipstream on both",
 }
 """By fact; all others are variables of the environment."""

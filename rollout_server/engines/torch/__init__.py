@@ -1,7 +1,6 @@
 """The embedded `torch` engine: continuous batching on a CPU, for small models.
 
 engine    what the rollout server calls, and the decode thread
-mailbox   actions from the one to the other
 lane      one set of weights with its answers and KV cache
 rows      book-keeping of the answers in a lane
 model     the forward on fused weights

@@ -103,7 +103,7 @@ class TorchEngine:
         """Calls that wait for their turn."""
         self._decoding: asyncio.Task[None] | None = None
         self._aborting: set[asyncio.Task[None]] = set()
-        self._ended: BaseException | None = None
+        self._ended: EngineError | None = None
         """Why the engine takes no more calls."""
 
     @property
@@ -305,16 +305,8 @@ class TorchEngine:
 
     def _raise_if_ended(self) -> None:
         """Raises EngineError, with the cause, when the engine was closed or a step has failed."""
-        if isinstance(self._ended, EngineError):
-            raise self._ended
         if self._ended is not None:
-            raise self._death(self._ended)
-
-    @staticmethod
-    def _death(cause: BaseException) -> EngineError:
-        error = EngineError(f"the decode thread died: {type(cause).__name__}: {cause}")
-        error.__cause__ = cause
-        return error
+            raise self._ended
 
     @asynccontextmanager
     async def _between_steps(self) -> AsyncIterator[None]:
@@ -340,13 +332,14 @@ class TorchEngine:
             return await run(self._thread, torch.inference_mode()(call), *arguments)
         except Exception as error:
             logger.exception("the decode thread of the torch engine died")
+            died = EngineError(f"the decode thread died: {type(error).__name__}: {error}")
             with self._lock:
-                self._ended = error
+                self._ended = died
                 requests = [request for request, _ in self._requests.values()]
                 self._requests.clear()
             for request in requests:
-                request.future.set_exception(self._death(error))
-            raise self._death(error) from error
+                request.future.set_exception(died)
+            raise died from error
 
     # ---- decoding --------------------------------------------------------------------------------------
 

@@ -48,8 +48,8 @@ class Lane:
         if self.rows.running:
             self._decode()
 
-    def _admit(self) -> int:
-        """Prefill what waits, as far as there is room; how many prompt tokens, each prompt once."""
+    def _admit(self) -> None:
+        """Prefill what waits, as far as there is room."""
         first = self.rows.running
         with self._lock:
             prompts, prompt_of_row = self.rows.admit(MAX_PREFILL_TOKENS)
@@ -62,7 +62,6 @@ class Lane:
         )
         self.prefilled_prompts += len(prompts)
         self._sample(first, logits[torch.tensor(prompt_of_row)])
-        return sum(len(prompt) for prompt in prompts)
 
     def _decode(self) -> None:
         rows, n = self.rows, self.rows.running

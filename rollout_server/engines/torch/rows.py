@@ -207,9 +207,8 @@ class RowTable:
         if not len(source):
             return
         columns = (self.length, self.prompt_length, self.end, self.token, self.temperature, self.greedy, self.key)
-        for column in (*columns, self.shift):
+        for column in (*columns, self.shift, self.stops):
             column[target] = column[source]
-        self.stops[target] = self.stops[source]
         width = int(self.length[target].max())
         for table in (self.ids, self.logprobs, self.versions):
             table[target, :width] = table[source, :width]

@@ -10,6 +10,9 @@ from typing import Any, Protocol, TypedDict
 
 from configs.errors import SlipstreamError
 
+LONGEST_PAUSE_S = 20.0
+"""Between two tries of an endpoint."""
+
 
 class RewardError(SlipstreamError, ValueError, code="SLIP-REWARD-01"):
     """The reward function cannot be loaded, or its processes do not start."""

@@ -32,13 +32,10 @@ MAX_CHAIN = 8
 
 
 def confine(limits: Mapping[str, int]) -> None:
-    """Set the limit of each key of RESOURCES for good.
-
-    Where the machine allows less, that holds, and stderr says so.
-    """
-    for key, kind in RESOURCES.items():
-        if (allowed := limit(kind, limits[key])) != limits[key]:
-            sys.stderr.write(f"reward.{key} is {limits[key]}, but this machine allows {allowed}\n")
+    """Set these limits for good; where the machine allows less, that holds, and stderr says so."""
+    for key, wanted in limits.items():
+        if (allowed := limit(RESOURCES[key], wanted)) != wanted:
+            sys.stderr.write(f"reward.{key} is {wanted}, but this machine allows {allowed}\n")
 
 
 def exceeded(error: BaseException) -> str:

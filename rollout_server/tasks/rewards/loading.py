@@ -35,10 +35,13 @@ class RewardFunction:
 def load_function(spec: str, options: Mapping[str, Any] | None = None) -> RewardFunction:
     """Load a built-in function by its name, `package.module:function` or `path/to/file.py:function`.
 
-    A built-in with a function `prepare` has it called with the options, to load or check what the reward needs.
+    A built-in class is built with the options. A built-in with a function `prepare` has it called with them, to load or
+    check what the reward needs.
     Raises RewardError: not found, not importable, of a signature that is none of the three, or not usable here.
     """
     module, function = function_of("reward.function", spec, RewardError, FUNCTIONS)
+    if spec in FUNCTIONS and isinstance(function, type):
+        return adapt(function(**options or {}), spec)
     if spec in FUNCTIONS and (prepare := getattr(module, "prepare", None)) is not None:
         prepare(**_accepted(inspect.signature(prepare).parameters, dict(options or {})))
     return adapt(function, spec, options)

@@ -2,40 +2,36 @@
 
 | from   | message                                                                                     |
 |--------|---------------------------------------------------------------------------------------------|
-| pool   | first: {"parts": [part, ...], "timeout_s": float, "limits": {key: int}}, then [sample, ...] |
+| pool   | first: {"parts": [part, ...], "timeout_s": float, "limits": {key: int}}                     |
+| pool   | then calls: [number, [sample, ...]]                                                         |
 | worker | first: {"convention": str, "is_async": bool} or {"error": str}                              |
-| worker | per request, until every sample has one: [[index, score, metrics, error, seconds], ...]     |
+| worker | for each call: [number, [[score, metrics, error, seconds], ...]]                            |
 
 A part is [label, spec, weight, options]. The reward is the weighted sum of the scores; a part without a score fails its
 sample, because a sum of what is left would be another reward. Code of the user runs here and may hang, crash or print:
 the pool kills this process when it takes too long, and limits (rewards/limits.py) hold what it takes.
 """
 
+import asyncio
 import contextlib
 import math
 import numbers
 import socket
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from configs.errors import SlipstreamError, kind_of
-from rollout_server.tasks.rewards import RewardError, Sample
+from rollout_server.tasks.rewards import NotScored, RewardError, RewardOutcome, Sample, added
 from rollout_server.tasks.rewards.limits import confine, exceeded, leave
 from rollout_server.tasks.rewards.loading import RewardFunction, load_function
-from rollout_server.tasks.workers.frames import MAX_ERROR_CHARS, MAX_METRICS, pack, read, sendable
+from rollout_server.tasks.workers.frames import MAX_ERROR_CHARS, MAX_METRICS, pack, read, receive, sendable
 from slipstream.runtime.loading import describe
 
-Order = Sequence[tuple[str, str, float, dict[str, Any]]]
-"""(label, spec, weight, options) of each part. One without a label stands alone: its metrics have no prefix."""
-Verdict = tuple[int, float | None, dict[str, float], str | None, float]
-"""(index in the request, score or None, metrics, error or None, seconds)."""
-Worth = tuple[float, dict[str, float]] | str
-"""What a part adds to the sum and to the metrics of a sample, or why it adds nothing."""
+Verdict = tuple[float | None, dict[str, float], str | None, float]
+"""(score or None, metrics, error or None, seconds)."""
 NOT_APPLICABLE = "not_applicable"
-FLUSH_S = 0.02
-"""Verdicts younger than this are sent together; a pool that kills the worker judges them anew."""
 
 
 class NotAReward(SlipstreamError, ValueError, code="SLIP-REWARD-02"):
@@ -44,52 +40,52 @@ class NotAReward(SlipstreamError, ValueError, code="SLIP-REWARD-02"):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One function of a reward."""
+    """One function of a reward. One without a label stands alone: its metrics have no prefix."""
 
     label: str
     weight: float
     function: RewardFunction
 
-    async def column(self, samples: Sequence[Sample]) -> list[Worth]:
+    async def outcomes(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """What it adds to each sample: one call for all (TRL), or one for each."""
-        if self.function.convention != "trl":
-            return [await self._alone(sample) for sample in samples]
-        start = time.perf_counter()
-        try:
-            values = listed(await self._called(samples), len(samples))
-        except NotAReward as problem:
-            return [self._said(problem)] * len(samples)
-        seconds = (time.perf_counter() - start) / len(samples)
-        return [self._worth(value, seconds) for value in values]
+        if self.function.convention == "trl":
+            return await self._called(samples, len(samples))
+        return [(await self._called(sample, None))[0] for sample in samples]
 
-    async def _alone(self, sample: Sample) -> Worth:
+    async def _called(self, argument: Any, num: int | None) -> list[RewardOutcome]:
         start = time.perf_counter()
         try:
-            value = await self._called(sample)
+            value = self.function.call(argument)
+            value = await value if self.function.is_async else value
+            values = [value] if num is None else listed(value, num)
         except BaseException as error:
-            if self.function.is_async and not isinstance(error, Exception):
+            if self.function.is_async and isinstance(error, asyncio.CancelledError):
                 raise  # a cancelled call is the timeout of all samples
-            return explained(error)
-        return self._worth(value, time.perf_counter() - start)
+            failed = RewardOutcome(score=math.nan, error=self._said(error), seconds=time.perf_counter() - start)
+            return [failed] * (num or 1)
+        seconds = (time.perf_counter() - start) / len(values)
+        return [self._outcome(value, seconds) for value in values]
 
-    async def _called(self, argument: Any) -> Any:
-        value = self.function.call(argument)
-        return await value if self.function.is_async else value
-
-    def _worth(self, value: Any, seconds: float) -> Worth:
+    def _outcome(self, value: Any, seconds: float) -> RewardOutcome:
         try:
             score, metrics = reward_of(value)
         except NotAReward as problem:
-            return self._said(problem)
+            return RewardOutcome(score=math.nan, error=self._said(problem), seconds=seconds)
         except BaseException as problem:  # noqa: BLE001 - reading an object of the user runs code of the user
-            return f"what the reward function returned cannot be read: {explained(problem)}"
+            said = f"what the reward function returned cannot be read: {self._said(problem)}"
+            return RewardOutcome(score=math.nan, error=said, seconds=seconds)
         if self.label:
             named = {f"{self.label}/{name}": item for name, item in metrics.items()}
             metrics = {self.label: score, f"{self.label}/seconds": seconds} | named
-        return self.weight * score, metrics
+        return RewardOutcome(score=self.weight * score, metrics=metrics, seconds=seconds)
 
-    def _said(self, problem: NotAReward) -> str:
-        return f"the reward function {f'{self.label} {problem}'.strip()}"
+    def _said(self, error: BaseException) -> str:
+        if isinstance(error, NotAReward):
+            return f"the reward function {f'{self.label} {error}'.strip()}"
+        if isinstance(error, NotScored):
+            return f"{self.label}: {error}".removeprefix(": ")
+        limit = exceeded(error)  # may end this process, so it comes first
+        return describe(error) + limit
 
 
 class Judge:
@@ -101,62 +97,47 @@ class Judge:
         self.is_async = any(part.function.is_async for part in parts)
         conventions = {part.function.convention for part in parts}
         self.convention = "trl" if "trl" in conventions else "verl" if conventions == {"verl"} else "sample"
-        if self.is_async:
-            import asyncio  # takes 40 ms, which synchronous functions do not need
 
-            # One loop over all requests, so that the function may keep its connections. It ends with this process,
-            # without being closed: past a memory limit, tasks of the user must not hold up the end.
-            self._runner, self._gather, self._timeout = asyncio.Runner(), asyncio.gather, asyncio.timeout
-
-    def judge(self, samples: Sequence[Sample], send: Callable[[list[Verdict]], None]) -> None:
-        """Send every sample's verdict once: asynchronous ones when they come, others together."""
-        indices = list(range(len(samples)))
-        asked = [indices] if self.convention == "trl" else [[number] for number in indices]
-        if self.is_async:
-            self._runner.run(self._at_once(samples, asked, send))
-            return
-        pending: list[Verdict] = []
-        flushed = time.perf_counter()
-        for group in asked:
-            pending += _without_waiting(self._verdicts(samples, group))
-            if (now := time.perf_counter()) - flushed > FLUSH_S:
-                send(pending)
-                pending, flushed = [], now
-        if pending:
-            send(pending)
-
-    async def _at_once(
-        self, samples: Sequence[Sample], asked: Sequence[list[int]], send: Callable[[list[Verdict]], None]
-    ) -> None:
-        async def one(group: list[int]) -> None:
-            send(await self._verdicts(samples, group))
-
-        await self._gather(*map(one, asked))
-
-    async def _verdicts(self, samples: Sequence[Sample], group: Sequence[int]) -> list[Verdict]:
-        """Of the samples with these indices, which one call of a TRL function judges."""
+    async def judge(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """Of the samples of one call."""
         start = time.perf_counter()
-        chosen = [samples[index] for index in group]
-        worths: list[Worth]
-        limit: Any = self._timeout(self._timeout_s) if self.is_async else contextlib.nullcontext()
         try:
-            async with limit:
-                columns = [await part.column(chosen) for part in self._parts]
-                worths = [_sum(row) for row in zip(*columns, strict=True)]
-        except TimeoutError as error:
-            late = self.is_async and limit.expired()
-            worths = [f"timed out after {self._timeout_s:g} s" if late else explained(error)] * len(chosen)
-        except BaseException as error:  # noqa: BLE001 - code of the user: whatever it raises is the verdict
-            worths = [explained(error)] * len(chosen)
-        seconds = (time.perf_counter() - start) / len(chosen)
-        return [_verdict(index, worth, seconds) for index, worth in zip(group, worths, strict=True)]
+            async with asyncio.timeout(self._timeout_s) if self.is_async else contextlib.nullcontext():
+                columns = [await part.outcomes(samples) for part in self._parts]
+        except TimeoutError:
+            late = RewardOutcome(
+                score=math.nan, error=f"timed out after {self._timeout_s:g} s", seconds=time.perf_counter() - start
+            )
+            columns = [[late] * len(samples)]
+        return [_verdict(added(row)) for row in zip(*columns, strict=True)]
+
+    def judge_now(self, samples: Sequence[Sample]) -> list[Verdict]:
+        """The same without an event loop, where no part is asynchronous: functions may start one of their own."""
+        try:
+            self.judge(samples).send(None)
+        except StopIteration as ended:
+            verdicts: list[Verdict] = ended.value
+            return verdicts
+        raise AssertionError("a part without `async` has waited")
+
+    async def serve(self, channel: socket.socket) -> None:
+        """Judge calls side by side, on one loop, so that functions may keep their connections."""
+        reader, writer = await asyncio.open_unix_connection(sock=channel)
+
+        async def one(number: int, samples: list[Sample]) -> None:
+            writer.write(pack([number, await self.judge(samples)]))
+
+        running = set()  # the loop itself holds no task
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                running.add(task := asyncio.create_task(one(*await receive(reader, 2**32, {}))))
+                task.add_done_callback(running.discard)
 
 
-def load(order: Order, timeout_s: float = math.inf) -> Judge:
+def load(order: dict[str, Any]) -> Judge:
     """What judges by all parts. Raises RewardError: one cannot be loaded."""
-    return Judge(
-        [Part(label, weight, load_function(spec, options)) for label, spec, weight, options in order], timeout_s
-    )
+    parts = [Part(label, weight, load_function(spec, options)) for label, spec, weight, options in order["parts"]]
+    return Judge(parts, order["timeout_s"])
 
 
 def work(channel: socket.socket) -> int:
@@ -167,50 +148,29 @@ def work(channel: socket.socket) -> int:
     confine(order["limits"])
     try:
         try:
-            judge = load(order["parts"], order["timeout_s"])
+            judge = load(order)
         except RewardError as error:
             reason = str(error) + exceeded(error)
             channel.sendall(pack({"error": sendable(reason[:MAX_ERROR_CHARS])}))
             return 1
         channel.sendall(pack({"convention": judge.convention, "is_async": judge.is_async}))
-        while (samples := read(requests)) is not None:
-            judge.judge(samples, lambda verdicts: channel.sendall(pack(verdicts)))
+        if judge.is_async:
+            # Its loop ends with this process, without being closed: past a memory limit, tasks of the user must not
+            # hold up the end.
+            asyncio.Runner().run(judge.serve(channel))
+            return 0
+        while (call := read(requests)) is not None:
+            number, samples = call
+            channel.sendall(pack([number, judge.judge_now(samples)]))
         return 0
     except MemoryError:
         leave("memory_bytes")
 
 
-def explained(error: BaseException) -> str:
-    """What an exception of the user's code says, and the limit that it comes from."""
-    limit = exceeded(error)  # may end this process, so it comes first
-    return describe(error) + limit
-
-
-def _without_waiting(call: Coroutine[Any, Any, list[Verdict]]) -> list[Verdict]:
-    """Run a coroutine that waits for nothing, because no part is asynchronous."""
-    try:
-        call.send(None)
-    except StopIteration as ended:
-        found: list[Verdict] = ended.value
-        return found
-    raise AssertionError("a part without `async` has waited")
-
-
-def _sum(row: Sequence[Worth]) -> Worth:
-    """Of all parts of one sample, or the first reason against it."""
-    score, metrics = 0.0, dict[str, float]()
-    for one in row:
-        if isinstance(one, str):
-            return one
-        score += one[0]
-        metrics |= one[1]
-    return (score, metrics) if math.isfinite(score) else f"the sum of the parts is {score}"
-
-
-def _verdict(index: int, worth: Worth, seconds: float) -> Verdict:
-    if isinstance(worth, str):
-        return index, None, {}, sendable(worth[:MAX_ERROR_CHARS]), seconds
-    return index, *worth, None, seconds
+def _verdict(outcome: RewardOutcome) -> Verdict:
+    if outcome.error is not None:
+        return None, {}, sendable(outcome.error[:MAX_ERROR_CHARS]), outcome.seconds
+    return outcome.score, outcome.metrics, None, outcome.seconds
 
 
 def listed(values: Any, num: int) -> list[Any]:

@@ -40,8 +40,7 @@ LAST_PRINTS_S = 0.2
 READ_BYTES = 1024 * 1024
 """Read ahead of what is asked for."""
 MAX_LOGGED_LINES = 200
-STACK_S = 0.5
-MAX_STACK_BYTES = 1 << 20
+STACK_S, STACK_LOOKS = 0.5, 10
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 PACKAGES = (*{sys.prefix, sys.base_prefix, str(Path(os.__file__).parent)}, PACKAGE_ROOT + "/rollout_server/")
 """Where frames are not of code of the user."""
@@ -51,7 +50,7 @@ DYING_S = 0.2
 """From the end of a channel to the end of its process."""
 LOST = (TimeoutError, asyncio.IncompleteReadError, ValueError, OSError)
 """What asking a process raises that is late, has ended, sends garbage or cannot be written to."""
-TAIL_BYTES = 2000
+TAIL_BYTES = 16384
 CHUNK_BYTES = 65536
 FLOOD_PAUSE_S = 0.002
 """Between two chunks of prints past the logged ones: a flood may take 32 MB/s of this process, not all of its time."""
@@ -65,9 +64,6 @@ class Prints:
 
     def __init__(self, name: str) -> None:
         self._name, self._tail = name, b""
-        self._stack: bytes | None = None
-        """What was printed since the process was asked for its stack."""
-        self._answered = asyncio.Event()
 
     async def open(self, stream: Any) -> None:
         """Begin to read."""
@@ -90,24 +86,19 @@ class Prints:
 
     async def stack_of(self, pid: int) -> list[tuple[str, str, str]]:
         """(file, line, function) of the frames of a process's main thread; none where it does not answer."""
-        self._stack = b""
-        self._answered.clear()
+        self._tail = b""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACK)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STACK_S):
-                await self._answered.wait()
-        frames, self._stack = FRAME.findall(self._stack.decode("utf-8", "replace")), None
-        return frames
+        for _ in range(STACK_LOOKS):
+            await asyncio.sleep(STACK_S / STACK_LOOKS)
+            if frames := FRAME.findall(self._tail.decode("utf-8", "replace")):
+                return frames
+        return []
 
     async def _read(self, prints: asyncio.StreamReader) -> None:
         num_lines = 0
         while chunk := await prints.read(CHUNK_BYTES):
             self._tail = (self._tail + chunk)[-TAIL_BYTES:]
-            if self._stack is not None:
-                self._stack = (self._stack + chunk)[:MAX_STACK_BYTES]
-                if b"\n" in self._stack.partition(b"File ")[2]:
-                    self._answered.set()
             if num_lines > MAX_LOGGED_LINES:
                 await asyncio.sleep(FLOOD_PAUSE_S)
                 continue
@@ -123,9 +114,12 @@ class Worker:
     """One process at a time; after `stop` the next `start` begins a fresh one."""
 
     def __init__(
-        self, module: str, name: str, hidden: frozenset[str], max_bytes: int, limits: Mapping[str, Any]
+        self, module: str, name: str, hidden: frozenset[str] | None, max_bytes: int, limits: Mapping[str, Any]
     ) -> None:
-        """`hidden` variables it does not get; longer frames, or ones past the limits of msgpack, are refused."""
+        """It does not get `hidden` variables, nor secrets, which code of ours (None) gets.
+
+        Longer frames, or ones past the limits of msgpack, are refused.
+        """
         self.name, self._module, self._hidden = name, module, hidden
         self._max_bytes, self._limits = max_bytes, limits
         self.process: subprocess.Popen[bytes] | None = None
@@ -159,11 +153,6 @@ class Worker:
         """Write a frame; nothing where the process has gone."""
         if self.process is not None and not self._writer.is_closing():
             self._writer.write(pack(message))
-
-    async def write(self, frame: bytes) -> None:
-        """Write a frame that is made already. Raises OSError: the process has hung up."""
-        self._writer.write(frame)
-        await self._writer.drain()
 
     async def receive(self) -> Any:
         """The next frame. Raises ValueError: garbage; IncompleteReadError, OSError: the process has hung up."""
@@ -210,7 +199,7 @@ class Worker:
         self.process = None  # only now: a `stop` that is cancelled while it waits leaves it to the next call
 
 
-def _spawn(channel: int, hidden: frozenset[str], module: str) -> subprocess.Popen[bytes]:
+def _spawn(channel: int, hidden: frozenset[str] | None, module: str) -> subprocess.Popen[bytes]:
     """Start the supervisor, which starts the worker, in a session of its own.
 
     Must be called from a thread that lives as long as the worker shall: the parent-death signal follows it.
@@ -220,21 +209,21 @@ def _spawn(channel: int, hidden: frozenset[str], module: str) -> subprocess.Pope
         stdin=channel,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        env=without_secrets({name: value for name, value in os.environ.items() if name not in hidden}),
+        env=without_secrets(os.environ, hidden),
         start_new_session=True,
     )
 
 
-def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+def without_secrets(environment: Mapping[str, str], hidden: frozenset[str] | None = frozenset()) -> dict[str, str]:
     """The environment of a child; functions read the keys of services from files.
 
     Example: OPENAI_API_KEY, HF_TOKEN, AWS_PROFILE, SSH_AUTH_SOCK and HTTP_PROXY=http://me:word@proxy are left out;
-    PATH, HOME, TOKENIZERS_PARALLELISM and HTTP_PROXY=http://proxy stay.
+    PATH, HOME, TOKENIZERS_PARALLELISM and HTTP_PROXY=http://proxy stay. `hidden` is as of Worker.
     """
     kept = {
         name: value
         for name, value in environment.items()
-        if not SECRET_NAME.search(name) and not SECRET_VALUE.search(value)
+        if hidden is None or not (name in hidden or SECRET_NAME.search(name) or SECRET_VALUE.search(value))
     }
     path = os.pathsep.join(filter(None, [PACKAGE_ROOT, environment.get("PYTHONPATH")]))
     return DEFAULTS | kept | {"PYTHONPATH": path}

@@ -10,9 +10,14 @@ from configs.errors import BadHosts
 from configs.placement import most_devices
 from configs.schema import Config
 from slipstream.launch.hosts.host_file import Host
-from slipstream.launch.hosts.slurm import ADDRESS, STEP
 from slipstream.plan.processes import Machine, uses_gpus
 
+STEP = ("--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none")
+"""Arguments of srun for one process on one machine, beside other steps there."""
+ADDRESS = """if [[ -n "${SLIPSTREAM_INTERFACE:-}" ]]; then
+  ip -4 -o addr show dev "$SLIPSTREAM_INTERFACE" | awk '{split($4, a, "/"); print a[1]; exit}'
+else hostname -I | cut -d' ' -f1; fi"""
+"""For bash: the machine's own address, of SLIPSTREAM_INTERFACE or else its first."""
 JOB, NODES, CORES = "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_CPUS_ON_NODE"
 STEP_S = 60.0
 """For a step that shows an address; Slurm may hold it back until a resource is free."""
@@ -33,12 +38,16 @@ class Allocation:
         return ["srun", *STEP, *own, *([f"--gpus-per-node={self.gpus}"] if self.gpus else []), *words]
 
     def over_srun(self, host: Host, words: Sequence[str]) -> list[str]:
-        """A command on that host, whose `ssh` is the machine's name; the counterpart of ssh.over_ssh."""
+        """A command on that host, whose `ssh` is the machine's name; the counterpart of fleet.over_ssh."""
         return self.step(host.ssh, words)
 
-    def hosts(self, config: Config) -> dict[str, Host]:
-        """The placement's nodes in the order of the machines, each with its own address. Raises ConfigError."""
-        nodes = [share.node for share in config.shares]
+    def hosts(self, config: Config, *, only_rollouts: bool = False) -> dict[str, Host]:
+        """The placement's nodes in the order of the machines, each with its own address. Raises ConfigError.
+
+        With `only_rollouts` the learner's nodes are elsewhere.
+        """
+        shares = [share for share in config.shares if share.devices("rollout") or not only_rollouts]
+        nodes = [share.node for share in shares]
         if len(self.machines) < len(nodes):
             raise BadHosts(
                 f"placement: {len(nodes)} nodes ({', '.join(nodes)}), and the allocation has {len(self.machines)}"
@@ -47,9 +56,9 @@ class Allocation:
         placed = list(zip(nodes, self.machines, strict=False))
         with ThreadPoolExecutor(max_workers=len(placed)) as pool:
             addresses = pool.map(lambda pair: self._address(pair[1]), placed)
-            return {
-                node: Host(node, address, machine) for (node, machine), address in zip(placed, addresses, strict=True)
-            }
+            here = {node: Host(node, next(addresses), machine) for node, machine in placed}
+        names = [share.node for share in config.shares]
+        return {name: here.get(name) or Host(name, f"elsewhere-{name}", "") for name in names}
 
     def _address(self, machine: str) -> str:
         said = _said(self.step(machine, ["bash", "-c", ADDRESS]), f"{machine} was not asked for its address")

@@ -101,14 +101,9 @@ class Pods:
         return jobset_name(self.config) + ("-more" if self.role == "rollout" else "")
 
     @property
-    def digest(self) -> str:
-        """Of the configuration that the pods start with, each time that they are made."""
-        return digest_of(dump(self.config))
-
-    @property
     def config_map(self) -> str:
-        """Name of the files' ConfigMap; that of another configuration has another one."""
-        return f"{self.name}-files-{self.digest}"
+        """Name of the files' ConfigMap, which cannot be changed; that of another configuration has another one."""
+        return f"{self.name}-files-{digest_of(dump(self.config))}"
 
     def files(self, folder: Path | None) -> JobFiles:
         """The manifests; no folder takes the run folder."""
@@ -176,8 +171,7 @@ class Pods:
     def _container(self, group: Group, mounts: list[dict[str, Any]]) -> dict[str, Any]:
         spec = ["--role", group.role, "--node", ",".join(group.nodes)]
         spec += ["--hosts", f"{FILES}/hosts", "--config", f"{FILES}/config.yaml"]
-        spec += ["--digest", self.digest, "--renumber"]
-        spec += ["--set", f"run.name={self.run_name}"]
+        spec += ["--renumber", "--set", f"run.name={self.run_name}"]
         spec += ["--replay", self.replay] if self.replay is not None else []
         # of its pod: Kubernetes fills in $(X) in a command, and only a shell $X in a probe
         own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)", "--resume-if-begun"]

@@ -1,7 +1,7 @@
 """`python -m slipstream.launch.hosts.node`: one node's part of a run, under whatever started it.
 
-Over ssh its order comes as the first line of stdin, and the end of stdin (the ssh session or the start script is gone)
-ends everything here. Slurm and Kubernetes give it files instead, and end it themselves.
+Over ssh and srun its order comes as the first line of stdin, and the end of stdin (the session or the start script is
+gone) ends everything here. Kubernetes gives it files instead, and ends it itself.
 """
 
 import argparse
@@ -52,9 +52,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m slipstream.launch.hosts.node", description=__doc__)
     parser.add_argument("--stdin", action="store_true", help="the order is the first line of stdin; its end ends all")
     add_spec_arguments(parser)
-    parser.add_argument(
-        "--resume-if-begun", action="store_true", help="run.name is this job's own: where its folder is, resume it"
-    )
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
     catch_signals()
@@ -63,7 +60,7 @@ def main() -> int:
         assignment = resolve(spec, host=args.host, renumber=args.renumber)
         check_address(assignment.config, spec.node)
         write_keys(assignment.config.network.keys, spec.keys)
-        node = Node(assignment, lifeline=args.stdin, resume_if_begun=args.resume_if_begun)
+        node = Node(assignment, lifeline=args.stdin)
         return node.run_learner() if spec.role == "learner" else node.run_servers()
     except PeerSilent as silence:  # a scheduler may start the nodes hours apart: unlike a refusal, another start helps
         show(str(silence))
@@ -99,10 +96,10 @@ def check_address(config: Config, node: str) -> None:
 class Node:
     """The processes of one role on this machine."""
 
-    def __init__(self, assignment: Assignment, *, lifeline: bool, resume_if_begun: bool = False) -> None:
+    def __init__(self, assignment: Assignment, *, lifeline: bool) -> None:
         check_available(assignment.config, runs_servers=assignment.spec.role == "rollout")
         self.assignment, self.config = assignment, assignment.config
-        self._lifeline, self._resume_if_begun = lifeline, resume_if_begun
+        self._lifeline = lifeline
         self._tails: dict[Path, Tail] = {}
         self._parent = ("--parent", str(os.getpid()))
 
@@ -151,7 +148,7 @@ class Node:
     def _launcher(self) -> Child:
         spec, run_dir = self.assignment.spec, Path(self.config.run_dir)
         resume = spec.resume
-        if resume is None and self._resume_if_begun and decide(run_dir, show):
+        if resume is None and spec.resume_if_begun and decide(run_dir, show):
             resume = str(run_dir)
         write_start(run_dir, resumes=resume is not None)
         network = self.config.network

@@ -1,6 +1,6 @@
 """What one node runs, and what that means there: the same for ssh, Slurm and Kubernetes.
 
-Over ssh a node spec is one line of JSON on the node's stdin; elsewhere it is made of files that the node sees.
+Over ssh and srun a node spec is one line of JSON on stdin; in Kubernetes it is made of files that the node sees.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from configs.errors import BadHosts, BadOption
-from configs.loading import digest_of, dump, parse
+from configs.loading import dump, parse
 from configs.placement import ONLY_NODE, most_devices
 from configs.schema import Config
 from slipstream.launch.hosts.host_file import Host, parse_hosts
@@ -39,6 +39,8 @@ class NodeSpec(BaseModel):
     """Address of replay; None takes that of the first learner node."""
     resume: str | None = None
     """Folder of the run that the learner resumes."""
+    resume_if_begun: bool = False
+    """Where the run folder is, resume it: no other job has its name."""
     keys: dict[str, str] = {}
     """Key files by their path inside network.keys."""
 
@@ -82,11 +84,13 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--index", type=int, default=0, help="which of the names of --node (default: the first)")
     parser.add_argument("--hosts", metavar="FILE", help="host file")
     parser.add_argument("--config", metavar="FILE", help="YAML file")
-    parser.add_argument("--digest", metavar="HEX", help="refuse another content of the YAML file than the job's own")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="override one key; repeatable")
     parser.add_argument("--replay", help="address of replay (default: that of the first learner node)")
     parser.add_argument("--host", help="this machine's own address (default: as in the host file)")
     parser.add_argument("--renumber", action="store_true", help="only the GPUs of this role are visible here")
+    parser.add_argument(
+        "--resume-if-begun", action="store_true", help="run.name is this job's own: where its folder is, resume it"
+    )
 
 
 def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
@@ -102,13 +106,9 @@ def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
         text = Path(args.config).read_text(encoding="utf-8")
     except OSError as error:
         raise BadHosts(f"{error.filename}: not readable ({error.strerror})") from error
-    if args.digest is not None and digest_of(text) != args.digest:
-        raise BadHosts(
-            f"--config {args.config}: its digest is {digest_of(text)}, the job was written with {args.digest}, and"
-            " every start of a job has one configuration; restore the file, or write a new job"
-        )
     config, node = dump(parse(text, args.config, args.set)), names[args.index]
-    return NodeSpec(role=args.role, node=node, config=config, hosts=hosts, replay=args.replay)
+    begun = args.resume_if_begun
+    return NodeSpec(role=args.role, node=node, config=config, hosts=hosts, replay=args.replay, resume_if_begun=begun)
 
 
 def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, write: bool = True) -> Assignment:

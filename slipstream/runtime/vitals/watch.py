@@ -27,7 +27,6 @@ from slipstream.runtime.vitals.busy import Busy
 from slipstream.runtime.vitals.endpoint import Endpoint
 from slipstream.runtime.vitals.growth import COUNT_PER_H, MIB, Growth, Series
 from slipstream.runtime.vitals.processes import Use, by_role
-from slipstream.runtime.vitals.room import memory_left
 
 log = logging.getLogger(__name__)
 
@@ -175,13 +174,8 @@ class Vitals(AbstractContextManager["Vitals"]):
             where = f"{role} processes of {self._name!r} ({use.processes}, pid {use.largest} has most)"
         span = f"over the last {self._window / 60:.3g} min"
         if quantity in ("memory", "device_memory"):
-            what = quantity.replace("_", " ")
-            until = ""
-            if quantity == "memory":
-                room = memory_left()
-                until = f"; {room.where} has none left in {room.left / leak.per_hour:.1f} h"
-            size = f"{leak.per_hour / MIB:.0f} MiB an hour {span}, to {leak.now / MIB:.0f} MiB now{until}"
-            return f"leak: {where}: {what} grows by {size}"
+            size = f"{leak.per_hour / MIB:.0f} MiB an hour {span}, to {leak.now / MIB:.0f} MiB now"
+            return f"leak: {where}: {quantity.replace('_', ' ')} grows by {size}"
         return f"leak: {where}: {quantity} grow by {leak.per_hour:.0f} an hour {span}, to {leak.now:.0f} now"
 
     def _write(self, used: Mapping[str, Use], device: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""The UCC transport, experimental (docs/ucc.md), and where UCC comes from here: PyTorch itself, or a plugin."""
+"""The UCC transport, experimental (docs/weight-bus.md), and where UCC comes from here: PyTorch itself, or a plugin."""
 
 from contextlib import suppress
 from importlib import metadata
@@ -27,12 +27,12 @@ def resolve_ucc() -> str:
             raise NotAvailable(
                 f"weight_bus.backend 'ucc': this PyTorch ({torch.__version__}) was built without UCC, and there is no"
                 " plugin torch_ucc. No pip package provides either: use a PyTorch built with USE_UCC=1 or an image that"
-                f' has one (docs/ucc.md), {INSTEAD}. Check with: python -c "import torch.distributed as d;'
+                f' has one (docs/weight-bus.md), {INSTEAD}. Check with: python -c "import torch.distributed as d;'
                 ' print(d.is_ucc_available())"'
             ) from error
         raise WeightBusError(
             f"weight_bus.backend 'ucc': torch_ucc is installed but cannot be loaded: {error}. The folders of libucc"
-            f" and libucp belong into LD_LIBRARY_PATH before the run is started (docs/ucc.md), {INSTEAD}"
+            f" and libucp belong into LD_LIBRARY_PATH before the run is started (docs/weight-bus.md), {INSTEAD}"
         ) from error
     version = getattr(torch_ucc, "__version__", None)
     if version is None:

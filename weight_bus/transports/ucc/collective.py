@@ -1,4 +1,4 @@
-"""Buckets as broadcasts in a UCC group of the current epoch, through host memory. Experimental: docs/ucc.md.
+"""Buckets as broadcasts in a UCC group of the current epoch, through host memory. Experimental: docs/weight-bus.md.
 
 A lost peer is fatal for a process with a UCC group: measured were a broadcast that returned as if all were well, a
 std::terminate, and a destroy and an interpreter exit that never ended. So no collective runs in the process that trains

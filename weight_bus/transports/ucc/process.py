@@ -17,7 +17,6 @@ Both end when the transport hangs up, and with their parents; always by os._exit
 group whose peer is gone never ends.
 """
 
-import ctypes
 import logging
 import os
 import signal
@@ -32,6 +31,7 @@ import msgpack
 import torch
 import torch.distributed as dist
 
+from slipstream.runtime.lifeline import die_with_parent
 from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation
 from weight_bus.transports.meeting import Meeting
@@ -42,7 +42,6 @@ log = logging.getLogger("weight_bus.ucc_process")
 
 MAX_ORDER_BYTES = 64 * 1024
 MAX_REASON = 2000
-PR_SET_PDEATHSIG = 1
 
 
 class Group:
@@ -87,7 +86,7 @@ class Group:
 
 def main(parent: int, channel_fd: int, memory_fd: int) -> int:
     """The starter, or a process of a group that it has forked; the exit code."""
-    _end_with(parent)
+    die_with_parent(parent)
     me, pid = os.getpid(), 0
     with socket.socket(fileno=channel_fd) as channel:
         channel.send(msgpack.packb({}))
@@ -106,7 +105,7 @@ def main(parent: int, channel_fd: int, memory_fd: int) -> int:
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
                 pid = 0
                 channel.send(msgpack.packb({"code": code}))
-    _end_with(me)
+    die_with_parent(me)
     with socket.socket(fileno=fds[0]) as channel:
         return serve(channel, Group(SharedBytes(memory_fd)))
 
@@ -132,16 +131,6 @@ def serve(channel: socket.socket, group: Group) -> int:
             return 1
         channel.send(msgpack.packb({}))
     return 0
-
-
-def _end_with(parent: int) -> None:
-    """As slipstream.runtime.lifeline.die_with_parent, which the weight bus does not import."""
-    if sys.platform.startswith("linux"):
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        raise ProcessLookupError(f"parent {parent} is gone already")
 
 
 if __name__ == "__main__":

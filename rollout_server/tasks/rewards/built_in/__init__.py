@@ -1,4 +1,4 @@
-"""The built-in rewards that judge in a reward process; configs/rewards.py has their options."""
+"""The built-in rewards; configs/rewards.py has their options."""
 
 _ROOM = "rollout_server.tasks.rewards.built_in"
 FUNCTIONS = {
@@ -11,5 +11,7 @@ FUNCTIONS = {
     "reasoning_gym": f"{_ROOM}.reasoning_gym:reward",
     "math": f"{_ROOM}.mathematics:reward",
     "code": f"{_ROOM}.code:reward",
+    "judge": f"{_ROOM}.judge:Grading",
+    "remote_model": f"{_ROOM}.remote_model:Scoring",
 }
-"""By their names in reward.function. `judge` and `remote_model` ask other servers: rewards/remote/."""
+"""By their names in reward.function. A class is built with the options, and judges samples as a function does."""

@@ -1,0 +1,60 @@
+"""What lies in host memory: the same steps, and a smaller budget of the device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from configs import Config
+from learner import optimizer as optimizer_module
+from learner.policy.memory import GIB, Setup, Sizes, choose
+from learner.policy.model import Policy
+from tests.learner.recorded import batch_of, random_step, train_on
+from tests.learner.tiny_models import built, make_config
+
+STEPS = [random_step(step) for step in range(1, 4)]
+
+
+def configured(folder: Path, **learner: Any) -> Config:
+    return make_config(folder, learner={"adam_epsilon": 1e-6, **learner})
+
+
+def trained(config: Config, mesh: DeviceMesh) -> tuple[Policy, Any]:
+    policy, optimizer = built(config, mesh)
+    for step, trajectories in enumerate(STEPS, start=1):
+        _, reason = train_on(batch_of(trajectories, step, num_microbatches=2), policy, optimizer, config)
+        assert not reason
+    return policy, optimizer
+
+
+def test_moments_in_host_memory_and_inputs_of_layers_change_no_bit(
+    qwen3: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = trained(configured(qwen3, recompute="full"), mesh)
+    monkeypatch.setattr(optimizer_module, "OFFLOADED_BYTES", 20_000)  # several spans
+    packed: list[torch.Size] = []
+    original = torch.autograd.graph.save_on_cpu.__init__
+
+    def counting(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
+        pack = self.pack_hook
+        self.pack_hook = lambda tensor: (packed.append(tensor.shape), pack(tensor))[1]
+
+    monkeypatch.setattr(torch.autograd.graph.save_on_cpu, "__init__", counting)
+    offloaded, optimizer = trained(configured(qwen3, offload_optimizer=True, offload_activations=True), mesh)
+    assert plain.parameter_digest() == offloaded.parameter_digest()
+    assert len(optimizer._spans) > 3 and optimizer.num_steps == len(STEPS)
+    assert packed.count(packed[0]) and {shape[-1] for shape in packed if len(shape) == 3} == {64}
+
+
+def test_what_lies_in_host_memory_is_not_counted_on_the_device() -> None:
+    found = {}
+    for key in ("", "offload_optimizer", "offload_activations"):
+        learner = configured(Path("unused"), recompute="full", **({key: True} if key else {})).learner
+        sizes = {"hidden": 4096, "layers": 36, "intermediate": 12_288, "query": 4096, "key_value": 2048}
+        setup = Setup(sizes=Sizes(**sizes, vocabulary=151_936, tied=False), learner=learner, num_ranks=8)
+        found[key] = choose(setup.with_tokens(16_384), 200 * GIB).items
+    assert found["offload_optimizer"]["AdamW state"] < 0.2 * found[""]["AdamW state"]
+    assert found[""]["activations"] - found["offload_activations"]["activations"] == 34 * 4096 * 2 * 16_384
