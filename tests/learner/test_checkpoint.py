@@ -26,7 +26,7 @@ from tests.support.disks import grow, small_disk
 
 @pytest.fixture
 def config(qwen3, tmp_path):
-    sections = {"run": {"dir": str(tmp_path), "name": "run", "seed": 3}, "replay": {"async_lag": 2}}
+    sections = {"run": {"dir": str(tmp_path), "name": "run", "seed": 3}}
     return make_config(qwen3, checkpoint={"keep": 2}, **sections)
 
 
@@ -228,7 +228,7 @@ def test_a_disk_that_is_full_is_waited_for_and_has_the_checkpoint_then(keeper, c
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_folder_for_others_may_have_another_dtype_than_the_state(qwen3, tmp_path, mesh, asynchronous):
-    sections = {"run": {"dir": str(tmp_path), "name": "run"}, "replay": {"async_lag": 2}}
+    sections = {"run": {"dir": str(tmp_path), "name": "run"}}
     config = make_config(qwen3, checkpoint={"asynchronous": asynchronous, "hf_dtype": "bfloat16"}, **sections)
     policy, optimizer = built(config, mesh)
     train_on(batch_of(random_step(1), 1), policy, optimizer, config)

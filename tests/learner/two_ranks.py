@@ -52,7 +52,6 @@ NUM_MICROBATCHES = 5
 def configured(folder: Path, name: str, **sections: Any) -> Config:
     """The configuration of both ranks."""
     base: dict[str, Any] = {
-        "replay": {"async_lag": 2},
         "placement": {"split": "1:2"},
         "learner": CONDITIONED,
         "limits": {"nonfinite": "warn above 0, roll_back above 0"},

@@ -294,7 +294,7 @@ def test_take_is_for_the_rank_that_asks_and_for_the_step_that_is_next():
     assert "is not that rank" in sent(made, "a", m.Refused)[-1].reason
     for step in (0, 3, 10**9):
         made.handle("l", m.Take(step=step, rank=0), 0.0)
-    assert made.batch_desk.takes == {} and made.batch_desk.haves == {}
+    assert made.batching.takes == {} and made.batching.haves == {}
 
 
 def test_the_run_waits_for_a_learner_rank_that_is_gone_and_then_ends():
@@ -404,7 +404,7 @@ def test_a_server_that_gets_an_evaluated_version_late_is_told_to_drop_it():
 
 def test_token_ids_beyond_the_vocabulary_are_rejected():
     made = service()
-    made.granting.vocab_size = 5
+    made.leasing.vocab_size = 5
     (given,) = lease(made)
     made.handle("a", group_message(given, [0]), 1.0)
     assert "token id 5 of a vocabulary of 5" in sent(made, "a", m.Ack)[-1].reason
