@@ -24,7 +24,7 @@ BUDGET = {
     "rollout_server/engines": 3_880,
     "rollout_server/tasks": 7_415,
     "rollout_server": 13_105,
-    "learner": 9_187,
+    "learner": 9_173,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 53_439
