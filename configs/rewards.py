@@ -13,33 +13,33 @@ from configs.base import Section
 from configs.errors import did_you_mean
 
 
-class Part(Section):
+class RewardOptions(Section):
     """What every entry of `reward.function` has."""
 
     weight: float = Field(default=1.0, allow_inf_nan=False)
     """What its score counts in the sum; 0 makes the score a metric alone."""
 
 
-class Exact(Part):
+class Exact(RewardOptions):
     """1 for the ground truth to the letter, ended by the policy itself."""
 
 
-class Environments(Part):
+class Environments(RewardOptions):
     """What environment.function says of its episode; one that says nothing is a reward error."""
 
 
-class Numeric(Part):
+class Numeric(RewardOptions):
     """1 where the final number of the answer is the ground truth, as in GSM8K."""
 
     tolerance: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Largest difference that counts as equal, times the ground truth where that is above 1."""
 
 
-class ReasoningGym(Part):
+class ReasoningGym(RewardOptions):
     """The score of the package reasoning-gym, for rows of data.train `reasoning_gym:FAMILY`."""
 
 
-class Mathematics(Part):
+class Mathematics(RewardOptions):
     """1 where the last box of the answer is mathematically the ground truth, by the package math-verify."""
 
     boxed: bool = True
@@ -48,7 +48,7 @@ class Mathematics(Part):
     """For the comparison; what takes longer scores 0 and counts in `gave_up`."""
 
 
-class Pattern(Part):
+class Pattern(RewardOptions):
     """1 where a regular expression is found; with a group `answer`, where its last match is the ground truth."""
 
     pattern: str
@@ -68,7 +68,7 @@ class Pattern(Part):
         return value
 
 
-class Form(Part):
+class Form(RewardOptions):
     """1 for an answer of these tags in this order, each once, none empty, and nothing outside them."""
 
     tags: list[str] = Field(default=["think", "answer"], min_length=1)
@@ -77,7 +77,7 @@ class Form(Part):
     """The chat template has written the first tag already, so the answer begins inside it."""
 
 
-class Length(Part):
+class Length(RewardOptions):
     """0 for as many tokens as wanted, down to -1 for fewer or more; algorithm.overlong_buffer shapes the limit."""
 
     max_tokens: int = Field(ge=1)
@@ -94,7 +94,7 @@ class Length(Part):
         return self
 
 
-class Code(Part):
+class Code(RewardOptions):
     """1 for a program that passes the tests of its ground truth, run in a sandbox."""
 
     partial: bool = False
@@ -116,7 +116,7 @@ class Code(Part):
     """Run programs where the machine cannot isolate them: they then may read files and use the network."""
 
 
-class Endpoint(Part):
+class Endpoint(RewardOptions):
     """A model behind an OpenAI-compatible HTTP endpoint."""
 
     url: str
@@ -188,7 +188,7 @@ class RemoteModel(Endpoint):
     """Jinja chat template that makes one text of prompt and answer, or a file with one; plain text needs none."""
 
 
-SECTIONS: dict[str, type[Part]] = {
+SECTIONS: dict[str, type[RewardOptions]] = {
     "exact": Exact,
     "environment": Environments,
     "numeric": Numeric,
@@ -220,7 +220,7 @@ class RewardPart:
     weight: float
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
-    settings: Part | None = None
+    settings: RewardOptions | None = None
     """Of a built-in one."""
 
 

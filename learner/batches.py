@@ -16,7 +16,7 @@ from configs.schema import Config
 from learner.advantages import leave_out_flat_groups
 from learner.dialog import ASK_AGAIN_S, Announcement, Dialog, Inbox
 from replay import messages as m
-from replay.channel import ChannelError, Dealer, Limits, Message, Pulse, Repeat, WireError, load_keys
+from replay.channel import ChannelError, Dealer, Message, Pulse, Repeat, WireError, load_keys
 from slipstream.runtime import ending
 from slipstream.runtime.hang import expired
 from slipstream.runtime.trace import ClockProbe
@@ -47,10 +47,10 @@ class BatchReader:
         self.rank = rank
         self.dialog = Dialog(config, rank, time.monotonic())
         self._fingerprint = dict(fingerprint)
-        limits = Limits(config.network.max_message_bytes)
+        limits = config.network.max_message_bytes
         identity = f"learner-{rank}.{secrets.token_hex(4)}"
         keys = load_keys(config.network.keys)
-        self._dealer = Dealer(address, identity, m.FROM_REPLAY, limits, keys=keys)
+        self._dealer = Dealer(address, identity, m.FROM_REPLAY, keys=keys, max_message_bytes=limits)
         self._doing = "starting", time.monotonic()
         """What this rank does, and since when; an update may take longer than any deadline of its peers."""
         beat = lambda: self._alive() if self.incarnation else None  # noqa: E731 - a peer after Welcome, not before

@@ -6,7 +6,7 @@ them, so a kernel that aligns its causal mask to the last query and key needs to
 copies are added up where they were copied from. Every other part of a layer looks at one token at a time, and knows
 its place from `position_ids`: so all that is left out is computing the same prompt again.
 
-The same as in verl (PR 4368) and TRL 1.16, without padding. When it pays: replay/desks/sharing.py.
+The same as in verl (PR 4368) and TRL 1.16, without padding. When it pays: replay/batches/sharing.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from replay.desks.sharing import Wanted, sharers
+from replay.batches.sharing import Wanted, sharers
 
 
 class Prefixes(NamedTuple):

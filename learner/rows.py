@@ -19,7 +19,7 @@ from configs.errors import SlipstreamError
 from learner.pictures import RowPictures, Shown
 from learner.prefixes import Layout, Prefixes, lay_side_by_side
 from learner.prefixes import offsets as offsets
-from replay.desks.sharing import Wanted
+from replay.batches.sharing import Wanted
 from replay.messages import Batch
 
 PAD_ID = 0

@@ -20,7 +20,7 @@ import uvloop
 from configs.loading import ConfigError, add_arguments, from_arguments
 from configs.schema import Config
 from replay import player
-from replay.channel import AsyncRouter, ChannelError, Limits, load_keys
+from replay.channel import AsyncRouter, ChannelError, load_keys
 from replay.data import DataError, evaluation_rows, prompt_source
 from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter
 from replay.journal.format import Record, segments
@@ -42,9 +42,16 @@ log = logging.getLogger(__name__)
 async def run(config: Config, run_id: str, *, port: int, recover: bool, play: str | None) -> int:
     """Serve one run; 0 when it ended well."""
     network = config.network
-    limits, keys = Limits(network.max_message_bytes), load_keys(network.keys)
     # First: a port that is taken must not leave a journal behind.
-    router = AsyncRouter(network.host, port, run_id, TO_REPLAY, limits, keys=keys, insecure=network.insecure)
+    router = AsyncRouter(
+        network.host,
+        port,
+        run_id,
+        TO_REPLAY,
+        keys=load_keys(network.keys),
+        max_message_bytes=network.max_message_bytes,
+        insecure=network.insecure,
+    )
     stop = asyncio.Event()
     for sig in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(sig, stop.set)
@@ -83,7 +90,7 @@ def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, rep
     evaluated = evaluation_rows(config)
     journal, records = open_journal(config, run_id, recover=recover)
     service = make(evaluated, time.monotonic(), journal=journal)
-    service.timeline = Timeline(Path(config.run_dir) / FILE, service.run, service.peers, service.batch_desk)
+    service.timeline = Timeline(Path(config.run_dir) / FILE, service.run, service.peers, service.batching)
     go_on(service, records)
     return service
 

@@ -8,14 +8,14 @@ from replay.journal import Journal, JournalError, JournalReader, Location, Recor
 from replay.messages import EvaluationResult, Group
 from replay.state.apply import check_boot
 from replay.state.leases import GroupId
-from replay.state.line import Line, LineStep, Taken
-from replay.state.run import Run
+from replay.state.line import LineStep, PolicyLine, Taken
+from replay.state.run import RunState
 from replay.state.snapshot import group_id_of, line_from
 
 log = logging.getLogger(__name__)
 
 
-def play(run: Run, journal: "PlayedJournal", run_dir: Path) -> None:
+def play(run: RunState, journal: "PlayedJournal", run_dir: Path) -> None:
     """Give a new run the whole line of policies of a journal.
 
     Raises JournalError: there is no journal, it is of other settings, or it does not reach back to step 1.
@@ -31,7 +31,7 @@ def play(run: Run, journal: "PlayedJournal", run_dir: Path) -> None:
     log.info("replay: plays the %d steps of %s/journal", line.last, run_dir)
 
 
-def whole_line(run: Run, records: Iterable[Record]) -> None:
+def whole_line(run: RunState, records: Iterable[Record]) -> None:
     """The line of policies from the first file on; steps without a commit are left out."""
     line, found = run.buffer.line, dict[GroupId, Taken]()
     for record in records:
@@ -43,7 +43,7 @@ def whole_line(run: Run, records: Iterable[Record]) -> None:
         del line.steps[step]
 
 
-def _note(line: Line, record: Record, found: dict[GroupId, Taken]) -> None:
+def _note(line: PolicyLine, record: Record, found: dict[GroupId, Taken]) -> None:
     fields = record.fields
     if record.kind == "snapshot" and not line.steps and line.initial is None:
         line_from(line, fields)
@@ -70,7 +70,7 @@ def _groups(record: Record) -> dict[GroupId, Taken]:
         return {}
     slots = [plain for plain in record.fields["slots"] if plain["location"] is not None]
     found = [Taken(group_id_of(p["group"]), p["attempt"], 0, Location.of(p["location"])) for p in slots]
-    line = Line()
+    line = PolicyLine()
     line_from(line, record.fields)
     found += line.groups_ahead(0)
     return {entry.group_id: entry for entry in found}

@@ -15,11 +15,11 @@ from configs.schema import Config
 from replay import messages as m
 from replay.channel import Message, WireError, may_be, shown
 from replay.data import PromptSource, Row
-from replay.desks.batch_desk import BatchDesk
-from replay.desks.evaluation_desk import EvaluationDesk
-from replay.desks.granting import Granting
-from replay.desks.incarnations import Incarnations
-from replay.desks.intake import Intake
+from replay.decisions.batching import BatchScheduler
+from replay.decisions.evaluating import EvaluationScheduler
+from replay.decisions.incarnations import Incarnations
+from replay.decisions.intake import GroupIntake
+from replay.decisions.leasing import LeaseScheduler
 from replay.endings import NoServer
 from replay.journal import Journal, JournalError, JournalReadOnly
 from replay.journal.format import Frames, Record
@@ -27,7 +27,7 @@ from replay.state.apply import record, restore
 from replay.state.evaluation_parts import parts_of
 from replay.state.leases import SlotState
 from replay.state.peers import Peer, Peers, learner_keys
-from replay.state.run import Run
+from replay.state.run import RunState
 from replay.state.snapshot import snapshot_of
 from replay.status import StatusReport
 from replay.timeline import ENDED, Timeline
@@ -60,20 +60,20 @@ class Service:
         """
         work = {} if playback else parts_of(config.evaluation_sets, evaluation_rows)
         self.config, self.journal, self.playback = config, journal, playback
-        self.run = run = Run(config, source, journal, parts=work)
+        self.run = run = RunState(config, source, journal, parts=work)
         self.buffer, self.counters = run.buffer, run.counters
         self.peers = peers = Peers(fingerprint or {})
         self.outbox, self._send = peers.outbox, peers.send
         fail = partial(self.end, failed=True)
-        self.granting = Granting(run, peers, fail=fail)
-        self.intake = Intake(run, peers, self.granting, fail=fail)
-        self.batch_desk = BatchDesk(run, peers, self.granting, fail=fail)
-        self.evaluations = EvaluationDesk(run, peers, work)
+        self.leasing = LeaseScheduler(run, peers, fail=fail)
+        self.intake = GroupIntake(run, peers, self.leasing, fail=fail)
+        self.batching = BatchScheduler(run, peers, self.leasing, fail=fail)
+        self.evaluations = EvaluationScheduler(run, peers, work)
         self.incarnations = Incarnations(
-            run, peers, self.granting, self.batch_desk, self.evaluations, playback=playback, fail=fail,
+            run, peers, self.leasing, self.batching, self.evaluations, playback=playback, fail=fail,
             expired=self._expired, now=now,
         )  # fmt: skip
-        self.report = StatusReport(run, peers, self.granting, self.intake, self.batch_desk)
+        self.report = StatusReport(run, peers, self.leasing, self.intake, self.batching)
         self.timeline: Timeline | None = None
         """Set where the run has a folder (replay/main.py)."""
         self.no_server_since = now
@@ -90,7 +90,7 @@ class Service:
 
     def _dispatch_table(self) -> dict[type[Message], Handler]:
         """What follows from each kind of an admitted peer's message."""
-        granting, intake, evaluations = self.granting, self.intake, self.evaluations
+        leasing, intake, evaluations = self.leasing, self.intake, self.evaluations
         return {
             m.Heartbeat: self._heartbeat,
             m.Goodbye: self._goodbye,
@@ -100,13 +100,13 @@ class Service:
             m.Group: lambda peer, group, _, frames: intake.group(peer, group, frames),
             m.EvaluationResult: lambda peer, result, _, frames: evaluations.result(peer, result, frames),
             m.EvaluationFailed: lambda peer, failed, _, __: evaluations.failed(peer, failed),
-            m.Take: lambda peer, take, now, _: self.batch_desk.take(peer, take, now),
+            m.Take: lambda peer, take, now, _: self.batching.take(peer, take, now),
             m.Committed: self._committed,
             m.Published: self._published,
             m.Evaluate: lambda _, evaluate, now, __: evaluations.request(evaluate.version, now),
             m.CursorRequest: self._cursor_request,
             m.Checkpointed: self._checkpointed,
-            m.LowerLag: lambda _, lower, __, ___: granting.lower_lag(lower),
+            m.LowerLag: lambda _, lower, __, ___: leasing.lower_lag(lower),
         }
 
     @property
@@ -174,7 +174,7 @@ class Service:
 
         `late` says that replay itself was away (stopped, swapped out): its peers' silence is then its own.
         """
-        if late_holders := self.granting.expire(now):
+        if late_holders := self.leasing.expire(now):
             self._say_hung("leases", late_holders, self.config.replay.lease_s, "replay.lease_s")
         if not late:
             for peer in self.peers.role("rollout_server"):
@@ -183,7 +183,7 @@ class Service:
             self.incarnations.watch(now, has_ended=self.ended is not None)
         for identity in [i for i, until in self.missing.items() if now > until]:
             del self.missing[identity]
-            held = self.granting.server_lost(identity)
+            held = self.leasing.server_lost(identity)
             log.warning("replay: %s is not back; its %d leases go to other servers [silent]", shown(identity), held)
         if not self.missing:
             self.evaluations.give_up()
@@ -217,7 +217,7 @@ class Service:
             said = self._expired(what, (peer.name,), now - peer.last_heard, key)
         self.peers.remove(identity)
         self.peers.gone[identity] = symptom if self.ended is None else ENDED
-        held = self.granting.server_lost(identity)
+        held = self.leasing.server_lost(identity)
         if counts:
             self.counters["servers_lost"] += 1
             log.warning(
@@ -275,13 +275,13 @@ class Service:
         peer.capacity, peer.version, peer.incarnation = message.capacity, message.version, message.incarnation
         if message.incarnation < self.incarnation:  # it may not have heard of the learner that is here now
             self._send(peer.identity, self.run.welcome())
-        if not self.granting.is_on_line(peer):
-            self.granting.off_line(peer)
+        if not self.leasing.is_on_line(peer):
+            self.leasing.off_line(peer)
         elif message.incarnation < self.incarnation or message.version <= self.buffer.version:
             self.evaluations.holds(peer, message.version)  # else its commit is still on the way; the wish comes again
 
     def _renew(self, peer: Peer, message: m.Renew, now: float, _: Frames) -> None:
-        self.granting.renew(peer, message, now)
+        self.leasing.renew(peer, message, now)
         self.intake.finished(peer, message.finished)
         self.evaluations.inventory(peer, message.evaluations)
 
@@ -290,7 +290,7 @@ class Service:
         self.report.latency.announced(message.version, now)
 
     def _committed(self, _: Peer, message: m.Committed, __: float, ___: Frames) -> None:
-        self.batch_desk.committed(message)
+        self.batching.committed(message)
         self.intake.early.clear()
         self.incarnations.settle()
         self.evaluations.made(self.buffer.version)
@@ -351,7 +351,7 @@ class Service:
         self._send(identity, self.run.welcome())
         if hello.role == "rollout_server":
             self.evaluations.joined(peer)
-        self.batch_desk.joined(hello)
+        self.batching.joined(hello)
 
     def _goodbye(self, peer: Peer, message: m.Goodbye, now: float, _: Frames) -> None:
         self._send(peer.identity, m.Goodbye(reason="goodbye"))
@@ -390,6 +390,6 @@ class Service:
             return
         self.evaluations.assign()
         if not self.playback:
-            self.granting.grant(now)
+            self.leasing.grant(now)
         self.report.look_for_updates(now)
-        self.batch_desk.form(self.report.batch_stats, now)
+        self.batching.form(self.report.batch_stats, now)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from replay.desks.batch_desk import BatchDesk
+from replay.decisions.batching import BatchScheduler
 from replay.state.leases import GroupId, SlotState
-from replay.state.run import Run
+from replay.state.run import RunState
 from slipstream.runtime.trace import Recorder, now_ns, to_ns
 
 MIN_TURN_NS = 100_000
@@ -18,8 +18,10 @@ Lease = tuple[GroupId, int, str]
 class ReplaySpans:
     """Compares the run with what it was at the last turn of the loop, as replay/timeline.py does."""
 
-    def __init__(self, recorder: Recorder, run: Run, desk: BatchDesk, name_of: Callable[[str], str]) -> None:
-        self.recorder, self._run, self._desk, self._name_of = recorder, run, desk, name_of
+    def __init__(
+        self, recorder: Recorder, run: RunState, batching: BatchScheduler, name_of: Callable[[str], str]
+    ) -> None:
+        self.recorder, self._run, self._batching, self._name_of = recorder, run, batching, name_of
         self._leased: dict[Lease, int] = {}
         """Since when."""
         self._formed: dict[int, int] = {}
@@ -40,9 +42,9 @@ class ReplaySpans:
     def _batches(self, now: int) -> None:
         """Of one step at a time: ranks ask for it, it is formed, all ranks hold their part."""
         step = self._run.buffer.version + 1
-        if self._desk.takes.get(step) and self._run.proceeding < step:
-            self._asked.setdefault(step, to_ns(self._desk.take_since))
-        if step in self._asked and step in self._desk.batches and step not in self._formed:
+        if self._batching.takes.get(step) and self._run.proceeding < step:
+            self._asked.setdefault(step, to_ns(self._batching.take_since))
+        if step in self._asked and step in self._batching.batches and step not in self._formed:
             self._formed[step] = now
             self.recorder.add("batches", f"batch {step} waits for groups", self._asked[step], now)
         for known in [known for known in self._formed if self._run.proceeding >= known]:

@@ -4,14 +4,14 @@ import time
 from collections import Counter
 from typing import Any
 
-from replay.desks.batch_desk import BatchDesk
-from replay.desks.granting import Granting
-from replay.desks.intake import Intake
+from replay.decisions.batching import BatchScheduler
+from replay.decisions.intake import GroupIntake
+from replay.decisions.leasing import LeaseScheduler
 from replay.state import answers
 from replay.state.buffer import drops
 from replay.state.leases import SlotState
 from replay.state.peers import Peers
-from replay.state.run import Run
+from replay.state.run import RunState
 from replay.waits import Waits
 from slipstream.runtime.lifeline import Cores
 from slipstream.runtime.vitals.latency import UpdateLatency
@@ -25,9 +25,11 @@ LEFT_OUT = ("prompt_too_long", "prompt_not_rendered", "broken_row")
 class StatusReport:
     """Reads the state of a run; changes nothing."""
 
-    def __init__(self, run: Run, peers: Peers, granting: Granting, intake: Intake, batch_desk: BatchDesk) -> None:
+    def __init__(
+        self, run: RunState, peers: Peers, leasing: LeaseScheduler, intake: GroupIntake, batching: BatchScheduler
+    ) -> None:
         self.run, self.peers, self.intake = run, peers, intake
-        self.waits = Waits(run, peers, granting, batch_desk)
+        self.waits = Waits(run, peers, leasing, batching)
         self._cores = Cores()
         self.latency = UpdateLatency()
         self.vitals: Vitals | None = None

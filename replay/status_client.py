@@ -7,13 +7,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import Config
 from replay import messages as m
 from replay.channel import Dealer, WireError, load_keys
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StatusReply:
     """Replay's view of the run."""
 
     run_name: str
@@ -21,16 +20,11 @@ class Answer:
     """Schema: docs/protocol.md."""
 
 
-def ask_replay(config: Config, address: str, timeout_s: float) -> Answer | None:
-    """Replay's Status, or None when it does not answer in time.
+def ask_replay(address: str, keys: str | None, timeout_s: float) -> StatusReply | None:
+    """Replay's Status, or None when it does not answer in time; `keys` is network.keys.
 
-    Example: ask_replay(config, "tcp://10.0.0.1:5757", 1.0).state["version"]
+    Example: ask_replay("tcp://10.0.0.1:5757", config.network.keys, 1.0).state["version"]
     """
-    return ask(address, config.network.keys, timeout_s)
-
-
-def ask(address: str, keys: str | None, timeout_s: float) -> Answer | None:
-    """The same, with the folder of keys."""
     identity, until = f"node.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}", time.monotonic() + timeout_s
     with Dealer(address, identity, m.FROM_REPLAY, keys=load_keys(keys)) as dealer:
         dealer.send(m.StatusRequest())
@@ -41,5 +35,5 @@ def ask(address: str, keys: str | None, timeout_s: float) -> Answer | None:
                 return None
             if envelope is not None and isinstance(envelope.message, m.Status):
                 # the launcher makes the run id of name, pid and time
-                return Answer(dealer.run_id.rsplit("-", 2)[0], envelope.message.state)
+                return StatusReply(dealer.run_id.rsplit("-", 2)[0], envelope.message.state)
     return None

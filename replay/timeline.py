@@ -21,11 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from replay.desks.batch_desk import BatchDesk
+from replay.decisions.batching import BatchScheduler
 from replay.spans import ReplaySpans
 from replay.state.leases import SlotState
 from replay.state.peers import Peer, Peers
-from replay.state.run import Run
+from replay.state.run import RunState
 from slipstream.runtime.lifeline import BoundedLog
 from slipstream.runtime.trace import Recorder
 
@@ -43,15 +43,15 @@ GAUGES = ("tokens_per_s", "idle_ratio", "pause_s", "quarantines", "memory_gb")
 class Timeline:
     """Compares the peers with what they were at the last look, and writes down what has changed."""
 
-    def __init__(self, path: Path, run: Run, peers: Peers, batch_desk: BatchDesk) -> None:
-        self._path, self._run, self._peers, self._desk = path, run, peers, batch_desk
+    def __init__(self, path: Path, run: RunState, peers: Peers, batching: BatchScheduler) -> None:
+        self._path, self._run, self._peers, self._batching = path, run, peers, batching
         self._known: dict[str, tuple[str, str, int]] = {}
         """By identity: name, state, version."""
         self._looked_at = float("-inf")
         self._log = BoundedLog(log)
         versions = run.config.tracking.versions(behind=1 + run.config.replay.async_lag)
         recorder = Recorder(path.parent, "replay", "replay", versions)
-        self._spans = ReplaySpans(recorder, run, batch_desk, self._name)
+        self._spans = ReplaySpans(recorder, run, batching, self._name)
 
     def _name(self, identity: str) -> str:
         peer = self._peers.get(identity)
@@ -111,7 +111,7 @@ class Timeline:
         leased = {slot.server for slot in self._run.buffer.slots.values() if slot.state is SlotState.LEASED}
         evaluating = {evaluation.server for evaluation in self._run.board.open.values()}
         step = self._run.buffer.version + 1
-        missing = self._desk.takes.get(step, set()) if step not in self._desk.batches else set()
+        missing = self._batching.takes.get(step, set()) if step not in self._batching.batches else set()
 
         def state(identity: str, peer: Peer) -> str:
             if peer.role == "learner":

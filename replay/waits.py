@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from replay.desks.batch_desk import BatchDesk
-from replay.desks.granting import Granting
+from replay.decisions.batching import BatchScheduler
+from replay.decisions.leasing import LeaseScheduler
 from replay.state.buffer import drops
 from replay.state.leases import SlotState
 from replay.state.peers import Peer, Peers
-from replay.state.run import Run
+from replay.state.run import RunState
 
 SLOW_REWARD_S = 5.0
 """Age of the oldest call of a reward from which on it is named."""
@@ -19,10 +19,10 @@ SLOW_REWARD_S = 5.0
 class Waits:
     """Reads the state of a run; changes nothing."""
 
-    run: Run
+    run: RunState
     peers: Peers
-    granting: Granting
-    batch_desk: BatchDesk
+    leasing: LeaseScheduler
+    batching: BatchScheduler
     disk: tuple[float, str] | None = None
     """Since when the journal cannot be written, and why, with its path."""
     refused: int = 0
@@ -52,9 +52,9 @@ class Waits:
 
     def _batch(self, now: float) -> list[dict[str, Any]]:
         """The batch that the ranks ask for, and where its oldest missing group is."""
-        desk, buffer = self.batch_desk, self.run.buffer
+        batching, buffer = self.batching, self.run.buffer
         step = buffer.version + 1
-        if not desk.takes.get(step) or step in desk.batches:
+        if not batching.takes.get(step) or step in batching.batches:
             return []
         what, missing = f"batch {step}", buffer.oldest_missing()
         if missing is not None:
@@ -65,12 +65,12 @@ class Waits:
         if obstacles:
             here = min(buffer.count(SlotState.BUFFERED), buffer.groups_per_step)
             what += "; ".join([f": it has {here} of {buffer.groups_per_step} groups", *obstacles])
-        return [_wait("batch", "learner", what, now - desk.take_since)]
+        return [_wait("batch", "learner", what, now - batching.take_since)]
 
     def _dropped(self) -> Iterator[str]:
         if dropped := drops(self.run.counters):
             yield f"dropped so far: {', '.join(f'{count} {reason}' for reason, count in dropped.items())}"
-            yield f"the last, {self.granting.last_drop}"
+            yield f"the last, {self.leasing.last_drop}"
 
     def _idle(self) -> Iterator[str]:
         """Rollout servers without a lease although there are prompts to lease, and why."""
@@ -84,7 +84,7 @@ class Waits:
                 continue
             if not peer.capacity:
                 yield f"{peer.name!r} has no lease: it asks for none"
-            elif not self.granting.is_on_line(peer):
+            elif not self.leasing.is_on_line(peer):
                 replaced = self.run.policies.incarnation
                 yield f"{peer.name!r} has no lease: {serves}, which incarnation {replaced} has replaced"
             elif peer.version < needed:
@@ -92,12 +92,12 @@ class Waits:
 
     def _ranks(self, now: float) -> list[dict[str, Any]]:
         """Learner ranks that others wait for: before a batch is formed, and before any starts on it."""
-        desk, step = self.batch_desk, self.run.buffer.version + 1
-        for done, what in ((desk.takes.get(step), "to ask for"), (desk.haves.get(step), "to hold")):
-            missing = sorted(set(range(desk.num_ranks)) - done) if done else []
-            if missing and (what == "to hold" or step not in desk.batches):
+        batching, step = self.batching, self.run.buffer.version + 1
+        for done, what in ((batching.takes.get(step), "to ask for"), (batching.haves.get(step), "to hold")):
+            missing = sorted(set(range(batching.num_ranks)) - done) if done else []
+            if missing and (what == "to hold" or step not in batching.batches):
                 who, whom = (", ".join(f"learner-{rank}" for rank in ranks) for ranks in (sorted(done or ()), missing))
-                return [_wait("ranks", who, f"{whom} {what} batch {step}", now - desk.take_since)]
+                return [_wait("ranks", who, f"{whom} {what} batch {step}", now - batching.take_since)]
         return []
 
     def _reward(self, peer: Peer) -> dict[str, Any] | None:

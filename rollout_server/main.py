@@ -17,7 +17,7 @@ import uvloop
 from configs.errors import SlipstreamError, Unexpected
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments
 from configs.schema import Config
-from replay.channel import AsyncDealer, ChannelError, KeysError, Limits, PeerRefused, load_keys
+from replay.channel import AsyncDealer, ChannelError, KeysError, PeerRefused, load_keys
 from replay.messages import FROM_REPLAY, Goodbye
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
@@ -64,11 +64,11 @@ async def run(
 ) -> int:
     """Serve one run, of replay at this address; 0 when it ended well."""
     fingerprint = run_fingerprint(config)
-    limits, keys = Limits(config.network.max_message_bytes), load_keys(config.network.keys)
+    limits, keys = config.network.max_message_bytes, load_keys(config.network.keys)
     engine = parts.engine(config)
     if vitals is not None:
         vitals.device = partial(readings, config)
-    dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, limits, keys=keys)
+    dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, keys=keys, max_message_bytes=limits)
     try:
         async with (
             rewards_of(config.reward) as rewards,

@@ -24,8 +24,8 @@ from rich.table import Table
 
 from configs.loading import ConfigError, Parser, add_arguments, find, load, overrides_of
 from configs.schema import Config
+from replay.batches.overlong import penalty
 from replay.data import DataError, prompt_source, read_rows
-from replay.desks.shaping import penalty
 from rollout_server.tasks.rewards import RewardError, RewardOutcome, Sample
 from rollout_server.tasks.rewards.pool import rewards_of
 from rollout_server.tasks.task import Task, TaskError, load_tokenizer

@@ -7,12 +7,12 @@ from contextlib import suppress
 import zmq
 
 from replay.channel import (
+    MAX_MESSAGE_BYTES,
     Arrivals,
     ChannelError,
     Envelope,
     Gate,
     Keys,
-    Limits,
     Message,
     WireError,
     bind,
@@ -47,11 +47,11 @@ class Router:
         self._poller.register(self._wakes.fileno(), zmq.POLLIN)
         self._gate: Gate | None = None
         try:
-            configure(self._socket, Limits(), keys)
+            configure(self._socket, keys)
             if keys is not None:
                 self._gate = Gate(self._context, self._socket, keys)
             roster = self._gate.roster if self._gate is not None else None
-            self._arrivals = Arrivals(TO_PUBLISHER, Limits().max_message_bytes, roster)
+            self._arrivals = Arrivals(TO_PUBLISHER, MAX_MESSAGE_BYTES, roster)
             self.address = bind(self._socket, host, port, insecure=insecure)
         except ChannelError:
             self.close()

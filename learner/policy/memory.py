@@ -9,7 +9,7 @@ layer are counted in elements of the compute dtype, per token:
     full       the layer's input, and one layer at a time as with none
 
 Keys and values that are copied for a shared prompt count in learner.max_tokens_per_microbatch, by an eighth of a token
-for a position (replay/desks/sharing.py): so a token counts at least eight copies.
+for a position (replay/batches/sharing.py): so a token counts at least eight copies.
 
 The counts were checked against the peaks of two shapes on an H200 (docs/benchmarks/learner.md).
 """
@@ -26,7 +26,7 @@ from configs.machine import gpu_bytes
 from configs.schema import Config
 from learner.advantages import facts_of
 from learner.policy.divisibility import head_dim_of, problem_with_kernel
-from replay.desks.sharing import COPIES_PER_TOKEN
+from replay.batches.sharing import COPIES_PER_TOKEN
 from slipstream.families.pictures import decoder_of
 from slipstream.runtime.fingerprint import read_json
 

@@ -15,9 +15,10 @@ from replay.channel.gate import Gate
 from replay.channel.handshake import HandshakeWatch
 from replay.channel.keys import ChannelError, Keys, KeysError, PeerRefused, load_keys
 from replay.channel.pulse import Pulse
-from replay.channel.sockets import AsyncDealer, AsyncRouter, Dealer, Limits, bind, configure
+from replay.channel.sockets import MAX_MESSAGE_BYTES, AsyncDealer, AsyncRouter, Dealer, bind, configure
 
 __all__ = [
+    "MAX_MESSAGE_BYTES",
     "Arrivals",
     "AsyncDealer",
     "AsyncRouter",
@@ -30,7 +31,6 @@ __all__ = [
     "Inventory",
     "Keys",
     "KeysError",
-    "Limits",
     "Message",
     "NotAdmitted",
     "PeerRefused",

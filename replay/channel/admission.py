@@ -104,7 +104,7 @@ class Window:
 
 
 @dataclass(slots=True)
-class Peer:
+class KnownPeer:
     """What is known of one identity. `user` and `route` are the key and routing id of its last message."""
 
     sender: str
@@ -117,13 +117,13 @@ class Admission:
     """Identities by sender, each with its window. Memory is bounded for each sender, so none can push out another's."""
 
     def __init__(self) -> None:
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, KnownPeer] = {}
         self._of: dict[str, OrderedDict[str, None]] = {}
 
     def __len__(self) -> int:
         return len(self._peers)
 
-    def bind(self, identity: str, user: str, route: bytes) -> Peer:
+    def bind(self, identity: str, user: str, route: bytes) -> KnownPeer:
         """The peer behind an identity, its first sender's. Raises NotAdmitted: it is another's."""
         sender = name_of(user)
         names = dict.fromkeys((identity.removesuffix(BEAT_SUFFIX), identity))  # a beat also tells the route of its peer
@@ -132,7 +132,7 @@ class Admission:
                 raise NotAdmitted(f"identity {name!r} belongs to key {owner.sender!r}, this came with key {sender!r}")
         mine = self._of.setdefault(sender, OrderedDict())
         for name in names:
-            peer = self._peers.setdefault(name, Peer(sender, user, route))
+            peer = self._peers.setdefault(name, KnownPeer(sender, user, route))
             peer.user, peer.route = user, route
             mine[name] = None
             mine.move_to_end(name)
@@ -140,7 +140,7 @@ class Admission:
                 del self._peers[mine.popitem(last=False)[0]]
         return self._peers[identity]
 
-    def get(self, identity: str) -> Peer | None:
+    def get(self, identity: str) -> KnownPeer | None:
         return self._peers.get(identity)
 
 

@@ -12,7 +12,7 @@ import zmq
 from replay.channel.admission import beating, sequence_numbers
 from replay.channel.frames import Message, encode
 from replay.channel.keys import Keys
-from replay.channel.sockets import Limits, configure
+from replay.channel.sockets import configure
 
 
 class Pulse:
@@ -36,7 +36,7 @@ class Pulse:
         self._stop = threading.Event()
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        configure(self._socket, Limits(), keys)
+        configure(self._socket, keys)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # beats that nobody heard must not reach a later server
         self._socket.setsockopt(zmq.IDENTITY, beating(route))
         self._socket.connect(address)

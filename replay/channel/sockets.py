@@ -5,7 +5,6 @@ and when the peer was last heard.
 """
 
 import time
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import zmq
@@ -37,16 +36,14 @@ LOOK_S = 0.25
 """A wait that hears nothing looks this often whether the server has refused the connection."""
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
-    max_message_bytes: int = 256 * 1024 * 1024
+MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
-def configure(socket: "zmq.Socket[Any]", limits: Limits, keys: Keys | None = None) -> None:
+def configure(socket: "zmq.Socket[Any]", keys: Keys | None = None, max_message_bytes: int = MAX_MESSAGE_BYTES) -> None:
     """Options of every socket. Raises KeysError: a ROUTER without the keys of a server."""
     for option, value in OPTIONS.items():
         socket.setsockopt(option, value)
-    socket.setsockopt(zmq.MAXMSGSIZE, limits.max_message_bytes + (CURVE_BYTES if keys is not None else 0))
+    socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes + (CURVE_BYTES if keys is not None else 0))
     if socket.type == zmq.ROUTER:
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # a peer that reconnects while its old connection is half open would not be heard, not even after that one ends
@@ -80,7 +77,7 @@ def bind(socket: "zmq.Socket[Any]", host: str, port: int, *, insecure: bool = Fa
     return f"tcp://{host}:{port}"
 
 
-class _Peer:
+class _Connection:
     """What both kinds of DEALER share: one connection, one identity, messages of one run."""
 
     _new_context: ClassVar[type["zmq.Context[Any]"]] = zmq.Context
@@ -90,9 +87,9 @@ class _Peer:
         address: str,
         identity: str,
         accepted: Registry,
-        limits: Limits | None = None,
         *,
         keys: Keys | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.address, self.identity = address, identity
         self.run_id = ""
@@ -103,7 +100,7 @@ class _Peer:
         self._sequence = sequence_numbers()
         self._context = self._new_context()
         self._socket: Any = self._context.socket(zmq.DEALER)
-        configure(self._socket, limits or Limits(), keys)
+        configure(self._socket, keys, max_message_bytes)
         self.route = routing_id(identity)
         self._socket.setsockopt(zmq.IDENTITY, self.route)
         self._handshake = HandshakeWatch(self._context, self._socket, address, identity, keys)
@@ -132,7 +129,7 @@ class _Peer:
         return envelope
 
 
-class Dealer(_Peer):
+class Dealer(_Connection):
     """The blocking end of a peer (learner ranks, launcher, tests). Not safe to share between threads."""
 
     def send(self, message: Message) -> None:
@@ -162,7 +159,7 @@ class Dealer(_Peer):
         self.close()
 
 
-class AsyncDealer(_Peer):
+class AsyncDealer(_Connection):
     """The asyncio end of a peer (rollout servers)."""
 
     _new_context = zmq.asyncio.Context
@@ -197,22 +194,21 @@ class AsyncRouter:
         port: int,
         run_id: str,
         accepted: Registry,
-        limits: Limits | None = None,
         *,
         keys: Keys | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
         insecure: bool = False,
     ) -> None:
         self.run_id = run_id
-        limits = limits or Limits()
         self._sequence = sequence_numbers()
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._gate: Gate | None = None
         try:
-            configure(self._socket, limits, keys)
+            configure(self._socket, keys, max_message_bytes)
             if keys is not None:
                 self._gate = Gate(self._context, self._socket, keys)
-            self._arrivals = Arrivals(accepted, limits.max_message_bytes, self._gate.roster if self._gate else None)
+            self._arrivals = Arrivals(accepted, max_message_bytes, self._gate.roster if self._gate else None)
             self.address = bind(self._socket, host, port, insecure=insecure)
         except ChannelError:
             self.close()

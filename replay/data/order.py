@@ -30,7 +30,7 @@ Indices = Sequence[int] | NDArray[np.int64]
 """Row numbers in the order of a pass."""
 
 
-class Part(NamedTuple):
+class WeightedRows(NamedTuple):
     """A dataset and its share of the prompts: `weight` of the sum of all weights, None for its number of rows."""
 
     name: str
@@ -41,7 +41,7 @@ class Part(NamedTuple):
 class Walk:
     """One dataset, shuffled or as it is: its whole future is given by (seed, pass) and `drawn`."""
 
-    def __init__(self, part: Part, *, shuffle: bool, seed: int) -> None:
+    def __init__(self, part: WeightedRows, *, shuffle: bool, seed: int) -> None:
         self.name, self.rows, self.shuffle, self.seed = part.name, part.rows, shuffle, seed
         self.size, self.is_endless = len(part.rows), isinstance(part.rows, Rows) and part.rows.is_endless
         self.weight = float(self.size) if part.weight is None else part.weight
@@ -111,7 +111,7 @@ class Walk:
 class ByColumn(Walk):
     """Every pass from the smallest value of a column to the largest, shuffled among equal ones."""
 
-    def __init__(self, part: Part, column: str, *, shuffle: bool, seed: int) -> None:
+    def __init__(self, part: WeightedRows, column: str, *, shuffle: bool, seed: int) -> None:
         self._values = column_of(part.rows, column, part.rows.source if isinstance(part.rows, Rows) else "")
         super().__init__(part, shuffle=shuffle, seed=seed)
 
@@ -126,7 +126,7 @@ class ByPassRate(Walk):
     Rows without a score (their groups were dropped, or are still on the way) count as p = 1/2.
     """
 
-    def __init__(self, part: Part, *, shuffle: bool, seed: int) -> None:
+    def __init__(self, part: WeightedRows, *, shuffle: bool, seed: int) -> None:
         if (size := len(part.rows)) > RATED_ROWS:
             raise DataError(
                 f"data.curriculum: pass_rate keeps a byte for each of {size:,} rows in every checkpoint, at most"
@@ -155,7 +155,7 @@ class ByPassRate(Walk):
         return np.lexsort((self._shuffled(pass_), -rates * (1 - rates)))
 
 
-def walk_of(part: Part, curriculum: str, *, shuffle: bool, seed: int) -> Walk:
+def walk_of(part: WeightedRows, curriculum: str, *, shuffle: bool, seed: int) -> Walk:
     """A dataset in the order of a curriculum. Raises DataError: it does not fit the data."""
     if curriculum == "none":
         return Walk(part, shuffle=shuffle, seed=seed)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from configs.schema import Config
 from replay.data.dataset import Reading, Rows, read_rows
 from replay.data.formats.base import Report
-from replay.data.order import PASS_RATE, Part, Walk, walk_of
+from replay.data.order import PASS_RATE, Walk, WeightedRows, walk_of
 from replay.data.rows import DataError, Row
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class PromptSource:
     """
 
     def __init__(
-        self, rows: Sequence[Row] | Sequence[Part], *, shuffle: bool, seed: int, curriculum: str = "none"
+        self, rows: Sequence[Row] | Sequence[WeightedRows], *, shuffle: bool, seed: int, curriculum: str = "none"
     ) -> None:
         """Raises DataError: no rows, weights that are missing, or the curriculum does not fit."""
         if not rows:
@@ -139,7 +139,7 @@ def prompt_source(config: Config, report: Report | None = None) -> PromptSource:
     """The prompts of data.train in their order. Raises DataError."""
     data = config.data
     parts = [
-        Part(name, Rows(one.path, report, on_broken=data.on_broken_row), one.weight)
+        WeightedRows(name, Rows(one.path, report, on_broken=data.on_broken_row), one.weight)
         for name, one in data.train_sets.items()
     ]
     return PromptSource(parts, shuffle=data.shuffle, seed=config.run.seed, curriculum=data.curriculum)
@@ -156,14 +156,14 @@ def evaluation_rows(config: Config) -> dict[str, list[Row]]:
     return found
 
 
-def _parts(rows: Sequence[Row] | Sequence[Part]) -> list[Part]:
+def _parts(rows: Sequence[Row] | Sequence[WeightedRows]) -> list[WeightedRows]:
     """One dataset is a part without a name. Endless rows are not walked through to find out."""
-    if not isinstance(rows, Rows) and isinstance(rows[0], Part):
-        return cast(list[Part], list(rows))
-    return [Part("", cast(Sequence[Row], rows))]
+    if not isinstance(rows, Rows) and isinstance(rows[0], WeightedRows):
+        return cast(list[WeightedRows], list(rows))
+    return [WeightedRows("", cast(Sequence[Row], rows))]
 
 
-def _check_weights(parts: Sequence[Part], walks: Sequence[Walk]) -> None:
+def _check_weights(parts: Sequence[WeightedRows], walks: Sequence[Walk]) -> None:
     without = [part.name for part in parts if part.weight is None]
     endless = [walk.name for walk in walks if walk.is_endless]
     if without and (endless or len(without) < len(parts)):

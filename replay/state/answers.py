@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from replay.batches.build import samples_of
 from replay.messages import EvaluationResult, Group
-from replay.state.batches import samples_of
 
 ERRORS = ("reward_error", "environment_error")
 """Codes of what fails one answer or episode, and leaves its group and its evaluation whole."""

@@ -11,22 +11,22 @@ from configs.schema import Config
 from replay.data.source import SETTINGS
 from replay.journal.format import Frames, JournalError, Location, Record
 from replay.state.answers import count
-from replay.state.evaluation_parts import Part
+from replay.state.evaluation_parts import EvaluationPart
 from replay.state.evaluations import Result
 from replay.state.leases import INTERRUPTIONS, Slot, SlotState
 from replay.state.line import LineStep, Taken
-from replay.state.run import Run
+from replay.state.run import RunState
 from replay.state.snapshot import group_id_of, settings_of, take_over
 
 
-def record(run: Run, kind: str, fields: dict[str, Any], frames: Frames = (), *, now: float = 0.0) -> Location:
+def record(run: RunState, kind: str, fields: dict[str, Any], frames: Frames = (), *, now: float = 0.0) -> Location:
     """Write a decision down and carry it out; where the journal has its frames."""
     location = run.journal.append(kind, fields, frames)
     apply(run, Record(kind, 0, fields, location), now)
     return location
 
 
-def restore(run: Run, records: Iterable[Record], now: float) -> int:
+def restore(run: RunState, records: Iterable[Record], now: float) -> int:
     """Bring a new run to where its journal ends; how many records. Raises JournalError."""
     count = 0
     for each in records:
@@ -36,7 +36,7 @@ def restore(run: Run, records: Iterable[Record], now: float) -> int:
     return count
 
 
-def apply(run: Run, decision: Record, now: float) -> None:
+def apply(run: RunState, decision: Record, now: float) -> None:
     """What this decision changes; kinds that change nothing are passed over."""
     if decision.kind in _HANDLERS:
         _HANDLERS[decision.kind](run, decision, now)
@@ -57,7 +57,7 @@ KEPT = (
 present temperature, and those of the groups that are here already were taken at the one that sampled them."""
 
 
-def check_boot(run: Run, decision: Record, _: float = 0.0) -> None:
+def check_boot(run: RunState, decision: Record, _: float = 0.0) -> None:
     """Raises JournalError when the journal was written with other settings, or for another dataset."""
     mine = boot_fields(run.config, run.source.state(), 0)
     for part, name, key in KEPT:
@@ -69,17 +69,17 @@ def check_boot(run: Run, decision: Record, _: float = 0.0) -> None:
             )
 
 
-def _snapshot(run: Run, decision: Record, now: float) -> None:
+def _snapshot(run: RunState, decision: Record, now: float) -> None:
     """Recovery begins here: no `boot` record before it is read."""
     check_boot(run, decision)
     take_over(run, decision.fields, now)
 
 
-def _slot(run: Run, decision: Record) -> Slot:
+def _slot(run: RunState, decision: Record) -> Slot:
     return run.buffer.slots[group_id_of(decision.fields["group"])]
 
 
-def _lease(run: Run, decision: Record, now: float) -> None:
+def _lease(run: RunState, decision: Record, now: float) -> None:
     group_id, fields = group_id_of(decision.fields["group"]), decision.fields
     slot = run.buffer.slots.get(group_id)
     if slot is None:
@@ -95,7 +95,7 @@ def _lease(run: Run, decision: Record, now: float) -> None:
     run.leases.grant(slot, fields["server"], now)
 
 
-def _release(run: Run, decision: Record, _: float) -> None:
+def _release(run: RunState, decision: Record, _: float) -> None:
     slot, reason = _slot(run, decision), decision.fields["reason"]
     if reason == "diverged":
         slot.recall()
@@ -107,7 +107,7 @@ def _release(run: Run, decision: Record, _: float) -> None:
     count(run.counters, decision.fields.get("answers", {}))
 
 
-def _group(run: Run, decision: Record, _: float) -> None:
+def _group(run: RunState, decision: Record, _: float) -> None:
     slot = _slot(run, decision)
     slot.state, slot.server, slot.location = SlotState.BUFFERED, None, decision.location
     run.counters["groups_accepted"] += 1
@@ -122,7 +122,7 @@ FILTERED = ("flat_rewards", "filtered")
 """Reasons of algorithm.dynamic_sampling, whose drops have a bound for each step."""
 
 
-def _drop(run: Run, decision: Record, _: float) -> None:
+def _drop(run: RunState, decision: Record, _: float) -> None:
     slot, reason = _slot(run, decision), decision.fields["reason"]
     run.buffer.drop(slot, reason)
     if reason in FILTERED:
@@ -130,7 +130,7 @@ def _drop(run: Run, decision: Record, _: float) -> None:
     run.partials.forget(slot.group_id)
 
 
-def _take(run: Run, decision: Record, _: float) -> None:
+def _take(run: RunState, decision: Record, _: float) -> None:
     buffer, step = run.buffer, decision.fields["step"]
     run.policies.possible(step)
     run.flat_drops = 0
@@ -140,11 +140,11 @@ def _take(run: Run, decision: Record, _: float) -> None:
         buffer.line.steps[step] = LineStep(taken, decision.fields["async_lag"], decision.fields["masked"])
 
 
-def _proceed(run: Run, decision: Record, _: float) -> None:
+def _proceed(run: RunState, decision: Record, _: float) -> None:
     run.proceeding = decision.fields["step"]
 
 
-def _commit(run: Run, decision: Record, _: float) -> None:
+def _commit(run: RunState, decision: Record, _: float) -> None:
     step, digest = decision.fields["step"], decision.fields["digest"]
     known = run.buffer.line.digest(step)
     run.buffer.commit(step, digest)
@@ -152,7 +152,7 @@ def _commit(run: Run, decision: Record, _: float) -> None:
         run.diverging = (step, known, digest)
 
 
-def _learner(run: Run, decision: Record, _: float) -> None:
+def _learner(run: RunState, decision: Record, _: float) -> None:
     """A learner starts. Its predecessor may have made and published versions above its last known commit, if replay and
     learner died together: the new one makes them anew, perhaps with other weights."""
     fields, buffer, number = decision.fields, run.buffer, decision.fields["incarnation"]
@@ -174,7 +174,7 @@ def _learner(run: Run, decision: Record, _: float) -> None:
         run.diverging = (version, digest, digest)
 
 
-def _diverged(run: Run, decision: Record, _: float) -> None:
+def _diverged(run: RunState, decision: Record, _: float) -> None:
     """The releases that belong to it stand before it; the groups that it takes off the line are listed.
 
     `first_lost` is the version of the first lost policy: that of the step itself, or the one after it where the learner
@@ -202,14 +202,14 @@ def _diverged(run: Run, decision: Record, _: float) -> None:
     run.counters["diverged" if first_lost == fields["step"] else "rolled_back"] += 1
 
 
-def _lag(run: Run, decision: Record, _: float) -> None:
+def _lag(run: RunState, decision: Record, _: float) -> None:
     """A guard has lowered the bound; resumed with another replay.async_lag, a run begins with that."""
     if decision.fields["configured"] == run.buffer.configured_lag:
         run.buffer.async_lag = decision.fields["async_lag"]
     run.counters["lag_lowered"] += 1
 
 
-def _checkpoint(run: Run, decision: Record, _: float) -> None:
+def _checkpoint(run: RunState, decision: Record, _: float) -> None:
     """What no kept checkpoint needs is not kept either."""
     oldest = min(decision.fields["kept"], default=decision.fields["step"])
     run.buffer.line.forget(oldest)
@@ -217,13 +217,13 @@ def _checkpoint(run: Run, decision: Record, _: float) -> None:
     run.counters["checkpoints"] += 1
 
 
-def _evaluated(run: Run, decision: Record, _: float) -> None:
+def _evaluated(run: RunState, decision: Record, _: float) -> None:
     fields = decision.fields
-    part = Part(fields["set"], fields["greedy"], fields["first"])
+    part = EvaluationPart(fields["set"], fields["greedy"], fields["first"])
     run.board.done(fields["version"], part, Result(decision.location, fields["asked"]))
 
 
-_HANDLERS: dict[str, Callable[[Run, Record, float], None]] = {
+_HANDLERS: dict[str, Callable[[RunState, Record, float], None]] = {
     "boot": check_boot,
     "snapshot": _snapshot,
     "learner": _learner,

@@ -21,7 +21,7 @@ import numpy as np
 
 from replay.messages import Group
 from replay.state.leases import GroupId, Slot, SlotState
-from replay.state.line import Line
+from replay.state.line import PolicyLine
 
 OnStale = Literal["wait", "mask", "drop", "substitute"]
 IN_ORDER = ("wait", "substitute")
@@ -39,7 +39,7 @@ class GroupBuffer:
         """Last committed policy version."""
         self.slots: dict[GroupId, Slot] = {}
         """Admitted and in no batch yet."""
-        self.line = Line()
+        self.line = PolicyLine()
         self.counters: Counter[str] = Counter()
         self.fruitless = 0
         """Prompts that were dropped since a group was last accepted."""

@@ -18,7 +18,7 @@ SEEDS = 1 << 20
 """Streams of evaluations begin where those of prompts do not come."""
 
 
-class Part(NamedTuple):
+class EvaluationPart(NamedTuple):
     """Prompts of a set from number `first` on, answered greedily or sampled."""
 
     set: str = ""
@@ -26,17 +26,17 @@ class Part(NamedTuple):
     first: int = 0
 
     @classmethod
-    def of(cls, plain: Sequence[Any]) -> "Part":
+    def of(cls, plain: Sequence[Any]) -> "EvaluationPart":
         """From what msgpack made of one."""
         return cls(*plain)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class EvaluationWork:
     """What a part asks for."""
 
     of: PromptSet
-    part: Part
+    part: EvaluationPart
     prompts: list[Row]
 
     @property
@@ -72,17 +72,17 @@ class Work:
         )
 
 
-def parts_of(sets: Sequence[PromptSet], rows: Mapping[str, Sequence[Row]]) -> dict[Part, Work]:
+def parts_of(sets: Sequence[PromptSet], rows: Mapping[str, Sequence[Row]]) -> dict[EvaluationPart, EvaluationWork]:
     """The parts of every evaluation, set by set, greedy ones first; `rows` are the prompts of each set by name."""
-    found: dict[Part, Work] = {}
+    found: dict[EvaluationPart, EvaluationWork] = {}
     for one in sets:
         prompts = list(rows.get(one.name, ())[: one.num_prompts])
         for greedy, samples in ((True, int(one.greedy)), (False, one.samples)):
             if samples:
                 at_once = min(prompts_at_once(samples, one.max_new_tokens), _rows_at_once(prompts))
                 for first in range(0, len(prompts), at_once):
-                    part = Part(one.name, greedy, first)
-                    found[part] = Work(one, part, prompts[first : first + at_once])
+                    part = EvaluationPart(one.name, greedy, first)
+                    found[part] = EvaluationWork(one, part, prompts[first : first + at_once])
     return found
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from replay.channel import shown
 from replay.journal.format import Location
-from replay.state.evaluation_parts import Part
+from replay.state.evaluation_parts import EvaluationPart
 
 MAX_TRIES = 2
 """How often each holder of a version is asked, before its deadline closes it."""
@@ -22,7 +22,7 @@ class Evaluation:
     """One version's evaluation: the parts still open, and the server that runs it."""
 
     version: int
-    open_parts: list[Part]
+    open_parts: list[EvaluationPart]
     """That have no result yet."""
     opened_at: float
     server: str | None = None
@@ -35,19 +35,19 @@ class Result(NamedTuple):
 
     place: Location
     asked: str
-    """Work.fingerprint of what was asked for."""
+    """EvaluationWork.fingerprint of what was asked for."""
 
 
 class EvaluationBoard:
     """Open evaluations and which servers hold their versions."""
 
-    def __init__(self, parts: Iterable[Part], deadline_s: float) -> None:
+    def __init__(self, parts: Iterable[EvaluationPart], deadline_s: float) -> None:
         self.parts, self.deadline_s = list(parts), deadline_s
         self.open: dict[int, Evaluation] = {}
         self.holders: dict[int, dict[str, None]] = {}
         """Servers by version, in the order in which they reported it."""
         self.closed: dict[int, str] = {}
-        self.results: dict[int, dict[Part, Result]] = {}
+        self.results: dict[int, dict[EvaluationPart, Result]] = {}
         """What came, by version and part."""
 
     def request(self, version: int, now: float) -> None:
@@ -75,12 +75,12 @@ class EvaluationBoard:
             evaluation.server = server
             evaluation.tried.append(server)
 
-    def wants(self, server: str, version: int, part: Part) -> bool:
+    def wants(self, server: str, version: int, part: EvaluationPart) -> bool:
         """Whether a part is wanted from this server, not late and not repeated."""
         evaluation = self.open.get(version)
         return evaluation is not None and server in evaluation.tried and part in evaluation.open_parts
 
-    def done(self, version: int, part: Part, result: Result) -> None:
+    def done(self, version: int, part: EvaluationPart, result: Result) -> None:
         evaluation = self.open.get(version)
         if evaluation is not None and part in evaluation.open_parts:
             evaluation.open_parts.remove(part)

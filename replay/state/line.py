@@ -44,7 +44,7 @@ class LineStep:
 
 
 @dataclass(slots=True)
-class Line:
+class PolicyLine:
     """Steps by number, without a gap."""
 
     steps: dict[int, LineStep] = field(default_factory=dict)

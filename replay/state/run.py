@@ -10,17 +10,19 @@ from replay.journal import Journal, Location
 from replay.messages import Group, Welcome
 from replay.state.answers import kept
 from replay.state.buffer import GroupBuffer
-from replay.state.evaluation_parts import Part
+from replay.state.evaluation_parts import EvaluationPart
 from replay.state.evaluations import EvaluationBoard
 from replay.state.leases import GroupId, Leases, SlotState
 from replay.state.line import Policies
 from replay.state.partials import Partials
 
 
-class Run:
+class RunState:
     """Prompts, leases, groups, the line of policies and evaluations. No socket, no clock."""
 
-    def __init__(self, config: Config, source: PromptSource, journal: Journal, *, parts: Iterable[Part]) -> None:
+    def __init__(
+        self, config: Config, source: PromptSource, journal: Journal, *, parts: Iterable[EvaluationPart]
+    ) -> None:
         self.config, self.source, self.journal = config, source, journal
         self.buffer = GroupBuffer(config.rollout.groups_per_step, config.replay.async_lag, config.replay.on_stale)
         self.counters: Counter[str] = self.buffer.counters

@@ -7,11 +7,11 @@ import msgpack
 
 from configs.schema import Config
 from replay.journal.format import Location
-from replay.state.evaluation_parts import Part
+from replay.state.evaluation_parts import EvaluationPart
 from replay.state.evaluations import Evaluation, Result
 from replay.state.leases import GroupId, Slot, SlotState
-from replay.state.line import Line, LineStep, Lost, Taken
-from replay.state.run import Run
+from replay.state.line import LineStep, Lost, PolicyLine, Taken
+from replay.state.run import RunState
 
 KEPT = ("min_version", "async_lag", "attempt", "server", "stale_retries", "failures", "interruptions", "voided")
 """Of a slot, as it is."""
@@ -29,7 +29,7 @@ def settings_of(config: Config) -> dict[str, Any]:
     }
 
 
-def snapshot_of(run: Run) -> dict[str, Any]:
+def snapshot_of(run: RunState) -> dict[str, Any]:
     buffer, board, policies = run.buffer, run.board, run.policies
     return {
         "run": settings_of(run.config),
@@ -62,7 +62,7 @@ def snapshot_of(run: Run) -> dict[str, Any]:
     }
 
 
-def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
+def take_over(run: RunState, fields: dict[str, Any], now: float) -> None:
     """The inverse of `snapshot_of`, but for the groups themselves, which stay in the journal."""
     buffer, board, policies = run.buffer, run.board, run.policies
     buffer.version, run.flat_drops, run.proceeding = fields["version"], fields["flat_drops"], fields["proceeding"]
@@ -79,13 +79,13 @@ def take_over(run: Run, fields: dict[str, Any], now: float) -> None:
     buffer.slots = {slot.group_id: slot for slot in (_slot_of(run, plain, now) for plain in fields["slots"])}
     line_from(buffer.line, fields)
     for version, parts, tried, server in fields["evaluations"]["open"]:
-        board.open[version] = Evaluation(version, [Part.of(part) for part in parts], now, server, list(tried))
+        board.open[version] = Evaluation(version, [EvaluationPart.of(part) for part in parts], now, server, list(tried))
     board.closed.update({version: reason for version, reason in fields["evaluations"]["closed"]})
     for version, part, place, asked in fields["evaluations"]["results"]:
-        board.results.setdefault(version, {})[Part.of(part)] = Result(Location.of(place), asked)
+        board.results.setdefault(version, {})[EvaluationPart.of(part)] = Result(Location.of(place), asked)
 
 
-def line_from(line: Line, fields: dict[str, Any]) -> None:
+def line_from(line: PolicyLine, fields: dict[str, Any]) -> None:
     line.steps.clear()
     line.initial = (fields["initial"][0], fields["initial"][1]) if fields["initial"] is not None else None
     for step, digest, async_lag, is_masked, packed in fields["line"]:
@@ -98,7 +98,7 @@ def _plain_slot(slot: Slot) -> dict[str, Any]:
     return plain | {name: getattr(slot, name) for name in KEPT}
 
 
-def _slot_of(run: Run, plain: dict[str, Any], now: float) -> Slot:
+def _slot_of(run: RunState, plain: dict[str, Any], now: float) -> Slot:
     group_id = group_id_of(plain["group"])
     slot = Slot(group_id, run.source.row(group_id[1]), plain["min_version"], SlotState(plain["state"]))
     for name in KEPT:

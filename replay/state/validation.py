@@ -9,7 +9,7 @@ from configs.schema import Config
 from replay.messages import EvaluationResult, Float32, Group, Int32
 from replay.state.answers import problem_with_errors
 from replay.state.buffer import IN_ORDER
-from replay.state.evaluation_parts import Work
+from replay.state.evaluation_parts import EvaluationWork
 from replay.state.leases import Slot
 from slipstream.families.pictures import problem_with as problem_with_pictures
 
@@ -124,7 +124,7 @@ def _version_problem(group: Group, slot: Slot, config: Config, newest_version: i
     return None
 
 
-def problem_with_evaluation(result: EvaluationResult, work: Work | None) -> str | None:
+def problem_with_evaluation(result: EvaluationResult, work: EvaluationWork | None) -> str | None:
     if work is None:
         return f"set {result.set!r} from prompt {result.first} on was not asked for"
     sizes = {result.rewards.size, result.lengths.size, len(result.texts), len(result.finish_reasons)}

@@ -79,7 +79,7 @@ def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int) -> Any:
         settings: the learner section of the configuration.
         vocabulary: ids are drawn from.
     """
-    from replay.desks.sharing import Members, assign
+    from replay.batches.sharing import Members, assign
     from replay.messages import Batch
 
     random = np.random.default_rng(1)

@@ -27,7 +27,7 @@ from configs.schema import Config
 from learner.batches import BatchReader
 from replay import keys as make_keys
 from replay import messages as m
-from replay.channel import Limits, Message, configure, decode, encode, load_keys, routing_id
+from replay.channel import Message, configure, decode, encode, load_keys, routing_id
 from scripts.bench.core import CaseFailed
 from slipstream.runtime.fingerprint import run_fingerprint
 
@@ -194,11 +194,11 @@ class Producers:
         self.context = zmq.Context()  # one for all: each has threads of its own
         self.context.set(zmq.MAX_SOCKETS, count + SPARE_SOCKETS)
         self.poller = zmq.Poller()
-        keys, limits = load_keys(config.network.keys), Limits(config.network.max_message_bytes)
+        keys, limits = load_keys(config.network.keys), config.network.max_message_bytes
         self.by_socket: dict[Any, Producer] = {}
         for i in range(count):
             dealer = self.context.socket(zmq.DEALER)
-            configure(dealer, limits, keys)
+            configure(dealer, keys, limits)
             dealer.setsockopt(zmq.IDENTITY, routing_id(f"rollout-{i}.{os.getpid()}"))
             dealer.connect(address)
             self.poller.register(dealer, zmq.POLLIN)

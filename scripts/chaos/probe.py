@@ -34,7 +34,7 @@ from scripts.chaos.watch import SPOIL, Gate
 from weight_bus import Subscriber, messages
 from weight_bus.digest import combined
 from weight_bus.intake import Load
-from weight_bus.manifest import Entry, Manifest
+from weight_bus.manifest import Manifest
 from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
 from weight_bus.transports.base import ignore
 from weight_bus.transports.gloo import Collective
@@ -125,43 +125,28 @@ def gated(gate: Gate) -> TransportFactory:
     return make
 
 
-class Wrapped:
-    """A transport that differs from another one in what its subclass says."""
+class GatedTransport:
+    """A transport with a gate around three of its buckets, and before they are digested."""
 
-    version = -1
-    places: Sequence[Sequence[Entry]] | None = None  # the tensors of each bucket; none of a change
-
-    def __init__(self, inner: Transport) -> None:
-        self.inner = inner
+    def __init__(self, inner: Transport, gate: Gate) -> None:
+        self._inner, self._gate, self._buckets = inner, gate, 1
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+        return getattr(self._inner, name)
 
     def label(self, version: int, manifest: Manifest | None) -> None:
-        self.version, self.places = version, manifest.by_bucket() if manifest is not None else None
-        self.inner.label(version, manifest)
-
-
-def wrapping(kind: Callable[..., Wrapped], *arguments: Any, **options: Any) -> TransportFactory:
-    """A factory of such transports, around the one that the configuration names."""
-    return lambda config, host: kind(make_transport(config, host), *arguments, **options)
-
-
-class GatedTransport(Wrapped):
-    def __init__(self, inner: Transport, gate: Gate) -> None:
-        super().__init__(inner)
-        self._gate = gate
+        self._buckets = len(manifest.by_bucket()) if manifest is not None else 1  # a change is one
+        self._inner.label(version, manifest)
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        buckets = len(self.places) if self.places is not None else 1
-        moments = {0: "first bucket", buckets - 1: "last bucket", buckets // 2: "middle bucket"}
+        moments = {0: "first bucket", self._buckets - 1: "last bucket", self._buckets // 2: "middle bucket"}
         self._gate.reach(moments.get(index, ""))
-        self.inner.broadcast(bucket, index)
+        self._inner.broadcast(bucket, index)
         if moments.get(index) == "middle bucket" and self._gate.reach(SPOIL):
             bucket[0] ^= 1
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
-        self.inner.finish(arrived)
+        self._inner.finish(arrived)
         self._gate.reach("verifying")
 
 

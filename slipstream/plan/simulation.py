@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from configs.schema import Config
-from replay.state import batches
+from replay.batches import build as batches
 from slipstream.plan.costs import Costs, Int64, Workload
 
 

@@ -18,9 +18,10 @@ from replay.channel import AsyncDealer, Dealer
 from replay.messages import LeaseRequest
 from rollout_server import main as rollout_main
 from rollout_server.engines.torch.engine import TorchEngine
-from scripts.chaos.probe import Wrapped, wrapping
+from tests.support.bus_receiver import Faulty
 from weight_bus import Subscriber
 from weight_bus.messages import Begin
+from weight_bus.transports import make_transport
 
 fault, ordinal = sys.argv[1], int(sys.argv[2])
 sys.argv = ["rollout_server", *sys.argv[3:]]
@@ -35,13 +36,17 @@ def due(kind):
     return is_due
 
 
-class FaultyTransport(Wrapped):
+class FaultyTransport(Faulty):
     def broadcast(self, bucket, index):
         if due("die"):
             os.kill(os.getpid(), signal.SIGKILL)
-        self.inner.broadcast(bucket, index)
+        self._inner.broadcast(bucket, index)
         if due("wire"):
             bucket[len(bucket) // 3] ^= 0x10
+
+
+def transport(config, host):
+    return FaultyTransport(make_transport(config, host), 0, lambda _: None, before=True)
 
 
 class FaultyDealer(Dealer):
@@ -57,7 +62,7 @@ class FaultyDealer(Dealer):
 
 class FaultySubscriber(Subscriber):
     def __init__(self, *args, **settings):
-        super().__init__(*args, **settings, dealer=FaultyDealer, transport_factory=wrapping(FaultyTransport))
+        super().__init__(*args, **settings, dealer=FaultyDealer, transport_factory=transport)
 
 
 class WatchedDealer(AsyncDealer):

@@ -22,7 +22,6 @@ STEPS = 3
 MODEL = "one_layer"
 """Folder of the model; its rows do not divide by two."""
 SECTIONS: dict[str, dict[str, Any]] = {
-    "replay": {"async_lag": 2},
     "learner": {"adam_epsilon": 1e-6, "batch_deadline_s": 60},
 }
 PPO = {

@@ -65,7 +65,6 @@ def configured(folder: Path, case: Case, ranks: int) -> Config:
     name, model, sizes, learner, algorithm = case
     return make_config(
         folder / model,
-        replay={"async_lag": 2},
         placement={"split": f"1:{ranks}"},
         learner={**CONDITIONED, **learner, "mesh": sizes if ranks > 1 else {}},
         algorithm=algorithm,

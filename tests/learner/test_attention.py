@@ -27,7 +27,7 @@ SEQUENCES = [
 
 def configured(folder: Path, mode: str = "auto", **learner: Any) -> Config:
     conditioned = {"adam_epsilon": 1e-6, "attention": mode, "share_prefixes": False}
-    return make_config(folder, replay={"async_lag": 2}, learner=conditioned | learner)
+    return make_config(folder, learner=conditioned | learner)
 
 
 def accumulated(policy: Policy, config: Config) -> tuple[StepSums, dict[str, torch.Tensor]]:

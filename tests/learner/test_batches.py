@@ -93,7 +93,7 @@ def trained_on(part: m.Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """What the loop of rank 1 raises with this part, and what replay hears."""
     monkeypatch.setattr(loop, "join_ranks", second_rank)
     monkeypatch.setattr(loop, "run_fingerprint", lambda config: {})
-    config = make_config(tmp_path, replay={"async_lag": 2})
+    config = make_config(tmp_path)
 
     async def both() -> tuple[Exception, list[m.Message]]:
         async with peer(config, part=part) as replay:

@@ -35,7 +35,7 @@ TEMPERATURE = 0.9
 def configured(folder: Path, **sections: Any) -> Config:
     rollout = {"temperature": TEMPERATURE}
     learner = {"adam_epsilon": 1e-6, "warmup_steps": 0}
-    return make_config(folder, **{"replay": {"async_lag": 2}, "rollout": rollout, "learner": learner, **sections})
+    return make_config(folder, **{"rollout": rollout, "learner": learner, **sections})
 
 
 @functools.cache

@@ -209,7 +209,7 @@ def test_rewards_are_flat_where_no_answer_differs_from_those_that_it_is_compared
     algorithm: dict[str, Any], stops: bool, qwen3: Path, mesh: DeviceMesh
 ):
     limits = OFF | {"flat_reward_steps": 3, "zero_gradient_steps": 2}
-    config = make_config(qwen3, replay={"async_lag": 2}, algorithm=algorithm, limits=limits)
+    config = make_config(qwen3, algorithm=algorithm, limits=limits)
     trainer = Trainer(config, *built(config, mesh), guards=Guards(config))
     apart = [[dataclasses.replace(t, reward=float(t.group % 2)) for t in random_step(step)] for step in (1, 2, 3)]
     verdicts = [train(trainer, trajectories, step).verdict for step, trajectories in enumerate(apart, start=1)]
@@ -248,7 +248,7 @@ def test_updates_that_change_no_weight_stop_the_run(qwen3: Path, mesh: DeviceMes
 def test_a_step_of_several_updates_counts_once_and_goes_on_after_a_refused_one(qwen3: Path, mesh: DeviceMesh):
     learner = {"minibatches": 2, "epochs": 2, "lr": 1e-9}
     limits = OFF | {"ess": "skip below 0.7, warn below 0.7 for 2", "skipped_steps": 2, "reward": "warn above 9"}
-    config = make_config(qwen3, replay={"async_lag": 2}, learner=learner, limits=limits)
+    config = make_config(qwen3, learner=learner, limits=limits)
     trainer = Trainer(config, *built(config, mesh), guards=Guards(config))
     good = honest(trainer.policy, 5, lag=1)
     bad = [dataclasses.replace(t, logprobs=[-9.0 * (i % 2) for i, _ in enumerate(t.logprobs)]) for t in good]

@@ -105,7 +105,7 @@ SMALL = 50_000
 
 def trained_policy(folder: Path, mesh: DeviceMesh) -> Policy:
     """Weights that differ from those in the folder."""
-    config = make_config(folder, replay={"async_lag": 2})
+    config = make_config(folder)
     policy, optimizer = built(config, mesh)
     train_on(batch_of(random_step(1), 1), policy, optimizer, config)
     return policy

@@ -18,7 +18,7 @@ STEPS = [random_step(step) for step in range(1, 4)]
 
 
 def configured(folder: Path, **learner: Any) -> Config:
-    return make_config(folder, replay={"async_lag": 2}, learner={"adam_epsilon": 1e-6, **learner})
+    return make_config(folder, learner={"adam_epsilon": 1e-6, **learner})
 
 
 def trained(config: Config, mesh: DeviceMesh) -> tuple[Policy, Any]:

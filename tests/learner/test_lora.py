@@ -40,7 +40,6 @@ def configured(folder: Path, run: Path, lora: dict[str, Any] = LORA, **learner: 
     return make_config(
         folder,
         run={"dir": str(run), "name": "run"},
-        replay={"async_lag": 2},
         learner={"lora": lora, "lr": 5e-3, "adam_epsilon": 1e-6, **learner},
         weight_bus={"heartbeat_s": 0.4, "deadline_s": 20, "collective_timeout_s": 10},
     )
@@ -83,7 +82,7 @@ def saved(qwen3: Path, mesh: DeviceMesh, tmp_path_factory: pytest.TempPathFactor
 def test_gradients_are_those_of_the_whole_weights_by_the_chain_rule(saved: Any, mesh: DeviceMesh) -> None:
     """With G of W + s B A: s G Aᵀ for B and s Bᵀ G for A."""
     config, policy, _, step = saved
-    whole_config = make_config(step / "hf", replay={"async_lag": 2})
+    whole_config = make_config(step / "hf")
     whole = gradients_of(built(whole_config, mesh)[0], whole_config)
     found, held = gradients_of(policy, config), dict(policy.named_full_tensors("float32"))
     scale = LORA["alpha"] / LORA["rank"]

@@ -31,9 +31,7 @@ VOCABULARY = 64
 
 
 def configured(folder: Path, share: Any, **learner: Any) -> Config:
-    return make_config(
-        folder, replay={"async_lag": 2}, learner={"adam_epsilon": 1e-6, "share_prefixes": share} | learner
-    )
+    return make_config(folder, learner={"adam_epsilon": 1e-6, "share_prefixes": share} | learner)
 
 
 @pytest.fixture(scope="module")

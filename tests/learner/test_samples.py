@@ -18,9 +18,9 @@ from learner.objective import Objective
 from learner.rows import check
 from learner.trainer import prepare
 from replay import messages as m
-from replay.desks import sharing
-from replay.desks.shaping import shape
-from replay.state import batches
+from replay.batches import build as batches
+from replay.batches import sharing
+from replay.batches.overlong import shape
 from replay.state.answers import kept
 from replay.state.leases import Slot
 from replay.state.validation import Bounds, problem_with

@@ -26,10 +26,6 @@ CONDITIONED = {"adam_epsilon": 1e-6}
 learning rate. A larger ε bounds that, and so lets the comparison be tight for every single element."""
 
 
-def configured(folder: Path, **sections: Any) -> Config:
-    return make_config(folder, **{"replay": {"async_lag": 2}, **sections})
-
-
 def largest_difference(policy: Policy, expected: dict[str, torch.Tensor]) -> float:
     found = dict(policy.named_full_tensors("float32"))
     assert found.keys() == expected.keys()
@@ -68,14 +64,14 @@ def test_five_steps_agree_with_the_reference(
 ) -> None:
     folder = save_model(tmp_path, family, tied=family == "qwen3")
     sections = {"rollout": {"temperature": 0.9}, "learner": CONDITIONED | learner, "algorithm": algorithm}
-    config = configured(folder, **sections)
+    config = make_config(folder, **sections)
     policy = five_steps(mesh, config, 2)
     assert largest_difference(policy, train(folder, STEPS, config)) <= 1e-6
     assert largest_difference(policy, load_file(folder / "model.safetensors")) > 1e-3
 
 
 def test_the_number_of_microbatches_does_not_matter(qwen3: Path, mesh: DeviceMesh) -> None:
-    config = configured(qwen3, learner=CONDITIONED)
+    config = make_config(qwen3, learner=CONDITIONED)
     outcomes = []
     for num_microbatches in (1, 3, 20):  # of 20, some hold no trajectory at all
         policy, optimizer = built(config, mesh)
@@ -90,7 +86,7 @@ def test_the_number_of_microbatches_does_not_matter(qwen3: Path, mesh: DeviceMes
 
 
 def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3: Path, mesh: DeviceMesh) -> None:
-    config = configured(qwen3)
+    config = make_config(qwen3)
     policy, optimizer = built(config, mesh)
     fresh_group = [t for t in STEPS[3] if t.group == 2]  # some of its tokens were too old, and are not in the loss
     ages = [[3 if kept else 0 for kept in t.loss_mask] for t in fresh_group]
@@ -128,7 +124,7 @@ def test_metrics_are_means_over_the_tokens_in_the_loss(qwen3: Path, mesh: Device
 
 
 def test_a_batch_without_advantage_is_a_skip_that_says_so(qwen3: Path, mesh: DeviceMesh) -> None:
-    config = configured(qwen3)
+    config = make_config(qwen3)
     policy, optimizer = built(config, mesh)
     before = policy.parameter_digest()
     equal = [dataclasses.replace(t, reward=1.0) for t in STEPS[0]]
@@ -143,7 +139,7 @@ def infinite_slope(inputs: LossInputs) -> LossOutput:
 
 
 def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(qwen3: Path, mesh: DeviceMesh) -> None:
-    config = configured(qwen3)
+    config = make_config(qwen3)
     policy, optimizer = built(config, mesh)
     before = policy.parameter_digest()
 
@@ -168,7 +164,7 @@ def test_a_loss_or_gradient_that_is_not_finite_is_never_applied(qwen3: Path, mes
 
 
 def test_a_wrong_token_count_is_an_error(qwen3: Path, mesh: DeviceMesh) -> None:
-    config = configured(qwen3)
+    config = make_config(qwen3)
     policy, _ = built(config, mesh)
     objective = Objective(config.algorithm)
     with pytest.raises(ValueError, match="3 tokens are in the loss over all ranks, the batch says 4"):
@@ -176,7 +172,7 @@ def test_a_wrong_token_count_is_an_error(qwen3: Path, mesh: DeviceMesh) -> None:
 
 
 def test_bfloat16_compute_keeps_float32_masters(qwen3: Path, mesh: DeviceMesh) -> None:
-    config = configured(qwen3, learner={"compute_dtype": "bfloat16"})
+    config = make_config(qwen3, learner={"compute_dtype": "bfloat16"})
     policy, optimizer = built(config, mesh)
     seen: list[torch.dtype] = []
     policy.model.transformer.model.norm.register_forward_hook(lambda *_: seen.append(_[2].dtype))

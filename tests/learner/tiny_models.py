@@ -69,6 +69,7 @@ def make_config(model_folder: Path, **sections: dict[str, Any]) -> Config:
         "data": {"train": "unused.jsonl", "max_prompt_tokens": 16},
         "reward": {"function": "exact"},
         "rollout": {"group_size": 4, "groups_per_step": 4, "max_new_tokens": 16},
+        "replay": {"async_lag": 2},
         "learner": {
             "total_steps": 10,
             "lr": 5e-4,

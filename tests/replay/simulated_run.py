@@ -8,7 +8,7 @@ from configs import Config
 from replay import messages as m
 from replay.data import PromptSource
 from replay.service import Service
-from replay.state.evaluation_parts import Part
+from replay.state.evaluation_parts import EvaluationPart
 from tests.replay.simulation.journal import SimulatedJournal
 from tests.replay.simulation.samples import make_group
 from tests.replay.simulation.world import rows
@@ -43,7 +43,7 @@ def service(journal=None, num_rows=40, *, ranks=1, evaluated=0, **overrides):
     """A service with the learner ranks 'l', 'l1', ..., the rollout servers 'a' and 'b', and prompts to evaluate."""
     made = bare_service(journal, num_rows, evaluated=evaluated, **overrides)
     learner(made, "l")
-    made.batch_desk.num_ranks = ranks
+    made.batching.num_ranks = ranks
     for rank in range(1, ranks):
         made.handle(f"l{rank}", m.Hello(role="learner", name=f"learner-{rank}", pid=1, host="h", rank=rank), 0.0)
     joins(made, "a")
@@ -92,7 +92,7 @@ def trains(made, rank, step, digest):
 
 def answering(made, result):
     """An evaluation's result as one to what replay asks for now."""
-    work = made.evaluations.work.get(Part(result.set, result.greedy, result.first))
+    work = made.evaluations.work.get(EvaluationPart(result.set, result.greedy, result.first))
     return result if work is None else replace(result, asked=work.fingerprint)
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from replay import messages as m
-from replay.desks.sharing import Members
-from replay.state.batches import assign, build, trained
+from replay.batches.build import assign, build, trained
+from replay.batches.sharing import Members
 from replay.state.leases import Slot
 from replay.state.validation import Bounds, problem_with
 from tests.replay.simulated_run import config

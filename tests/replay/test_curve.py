@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 import pytest
 import zmq
 
-from replay.channel import AsyncDealer, AsyncRouter, ChannelError, Dealer, Keys, KeysError, Limits, handshake
+from replay.channel import MAX_MESSAGE_BYTES, AsyncDealer, AsyncRouter, ChannelError, Dealer, Keys, KeysError, handshake
 from replay.channel.frames import WireError
 from replay.channel.sockets import bind, configure
 from tests.security.served_replay import NOTES, RUN, Note, keys_of
@@ -36,9 +36,11 @@ async def echo(router: AsyncRouter) -> None:
 
 
 @asynccontextmanager
-async def echoing(keys: Keys | None, port: int = 0, limits: Limits | None = None) -> AsyncIterator[AsyncRouter]:
+async def echoing(
+    keys: Keys | None, port: int = 0, max_message_bytes: int = MAX_MESSAGE_BYTES
+) -> AsyncIterator[AsyncRouter]:
     """A router that says everything again."""
-    router = AsyncRouter("127.0.0.1", port, RUN, NOTES, limits, keys=keys)
+    router = AsyncRouter("127.0.0.1", port, RUN, NOTES, keys=keys, max_message_bytes=max_message_bytes)
     answering = asyncio.create_task(echo(router))
     try:
         yield router
@@ -114,7 +116,7 @@ def test_a_context_without_a_gate_admits_nobody(keys: dict[str, Keys], monkeypat
     monkeypatch.setattr(handshake, "PATIENCE_S", 0.3)
     context = zmq.Context()
     server = context.socket(zmq.ROUTER)
-    configure(server, Limits(), keys["learner"])
+    configure(server, keys["learner"])
     try:
         with pytest.raises(ChannelError, match=r"closed .* handshakes"):
             ask(bind(server, "127.0.0.1", 0), keys["node1"])
@@ -128,7 +130,7 @@ def test_a_monitor_that_nobody_reads_blocks_nothing() -> None:
     """ZeroMQ's own bound of 2000 events would stop the thread that sends and receives."""
     context = zmq.Context()
     server = context.socket(zmq.ROUTER)
-    configure(server, Limits())
+    configure(server)
     server.setsockopt(zmq.BACKLOG, 1000)
     monitor = handshake.Monitor(context, server, zmq.EVENT_ALL)
     try:

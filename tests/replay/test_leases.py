@@ -116,13 +116,13 @@ def test_deaths_of_servers_and_expired_leases_do_not_make_a_prompt_poison():
         given = next(x for x in lease(made, "b", now=100.0 * end) if x.index == 0)
         assert given.attempt == end + 1
         if end % 2:
-            made.granting.expire(100.0 * end + 50.0)
+            made.leasing.expire(100.0 * end + 50.0)
         else:
             made.lost("b", "closed", 100.0 * end)
             joins(made, "b", 100.0 * end)
     assert not [name for name in made.counters if name.startswith("dropped/")]
     lease(made, "b", now=5000.0)
-    made.granting.expire(6000.0)
+    made.leasing.expire(6000.0)
     assert made.counters["dropped/interrupted"] == 1 and (0, 0) not in made.buffer.slots, "nothing cycles for ever"
 
 

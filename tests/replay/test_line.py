@@ -7,7 +7,7 @@ import pytest
 from replay import messages as m
 from replay.journal import Location
 from replay.state.leases import SlotState
-from replay.state.line import Line, LineStep, Taken
+from replay.state.line import LineStep, PolicyLine, Taken
 from tests.replay.simulated_run import (
     answering,
     gives_back,
@@ -23,7 +23,7 @@ from tests.replay.simulation.samples import make_result
 
 
 def line_of(*steps):
-    return Line(
+    return PolicyLine(
         {step: LineStep([Taken((0, step), 1, 0, Location(step, 0, ()))], 1, False, f"d{step}") for step in steps}
     )
 
@@ -131,7 +131,7 @@ def test_a_late_group_of_an_expired_lease_does_not_bring_a_policy_back_that_is_g
     make_step(made, 1, versions=[0])
     (first,) = lease(made, version=1)
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=1), 0.0)
-    made.granting.expire(100.0)
+    made.leasing.expire(100.0)
     resumed_at(made, 0)
     trains(made, "l2", 1, "other")
     made.handle("a", m.LeaseRequest(capacity=0, version=1, incarnation=2), 0.0)
@@ -182,9 +182,9 @@ def test_a_version_of_a_learner_that_had_not_come_that_far_again_is_not_trusted(
     peer = made.peers.get("a")
     learner(made, "l3", version=0)
     peer.incarnation, peer.version = 1, 2
-    assert made.granting.is_on_line(peer), "the first learner's step 2 is in the journal"
+    assert made.leasing.is_on_line(peer), "the first learner's step 2 is in the journal"
     peer.incarnation, peer.version = 2, 1
-    assert not made.granting.is_on_line(peer), "the second one's step 1 is not: its weights may have been others"
+    assert not made.leasing.is_on_line(peer), "the second one's step 1 is not: its weights may have been others"
 
 
 def test_on_divergence_stop_ends_the_run():
@@ -240,9 +240,9 @@ def test_a_roll_back_drops_what_it_takes_back_and_samples_anew_what_later_polici
     assert slots[given.pass_, given.index].group is None and slots[running.pass_, running.index].voided == 1
     peer = made.peers.get("a")
     peer.incarnation, peer.version = 1, 1
-    assert made.granting.is_on_line(peer), "version 1 is what it was"
+    assert made.leasing.is_on_line(peer), "version 1 is what it was"
     peer.version = 2
-    assert not made.granting.is_on_line(peer)
+    assert not made.leasing.is_on_line(peer)
     made.handle("l2", m.Published(version=1, digest="d1"), 0.0)
     made.handle("l2", m.Take(step=2, rank=0), 0.0)
     for each in lease(made, version=1, capacity=50, incarnation=2):
@@ -274,7 +274,7 @@ def test_a_group_that_was_too_old_is_not_taken_in_again(held):
     (given,) = lease(made)
     made.handle("a", group_message(given, [0]), 0.0)
     slot = made.buffer.slots[given.pass_, given.index]
-    made.granting.treat_stale([slot])
+    made.leasing.treat_stale([slot])
     if held:
         lease(made, "b")
     sent(made, "a", m.Ack)

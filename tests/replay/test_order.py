@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay.data import DataError, Part, PromptSource, Rows, load_rows
+from replay.data import DataError, PromptSource, Rows, WeightedRows, load_rows
 from replay.data import order as orders
 from tests.replay.simulation.world import rows as rows_of
 from tests.replay.test_prompts import jsonl
@@ -24,7 +24,9 @@ def graded(count: int, key: str = "difficulty") -> list[dict[str, Any]]:
 
 def mixed(sizes: list[int], weights: list[float] | None = None, **more: Any) -> PromptSource:
     given = weights or [None] * len(sizes)
-    parts = [Part(f"s{n}", graded(size), weight) for n, (size, weight) in enumerate(zip(sizes, given, strict=True))]
+    parts = [
+        WeightedRows(f"s{n}", graded(size), weight) for n, (size, weight) in enumerate(zip(sizes, given, strict=True))
+    ]
     return PromptSource(parts, **({"shuffle": True, "seed": 3} | more))
 
 
@@ -142,12 +144,12 @@ def test_broken_pass_rates_change_nothing(rates: Any) -> None:
 
 def test_weights_are_all_or_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.train\.b: has no weight, and others have one"):
-        PromptSource([Part("a", rows_of(2), 1.0), Part("b", rows_of(2))], shuffle=True, seed=0)
+        PromptSource([WeightedRows("a", rows_of(2), 1.0), WeightedRows("b", rows_of(2))], shuffle=True, seed=0)
     pytest.importorskip("reasoning_gym", reason="extra reasoning-gym is not installed")
     sums = load_rows("reasoning_gym:chain_sum?seed=1")
     with pytest.raises(DataError, match=r"data\.train\.a: has no weight, and b has rows without end"):
-        PromptSource([Part("a", rows_of(2)), Part("b", sums)], shuffle=True, seed=0)
-    source = PromptSource([Part("a", rows_of(2), 1), Part("b", sums, 3)], shuffle=True, seed=0)
+        PromptSource([WeightedRows("a", rows_of(2)), WeightedRows("b", sums)], shuffle=True, seed=0)
+    source = PromptSource([WeightedRows("a", rows_of(2), 1), WeightedRows("b", sums, 3)], shuffle=True, seed=0)
     drawn = Counter(source.next()[2]["data_source"] for _ in range(40))
     assert drawn["chain_sum"] == 30 and isinstance(source.walks[1].rows, Rows)
     with pytest.raises(DataError, match="cannot be sorted"):

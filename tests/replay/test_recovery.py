@@ -183,7 +183,7 @@ def test_leases_of_a_snapshot_have_a_deadline_again():
     again = restarted(made, now=500.0)
     held = [slot for slot in again.buffer.slots.values() if slot.state is SlotState.LEASED]
     assert held and {slot.deadline for slot in held} == {510.0}
-    again.granting.expire(505.0)
+    again.leasing.expire(505.0)
     assert all(slot.state is SlotState.LEASED for slot in held)
 
 
@@ -228,7 +228,7 @@ def two_ranks():
 
 def back(again):
     """Both ranks say Hello to a replay that was restarted."""
-    again.batch_desk.num_ranks = 2
+    again.batching.num_ranks = 2
     for rank, identity in enumerate(("l", "l1")):
         hello = m.Hello(role="learner", name=f"learner-{rank}", pid=1, host="h", rank=rank, incarnation=1)
         again.handle(identity, hello, 101.0)
@@ -249,7 +249,7 @@ def test_ranks_of_the_last_learner_do_not_speak_for_the_next_one():
     learner(made, "l2", version=0)
     made.handle("l1", m.Take(step=1, rank=1, have=True), 2.0)
     assert sent(made, "l1", m.Refused)[-1].code == "hello"
-    assert not made.batch_desk.haves
+    assert not made.batching.haves
 
 
 def test_a_divergence_that_was_half_written_is_completed():

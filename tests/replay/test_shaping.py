@@ -5,9 +5,9 @@ import pytest
 
 from configs.algorithm import Algorithm
 from replay import messages as m
-from replay.desks.shaping import shape
-from replay.desks.sharing import Members, assign
-from replay.state.batches import build, trained
+from replay.batches.build import build, trained
+from replay.batches.overlong import shape
+from replay.batches.sharing import Members, assign
 from tests.replay.simulation.samples import make_group
 
 LIMIT = 20

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replay import messages as m
-from replay.desks.sharing import COPIES_PER_TOKEN, SHORTEST, Members, Wanted, assign, assign_minibatches, sharers
-from replay.state import batches
+from replay.batches import build as batches
+from replay.batches.sharing import COPIES_PER_TOKEN, SHORTEST, Members, Wanted, assign, assign_minibatches, sharers
 from tests.replay.simulated_run import group_message, lease, sent, service
 from tests.replay.simulation.samples import make_group
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from replay import messages as m
-from replay.data import DataError, Part, PromptSource, load_rows
+from replay.data import DataError, PromptSource, WeightedRows, load_rows
 from replay.journal import JournalError
 from replay.service import Service
 from replay.state.apply import boot_fields
@@ -21,7 +21,9 @@ SIZES, WEIGHTS = (5, 9), (1.0, 2.0)
 
 
 def source(curriculum: str, weights: tuple[float, ...] = WEIGHTS) -> PromptSource:
-    parts = [Part(f"s{n}", rows(size), weight) for n, (size, weight) in enumerate(zip(SIZES, weights, strict=True))]
+    parts = [
+        WeightedRows(f"s{n}", rows(size), weight) for n, (size, weight) in enumerate(zip(SIZES, weights, strict=True))
+    ]
     return PromptSource(parts, shuffle=True, seed=0, curriculum=curriculum)
 
 
@@ -88,7 +90,7 @@ def test_a_broken_row_is_left_out_counted_and_named(tmp_path: Path, monkeypatch:
     made = started(served(SimulatedJournal(), data))
     given = lease(made, capacity=50)
     assert [each.index for each in given] == [0, 1, 2, 5, 6, 7, 8, 9]
-    assert made.counters["dropped/broken_row"] == 2 and "row 5, column 'prompt'" in made.granting.last_drop
+    assert made.counters["dropped/broken_row"] == 2 and "row 5, column 'prompt'" in made.leasing.last_drop
     assert made.report.batch_stats()["prompts/left_out/broken_row"] == 2.0
     assert made.report.batch_stats()["prompts/data_loading_s"] > 0
     other = served(made.journal.crash(None), data)  # type: ignore[attr-defined]

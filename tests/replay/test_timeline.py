@@ -11,7 +11,7 @@ from tests.replay.simulated_run import group_message, joins, lease, service
 
 def watched(tmp_path, **overrides):
     made = service(**overrides)
-    return made, Timeline(tmp_path / "timeline.jsonl", made.run, made.peers, made.batch_desk)
+    return made, Timeline(tmp_path / "timeline.jsonl", made.run, made.peers, made.batching)
 
 
 def written(tmp_path, name):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from replay import keys as make_keys
-from replay.channel import AsyncRouter, Dealer, Envelope, Keys, Limits, WireError, load_keys, registry
+from replay.channel import MAX_MESSAGE_BYTES, AsyncRouter, Dealer, Envelope, Keys, WireError, load_keys, registry
 from replay.channel.frames import Message
 from replay.messages import FROM_REPLAY, TO_REPLAY, StatusRequest
 from replay.serve import serve
@@ -104,13 +104,13 @@ NOTES = registry(Note)
 def with_router(
     body: Callable[[AsyncRouter], Coroutine[Any, Any, Any]],
     keys: Keys | None = None,
-    limits: Limits | None = None,
+    max_message_bytes: int = MAX_MESSAGE_BYTES,
     kinds: Any = NOTES,
 ) -> Any:
     """What `body` makes of a router, within a minute."""
 
     async def main() -> Any:
-        router = AsyncRouter("127.0.0.1", 0, RUN, kinds, limits, keys=keys)
+        router = AsyncRouter("127.0.0.1", 0, RUN, kinds, keys=keys, max_message_bytes=max_message_bytes)
         try:
             return await body(router)
         finally:

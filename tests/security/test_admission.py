@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from replay import keys as make_keys
-from replay.channel import AsyncRouter, ChannelError, Dealer, Keys, Limits, load_keys, roster, routing_id
+from replay.channel import AsyncRouter, ChannelError, Dealer, Keys, load_keys, roster, routing_id
 from replay.channel.admission import (
     MAX_IDENTITIES,
     TOKEN_BYTES,
@@ -184,7 +184,7 @@ def test_many_frames_of_an_allowed_size_are_too_large_together() -> None:
             ((_, refused),) = await arrivals(router, 1)
         assert "message of 27019 bytes is above 10000 (network.max_message_bytes)" in str(refused)
 
-    with_router(body, limits=Limits(max_message_bytes=10_000))
+    with_router(body, max_message_bytes=10_000)
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from replay.data.formats.base import WHOLE_ROWS, Raw, Table, digest_of
+from replay.data.formats.base import WHOLE_ROWS, Raw, Table, digest_of, package
 from replay.data.rows import DataError, Place
 from replay.data.spec import HUB, Spec
 
@@ -56,14 +55,7 @@ class Parquet(Table):
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
         """The file. Raises DataError, also for what is found out while it is read."""
-        try:
-            import pyarrow
-            from pyarrow import parquet
-        except ImportError as error:
-            raise DataError(
-                f"{self.source}: parquet files need pyarrow; install the extra: pip install 'slipstream-rl[parquet]',"
-                " or convert the file to JSONL"
-            ) from error
+        pyarrow, parquet = (package(name, "parquet", self.source) for name in ("pyarrow", "pyarrow.parquet"))
         try:
             with parquet.ParquetFile(self._path) as file:
                 names = file.schema_arrow.names
@@ -101,7 +93,7 @@ class Saved(Table):
     def raw(self, number: int) -> Raw:
         # Saving a dataset again writes over the files that are mapped, so the rows in memory are the new ones.
         if self._state() != self._written:
-            raise DataError(f"{self.source}: was changed while the run reads it; put it back, and --resume the run")
+            raise self.changed()
         return Place(self.source, number + 1, self._label), self._rows[number]
 
     def fingerprint(self) -> str:
@@ -118,7 +110,8 @@ class Saved(Table):
 
 
 def _load(spec: Spec) -> Any:
-    datasets = _package(spec)
+    datasets = package("datasets", "datasets", spec.text)
+    datasets.disable_progress_bars()
     options = dict(spec.options)
     split = str(options.pop("split", SPLIT))
     known = {"name", "revision"} if spec.kind == HUB else set()
@@ -137,16 +130,3 @@ def _load(spec: Spec) -> Any:
             raise DataError(f"{spec.text}: has no split {split!r}; add ?split= with one of {', '.join(found)}")
         return found[split]
     return found
-
-
-def _package(spec: Spec) -> ModuleType:
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(
-            f"{spec.text}: saved datasets and hub names need the package datasets; install the extra: pip install"
-            " 'slipstream-rl[datasets]', or write the rows as parquet"
-        ) from error
-    datasets.disable_progress_bars()
-    module: ModuleType = datasets
-    return module

@@ -1,12 +1,14 @@
 """What every format gives: raw rows by number, and a hash that tells whether they are the same as before."""
 
+import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from replay.data.rows import Place
+from replay.data.rows import DataError, Place
 
 Report = Callable[[str], None]
 Raw = tuple[Place, Mapping[str, Any]]
@@ -46,6 +48,21 @@ class Table(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """A hash of the contents. Tables with `is_whole` are hashed by their rows instead."""
+
+    def changed(self) -> DataError:
+        """What a read raises once the files are not those that were opened."""
+        return DataError(f"{self.source}: was changed while the run reads it; put it back, and --resume the run")
+
+
+def package(name: str, extra: str, source: str) -> ModuleType:
+    """An optional package, for `source`. Raises DataError: it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise DataError(
+            f"{source}: needs the package {name.partition('.')[0]}; install the extra: pip install"
+            f" 'slipstream-rl[{extra}]', or convert the rows to JSONL"
+        ) from error
 
 
 def digest_of(path: Path) -> str:

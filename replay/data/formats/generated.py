@@ -16,7 +16,7 @@ from hashlib import blake2b
 from types import ModuleType
 from typing import Any
 
-from replay.data.formats.base import ENDLESS, Raw, Table
+from replay.data.formats.base import ENDLESS, Raw, Table, package
 from replay.data.rows import DataError, Place, RowError, plain
 from replay.data.spec import GENERATED, Spec
 
@@ -102,18 +102,18 @@ class Generated(Table):
 
 def make_dataset(family: str, seed: int, level: int | None, options: dict[str, Any]) -> Any:
     """A dataset of reasoning_gym, of CHUNK rows. Raises what the family raises for options that it refuses."""
-    package = _package(family)
-    options = _with_dates(package.factory.DATASETS[family][1], options)
+    factory = _package(family).factory
+    options = _with_dates(factory.DATASETS[family][1], options)
     if level is None:
-        return package.create_dataset(family, seed=seed, size=CHUNK, **options)
-    curriculum = package.factory.create_curriculum(family)
+        return factory.create_dataset(family, seed=seed, size=CHUNK, **options)
+    curriculum = factory.create_curriculum(family)
     for name, attribute in curriculum.attributes.items():
         curriculum.set_attr_level(name, min(level, len(attribute.levels) - 1))
     configuration = curriculum.generate_configuration({**options, "seed": seed, "size": CHUNK})
     taken = [key for key, value in options.items() if getattr(configuration, key) != value]
     if taken:
         raise ValueError(f"{taken[0]} follows from the level; leave it out")
-    return package.factory.DATASETS[family][0](config=configuration)
+    return factory.DATASETS[family][0](config=configuration)
 
 
 def _with_dates(configuration: Any, options: dict[str, Any]) -> dict[str, Any]:
@@ -131,11 +131,4 @@ def _as_answer(answer: Any) -> Any:
 
 
 def _package(source: str) -> ModuleType:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise DataError(
-            f"{source}: needs the package reasoning_gym; install the extra: pip install 'slipstream-rl[reasoning-gym]'"
-        ) from error
-    module: ModuleType = reasoning_gym
-    return module
+    return package(GENERATED, "reasoning-gym", source)

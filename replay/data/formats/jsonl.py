@@ -44,7 +44,7 @@ class JsonLines(Table):
     def raw(self, number: int) -> Raw:
         starts, _ = self._index
         if self._state() != self._written:
-            raise DataError(f"{self.source}: was changed while the run reads it; put it back, and --resume the run")
+            raise self.changed()
         place = Place(self.source, number + 1)
         return place, _object(os.pread(self._file, starts[number + 1] - starts[number], starts[number]), place)
 

@@ -24,8 +24,7 @@ from rollout_server.tasks.rewards import (
     load_of,
 )
 from rollout_server.tasks.rewards.limits import RESOURCES
-from rollout_server.tasks.rewards.process import Call, RewardProcess, Work
-from slipstream.runtime.hang import expired
+from rollout_server.tasks.rewards.process import Call, RewardProcess
 
 log = logging.getLogger(__name__)
 MAX_AT_ONCE = 64
@@ -33,10 +32,6 @@ MAX_AT_ONCE = 64
 MAX_AHEAD = 64
 """Calls that a process has got before it needs them."""
 MAX_TRL_SAMPLES = 256
-LATE = "timed out after "
-"""Begins the error of a call that took longer than reward.timeout_s."""
-LATE_IN_A_ROW = 3
-"""So many late calls leave a hang report; a single one is named in the log alone."""
 
 
 class RewardPool:
@@ -48,8 +43,7 @@ class RewardPool:
 
     def __init__(self, reward: Reward, endpoint: RewardPart | None = None) -> None:
         """Of the functions of a reward, or of one part of it that asks an endpoint."""
-        self._shown, self._timeout_s = reward.shown, reward.timeout_s
-        self._at_once, workers = MAX_AT_ONCE, reward.num_workers
+        self._at_once, workers, timeout_s = MAX_AT_ONCE, reward.num_workers, reward.timeout_s
         hidden: frozenset[str] | None = key_variables(reward)
         parts = [part for part in reward.parts if not isinstance(part.settings, Endpoint)]
         limits = {key: getattr(reward, key) for key in RESOURCES}
@@ -57,21 +51,19 @@ class RewardPool:
             settings = endpoint.settings
             assert isinstance(settings, Endpoint)
             self._at_once, workers, hidden, parts, limits = settings.concurrency, 1, None, [endpoint], {}
-            self._timeout_s = (settings.retries + 1) * (settings.timeout_s + LONGEST_PAUSE_S)
+            timeout_s = (settings.retries + 1) * (settings.timeout_s + LONGEST_PAUSE_S)
         self._width = workers if endpoint is None else self._at_once
         is_alone = len(reward.parts) == 1  # then its metrics keep their names
-        order = [("" if is_alone else part.label, part.spec, part.weight, part.options) for part in parts]
-        work = Work(parts=order, shown=reward.shown, timeout_s=self._timeout_s, limits=limits, hidden=hidden)
-        names = ["reward worker" if endpoint is None else endpoint.label] * workers
+        told = [("" if is_alone else part.label, part.spec, part.weight, part.options) for part in parts]
+        order = {"parts": told, "timeout_s": timeout_s, "limits": limits}
+        name = "reward worker" if endpoint is None else endpoint.label
         self._processes = [
-            RewardProcess(work, f"{name} {number}", self._record, self._again) for number, name in enumerate(names)
+            RewardProcess(f"{name} {number}", order, hidden, self._record, self._again) for number in range(workers)
         ]
         self._waiting: deque[Call] = deque()
         self._tasks: list[asyncio.Task[None]] = []
         self._asked: dict[asyncio.Future[RewardOutcome], float] = {}
         """What is owed, and since when."""
-        self._late = 0
-        """Calls in a row that were late."""
 
     async def __aenter__(self) -> Self:
         """Start all processes. Raises RewardError: the function cannot be loaded; none is left."""
@@ -138,12 +130,6 @@ class RewardPool:
 
     def _record(self, call: Call, outcomes: list[RewardOutcome]) -> None:
         for waiting, outcome in zip(call.outcomes, outcomes, strict=True):
-            self._late = self._late + 1 if (outcome.error or "").startswith(LATE) else 0
-            if self._late == LATE_IN_A_ROW:
-                what, key = f"reward function {self._shown!r}, {self._late} times in a row", "reward.timeout_s"
-                waited_s = self._late * self._timeout_s
-                said = expired(what, owed_by=("reward processes",), waited_s=waited_s, key=key, ends=False)
-                log.warning("%s was late, the last %s%s [slow]", what, outcome.error, said)
             if not waiting.done():
                 waiting.set_result(outcome)
         self._again([])

@@ -63,35 +63,25 @@ class Call:
         return [Call([sample], [outcome], is_alone=True) for sample, outcome in pairs if not outcome.done()]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
-    """What a reward process is started for."""
-
-    parts: list[tuple[str, str, float, dict[str, Any]]]
-    """As the worker is told them (rewards/worker.py)."""
-    shown: str
-    timeout_s: float
-    limits: dict[str, int]
-    """What it may use, by key of `reward`."""
-    hidden: frozenset[str] | None
-    """Variables that it does not get, beside those that look like secrets; with None it gets them all."""
-
-
 class RewardProcess:
     """One worker at a time; a fresh one follows one that was lost."""
 
     def __init__(
         self,
-        work: Work,
         name: str,
+        order: dict[str, Any],
+        hidden: frozenset[str] | None,
         record: Callable[[Call, list[RewardOutcome]], None],
         again: Callable[[list[Call]], None],
     ) -> None:
-        """`record` gets the outcomes of a call; `again` calls to be judged once more, when this may be given others."""
-        self.name, self._work, self._record, self._again = name, work, record, again
+        """`order` is the worker's first message (rewards/worker.py), `hidden` what Worker takes.
+
+        `record` gets the outcomes of a call; `again` calls to be judged once more, when this may be given others.
+        """
+        self.name, self._order, self._record, self._again = name, order, record, again
         self.convention, self.is_async = "", False
         """How the function is called (rewards/loading.py); known once it is loaded."""
-        self._worker = Worker(WORKER, name, work.hidden, MAX_REPLY_BYTES, REPLY_LIMITS)
+        self._worker = Worker(WORKER, name, hidden, MAX_REPLY_BYTES, REPLY_LIMITS)
         self._is_loaded = self._is_starting = False
         self._calls: dict[int, Call] = {}
         """Those in it by their numbers, the oldest first."""
@@ -139,17 +129,16 @@ class RewardProcess:
         """Start the process, unless it runs. Raises RewardError: it cannot load the function."""
         if self._is_loaded:
             return
-        work = self._work
-        order = {"parts": work.parts, "timeout_s": work.timeout_s, "limits": work.limits}
         try:
-            self.convention, self.is_async = read_answer(await self._worker.start(order))
+            self.convention, self.is_async = read_answer(await self._worker.start(self._order))
         except RewardError:
             await self.stop()
             raise
         except LOST as error:
-            said = f"reward.function: {work.shown!r} could not be loaded: {await self._why(error, START_TIMEOUT_S)}"
+            why = await self._why(error, START_TIMEOUT_S)
             await self.stop()
-            raise RewardError(said) from error
+            specs = ", ".join(part[1] for part in self._order["parts"])
+            raise RewardError(f"reward.function: {specs!r} could not be loaded: {why}") from error
         self._is_loaded = True
 
     async def stop(self) -> None:
@@ -174,7 +163,7 @@ class RewardProcess:
                     self._record(call, outcomes)
         except LOST as error:
             self._limit = None
-            raise WorkerLost(await self._why(error, self._work.timeout_s)) from error
+            raise WorkerLost(await self._why(error, self._order["timeout_s"])) from error
         finally:
             self._limit = None
 
@@ -187,7 +176,7 @@ class RewardProcess:
         oldest = next(iter(self._calls.values()), None)
         grace_s = ASYNC_GRACE_S if self.is_async else 0.0
         if self._limit is not None and not self._limit.expired():
-            self._limit.reschedule(None if oldest is None else oldest.since + self._work.timeout_s + grace_s)
+            self._limit.reschedule(None if oldest is None else oldest.since + self._order["timeout_s"] + grace_s)
 
     async def _why(self, error: BaseException, timeout_s: float) -> str:
         """What has happened to a process that is lost: where it is, how it has ended, its last output and its limit."""
@@ -196,10 +185,10 @@ class RewardProcess:
         if isinstance(error, ValueError):
             return f"the reward process sent garbage: {error}"
         code, was_killed, last = await self._worker.autopsy()
-        memory = self._work.limits.get("memory_bytes", 0)
+        memory = self._order["limits"].get("memory_bytes", 0)
         for key, exit_code in EXIT_CODES.items():
             if code == exit_code:
-                return f"the reward process needs more than reward.{key} = {self._work.limits[key]} allows"
+                return f"the reward process needs more than reward.{key} = {self._order['limits'][key]} allows"
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         said = f"; its last output: {last}" if last else ""
         hint = f"; reward.memory_bytes is {memory}" if any(sign in last for sign in MEMORY_SIGNS) else ""

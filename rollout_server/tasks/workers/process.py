@@ -40,8 +40,7 @@ LAST_PRINTS_S = 0.2
 READ_BYTES = 1024 * 1024
 """Read ahead of what is asked for."""
 MAX_LOGGED_LINES = 200
-STACK_S = 0.5
-MAX_STACK_BYTES = 1 << 20
+STACK_S, STACK_LOOKS = 0.5, 10
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 PACKAGES = (*{sys.prefix, sys.base_prefix, str(Path(os.__file__).parent)}, PACKAGE_ROOT + "/rollout_server/")
 """Where frames are not of code of the user."""
@@ -51,7 +50,7 @@ DYING_S = 0.2
 """From the end of a channel to the end of its process."""
 LOST = (TimeoutError, asyncio.IncompleteReadError, ValueError, OSError)
 """What asking a process raises that is late, has ended, sends garbage or cannot be written to."""
-TAIL_BYTES = 2000
+TAIL_BYTES = 16384
 CHUNK_BYTES = 65536
 FLOOD_PAUSE_S = 0.002
 """Between two chunks of prints past the logged ones: a flood may take 32 MB/s of this process, not all of its time."""
@@ -65,9 +64,6 @@ class Prints:
 
     def __init__(self, name: str) -> None:
         self._name, self._tail = name, b""
-        self._stack: bytes | None = None
-        """What was printed since the process was asked for its stack."""
-        self._answered = asyncio.Event()
 
     async def open(self, stream: Any) -> None:
         """Begin to read."""
@@ -90,24 +86,19 @@ class Prints:
 
     async def stack_of(self, pid: int) -> list[tuple[str, str, str]]:
         """(file, line, function) of the frames of a process's main thread; none where it does not answer."""
-        self._stack = b""
-        self._answered.clear()
+        self._tail = b""
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, STACK)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STACK_S):
-                await self._answered.wait()
-        frames, self._stack = FRAME.findall(self._stack.decode("utf-8", "replace")), None
-        return frames
+        for _ in range(STACK_LOOKS):
+            await asyncio.sleep(STACK_S / STACK_LOOKS)
+            if frames := FRAME.findall(self._tail.decode("utf-8", "replace")):
+                return frames
+        return []
 
     async def _read(self, prints: asyncio.StreamReader) -> None:
         num_lines = 0
         while chunk := await prints.read(CHUNK_BYTES):
             self._tail = (self._tail + chunk)[-TAIL_BYTES:]
-            if self._stack is not None:
-                self._stack = (self._stack + chunk)[:MAX_STACK_BYTES]
-                if b"\n" in self._stack.partition(b"File ")[2]:
-                    self._answered.set()
             if num_lines > MAX_LOGGED_LINES:
                 await asyncio.sleep(FLOOD_PAUSE_S)
                 continue

@@ -267,7 +267,7 @@ class World:
         service = self.service
         slots = [(s.group_id, s.state.value, s.min_version, s.attempt, s.server) for s in service.buffer.slots.values()]
         peers = [(p.name, p.incarnation, p.version, p.capacity) for p in service.peers.by_identity.values()]
-        lost, takes = service.run.policies.lost, service.batch_desk.takes
+        lost, takes = service.run.policies.lost, service.batching.takes
         return f"lost {lost}, takes {takes}, {slots}, {peers}, {self.learner.bus.published}"
 
     def say(self, text: str) -> None:

@@ -1,19 +1,16 @@
 r"""Reward `math`: what stands in the last `\boxed{}` is mathematically the ground truth (package math-verify).
 
 The policy writes what is parsed here. Only LaTeX is parsed: math-verify's other way, through sympy's parse_expr, would
-evaluate Python. Numbers that would take for ever to compute are refused before, and the rest has a limit of time; both
-score 0 and count in `gave_up`.
+evaluate Python. Numbers that would take all memory to compute are refused before, and the rest is compared in a process
+that is killed after a while; both score 0 and count in `gave_up`.
 """
 
-import contextlib
 import functools
 import logging
+import os
 import re
+import select
 import signal
-import sys
-import time
-from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 from rollout_server.tasks.rewards import RewardError, Sample
@@ -22,8 +19,8 @@ from rollout_server.tasks.rewards.built_in.texts import truth_of
 
 MAX_CHARS = 600
 """Of an answer's box; what is longer is no final answer."""
-REPEAT_S = 0.05
-"""sympy catches exceptions in places: the alarm rings again until it gets through."""
+SAME, OTHER = 0, 1
+"""Exit codes of a comparison."""
 HUGE = re.compile(
     # an exponent of 6 digits, a power in an exponent, a factorial of 5 digits, or one of a factorial
     r"(?:\^|\*\*)\s*[{(\s]*[-+]?[\d,]{6,}|(?:\^|\*\*)\s*(?:[{(][^{}()]*|\d+\s*)(?:\^|\*\*)|\d{5,}\s*[})]*\s*!|!\s*[})]*\s*!"
@@ -32,10 +29,6 @@ SPACING = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\\d?t?ext(?:bf|it|r
 WORD = re.compile(r"[A-Za-z]{3,}")
 SENTENCE = re.compile(r"[A-Za-z]{2,}\s+[A-Za-z]{2,}")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-
-
-class _TooLong(BaseException):
-    """The comparison takes longer than it may; no `except Exception` of a library stops it."""
 
 
 def reward(sample: Sample, boxed: bool = True, seconds: float = 3.0) -> dict[str, float]:
@@ -55,11 +48,9 @@ def reward(sample: Sample, boxed: bool = True, seconds: float = 3.0) -> dict[str
     elif len(found) > MAX_CHARS or HUGE.search(found):
         gave_up = True
     else:
-        try:
-            with _alarm(seconds):
-                score = _equal(wanted, found)
-        except _TooLong:
-            gave_up = True
+        _truth(wanted)  # once for all answers of its group
+        code = _code_of_comparison(wanted, found, seconds)
+        score, gave_up = code == SAME, code not in (SAME, OTHER)
     return {"score": float(score), "has_answer": float(found is not None), "gave_up": float(gave_up)}
 
 
@@ -86,6 +77,26 @@ def _plain(text: str) -> str:
     """The text without spacing, fonts and the braces of words: `\\text{ (B) }` and `(B)` are one."""
     bare = SPACING.sub("", text).removesuffix(".")
     return bare[1:-1] if bare.startswith("{") and bare.endswith("}") and bare.count("{") == 1 else bare
+
+
+def _code_of_comparison(wanted: str, found: str, seconds: float) -> int:
+    """Of a process that compares, which is killed when its time is over.
+
+    Nothing else stops it for sure: sympy catches exceptions, and large numbers are computed in C.
+    """
+    child = os.fork()
+    if child == 0:
+        code = -1
+        try:
+            code = SAME if _equal(wanted, found) else OTHER
+        finally:
+            os._exit(code)
+    ending = select.poll()
+    ending.register(end := os.pidfd_open(child), select.POLLIN)
+    if not ending.poll(1000 * seconds):
+        os.kill(child, signal.SIGKILL)
+    os.close(end)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def _equal(wanted: str, found: str) -> bool:
@@ -125,31 +136,3 @@ def _library() -> tuple[Any, list[Any]]:
 def prepare() -> None:
     """Load math-verify, which takes a second. Raises RewardError: not installed."""
     _library()
-
-
-@contextlib.contextmanager
-def _alarm(seconds: float) -> Iterator[None]:
-    """Raise _TooLong in this thread, the main one, when the time is over."""
-    deadline = time.monotonic() + seconds
-
-    def ring(_: int, __: FrameType | None) -> None:
-        if time.monotonic() >= deadline:
-            raise _TooLong
-
-    def ignored(unraisable: "sys.UnraisableHookArgs") -> None:
-        if unraisable.exc_type is not _TooLong:  # that one rang in a weakref callback; it rings again
-            hook(unraisable)
-
-    hook, sys.unraisablehook = sys.unraisablehook, ignored
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT_S)
-    try:
-        yield
-    finally:
-        is_set = True
-        while is_set:  # it may ring right here
-            with contextlib.suppress(_TooLong):
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                signal.signal(signal.SIGALRM, before)
-                is_set = False
-        sys.unraisablehook = hook

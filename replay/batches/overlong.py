@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.algorithm import Algorithm
+from replay.batches.build import samples_of
 from replay.messages import Group
-from replay.state.batches import samples_of
 
 CUT = "length"
 """Finish reason of an answer that ended at the limit."""

@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from replay.batches import build as batches
 from replay.messages import Group
-from replay.state import batches
 
 Wanted = Literal["auto"] | bool
 """learner.share_prefixes."""

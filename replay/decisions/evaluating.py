@@ -1,26 +1,26 @@
-"""The evaluation desk: one server evaluates a stated version, and the learner gets the result, also when it asks again.
+"""One server evaluates a stated version, and the learner gets the result, also when it asks again.
 
 Results stay in the journal as long as a resumed learner may ask for them. No socket, and time is an argument.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from replay import messages as m
 from replay.channel.frames import encode
 from replay.journal.format import Frames
 from replay.state.apply import record
-from replay.state.evaluation_parts import Part, Work
+from replay.state.evaluation_parts import EvaluationPart, EvaluationWork
 from replay.state.evaluations import Evaluation
 from replay.state.peers import Peer, Peers
-from replay.state.run import Run
+from replay.state.run import RunState
 from replay.state.validation import problem_with_evaluation
 
 log = logging.getLogger(__name__)
 
 
-class EvaluationDesk:
-    def __init__(self, run: Run, peers: Peers, work: Mapping[Part, Work]) -> None:
+class EvaluationScheduler:
+    def __init__(self, run: RunState, peers: Peers, work: Mapping[EvaluationPart, EvaluationWork]) -> None:
         self.run, self.board, self.peers, self.work = run, run.board, peers, work
         self.withheld: set[int] = set()
         """Versions of which the present learner has not been told: it has not made them, and may make others."""
@@ -54,16 +54,15 @@ class EvaluationDesk:
     def joined(self, peer: Peer) -> None:
         """It may hold a version that was closed while it was silent, and what it evaluates may be of other prompts."""
         for version in self.board.closed:
-            self.peers.send(peer.identity, m.EvaluationClosed(version=version))
+            self._release(peer, version)
         for evaluation in self.board.open.values():
             if evaluation.server == peer.identity:
-                self._ask(evaluation)
+                self._ask(evaluation, evaluation.open_parts)
 
     def holds(self, peer: Peer, version: int) -> None:
         """A server reports which version is live there."""
         self.board.holds(peer.identity, version)
-        if version in self.board.closed:  # it got the version after everybody was told
-            self.peers.send(peer.identity, m.EvaluationClosed(version=version))
+        self._release(peer, version)  # it may have got the version after everybody was told
 
     def assign(self) -> None:
         """Hand out what can start now."""
@@ -75,42 +74,39 @@ class EvaluationDesk:
                 self._close(version, "data.eval or evaluation were changed before it was done")
                 continue
             record(self.run, "evaluating", {"version": version, "server": server})
-            self._ask(evaluation)
+            self._ask(evaluation, evaluation.open_parts)
 
-    def _ask(self, evaluation: Evaluation) -> None:
-        """Have its server do what is open; where it does that already, or has done it, nothing begins anew."""
-        for part in evaluation.open_parts:
-            self._ask_part(evaluation, part)
+    def _ask(self, evaluation: Evaluation, parts: Iterable[EvaluationPart]) -> None:
+        """Have its server do these; where it does that already, or has done it, nothing begins anew."""
+        for work in (self.work[part] for part in parts if part in self.work):
+            self.peers.send(str(evaluation.server), work.lease(evaluation.version, self.run.config.run.seed))
 
-    def _ask_part(self, evaluation: Evaluation, part: Part) -> None:
-        assert evaluation.server is not None
-        if (work := self.work.get(part)) is not None:
-            self.peers.send(evaluation.server, work.lease(evaluation.version, self.run.config.run.seed))
+    def _release(self, peer: Peer, version: int) -> None:
+        """A server need not hold a version whose evaluation is closed."""
+        if version in self.board.closed:
+            self.peers.send(peer.identity, m.EvaluationClosed(version=version))
 
     def _resend(self) -> None:
         """Ask again for what the server that shall do it does not hold (replay/channel/delivery.py)."""
         for evaluation in self.board.open.values():
-            peer = self.peers.get(evaluation.server or "")
-            for part in evaluation.open_parts if peer is not None else ():
-                if peer is not None and peer.inventory.lacks((evaluation.version, *part)):
-                    self._ask_part(evaluation, part)
+            if (peer := self.peers.get(evaluation.server or "")) is not None:
+                lacks = [each for each in evaluation.open_parts if peer.inventory.lacks((evaluation.version, *each))]
+                self._ask(evaluation, lacks)
 
     def inventory(self, peer: Peer, held: Sequence[Sequence[int | str | bool]]) -> None:
         """What a server says to hold: results that have not come, and what it has not heard to be closed."""
         for each in held:
             if len(each) != 5 or not isinstance(each[0], int):
                 continue
-            version, part, is_done = each[0], Part.of(each[1:4]), each[4]
+            version, part, is_done = each[0], EvaluationPart.of(each[1:4]), each[4]
+            self._release(peer, version)
             evaluation = self.board.open.get(version)
-            if version in self.board.closed:
-                self.peers.send(peer.identity, m.EvaluationClosed(version=version))
-            elif evaluation is None or evaluation.server != peer.identity:
-                continue
-            elif is_done and part in evaluation.open_parts:  # its result was lost: it is the answer, nothing begins
-                self._ask_part(evaluation, part)
+            # Where its result was lost, it is the answer, and nothing begins anew.
+            if evaluation is not None and evaluation.server == peer.identity and is_done:
+                self._ask(evaluation, [part] if part in evaluation.open_parts else [])
 
     def result(self, peer: Peer, result: m.EvaluationResult, frames: Frames = ()) -> None:
-        version, part = result.version, Part(result.set, result.greedy, result.first)
+        version, part = result.version, EvaluationPart(result.set, result.greedy, result.first)
         work = self.work.get(part)
         if work is not None and result.asked != work.fingerprint:  # what is asked for now was said when it joined
             log.warning(
@@ -126,10 +122,7 @@ class EvaluationDesk:
         fields = {"version": version, "greedy": result.greedy, "set": result.set, "first": result.first}
         fields["asked"] = result.asked
         record(self.run, "evaluated", fields, frames or encode(result, "", 0))
-        if version <= self.run.buffer.version:
-            self.peers.to_rank(0, result)
-        else:
-            self.withheld.add(version)
+        self._tell(version, result)
         if not self.board.open[version].open_parts:
             self._close(version, "")
 
@@ -181,7 +174,11 @@ class EvaluationDesk:
         record(self.run, "evaluation_closed", {"version": version, "reason": reason})
         closed = m.EvaluationClosed(version=version, reason=reason)
         self.peers.to_servers(closed)
+        self._tell(version, closed)
+
+    def _tell(self, version: int, news: m.EvaluationResult | m.EvaluationClosed) -> None:
+        """The learner hears of a version once it has made it."""
         if version <= self.run.buffer.version:
-            self.peers.to_rank(0, closed)
+            self.peers.to_rank(0, news)
         else:
             self.withheld.add(version)

@@ -12,7 +12,7 @@ from replay.state.apply import record
 from replay.state.buffer import drops
 from replay.state.leases import GroupId, Leases, Shares, Slot, SlotState
 from replay.state.peers import Peer, Peers
-from replay.state.run import Run
+from replay.state.run import RunState
 from replay.state.validation import Bounds
 from slipstream.runtime.lifeline import BoundedLog
 
@@ -26,10 +26,10 @@ RELEASES = NEVER_AGAIN | {
 """Reasons that are counted by name; they come from peers, so anything else is `other`."""
 
 
-class Granting:
+class LeaseScheduler:
     """Moves slots between queued and leased, and drops what cannot be done."""
 
-    def __init__(self, run: Run, peers: Peers, *, fail: Callable[[str], None]) -> None:
+    def __init__(self, run: RunState, peers: Peers, *, fail: Callable[[str], None]) -> None:
         self.run, self.peers = run, peers
         size = peers.expected.get("vocab_size", "")
         self.vocab_size = int(size) if size.isdigit() else None

@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from replay import messages as m
-from replay.desks.batch_desk import BatchDesk
-from replay.desks.evaluation_desk import EvaluationDesk
-from replay.desks.granting import Granting
+from replay.decisions.batching import BatchScheduler
+from replay.decisions.evaluating import EvaluationScheduler
+from replay.decisions.leasing import LeaseScheduler
 from replay.endings import Diverged, NoLearner
 from replay.state.apply import record
 from replay.state.leases import SlotState
 from replay.state.peers import Peer, Peers
-from replay.state.run import Run
+from replay.state.run import RunState
 from replay.state.snapshot import snapshot_of
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class Incarnations:
 
     def __init__(
         self,
-        run: Run,
+        run: RunState,
         peers: Peers,
-        granting: Granting,
-        batch_desk: BatchDesk,
-        evaluations: EvaluationDesk,
+        leasing: LeaseScheduler,
+        batching: BatchScheduler,
+        evaluations: EvaluationScheduler,
         *,
         playback: bool,
         fail: Callable[[str], None],
@@ -43,8 +43,8 @@ class Incarnations:
         now: float,
     ) -> None:
         """With `playback` the run goes on after a divergence, which changes nothing then."""
-        self.run, self.peers, self.granting = run, peers, granting
-        self.batch_desk, self.evaluations, self.playback = batch_desk, evaluations, playback
+        self.run, self.peers, self.leasing = run, peers, leasing
+        self.batching, self.evaluations, self.playback = batching, evaluations, playback
         self._fail, self._expired = fail, expired
         self._here_at = now
 
@@ -129,7 +129,7 @@ class Incarnations:
         groups = [(taken.group_id, run.load_group(taken.location)) for taken in ahead]
         for slot in list(run.buffer.slots.values()):
             if slot.state is SlotState.LEASED:
-                self.granting.recall(slot)  # which policy goes on with it is not known
+                self.leasing.recall(slot)  # which policy goes on with it is not known
             elif slot.group is not None:
                 groups.append((slot.group_id, slot.group))
         superseded = [group_id for group_id, group in groups if int(group.versions.max()) >= first_lost]
@@ -141,7 +141,7 @@ class Incarnations:
         fields = {"step": step, "incarnation": self.number, "expected": expected, "found": found}
         fields |= {"first_lost": first_lost, "superseded": superseded, "dropped": dropped}
         record(run, "diverged", fields)
-        self.batch_desk.restart()
+        self.batching.restart()
 
     def _replaced_by(self, identity: str, hello: m.Hello) -> list[Peer]:
         """Other connections of the same rank; when a new learner starts, all that took part in an earlier one."""
@@ -174,11 +174,11 @@ class Incarnations:
             "identity": identity,
         }
         record(run, "learner", fields | {"rolls_back": hello.rolls_back})
-        self.batch_desk.restart()
+        self.batching.restart()
         servers = self.peers.role("rollout_server")
         for peer in servers if self.number > 1 else []:
-            if not self.granting.is_on_line(peer):
-                self.granting.off_line(peer)
+            if not self.leasing.is_on_line(peer):
+                self.leasing.off_line(peer)
         ahead = len(buffer.line.ahead(hello.version))
         log.info(
             "replay: incarnation %d starts at version %d%s", self.number, hello.version,

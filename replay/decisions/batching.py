@@ -1,4 +1,4 @@
-"""The batch desk: forms the batch of a step once and answers every rank's Take with its part.
+"""Forms the batch of a step once, and answers every rank's Take with its part.
 
 Ranks start no collective before all hold their part (invariant 9): each says so with Take(have=True), and
 Proceed goes out when the last one did. Ranks that compute the same rows together (learner.mesh) follow each other and
@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from replay import messages as m
-from replay.desks import sharing
-from replay.desks.granting import Granting
-from replay.desks.shaping import shape
+from replay.batches import build as batches
+from replay.batches import sharing
+from replay.batches.overlong import shape
+from replay.decisions.leasing import LeaseScheduler
 from replay.endings import StrayCommit
-from replay.state import batches
 from replay.state.apply import record
 from replay.state.peers import Peer, Peers
-from replay.state.run import Run
+from replay.state.run import RunState
 
 
-class BatchDesk:
-    def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
-        self.run, self.peers, self.granting, self.buffer = run, peers, granting, run.buffer
+class BatchScheduler:
+    def __init__(self, run: RunState, peers: Peers, leasing: LeaseScheduler, *, fail: Callable[[str], None]) -> None:
+        self.run, self.peers, self.leasing, self.buffer = run, peers, leasing, run.buffer
         self.takes: dict[int, set[int]] = {}  # by step: ranks that asked for its batch
         self.haves: dict[int, set[int]] = {}  # and those that hold their part of it
         self.num_ranks, self.ranks_per_part = run.config.num_learner_ranks, run.config.learner.mesh.tensor
@@ -91,9 +91,9 @@ class BatchDesk:
             is_masked = made.is_masked
         else:
             if buffer.on_stale == "substitute":
-                self.granting.substitute(now)
+                self.leasing.substitute(now)
             while stale := buffer.stale():
-                self.granting.treat_stale(stale)  # each is dropped, or its turn comes later, so this ends
+                self.leasing.treat_stale(stale)  # each is dropped, or its turn comes later, so this ends
             slots = buffer.oldest()
             if len(slots) < buffer.groups_per_step:
                 return

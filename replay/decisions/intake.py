@@ -9,7 +9,7 @@ import numpy as np
 from replay import filters
 from replay import messages as m
 from replay.channel.frames import encode
-from replay.desks.granting import RELEASES, Granting
+from replay.decisions.leasing import RELEASES, LeaseScheduler
 from replay.endings import EnvironmentsFail, FilterFails, RewardsFail
 from replay.filters import FilterFacts
 from replay.journal.format import Frames
@@ -18,7 +18,7 @@ from replay.state.apply import record
 from replay.state.leases import GroupId, Slot, SlotState
 from replay.state.line import Policy
 from replay.state.peers import Peer, Peers
-from replay.state.run import Run
+from replay.state.run import RunState
 from replay.state.validation import Bounds, problem_with
 from slipstream.runtime.variants import Variant
 
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 AckStatus = Literal["accepted", "superseded", "rejected", "missing"]
 
 
-class Intake:
+class GroupIntake:
     """Accepts the first valid group of each prompt (invariant 2)."""
 
-    def __init__(self, run: Run, peers: Peers, granting: Granting, *, fail: Callable[[str], None]) -> None:
-        self.run, self.peers, self.granting = run, peers, granting
+    def __init__(self, run: RunState, peers: Peers, leasing: LeaseScheduler, *, fail: Callable[[str], None]) -> None:
+        self.run, self.peers, self.leasing = run, peers, leasing
         self.error_rates = {code: ErrorRate(run.config.reward.max_error_rate) for code in ERRORS}
         self.early: set[tuple[str, GroupId, int]] = set()
         """(sender, group, attempt) that came before the commit of its policy did; asked for again after the next."""
@@ -71,11 +71,11 @@ class Intake:
             self._give_up(peer, slot, cancel.reason, cancel.detail)
 
     def _give_up(self, peer: Peer, slot: Slot, reason: str, detail: str, **counted: object) -> None:
-        self.granting.bounded.warning(
+        self.leasing.bounded.warning(
             reason if reason in RELEASES else "other", "replay: %r gave up group %s (attempt %d): %s: %s",
             peer.name, slot.group_id, slot.attempt, reason, detail,
         )  # fmt: skip
-        self.granting.release(slot, reason, detail, **counted)
+        self.leasing.release(slot, reason, detail, **counted)
 
     def _too_few(self, peer: Peer, slot: Slot, group: m.Group) -> None:
         """Too many answers of a group failed: its prompt is leased again, and the errors are counted once."""
@@ -93,7 +93,7 @@ class Intake:
             failed = group.errors.count(code)
             rate.add(group.rewards.size, failed)
             if failed:
-                self.granting.bounded.warning(
+                self.leasing.bounded.warning(
                     f"failed: {code}", "replay: %d of %d answers of group %s failed: %s: %s",
                     failed, group.rewards.size, (group.pass_, group.index), code, group.error_detail,
                 )  # fmt: skip
@@ -114,12 +114,12 @@ class Intake:
 
     def _reject(self, peer: Peer, slot: Slot, group: m.Group, problem: str) -> None:
         self.run.counters["groups_rejected"] += 1
-        self.granting.bounded.warning(
+        self.leasing.bounded.warning(
             "rejected", "replay: group %s of %r rejected: %s [corrupt]", slot.group_id, peer.name, problem
         )
         self._ack(peer, group, "rejected", problem)
         if self._holds(peer, slot, group.attempt):
-            self.granting.release(slot, "rejected", problem)
+            self.leasing.release(slot, "rejected", problem)
 
     @staticmethod
     def _holds(peer: Peer, slot: Slot, attempt: int) -> bool:
@@ -135,14 +135,14 @@ class Intake:
             self.run.counters["superseded"] += 1
             self._ack(peer, group, "superseded", "its policy is not on the learner's line any more")
             if slot.server == peer.identity:
-                self.granting.recall(slot)
+                self.leasing.recall(slot)
             return
         committed = {"version": buffer.version, "last_committed": buffer.line.last_committed}
         if any(known.is_unproven(policy, **committed) for policy in policies):
             self.early.add((peer.identity, slot.group_id, group.attempt))
             return
         if slot.state is SlotState.LEASED and slot.server not in (None, peer.identity):
-            self.granting.cancel(slot, str(slot.server), "another server was first")
+            self.leasing.cancel(slot, str(slot.server), "another server was first")
         self._accept(peer, slot, group, frames or encode(group, "", group.attempt))
 
     def _accept(self, peer: Peer, slot: Slot, group: m.Group, frames: Frames) -> None:
@@ -162,7 +162,7 @@ class Intake:
             return
         most = self.run.config.algorithm.max_flat_drops * self.run.buffer.groups_per_step
         if self.run.flat_drops < most:
-            self.granting.drop(slot, self._filter.facts.reason)
+            self.leasing.drop(slot, self._filter.facts.reason)
         else:
             self.run.counters["flat_groups_kept"] += 1
 
@@ -174,7 +174,7 @@ class Intake:
             return True
 
     def _problem_with(self, group: m.Group, slot: Slot) -> str | None:
-        return problem_with(group, slot, self.run.config, Bounds(self.run.newest_possible, self.granting.vocab_size))
+        return problem_with(group, slot, self.run.config, Bounds(self.run.newest_possible, self.leasing.vocab_size))
 
     def _ack(self, peer: Peer, of: m.OfLease, status: AckStatus, reason: str = "") -> None:
         ack = m.Ack(pass_=of.pass_, index=of.index, attempt=of.attempt, status=status, reason=reason)

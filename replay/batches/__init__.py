@@ -1,0 +1,1 @@
+"""From the groups of a step to each learner rank's part of its batch. Pure and deterministic."""
