@@ -22,7 +22,7 @@ BUDGET = {
     "replay": 9_579,
     "weight_bus": 5_069,
     "rollout_server/engines": 3_880,
-    "rollout_server/tasks": 7_415,
+    "rollout_server/tasks": 7_169,
     "rollout_server": 13_105,
     "learner": 9_187,
 }
