@@ -22,9 +22,9 @@ BUDGET = {
     "replay": 9_583,
     "weight_bus": 5_069,
     "rollout_server/engines": 3_880,
-    "rollout_server/tasks": 7_415,
+    "rollout_server/tasks": 7_169,
     "rollout_server": 13_105,
-    "learner": 9_187,
+    "learner": 9_173,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 53_439
