@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -32,13 +31,12 @@ from slipstream.check.probe import unreachable
 from slipstream.launch.hosts.allocation import of_this_process
 from slipstream.launch.hosts.fleet import Over, over_ssh
 from slipstream.launch.hosts.host_file import FORM, Host, read_hosts
-from slipstream.launch.hosts.node_spec import config_of, hosts_of
+from slipstream.launch.hosts.node_spec import ROLES, config_of, hosts_of
 from slipstream.launch.machine import this_machine
 from slipstream.launch.quickstart import input_is_missing
-from slipstream.plan.processes import Plan, assign
+from slipstream.plan.processes import Process, assign
 from slipstream.runtime.program import program
 
-ROLES = ("learner", "rollout")
 DEFAULT_PORT = 5757
 PYTHON = "SLIPSTREAM_PYTHON"
 NONE = "none"
@@ -159,7 +157,6 @@ def places_of(
 
     Raises ConfigError.
     """
-    hosts: dict[str, Host] | None = None
     if known is None:
         nodes = [share.node for share in config.shares]
         if len(nodes) > 1:
@@ -167,43 +164,37 @@ def places_of(
                 f"placement: {', '.join(nodes)} are several machines, and doctor looks at others over ssh; give --hosts"
                 f" FILE with lines `{FORM}`, or --slurm inside an allocation"
             )
-        plan = assign(config, {nodes[0]: this_machine(config)}, config_file="")
-        configs = {nodes[0]: config}
+        hosts, machines, configs = {}, {nodes[0]: this_machine(config)}, {nodes[0]: config}
     else:
         if config.network.replay_port == 0:
             config = config_of(dump(config), [f"network.replay_port={DEFAULT_PORT}"])
         hosts = hosts_of(config, known)
-        plan = assign(config, {name: host.machine() for name, host in hosts.items()}, config_file="")
-        configs = {n: config_of(dump(config), [f"network.host={host.address}"]) for n, host in hosts.items()}
+        machines = {node: host.machine() for node, host in hosts.items()}
+        configs = {node: config_of(dump(config), [f"network.host={host.address}"]) for node, host in hosts.items()}
+    plan = assign(config, machines, config_file="")
     return [
-        _place(plan, node, role, own, None if hosts is None else (hosts[node], over), rollout_python)
+        _place(plan.of(node, role), plan.of(node, "replay"), configs[node], hosts.get(node), over, rollout_python)
         for role in ROLES
-        for node, own in configs.items()
-        if _processes(plan, node, role)
+        for node in machines
+        if plan.of(node, role)
     ]
 
 
-def _processes(plan: Plan, node: str, role: str) -> list[Any]:
-    roles = ("learner", "replay") if role == "learner" else ("rollout",)
-    return [process for process in plan.processes if process.node == node and process.role in roles]
-
-
 def _place(
-    plan: Plan, node: str, role: str, config: Config, reached: tuple[Host, Over] | None, rollout_python: str
+    processes: Sequence[Process], replay: Sequence[Process], config: Config, host: Host | None, over: Over, python: str
 ) -> Place:
-    processes = _processes(plan, node, role)
-    first = next(process for process in processes if process.role == role) if plan.of(node, role) else processes[0]  # type: ignore[arg-type]
-    keys = {"replay": "network.replay_port", "weight bus": "weight_bus.port"}
-    keys |= {"rendezvous": "placement.rendezvous_port"}
-    ports = {keys[what]: port for process in processes for what, port in process.ports.items()}
-    python = rollout_python if role == "rollout" else sys.executable
-    words = [python, "-m", "slipstream.check.probe"]
-    if reached is not None:
-        host, over = reached
+    """The place of these processes of one role; `python` is the interpreter of rollout servers."""
+    first, keys = processes[0], {"replay": "network.replay_port", "weight bus": "weight_bus.port"}
+    keys["rendezvous"] = "placement.rendezvous_port"
+    listening = [*processes, *replay] if first.role == "learner" else processes
+    ports = {keys[what]: port for process in listening for what, port in process.ports.items()}
+    words = [python if first.role == "rollout" else sys.executable, "-m", "slipstream.check.probe"]
+    if host is not None:
         settings = [f"{name}={value}" for name, value in first.environment.items()]
         words = over(host, ["env", *settings, *words])
     planned = frozenset(first.environment) - config.network.env.keys()
-    return Place(node, role, config, ports, tuple(words), first.environment, planned, is_here=reached is None)
+    here = host is None
+    return Place(first.node, first.role, config, ports, tuple(words), first.environment, planned, is_here=here)
 
 
 if __name__ == "__main__":

@@ -89,8 +89,6 @@ def test_a_bad_model_folder_is_refused(refused, untrained, tmp_path, file, size,
     ("line", "words"),
     [
         ('{"prompt": "12', ["row 4", "not readable as JSON", "put one JSON object on each line"]),
-        ('{"answer": "12"}', ["row 4", "column 'prompt' is missing", "add it or remove the row"]),
-        ('{"prompt": "", "answer": "12"}', ["row 4", "'prompt'", "the prompt is empty", "fill it or remove the row"]),
         ('{"prompt": [{"role": "boss", "content": "x"}], "answer": ""}', ["row 4", "'boss'", "take one of system"]),
     ],
 )
@@ -111,40 +109,22 @@ def test_a_taken_port_is_refused(refused):
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("exct", ["'exct'", "did you mean 'exact'?"]),
-        ("no/such/file.py:reward", ["no file 'no/such/file.py'", "correct the path"]),
         ("nopackage.module:reward", ["No module named 'nopackage'", "install it"]),
         ("{folder}/mine.py:reword", ["mine.py has no function 'reword'", "did you mean 'reward'?"]),
-        ("{folder}/mine.py:pair", ["has the parameters (answer, truth)", "take `async def reward(sample)`"]),
-        ("{folder}/broken.py:reward", ["broken.py", "SyntaxError", "line 1"]),
     ],
 )
 def test_a_reward_function_that_is_not_there_is_refused(refused, tmp_path, spec, words):
-    text = "def reward(sample):\n    return 1.0\n\ndef pair(answer, truth):\n    return 1.0\n"
-    (tmp_path / "mine.py").write_text(text)
-    (tmp_path / "broken.py").write_text("def reward(sample) return 1.0\n")
+    (tmp_path / "mine.py").write_text("def reward(sample):\n    return 1.0\n")
     refused(settings=[f"reward.function={spec.format(folder=tmp_path)}"], words=["reward.function", *words])
 
 
-def stopped_by(launch, folder, text):
-    """The last line of a run that stops for its reward function, before any step and without restarts."""
-    (folder / "mine.py").write_text(text)
-    run = launch(f"reward.function={folder}/mine.py:reward")
+def test_a_reward_function_that_always_raises_stops_the_run_and_is_named(launch, tmp_path):
+    """Before any step, and without restarts."""
+    (tmp_path / "mine.py").write_text("def reward(sample):\n    raise KeyError('no such column')\n")
+    run = launch(f"reward.function={tmp_path}/mine.py:reward")
     assert run.wait(90) == 1
     assert "restart" not in run.text() and "Traceback" not in run.text() and run.steps() == []
-    return run.text().splitlines()[-1]
-
-
-@pytest.mark.slow  # by default: test_what_follows_from_the_exit_code_of_a_server of tests/slipstream/test_children.py
-def test_a_reward_function_of_no_known_signature_stops_the_run_without_restarts(launch, tmp_path):
-    # bound twice, so that preflight, which does not run it, leaves it to the rollout server
-    text = "def reward(answer, truth):\n    return 1.0\n\nreward = reward\n"
-    said = stopped_by(launch, tmp_path, text)
-    assert "run stopped: rollout-0" in said and "has the parameters (answer, truth); take `async def reward" in said
-
-
-def test_a_reward_function_that_always_raises_stops_the_run_and_is_named(launch, tmp_path):
-    said = stopped_by(launch, tmp_path, "def reward(sample):\n    raise KeyError('no such column')\n")
+    said = run.text().splitlines()[-1]
     assert "run stopped" in said and f"'{tmp_path}/mine.py:reward' failed for" in said
     assert "reward.max_error_rate 0.2" in said and "KeyError: 'no such column'" in said and "mine.py:2" in said
 
@@ -163,11 +143,3 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(refused, monk
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
     expected = f"tracking.{key}, and {package} is not installed"
     refused(settings=[f"tracking.{setting}"], words=[expected, f"pip install 'slipstream-rl[{extra}]'"])
-
-
-@pytest.mark.slow  # by default: tests/learner/test_trackers.py
-def test_wandb_offline_needs_no_account(launch):
-    pytest.importorskip("wandb")
-    run = launch("tracking.trackers=[wandb]", "tracking.tracker_options={wandb: {mode: offline}}", steps=2)
-    assert run.wait() == 0, run.text()[-3000:]
-    assert list((run.folder / "wandb").glob("offline-run-*/*.wandb"))

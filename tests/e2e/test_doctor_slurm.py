@@ -87,12 +87,6 @@ def test_a_probe_runs_on_every_node_of_the_allocation(slurm_commands: Path, exam
         ), step
 
 
-@pytest.mark.slow
-def test_groups_form_between_the_nodes_of_an_allocation(slurm_commands: Path, examine: Any) -> None:
-    _, lines = examine()
-    assert any("gloo-group: between learner of node0 and rollout of node1: formed" in line for line in lines), lines
-
-
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -141,11 +135,6 @@ def test_steps_ask_for_the_gpus_of_their_node() -> None:
     step = made.over_srun(Host("node1", "10.0.0.2", "m2"), ["true"])
     assert "--gpus-per-node=8" in step and "--nodelist=m2" in step and step[-1] == "true"
     assert not any(word.startswith("--cpus-per-task") for word in step)
-
-
-def test_other_machines_are_reached_in_one_way(examine: Any) -> None:
-    with pytest.raises(SystemExit):
-        examine("--hosts", "hosts")
 
 
 def test_the_address_is_that_of_the_interface_that_is_named() -> None:

@@ -1,19 +1,16 @@
 """Worker processes that compute without a pause are named while cores are free."""
 
-import logging
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from configs.loading import load
 from configs.schema import Config
-from slipstream.runtime.vitals import busy
 from slipstream.runtime.vitals.busy import Busy
-from slipstream.runtime.vitals.processes import Use
-from slipstream.runtime.vitals.watch import Vitals
+from slipstream.runtime.vitals.processes import Use, by_role
 
 WORKERS = {"rollout_server.tasks.environments.worker": "environment"}
 
@@ -64,27 +61,11 @@ def test_all_of_several_and_one_that_was_started_anew(tmp_path):
     assert "all 2 environment processes" in said[5][0]
 
 
-def test_a_real_worker_and_not_what_it_has_started(tmp_path, monkeypatch, caplog):
-    """Whatever else this machine does: none of its cores has to be free."""
-    monkeypatch.setattr(busy, "HELD_S", 0.5)
-    monkeypatch.setattr(busy, "FULL", 0.2)
-    monkeypatch.setattr(busy, "FREE_CORES", -1000.0)
-    caplog.set_level(logging.WARNING)
-    spins = (
-        "import subprocess, sys\nprint(subprocess.Popen([sys.executable, '-c', 'while True: pass']).pid, flush=True)"
-    )
-    command = [sys.executable, "-c", f"{spins}\nwhile True: pass", "rollout_server.tasks.environments.worker"]
-    worker = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert worker.stdout is not None
-    child = int(worker.stdout.readline())
-    try:
-        watched = config(tmp_path, "limits.growth_window_s=20")
-        with Vitals(watched, "rollout-0", "rollout", modules=WORKERS, others="engine") as watch:
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline and "busy: " not in caplog.text:
-                time.sleep(0.05)
-            assert watch.gauges()["vitals/full_workers/environment"] == 1.0, "and not 2"
-    finally:
+def test_a_worker_counts_by_its_own_time_and_not_by_what_it_has_started():
+    starts = "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", starts, "rollout_server.tasks.environments.worker"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as worker:
+        child = int(worker.stdout.readline())
+        use = by_role(psutil.Process(), "rollout", WORKERS, "engine")["environment"]
         subprocess.run(["kill", "-9", str(child), str(worker.pid)], check=True)
-        worker.wait()
-    assert f"busy: 'rollout-0': the environment process (pid {worker.pid}) computed without a pause" in caplog.text
+    assert list(use.cpu_by_pid) == [worker.pid] and use.processes == 2

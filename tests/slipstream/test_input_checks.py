@@ -127,10 +127,6 @@ def test_options_reach_the_chat_template_at_both_ends(model):
     assert prints[1].startswith(prints[0] + " with "), "ends with other options are told apart at Hello"
 
 
-def test_one_usable_row_among_the_first_is_enough(model, tmp_path):
-    assert looked_at(config_of(model), file_of(tmp_path, "1" * 40, SAID, "1+1="))
-
-
 @pytest.mark.parametrize("prompt", ["1+1= ?", SAID, [{"role": "system", "content": "add\n"}, *SAID]])
 def test_lengths_are_those_of_the_rollout_servers(model, prompt):
     config = config_of(model, f"model.chat_template={json.dumps(CHAT)}", "data.max_prompt_tokens=64")
@@ -153,16 +149,6 @@ def test_a_broken_tokenizer_is_refused_by_file(model, tmp_path):
     (model / "tokenizer.json").write_text('{"model": {}}')
     said = refused(config_of(model), file_of(tmp_path, "1+1="))
     assert "model.path" in said and f"{model}/tokenizer.json cannot be loaded" in said
-
-
-@pytest.mark.parametrize("key", ["data.train", "data.eval"])
-def test_preflight_refuses_what_no_server_could_render(model, tmp_path, key):
-    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
-    files = dict.fromkeys(("data.train", "data.eval"), file_of(tmp_path, "1+1="))
-    files[key] = str(tmp_path / "chat.jsonl")
-    Path(files[key]).write_text(json.dumps({"prompt": SAID, "answer": "2"}) + "\n")
-    with pytest.raises(ConfigError, match=rf"^{files[key]}: none of the first 1 rows"):
-        check_input(config_of(model, *map("=".join, files.items())))
 
 
 def test_a_checkpoint_is_a_model_if_it_is_whole(model, tmp_path):

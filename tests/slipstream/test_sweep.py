@@ -1,7 +1,6 @@
 """One configuration under several settings: which runs are made, and what is told of them."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -77,18 +76,3 @@ def test_a_panel_for_what_was_varied_first_and_a_curve_for_the_rest() -> None:
     assert sweep.mean_and_range(found["lag=1"]["a"]) == [(0, 1, 1, 1), (5, 0.5, 0, 1)]
     assert sweep.mean_and_range([[(0, 0.5), (5, 1.0)], [(0, 0.0)]]) == [(0, 0.25, 0.0, 0.5)]
     assert sweep.panels({"loss=a seed=0": {"curve": []}}) == {"": {"loss=a": [[]]}}
-
-
-@pytest.mark.slow
-def test_two_losses_of_the_quick_start_beside_each_other(tmp_path: Path) -> None:
-    data = tmp_path / "sort6-seed{seed}"
-    words = ["--vary", "algorithm.loss=ppo_clip,policy_gradient", "--set", "algorithm.i_know_this_is_biased=true"]
-    words += ["--seeds", "3", "--steps", "3", "--set", "evaluation.num_prompts=16", "--out", str(tmp_path / "runs")]
-    for key, file in (("model.path", "model"), ("data.train", "train.jsonl"), ("data.eval", "eval.jsonl")):
-        words += ["--set", f"{key}={data / file}"]
-    command = [sys.executable, "-m", "slipstream.sweep", *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    runs = json.loads(done.stdout.splitlines()[-1])["runs"]
-    assert len(runs) == 2 and all(0 < numbers["mean_lag"] <= 1 for numbers in runs.values())
-    assert [len(numbers["curve"]) for numbers in runs.values()] == [2, 2]

@@ -11,16 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from configs import load
 from learner import main
 from slipstream.launch import terminal
-from slipstream.launch.children import Tail
-from slipstream.launch.hosts import node
 from slipstream.launch.hosts.fleet import Remote
 from slipstream.launch.hosts.host_file import Host
 from slipstream.launch.launcher import Launcher
@@ -65,15 +62,6 @@ def test_a_node_whose_lines_nothing_takes_is_read_to_its_end(monkeypatch: pytest
     finally:
         process.kill()
         process.communicate()
-
-
-def test_a_node_goes_on_where_nothing_takes_its_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "log").write_text("step 1\nstep 2\n")
-    monkeypatch.setattr(sys, "stdout", Full())
-    shown = SimpleNamespace(_tails={tmp_path / "log": Tail(tmp_path / "log")})
-    node.Node._show_logs(cast(node.Node, shown))
-    node.show("given up")
-    assert shown._tails[tmp_path / "log"].new_lines() == []
 
 
 def test_an_exception_that_ends_a_run_stands_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

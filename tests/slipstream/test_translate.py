@@ -16,7 +16,6 @@ from slipstream.translate.converters import CONVERTERS, VERIFIERS
 from slipstream.translate.files import read
 from slipstream.translate.names import BY_FRAMEWORK, ROWS, TABLES
 from slipstream.translate.settings import Untranslatable
-from slipstream.translate.text import yaml_file
 from slipstream.translate.translation import Translation, translate
 
 VERL = "#!/bin/bash\npython3 -m verl.trainer.main_ppo {} $@\n"
@@ -314,12 +313,6 @@ def test_a_script_that_makes_two_configurations_has_a_remark(tmp_path):
     text = "from trl import GRPOConfig\nGRPOConfig(learning_rate=1e-5)\nGRPOConfig(max_steps=9)\n"
     found = made(tmp_path, "a.py", text)
     assert ["GRPOConfig is made more than once" in remark for remark in found.foreign.remarks] == [True]
-
-
-def test_an_open_value_of_several_lines_is_a_comment_of_one(tmp_path):
-    text = "data:\n  train_files: |\n    ${oc.env:DATA}/a.parquet\n    ${oc.env:DATA}/b.parquet\n"
-    found = made(tmp_path, "verl.yaml", text, "data.train=x")
-    assert "a.parquet ${oc.env:DATA}/b.parquet" in yaml_file(found).splitlines()[-1]
 
 
 # ---- sections of other models ------------------------------------------------------------------------------
