@@ -183,10 +183,20 @@ def random_policy(config: Any, mesh: Any, device: Any, budget: Any) -> Any:
     return policy
 
 
+def over_ranks(model: Any, rows: Any, device: Any, tensor: int) -> tuple[int, int, float]:
+    """Tokens that are computed, tokens that are not because answers share a prompt, and FLOPs, of all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    tokens, saved = sum(row.input_ids.numel() for row in rows), sum(row.saved for row in rows)
+    sums = torch.tensor([tokens, saved, flops(model, rows)], dtype=torch.float64, device=device) / tensor
+    dist.all_reduce(sums)
+    return int(sums[0]), int(sums[1]), float(sums[2])
+
+
 def run_heat(task: Task) -> dict[str, Any]:
     """Warm up by two updates, then time `steps` of them; what rank 0 has measured, and sums over all ranks."""
     import torch
-    import torch.distributed as dist
 
     from examples import random_qwen3
     from learner.optimizer import Optimizer
@@ -218,18 +228,12 @@ def run_heat(task: Task) -> dict[str, Any]:
         timed = {name: seconds[WARM_UP:] for name, seconds in clock.seconds.items()}
         step_s, communication_s = statistics.median(timed["step"]), policy.communication.take() / task.steps
         rows = prepare(batch, trainer.advantage, config).rows
-        own = sum(row.input_ids.numel() for row in rows)
-        saved = sum(row.saved for row in rows)
-        over_all = torch.tensor([own, saved, flops(model, rows)], dtype=torch.float64, device=ranks.device) / tensor
-        dist.all_reduce(over_all)
-        computed, tokens = int(over_all[0]), int(over_all[0] + over_all[1])
+        computed, saved, whole = over_ranks(model, rows, ranks.device, tensor)
+        tokens = computed + saved
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
         speed = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
         return {
-            "shape": task.shape,
-            "heat": task.heat,
-            "ranks": task.ranks,
-            "mesh": task.mesh,
+            **{name: getattr(task, name) for name in ("shape", "heat", "ranks", "mesh")},
             "device": device,
             "torch": torch.__version__,
             "step_s": step_s,
@@ -239,10 +243,10 @@ def run_heat(task: Task) -> dict[str, Any]:
             "tokens_per_s": tokens / step_s,
             "tokens_per_s_a_device": tokens / step_s / task.ranks,
             "tokens_computed": computed,
-            "mfu": float(over_all[2]) / step_s / speed / task.ranks if speed else None,
+            "mfu": whole / step_s / speed / task.ranks if speed else None,
             "peak_gib": max(update.sums.values["peak_bytes_max"] for update in updates[WARM_UP:]) / 2**30,
             "microbatches": len(rows),
-            "fill": own / (len(rows) * max(row.input_ids.numel() for row in rows)),
+            "fill": statistics.mean(row.input_ids.numel() for row in rows) / max(row.input_ids.numel() for row in rows),
             "communication_s": communication_s,
             "first_loss": updates[0].sums.loss,
             "first_grad_norm": updates[0].sums.grad_norm,
@@ -271,10 +275,8 @@ def command(arguments: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(result), flush=True)
         os._exit(0)
-    results, mesh = (
-        [],
-        {name: int(size) for name, _, size in (one.partition("=") for one in options.mesh.split(",") if one)},
-    )
+    mesh = {name: int(size) for name, _, size in (one.partition("=") for one in options.mesh.split(",") if one)}
+    results: list[dict[str, Any]] = []
     for shape in options.shapes.split(","):
         for heat in (name.replace("+", ", ") for name in options.heats.split(",")):
             task = Task(shape, heat, mesh, **{name: getattr(options, name) for name in SIZES})

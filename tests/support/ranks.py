@@ -56,10 +56,13 @@ def two_ranks(
 
 
 def main(program: Path) -> None:
-    """Fork the ranks; ends with an error when one of them does."""
+    """Be the only rank, or fork the ranks; ends with an error when one of them does."""
     places = json.loads(os.environ["RANK_PLACES"])
     sys.path[0], sys.argv = str(ROOT), sys.argv[1:]
     module = importlib.import_module(".".join(program.relative_to(ROOT).with_suffix("").parts))
+    if len(places) == 1:  # also where what was imported has asked for GPUs, which forbids a fork
+        os.environ.update(places[0])
+        return module.main()
     gc.freeze()
     pids = []
     for place in places:
