@@ -11,14 +11,14 @@ import hmac
 import itertools
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from rollout_server.tasks.agents.answers import Stream, message_of, whole
+from rollout_server.tasks.agents.answers import STREAMS, message_of, whole
 from rollout_server.tasks.agents.requests import MAX_BODY_BYTES, Asked, Form, Refused, Rules, read
 from rollout_server.tasks.environments import ContextFull, EpisodeOver, NoMoreTurns, Turn
 from rollout_server.tasks.environments.client import Client
@@ -42,6 +42,32 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(slots=True, eq=False)
+class Pending:
+    """The turns of a request, which a client that asks again gets too."""
+
+    key: bytes
+    """Digest of the request."""
+    turns: "asyncio.Task[list[Turn]]" = field(init=False)
+    text: str = ""
+    """Of the only turn, so far."""
+    grew: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is more text, and when all is there."""
+    waiting: int = 0
+    """Requests that wait for it."""
+    given_up: asyncio.TimerHandle | None = None
+
+    def tell(self, text: str) -> None:
+        """Take in the text so far."""
+        self.text = text
+        self.grew.set()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended without turns."""
+        return self.turns.done() and (self.turns.cancelled() or self.turns.exception() is not None)
+
+
+@dataclass(slots=True, eq=False)
 class Access:
     """One episode's part of the endpoint, until `close`."""
 
@@ -54,7 +80,7 @@ class Access:
     turns: list[int] = field(default_factory=list)
     """Numbers of the turns that were answered."""
     running: set["asyncio.Task[object]"] = field(default_factory=set)
-    asked: list["Pending"] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
     """Turns that are sampled, or whose answer has not been received."""
     responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Conversations by the id of the response that ended them, for previous_response_id."""
@@ -64,25 +90,57 @@ class Access:
     def __post_init__(self) -> None:
         self.api_key = f"slipstream-{self.number}-{secrets.token_urlsafe(32)}"
 
+    def ask(self, asked: Asked, key: bytes, *, is_retried: bool) -> Pending:
+        """The turns of a request: those of one before it with the same body whose client has gone, or new ones."""
+        for found in self.pending:
+            if found.key == key and (is_retried or not found.waiting) and not found.has_failed:
+                if found.given_up is not None:
+                    found.given_up.cancel()
+                return found
+        fresh = Pending(key)
+        told = fresh.tell if asked.stream and asked.n == 1 else None
+        fresh.turns = asyncio.create_task(self._sampled(asked, told))
+        fresh.turns.add_done_callback(lambda _: fresh.grew.set())
+        self.pending.append(fresh)
+        return fresh
 
-@dataclass(slots=True, eq=False)
-class Pending:
-    """The turns of a request, which a client that asks again gets too."""
+    def leave(self, pending: Pending) -> None:
+        """Call turns off that no client waits for, unless one asks for them again in time."""
+        if pending in self.pending and not pending.waiting:
+            wait_s = 0.0 if pending.has_failed else RETRY_S
+            pending.given_up = asyncio.get_running_loop().call_later(wait_s, self.drop, pending)
 
-    key: bytes
-    """Digest of the request."""
-    turns: "asyncio.Task[list[Turn]]"
-    text: str = ""
-    """Of the only turn, so far."""
-    grew: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: int = 0
-    """Requests that wait for it."""
-    given_up: asyncio.TimerHandle | None = None
+    def drop(self, pending: Pending) -> None:
+        """Forget turns: they were received, or nothing asks for them any more."""
+        pending.turns.cancel()
+        if pending in self.pending:
+            self.pending.remove(pending)
 
-    def tell(self, text: str) -> None:
-        """Take in the text so far."""
-        self.text = text
-        self.grew.set()
+    def remember(self, name: str, asked: Asked, turns: list[Turn]) -> None:
+        """For requests that name this response as the one before them."""
+        if asked.form == "responses" and isinstance(asked.context, list):
+            said = {key: value for key, value in message_of(turns[0], asked).items() if key != "reasoning_content"}
+            self.responses[name] = [*asked.context, {**said, "content": said["content"] or ""}]
+
+    async def _sampled(self, asked: Asked, told: Callable[[str], None] | None) -> list[Turn]:
+        """The choices of an answer, a turn of the episode each. Raises Refused."""
+        given: dict[str, Any] = {name: getattr(asked, name) for name in ("tools", "max_new_tokens", "stop", "begins")}
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self.client.generate(asked.context, told=told, **given)) for _ in range(asked.n)
+                ]
+        except ExceptionGroup as failed:
+            error = failed.exceptions[0]
+            if isinstance(error, EpisodeOver):
+                self.over = error
+                raise Refused(400, str(error), code=CODES[type(error)], param="messages") from error
+            if isinstance(error, ValueError | OverflowError):  # the chat template's, or what no frame can carry
+                raise Refused(400, str(error), param="messages") from error
+            raise
+        turns = [task.result() for task in tasks]
+        self.turns += [turn.number for turn in turns]
+        return turns
 
 
 class Endpoint:
@@ -127,7 +185,7 @@ class Endpoint:
         """Refuse the episode's key from now on, and end the requests that still run."""
         del self._episodes[str(access.number)]
         self._sessions.pop(access.session, None)
-        for task in (*access.running, *(pending.turns for pending in access.asked)):
+        for task in (*access.running, *(pending.turns for pending in access.pending)):
             task.cancel()
 
     @web.middleware
@@ -181,117 +239,65 @@ class Endpoint:
             body = await request.read()
             asked = read(body, self._rules, form, access.responses)
             key = hashlib.blake2b(form.encode() + body, digest_size=16).digest()
-            pending = self._pending(access, key, asked, is_retried=request.headers.get(RETRIED, "0") != "0")
+            pending = access.ask(asked, key, is_retried=request.headers.get(RETRIED, "0") != "0")
             name = f"{PREFIXES[form]}-{access.number}-{next(self._answers)}"
             pending.waiting += 1
             try:
-                if asked.stream:
-                    return await self._streamed(request, access, pending, Stream(name, asked, form))
-                turns = await asyncio.shield(pending.turns)
-                answer = whole(name, asked, turns, await self._pieces(access, asked, turns), form)
-                _remember(access, name, asked, turns)
-                response = web.json_response(answer)
-                await response.prepare(request)
-                await response.write_eof()
-                access.asked.remove(pending)
+                send = self._streamed if asked.stream else self._whole
+                response = await send(request, access, pending, asked, name)
+                access.drop(pending)
                 return response
             finally:
                 pending.waiting -= 1
-                if pending in access.asked and not pending.waiting:
-                    _give_up_later(access, pending)
+                access.leave(pending)
         finally:
             access.running.discard(task)
 
-    def _pending(self, access: Access, key: bytes, asked: Asked, *, is_retried: bool) -> Pending:
-        """The turns of a request: those of one before it with the same body whose client has gone, or new ones."""
-        for found in access.asked:
-            if found.key == key and (is_retried or not found.waiting) and not found.turns.cancelled():
-                if found.given_up is not None:
-                    found.given_up.cancel()
-                return found
-        ready: list[Pending] = []
-        told = (lambda text: ready[0].tell(text)) if asked.stream and asked.n == 1 else None
-        ready.append(Pending(key, asyncio.create_task(_turns(access, asked, told))))
-        access.asked += ready
-        return ready[0]
+    async def _whole(
+        self, request: web.Request, access: Access, pending: Pending, asked: Asked, name: str
+    ) -> web.StreamResponse:
+        turns, pieces = await self._ended(access, pending, asked, name)
+        response = web.json_response(whole(name, asked, turns, pieces))
+        await response.prepare(request)
+        await response.write_eof()
+        return response
 
     async def _streamed(
-        self, request: web.Request, access: Access, pending: Pending, stream: Stream
+        self, request: web.Request, access: Access, pending: Pending, asked: Asked, name: str
     ) -> web.StreamResponse:
         """Text as it comes. Where a turn fails before any, its status says so; after that, an event."""
+        stream = STREAMS[asked.form](name, asked)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+
+        async def send(events: Iterable[bytes]) -> None:
+            for event in events:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(event)
+
         while not pending.turns.done():
-            grew = asyncio.create_task(pending.grew.wait())
-            await asyncio.wait([pending.turns, grew], return_when=asyncio.FIRST_COMPLETED)
-            grew.cancel()
+            await pending.grew.wait()
             pending.grew.clear()
             if pending.text and not pending.turns.done():
-                for event in stream.grown(pending.text):
-                    await _write(request, response, event)
+                await send(stream.grown(pending.text))
         try:
-            turns = await asyncio.shield(pending.turns)
+            turns, pieces = await self._ended(access, pending, asked, name)
         except Refused as refused:
             if not response.prepared:
                 raise
-            await response.write(stream.failed(refused.body()))
+            await send([stream.failed(refused.body())])
         else:
-            _remember(access, stream.name, stream.asked, turns)
-            for event in stream.ended(turns, await self._pieces(access, stream.asked, turns)):
-                await _write(request, response, event)
+            await send(stream.ended(turns, pieces))
         await response.write_eof()
-        access.asked.remove(pending)
         return response
 
-    async def _pieces(self, access: Access, asked: Asked, turns: list[Turn]) -> list[list[str]]:
-        return [await access.client.pieces(turn.token_ids) if asked.logprobs else [] for turn in turns]
-
-
-async def _write(request: web.Request, response: web.StreamResponse, event: bytes) -> None:
-    if not response.prepared:
-        await response.prepare(request)
-    await response.write(event)
-
-
-def _remember(access: Access, name: str, asked: Asked, turns: list[Turn]) -> None:
-    """For requests that name this response as the one before them."""
-    if isinstance(asked.context, list) and asked.context and isinstance(asked.context[0], dict):
-        said = {key: value for key, value in message_of(turns[0], asked).items() if key != "reasoning_content"}
-        access.responses[name] = [*asked.context, {**said, "content": said["content"] or ""}]
-
-
-def _give_up_later(access: Access, pending: Pending) -> None:
-    """Call turns off that no client waits for, unless one asks for them again in time."""
-    if pending.turns.done() and (pending.turns.cancelled() or pending.turns.exception() is not None):
-        access.asked.remove(pending)
-        return
-
-    def give_up() -> None:
-        pending.turns.cancel()
-        access.asked.remove(pending)
-
-    pending.given_up = asyncio.get_running_loop().call_later(RETRY_S, give_up)
-
-
-async def _turns(access: Access, asked: Asked, told: Callable[[str], None] | None) -> list[Turn]:
-    """The choices of an answer, a turn of the episode each. Raises Refused."""
-    given: dict[str, Any] = {"tools": asked.tools, "stop": asked.stop, "begins": asked.begins}
-    given["max_new_tokens"] = asked.max_new_tokens
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [
-                group.create_task(access.client.generate(asked.context, told=told, **given)) for _ in range(asked.n)
-            ]
-    except ExceptionGroup as failed:
-        error = failed.exceptions[0]
-        if isinstance(error, EpisodeOver):
-            access.over = error
-            raise Refused(400, str(error), code=CODES[type(error)], param="messages") from error
-        if isinstance(error, ValueError | OverflowError):  # the chat template's, or what no frame can carry
-            raise Refused(400, str(error), param="messages") from error
-        raise
-    turns = [task.result() for task in tasks]
-    access.turns += [turn.number for turn in turns]
-    return turns
+    async def _ended(
+        self, access: Access, pending: Pending, asked: Asked, name: str
+    ) -> tuple[list[Turn], list[list[str]]]:
+        """The turns of a request, and the texts of their tokens where logprobs are asked for. Raises Refused."""
+        turns = await asyncio.shield(pending.turns)
+        access.remember(name, asked, turns)
+        return turns, [await access.client.pieces(turn.token_ids) if asked.logprobs else [] for turn in turns]
 
 
 def _described(name: str) -> dict[str, object]:

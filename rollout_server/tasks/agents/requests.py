@@ -1,17 +1,22 @@
 """What an agent may ask of the endpoint: bodies of OpenAI's API, checked. Pure.
 
+The three forms (/chat/completions, /completions, /responses) share one table of parameters; they differ in how they
+spell the context, which is read here into what a turn is asked with.
+
 Answers are trained with the logprobs under which they were sampled, so a parameter that would change the law of
 sampling is refused, unless it says what the run does anyway.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from rollout_server.tasks.environments.protocol import MAX_ITEMS, shown
 
+Form = Literal["chat", "text", "responses"]
+History = Mapping[str, list[dict[str, Any]]]
+"""Conversations of an episode by the id of the response that ended them."""
 MAX_BODY_BYTES = 2 * MAX_ITEMS
 """So that no list of a body has more items than a frame to the rollout server may have."""
 MAX_CHOICES = 64
@@ -23,22 +28,19 @@ PLAIN = {"top_p": 1, "presence_penalty": 0, "frequency_penalty": 0, "logit_bias"
 """Values that leave the law of sampling as it is. So does a temperature that is the run's."""
 NO_EFFECT = frozenset(
     ("seed", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-     "prompt_cache_retention")
+     "prompt_cache_retention", "reasoning")
 )  # fmt: skip
 """Taken and not used. A seed: every turn has a random stream of its own, which follows from the episode's seed."""
+EMPTY = frozenset(
+    ("functions", "function_call", "audio", "prediction", "web_search_options", "echo", "suffix", "include",
+     "background", "top_logprobs")
+)  # fmt: skip
+"""What cannot be had here, so nothing may be asked of it."""
+READ = frozenset(("model", "messages", "prompt", "temperature", "input", "instructions", "previous_response_id"))
+"""Read otherwise."""
 KEPT = ("role", "content", "name", "tool_calls", "tool_call_id")
-
-
-def _is_whole(most: float = math.inf) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and 1 <= value <= most
-
-
-def _is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _is_never(value: Any) -> bool:
-    return False
+PLAIN_TEXT = {"type": "text"}
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
 
 def _are_stops(value: Any) -> bool:
@@ -46,74 +48,47 @@ def _are_stops(value: Any) -> bool:
     return isinstance(given, list) and len(given) <= MAX_STOPS and all(isinstance(one, str) and one for one in given)
 
 
+def _function(said: Any) -> dict[str, Any]:
+    """The function of a tool or of a choice, which /responses does not nest; empty for anything else."""
+    named = said.get("function", said) if isinstance(said, dict) and said.get("type") == "function" else None
+    return {key: value for key, value in named.items() if key != "type"} if isinstance(named, dict) else {}
+
+
+def _are_functions(value: Any) -> bool:
+    return isinstance(value, list) and all(_function(tool) for tool in value)
+
+
 def _is_choice(value: Any) -> bool:
-    return value in ("auto", "none", "required") or (isinstance(value, dict) and _chosen(value) != "")
+    return value in ("auto", "none", "required") or bool(_chosen(value))
 
 
 def _chosen(choice: Any) -> str:
     """The function that has to be called; empty for any."""
-    named = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else {}
-    name = named.get("name") if isinstance(named, dict) else None
+    name = _function(choice).get("name")
     return name if isinstance(name, str) else ""
 
 
-def _are_functions(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("function"), dict)
-        for tool in value
-    )
-
-
-def _are_flat_functions(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("name"), str)
-        for tool in value
-    )
-
-
-PLAIN_TEXT = {"type": "text"}
-CHAT: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "n": (_is_whole(MAX_CHOICES), f"take an integer of 1 or more, at most {MAX_CHOICES}"),
-    "max_tokens": (_is_whole(), "take an integer of 1 or more"),
-    "max_completion_tokens": (_is_whole(), "take an integer of 1 or more"),
-    "stream": (_is_flag, "take true or false"),
-    "stream_options": (lambda value: isinstance(value, dict), "take an object"),
-    "logprobs": (_is_flag, "take true or false"),
-    "top_logprobs": (lambda value: value == 0, "the engine records the logprob of the sampled token alone; take 0"),
-    "tools": (_are_functions, "take a list of functions"),
-    "tool_choice": (_is_choice, "take 'auto', 'none', 'required', or {type: function, function: {name: ...}}"),
-    "functions": (lambda value: value == [], "take tools"),
-    "function_call": (_is_never, "take tools"),
-    "stop": (_are_stops, f"take a string or at most {MAX_STOPS}, none of them empty"),
-    "response_format": (lambda value: value == {"type": "text"}, "answers are not constrained to a form"),
-    "modalities": (lambda value: value == ["text"], "there is text alone"),
-    "audio": (_is_never, "there is text alone"),
-    "prediction": (_is_never, "it cannot be used here"),
-    "web_search_options": (_is_never, "it cannot be used here"),
-    "echo": (lambda value: value is False, "a prompt has no logprobs"),
-    "suffix": (lambda value: value == "", "it cannot be used here"),
+PARAMETERS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "n": (lambda value: type(value) is int and 1 <= value <= MAX_CHOICES, f"an integer from 1 to {MAX_CHOICES}"),
+    **{name: (lambda value: type(value) is int and value >= 1, "an integer of 1 or more") for name in LIMITS},
+    "stream": (lambda value: type(value) is bool, "true or false"),
+    "stream_options": (lambda value: isinstance(value, dict), "an object"),
+    "logprobs": (
+        lambda value: type(value) is bool or (type(value) is int and value == 0),
+        "true or false, or 0 in /completions: the engine records the logprob of the sampled token alone",
+    ),
+    "tools": (_are_functions, "a list of functions"),
+    "tool_choice": (_is_choice, "'auto', 'none', 'required', or {type: function, function: {name: ...}}"),
+    "stop": (_are_stops, f"a string or at most {MAX_STOPS}, none of them empty"),
+    "response_format": (lambda value: value == PLAIN_TEXT, "{type: text}: answers are not constrained to a form"),
+    "text": (
+        lambda value: isinstance(value, dict) and value.get("format", PLAIN_TEXT) == PLAIN_TEXT,
+        "{format: {type: text}}: answers are not constrained to a form",
+    ),
+    "modalities": (lambda value: value == ["text"], "[text]: there is text alone"),
+    "truncation": (lambda value: value == "disabled", "'disabled': a context is taken whole"),
 }
-"""By parameter: which values are taken, and why no others; or ignored with environment.function.agent.sampling."""
-TEXT = CHAT | {"logprobs": (lambda value: type(value) is int and value == 0, CHAT["top_logprobs"][1])}
-"""Of /completions."""
-READ = frozenset(("model", "messages", "prompt", "temperature", "input", "instructions", "previous_response_id"))
-"""Read otherwise."""
-Form = Literal["chat", "text", "responses"]
-FORMS: Mapping[Form, Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    "chat": CHAT,
-    "text": TEXT,
-    "responses": {name: CHAT[name] for name in ("stream", "stream_options", "tool_choice")}
-    | {
-        "max_output_tokens": CHAT["max_tokens"],
-        "tools": (_are_flat_functions, "take a list of functions"),
-        "text": (lambda value: isinstance(value, dict) and value.get("format", PLAIN_TEXT) == PLAIN_TEXT, "take text"),
-        "include": (lambda value: value == [], "there is nothing to include"),
-        "truncation": (lambda value: value == "disabled", "a context is taken whole"),
-        "background": (lambda value: value is False, "answers are waited for"),
-        "reasoning": (lambda value: isinstance(value, dict), "take an object"),
-    },
-}
-"""Bodies of /chat/completions, /completions and /responses."""
+"""By parameter: which values are taken, also with environment.function.agent.sampling: ignore, and their names."""
 
 
 class Refused(Exception):
@@ -150,11 +125,31 @@ class Rules:
                 param="model",
             )
 
+    def check(self, name: str, value: Any) -> None:
+        """Whether a parameter may have a value. Raises Refused: 400."""
+        ignore = "or have such parameters ignored with environment.function.agent.sampling: ignore"
+        own = self.temperature if name == "temperature" else PLAIN.get(name)
+        if name in PARAMETERS and not PARAMETERS[name][0](value):
+            raise _wrong(name, value, PARAMETERS[name][1])
+        if name in EMPTY and value:
+            raise Refused(400, f"{name}: it cannot be used here; leave it out", param=name)
+        if own is not None and value != own and not self.ignores:
+            key = f"rollout.temperature {own:g}" if name == "temperature" else f"{own!r}"
+            raise Refused(
+                400,
+                f"{name}: {shown(value)} is not the run's own {key}: answers are trained with the logprobs under which"
+                f" they were sampled. Leave {name} out, {ignore}",
+                param=name,
+            )
+        if name not in READ | NO_EFFECT | EMPTY | PARAMETERS.keys() | PLAIN.keys() and not self.ignores:
+            raise Refused(400, f"{shown(name)} is not known here; leave it out, {ignore}", param=name[:100])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """A request that may be sampled."""
 
+    form: Form
     model: str
     context: str | list[int] | list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -162,14 +157,14 @@ class Asked:
     n: int
     stream: bool
     usage_in_stream: bool
-    logprobs: bool = False
-    stop: tuple[str, ...] = ()
-    begins: str = ""
+    logprobs: bool
+    stop: tuple[str, ...]
+    begins: str
     """How the answer has to begin: with a call, where one is required."""
 
 
-def read(body: bytes, rules: Rules, form: Form, history: Mapping[str, list[dict[str, Any]]]) -> Asked:
-    """Check a body. `history` are conversations by the id of the response that ended them. Raises Refused."""
+def read(body: bytes, rules: Rules, form: Form, history: History) -> Asked:
+    """Check a body. Raises Refused."""
     try:
         said = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -179,46 +174,31 @@ def read(body: bytes, rules: Rules, form: Form, history: Mapping[str, list[dict[
     given = {name: value for name, value in said.items() if value is not None}
     rules.check_model(given.get("model"))
     for name, value in given.items():
-        _check(name, value, rules, FORMS[form])
-    limits = [given[name] for name in ("max_completion_tokens", "max_tokens", "max_output_tokens") if name in given]
+        rules.check(name, value)
     choice, stops = given.get("tool_choice", "auto"), given.get("stop", [])
-    tools = [] if form == "text" or choice == "none" else given.get("tools", [])
-    if form == "responses":
-        fields = ("name", "description", "parameters", "strict")
-        tools = [{"type": "function", "function": {key: t[key] for key in fields if key in t}} for t in tools]
-    if (name := _chosen(choice)) and name not in [tool["function"].get("name") for tool in tools]:
+    offered: list[Any] = [] if form == "text" or choice == "none" else given.get("tools", [])
+    tools = [{"type": "function", "function": _function(tool)} for tool in offered]
+    if (name := _chosen(choice)) and name not in [_function(tool).get("name") for tool in offered]:
         raise _wrong("tool_choice", name, "a function of tools")
+    context = _input(given, history) if form == "responses" else _prompt(given) if form == "text" else _messages(given)
     return Asked(
+        form=form,
         model=given["model"],
-        context=CONTEXTS[form](given) if form != "responses" else _input(given, history),
+        context=context,
         tools=tools or None,
-        max_new_tokens=min(limits, default=None),
-        stop=(stops,) if isinstance(stops, str) else tuple(stops),
-        begins=_beginning(name) if tools and (name or choice == "required") else "",
-        n=given.get("n", 1),
+        max_new_tokens=min((given[name] for name in LIMITS if name in given), default=None),
+        n=given.get("n", 1) if form != "responses" else 1,
         stream=given.get("stream", False),
         usage_in_stream=given.get("stream_options", {}).get("include_usage") is True,
         logprobs=given.get("logprobs", False) is not False,
+        stop=(stops,) if isinstance(stops, str) else tuple(stops),
+        begins=_beginning(name) if tools and (name or choice == "required") else "",
     )
 
 
-def _check(name: str, value: Any, rules: Rules, table: Mapping[str, tuple[Callable[[Any], bool], str]]) -> None:
-    wrong, ignore = "", "or have such parameters ignored with environment.function.agent.sampling: ignore"
-    if name in table:
-        is_right, why = table[name]
-        wrong = "" if is_right(value) else f"{name}: {shown(value)} is not supported: {why}"
-    elif (name in PLAIN or name == "temperature") and not rules.ignores:
-        own = PLAIN.get(name, rules.temperature)
-        key = f"rollout.temperature {own:g}" if name == "temperature" else f"{own!r}"
-        if value != own:
-            wrong = (
-                f"{name}: {shown(value)} is not the run's own {key}: answers are trained with the logprobs under which"
-                f" they were sampled. Leave {name} out, {ignore}"
-            )
-    elif name not in READ | NO_EFFECT | PLAIN.keys() and not rules.ignores:
-        wrong = f"{shown(name)} is not known here; leave it out, {ignore}"
-    if wrong:
-        raise Refused(400, wrong, param=name[:100])
+def _beginning(name: str) -> str:
+    """What a call in Hermes' form begins with: of one function, or of any."""
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":' if name else "<tool_call>\n"
 
 
 def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -232,37 +212,32 @@ def _message(message: Any) -> dict[str, Any]:
     """A message with the fields that a chat template may use; text parts are joined to one text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise _wrong("messages", message, "a message with a role")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise _wrong("messages", content, "text, or a list of text parts")
+    content, calls = message.get("content") or "", message.get("tool_calls") or []
+    if isinstance(content, list) and all(isinstance(one, dict) and isinstance(one.get("text"), str) for one in content):
         content = "".join(part["text"] for part in content)
-    if content is not None and not isinstance(content, str):
+    if not isinstance(content, str):
         raise _wrong("messages", content, "text, or a list of text parts")
-    calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(
         isinstance(call, dict) and isinstance(call.get("function"), dict) for call in calls
     ):
         raise _wrong("messages", calls, "a list of tool calls")
     kept = {name: message[name] for name in KEPT if message.get(name) is not None}
     role = "system" if message["role"] == "developer" else message["role"]  # the newer name of the same
-    return {**kept, "role": role, "content": content or ""}
+    return {**kept, "role": role, "content": content}
 
 
-def _beginning(name: str) -> str:
-    """What a call in Hermes' form begins with: of one function, or of any."""
-    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments":' if name else "<tool_call>\n"
-
-
-def _input(given: Mapping[str, Any], history: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _input(given: Mapping[str, Any], history: History) -> list[dict[str, Any]]:
     """Items of /responses as messages: calls stand in the assistant's message, as it was answered."""
     before, items = given.get("previous_response_id"), given.get("input")
-    if before is not None and before not in history:
+    if before is not None and (not isinstance(before, str) or before not in history):
         raise Refused(404, f"there is no response {shown(before)} in this episode", param="previous_response_id")
     messages = [*history[before]] if before is not None else []
-    if isinstance(given.get("instructions"), str):
-        messages = [{"role": "system", "content": given["instructions"]}, *_without_system(messages)]
-    for item in [{"role": "user", "content": items}] if isinstance(items, str) else items or [None]:
+    if isinstance(given.get("instructions"), str):  # those of the response before are not carried over
+        said_before = messages[1:] if messages and messages[0]["role"] == "system" else messages
+        messages = [{"role": "system", "content": given["instructions"]}, *said_before]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    for item in items if isinstance(items, list) and items else [None]:
         match item:
             case {"type": "function_call", "call_id": str(call), "name": str(name), "arguments": str(arguments)}:
                 if not messages or messages[-1]["role"] != "assistant":
@@ -278,11 +253,9 @@ def _input(given: Mapping[str, Any], history: Mapping[str, list[dict[str, Any]]]
                 messages.append(_message(item))
             case _:
                 raise _wrong("input", item, "text, messages, function calls and their outputs")
+    if not messages:
+        raise _wrong("input", items, "text, messages, function calls and their outputs")
     return messages
-
-
-def _without_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return messages[1:] if messages and messages[0]["role"] == "system" else messages
 
 
 def _prompt(given: Mapping[str, Any]) -> str | list[int]:
@@ -297,7 +270,4 @@ def _prompt(given: Mapping[str, Any]) -> str | list[int]:
 
 
 def _wrong(name: str, value: Any, wanted: str) -> Refused:
-    return Refused(400, f"{name}: {shown(value)}; take {wanted}", param=name)
-
-
-CONTEXTS: Mapping[Form, Callable[[Mapping[str, Any]], Any]] = {"chat": _messages, "text": _prompt}
+    return Refused(400, f"{name}: {shown(value)} is not supported; take {wanted}", param=name)

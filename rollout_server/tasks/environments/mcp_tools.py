@@ -9,8 +9,8 @@ import asyncio
 import os
 import shlex
 import sys
-import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rollout_server.tasks.environments import EnvironmentFailed
@@ -30,21 +30,12 @@ def tools_of(address: str) -> list[Tool]:
     except ModuleNotFoundError as error:
         raise EnvironmentFailed(f"{where} needs a package ({error}): pip install 'slipstream-rl[mcp]'") from error
     server = Server(address)
-    found: list[Any] = []
-
-    def ask() -> None:
-        try:
-            found.append(asyncio.run(server.offered()))
-        except Exception as error:  # noqa: BLE001 - whatever the client raises: the server cannot be used
-            found.append(error)
-
-    # On a loop of its own, since this one is just starting: episodes open their connection later.
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    if isinstance(found[0], BaseException):
-        raise EnvironmentFailed(f"{where} does not start: {found[0]!r}")
-    return [Tool(one, server.caller(one["function"]["name"])) for one in found[0]]
+    try:  # on a loop of its own, since this one is just starting: episodes open their connection later
+        with ThreadPoolExecutor(1) as thread:
+            offered = thread.submit(asyncio.run, server.offered()).result()
+    except Exception as error:  # whatever the client raises: the server cannot be used
+        raise EnvironmentFailed(f"{where} does not start: {error!r}") from error
+    return [Tool(one, server.caller(one["function"]["name"])) for one in offered]
 
 
 class Server:

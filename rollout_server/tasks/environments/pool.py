@@ -23,49 +23,44 @@ def prompt_of(name: str) -> str:
     return name.rsplit("/", 2)[0]
 
 
-class Gate:
-    """So many keys inside at once, each of them any number of times; the others wait.
+class Places:
+    """Places for so many episodes at once; those of evaluations are served before all others, each in their order."""
 
-    `first` ones are served before all others that wait, which are served in their order.
-    """
-
-    def __init__(self, places: int) -> None:
-        self.inside: Counter[object] = Counter()
-        self._places, self._numbers = places, itertools.count()
-        self._waiting: list[tuple[bool, int, object, asyncio.Future[None]]] = []
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self._waiting: list[tuple[bool, int, asyncio.Future[None]]] = []
+        self._numbers = itertools.count()
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """How many episodes wait."""
         return sum(not mine.done() for *_, mine in self._waiting)
 
-    async def enter(self, key: object, *, first: bool = False) -> None:
-        """Wait for a place, or join those of the same key."""
-        if self._admits(key):
-            self.inside[key] += 1
-            return
+    @asynccontextmanager
+    async def one(self, session: Session) -> AsyncIterator[None]:
+        """A place; the wait for it ends where the episode is called off. Raises LeaseFailed: it was."""
         mine = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (not first, next(self._numbers), key, mine))
+        session.on_abort = mine.cancel
+        # an evaluation may keep the next version waiting (SGLang), training episodes do not
+        heapq.heappush(self._waiting, (session.pinned is None, next(self._numbers), mine))
+        self._serve()
         try:
-            await mine
-        except asyncio.CancelledError:
-            if mine.done() and not mine.cancelled():  # it was admitted in the same moment
-                self.leave(key)
-            raise
+            if not session.aborted:
+                await asyncio.wait([mine])
+            if session.aborted:
+                raise LeaseFailed("aborted", "the episode was called off")
+            yield
+        finally:
+            self.free += mine.done() and not mine.cancelled()
+            mine.cancel()
+            self._serve()
 
-    def leave(self, key: object) -> None:
-        """Those that wait and now have a place are admitted."""
-        self.inside[key] -= 1
-        if not self.inside[key]:
-            del self.inside[key]
-        while self._waiting and (self._waiting[0][-1].done() or self._admits(self._waiting[0][2])):
-            *_, next_key, mine = heapq.heappop(self._waiting)
+    def _serve(self) -> None:
+        while self._waiting and (self.free or self._waiting[0][-1].done()):
+            *_, mine = heapq.heappop(self._waiting)
             if not mine.done():
-                self.inside[next_key] += 1
+                self.free -= 1
                 mine.set_result(None)
-
-    def _admits(self, key: object) -> bool:
-        return key in self.inside or len(self.inside) < self._places
 
 
 class Suspects:
@@ -110,7 +105,7 @@ class Environments:
             )
             for number in range(environment.num_workers + 1)
         ]
-        self._slots, self._alone = Gate(environment.max_episodes), Gate(1)
+        self._slots, self._alone = Places(environment.max_episodes), Places(1)
 
     async def start(self) -> None:
         """Start all processes. Raises EnvironmentFailed: the function cannot be loaded."""
@@ -123,8 +118,8 @@ class Environments:
         prompt = prompt_of(session.name)
         async with AsyncExitStack() as places:
             if is_suspect := self._suspects.has(prompt):
-                await places.enter_async_context(_place(session, self._alone, prompt))
-            await places.enter_async_context(_place(session, self._slots, session))
+                await places.enter_async_context(self._alone.one(session))
+            await places.enter_async_context(self._slots.one(session))
             session.has_begun = True
             process = self._apart if is_suspect else min(self._processes, key=lambda one: one.load)
             try:
@@ -141,28 +136,6 @@ class Environments:
     async def close(self) -> None:
         """Kill the processes; episodes that still run fail."""
         await asyncio.gather(*(process.stop() for process in (*self._processes, self._apart)))
-
-
-@asynccontextmanager
-async def _place(session: Session, gate: Gate, key: object) -> AsyncIterator[None]:
-    """A place; the wait for it ends where the episode is called off. Raises LeaseFailed: it was."""
-    # an evaluation may keep the next version waiting (SGLang), training episodes do not
-    taking = asyncio.create_task(gate.enter(key, first=session.pinned is not None))
-
-    def called_off() -> None:
-        taking.cancel()
-
-    session.on_abort = called_off
-    try:
-        if not session.aborted:
-            await asyncio.wait([taking])
-        if session.aborted:
-            raise LeaseFailed("aborted", "the episode was called off")
-        yield
-    finally:
-        if taking.done() and not taking.cancelled():
-            gate.leave(key)
-        taking.cancel()
 
 
 @asynccontextmanager

@@ -10,9 +10,9 @@ log names what is left behind.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from configs.environment import Environment
@@ -32,6 +32,8 @@ LOOKS = 4
 """So often a turn is looked at within environment.turn_timeout_s."""
 FAILED = "environment_error"
 """Reason of a lease that failed by its environment."""
+ENDINGS = ("done", "failed", "cancelled", "died")
+"""The last message of an episode."""
 NAMES = {kind: name for name, kind in OVER.items()}
 
 
@@ -51,44 +53,16 @@ class Outcome:
 class _Episode:
     number: int
     session: Session
-    timeout_s: float
-    late: Callable[["_Episode"], None]
-    """Called when the function takes longer between two turns."""
-    result: asyncio.Future[Outcome] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    turns: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """By call: what the function waits for."""
+    inbox: asyncio.Queue[Sequence[Any]] = field(default_factory=asyncio.Queue)
+    """What its function says, and beside that `answered`, `aborted` and `died`."""
+    calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """What the function waits for."""
     given: dict[int, int] = field(default_factory=dict)
     """By call: the number of the turn that answered it."""
-    own_s: float = 0.0
-    own_since: float = 0.0
-    timer: asyncio.TimerHandle | None = None
     has_ended: bool = False
     """Its function, or the process, so there is nothing left to cancel."""
-
-    def fail(self, error: BaseException) -> None:
-        if not self.result.done():
-            self.result.set_exception(error)
-
-    def answered(self, call: int, task: asyncio.Task[None]) -> None:
-        """A call has ended. What nothing provides for fails the episode: otherwise it would wait for its answer."""
-        del self.turns[call]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.fail(LeaseFailed(FAILED, f"an unexpected {type(error).__name__}: {error}"))
-        if not self.turns and not self.result.done():
-            self.functions_turn()
-
-    def functions_turn(self) -> None:
-        """The function has all that it asked for: its own time begins."""
-        loop = asyncio.get_running_loop()
-        self.own_since = loop.time()
-        self.timer = loop.call_later(self.timeout_s, self.late, self)
-
-    def engines_turn(self) -> None:
-        """The function waits for a turn."""
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = None
-            self.own_s += asyncio.get_running_loop().time() - self.own_since
+    leaving: asyncio.Task[None] | None = None
+    """Ends the function of an episode that was called off."""
 
 
 class EnvironmentProcess:
@@ -111,10 +85,9 @@ class EnvironmentProcess:
         }
         self.worker = Worker("rollout_server.tasks.environments.worker", name, hidden, MAX_BYTES, LIMITS)
         self._reading: asyncio.Task[None] | None = None
-        self._killing: asyncio.Future[None] | None = None
         self._episodes: dict[int, _Episode] = {}
-        self._cancelled: dict[int, tuple[str, asyncio.TimerHandle]] = {}
-        """By number of an episode that has not ended yet: its name, and what its silence leads to."""
+        self._leaving: dict[int, _Episode] = {}
+        """Those that were called off and have not ended yet."""
         self._numbers = itertools.count()
         self._starting = asyncio.Lock()
         self._killed = ""
@@ -143,39 +116,96 @@ class EnvironmentProcess:
             self._reading = asyncio.create_task(self._read())
 
     async def run(self, row: dict[str, Any], session: Session) -> Outcome:
-        """One episode. Raises LeaseFailed, EngineError, TaskError: it has failed."""
-        episode = _Episode(next(self._numbers), session, self._settings.turn_timeout_s, self._late)
+        """One episode. Raises LeaseFailed, EngineError: it has failed."""
+        episode = _Episode(next(self._numbers), session)
         self._episodes[episode.number] = episode
-        session.on_abort = lambda: episode.fail(LeaseFailed("aborted", "the episode was called off"))
+        session.on_abort = lambda: episode.inbox.put_nowait(["aborted"])
         try:
             self.worker.send(["start", episode.number, row, session.seed, session.prompt_seed])
-            episode.functions_turn()
-            async with asyncio.timeout(self._settings.episode_timeout_s) as limit:
-                return await episode.result
+            async with asyncio.timeout(self._settings.episode_timeout_s):
+                return await self._played(episode)
         except TimeoutError as error:
-            assert limit.expired()
             said = "the episode took longer than {key} = {limit:g}"
             raise self._expired("episode_timeout_s", said, session.name, self.name) from error
+        except (ValueError, TypeError, LookupError) as error:
+            raise LeaseFailed(FAILED, f"{self.name} sent garbage: {error}") from error
         finally:
-            self._leave(episode)
+            session.on_abort = lambda: None
+            del self._episodes[episode.number]
+            for call in episode.calls.values():
+                call.cancel()
+            if not episode.has_ended:
+                self._leaving[episode.number] = episode
+                episode.leaving = asyncio.create_task(self._call_off(episode))
 
-    def _leave(self, episode: _Episode) -> None:
-        """Forget an episode; where its function still runs, end that."""
-        del self._episodes[episode.number]
-        episode.engines_turn()
-        for turn in list(episode.turns.values()):
-            turn.cancel()
-        if not episode.has_ended:
-            self.worker.send(["cancel", episode.number])
-            handle = asyncio.get_running_loop().call_later(self._settings.turn_timeout_s, self._give_up)
-            self._cancelled[episode.number] = (episode.session.name, handle)
+    async def _played(self, episode: _Episode) -> Outcome:
+        """What the function comes to; meanwhile it is given what it asks for. Raises as `run`, and for garbage."""
+        own_s, loop = 0.0, asyncio.get_running_loop()
+        while True:
+            is_functions_turn, since = not episode.calls, loop.time()
+            kind, *rest = await self._said(episode, self._settings.turn_timeout_s if is_functions_turn else None)
+            own_s += loop.time() - since if is_functions_turn else 0.0
+            if kind == "ask":
+                self._ask(episode, *rest)
+            elif kind == "answered":
+                _check(episode.calls.pop(rest[0]))
+            elif kind == "leave":
+                self._take_back(episode, *rest)
+            elif kind == "done":
+                return Outcome(**read_outcome(rest[0]), environment_s=own_s)
+            elif kind == "failed":
+                raise LeaseFailed(FAILED, str(rest[0]))
+            elif kind == "cancelled":
+                raise LeaseFailed(FAILED, "the function has cancelled itself")
+            elif kind == "aborted":
+                raise LeaseFailed("aborted", "the episode was called off")
+            elif kind == "died":
+                raise rest[0]
+            else:
+                raise ValueError(f"a message {shown(kind)}")
 
-    def _late(self, episode: _Episode) -> None:
-        after = f"after {episode.session.recorder.num_turns} turns"
-        said = f"the environment took longer than {{key}} = {{limit:g}} {after}"
-        episode.fail(
-            self._expired("turn_timeout_s", said, f"the function of {episode.session.name} {after}", self.name)
-        )
+    async def _said(self, episode: _Episode, limit_s: float | None) -> Sequence[Any]:
+        """The next message of an episode. Raises LeaseFailed: the function takes longer than it may."""
+        try:
+            async with asyncio.timeout(limit_s) as limit:
+                return await episode.inbox.get()
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            after = f"after {episode.session.recorder.num_turns} turns"
+            said = f"the environment took longer than {{key}} = {{limit:g}} {after}"
+            what = f"the function of {episode.session.name} {after}"
+            raise self._expired("turn_timeout_s", said, what, self.name) from error
+
+    async def _call_off(self, episode: _Episode) -> None:
+        """End the function of an episode. A process that does not even see that is ended: its event loop is blocked."""
+        limit_s = self._settings.turn_timeout_s
+        self.worker.send(["cancel", episode.number])
+        heard = await self._heard(episode, "cancelling", *ENDINGS)
+        if heard is None:
+            last = self.worker.last_line()
+            self._killed = f"it did not begin to cancel an episode within {limit_s:g} s; its last output: {last}"
+            log.error("%s: %s; it is killed", self.name, self._killed)
+            await self.worker.kill()
+        elif heard == "cancelling" and await self._heard(episode, *ENDINGS) is None:
+            log.warning(
+                "%s: the function of %s was called off and has not ended within environment.turn_timeout_s = %g s; what"
+                " it holds stays until the process ends [slow]", self.name, episode.session.name, limit_s,
+            )  # fmt: skip
+        del self._leaving[episode.number]
+
+    async def _heard(self, episode: _Episode, *kinds: str) -> str | None:
+        """The first message of these kinds of an episode that was called off; None: none in its time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.turn_timeout_s):
+                while True:
+                    kind, *rest = await episode.inbox.get()
+                    if kind in kinds:
+                        return str(kind)
+                    if kind == "ask":
+                        refusal = [*rest[:1], "the episode was called off", "refused"]
+                        self.worker.send(["over", episode.number, *refusal])
+        return None
 
     def _expired(self, key: str, said: str, what: str, owed_by: str) -> LeaseFailed:
         """An episode that fails because a deadline has passed, with the hang report of it."""
@@ -183,131 +213,71 @@ class EnvironmentProcess:
         report = expired(what, owed_by=(owed_by,), waited_s=limit, key=key, ends=False)
         return LeaseFailed(FAILED, said.format(key=key, limit=limit) + report)
 
-    def _left_behind(self, number: int, name: str) -> None:
-        del self._cancelled[number]
-        log.warning(
-            "%s: the function of %s was called off and has not ended within environment.turn_timeout_s = %g s; what it"
-            " holds stays until the process ends [slow]", self.name, name, self._settings.turn_timeout_s,
-        )  # fmt: skip
-
-    def _give_up(self) -> None:
-        """The process does not even see that an episode is called off: something blocks its event loop."""
-        said, limit_s = self.worker.last_line(), self._settings.turn_timeout_s
-        self._killed = f"it did not begin to cancel an episode within {limit_s:g} s; its last output: {said}"
-        log.error("%s: %s; it is killed", self.name, self._killed)
-        self._killing = asyncio.ensure_future(self.worker.kill())
-
     async def _read(self) -> None:
         """Messages of the process, until it ends."""
         why = "it hung up"
         try:
             while True:
-                self._take(await self.worker.receive())
-        except (ValueError, TypeError, LookupError) as error:
+                kind, number, *rest = await self.worker.receive()
+                if (episode := self._episodes.get(number) or self._leaving.get(number)) is not None:
+                    episode.has_ended = episode.has_ended or kind in ENDINGS
+                    episode.inbox.put_nowait([kind, *rest])
+        except (ValueError, TypeError) as error:
             why = f"it sent garbage: {error}"
         except (asyncio.IncompleteReadError, OSError):
             pass
         code, _, last = await self.worker.autopsy()
-        for _, handle in self._cancelled.values():
-            handle.cancel()
-        self._cancelled.clear()
-        # Nothing is left to cancel, and the next process must not pay for the silence of this one.
-        for episode in self._episodes.values():
-            episode.has_ended = True
-        running = [episode for episode in self._episodes.values() if not episode.result.done()]
+        running = [episode for episode in self._episodes.values() if not episode.has_ended]
         if self._killed or not running:  # for another's sake
             said, charged = f"{self.name} was killed: {self._killed}", ""
         else:
             said = f"{self.name} died: {why} (exit code {code}); last output: {last}"
             charged = self._charge([episode.session.name for episode in running])
-        for episode in running:
+        # Nothing is left to cancel, and the next process must not pay for the silence of this one.
+        for episode in (*running, *self._leaving.values()):
             is_charged = bool(charged) and episode.session.name.startswith(f"{charged}/")
-            episode.fail(LeaseFailed(FAILED if is_charged else "aborted", said))
-
-    def _take(self, message: Any) -> None:
-        kind, number, *rest = message
-        if number in self._cancelled:
-            self._take_late(kind, number, rest)
-        if (episode := self._episodes.get(number)) is None:
-            return
-        episode.has_ended = episode.has_ended or kind in ("done", "failed", "cancelled")
-        if kind == "ask":
-            self._ask(episode, *rest)
-        elif kind == "leave":
-            self._call_off(episode, rest[0])
-        elif kind == "done":
-            episode.engines_turn()
-            outcome = Outcome(**read_outcome(rest[0]), environment_s=episode.own_s)
-            if not episode.result.done():
-                episode.result.set_result(outcome)
-        elif kind == "failed":
-            episode.fail(LeaseFailed(FAILED, str(rest[0])))
-        elif kind == "cancelled":
-            episode.fail(LeaseFailed(FAILED, "the function has cancelled itself"))
-
-    def _take_late(self, kind: Any, number: int, rest: list[Any]) -> None:
-        """React to a message of an episode that was called off."""
-        if kind == "ask":
-            self.worker.send(["over", number, rest[0], "the episode was called off", "refused"])
-        elif kind != "leave":
-            name, handle = self._cancelled.pop(number)
-            handle.cancel()
-            if kind == "cancelling":  # its loop runs, and the function may clean up
-                limit_s = self._settings.turn_timeout_s
-                handle = asyncio.get_running_loop().call_later(limit_s, self._left_behind, number, name)
-                self._cancelled[number] = (name, handle)
+            episode.has_ended = True
+            episode.inbox.put_nowait(["died", LeaseFailed(FAILED if is_charged else "aborted", said)])
 
     def _ask(self, episode: _Episode, call: int, what: str, arguments: dict[str, Any]) -> None:
-        if call in episode.turns:
+        if call in episode.calls:
             raise ValueError(f"two calls with number {shown(call)}")
-        if not episode.turns:
-            episode.engines_turn()
-        task = episode.turns[call] = asyncio.create_task(self._answer(episode, call, what, dict(arguments)))
-        task.add_done_callback(partial(episode.answered, call))
+        task = episode.calls[call] = asyncio.create_task(self._answer(episode, call, what, dict(arguments)))
+        task.add_done_callback(lambda _: episode.inbox.put_nowait(["answered", call]))
 
-    def _call_off(self, episode: _Episode, call: int) -> None:
+    def _take_back(self, episode: _Episode, call: int) -> None:
         """The function does not wait for a call any more; its answer may be under way already."""
-        if (running := episode.turns.get(call)) is not None:
+        if (running := episode.calls.get(call)) is not None:
             running.cancel()
         if (number := episode.given.pop(call, None)) is not None:
             episode.session.forget(number)
 
     async def _answer(self, episode: _Episode, call: int, what: str, arguments: dict[str, Any]) -> None:
-        try:
-            is_shown = arguments.pop("stream", False) is True
-            told = partial(self._tell, episode.number, call) if is_shown else None
-            value = await self._value(episode.session, what, arguments, told)
-        except EpisodeOver as over:
-            self.worker.send(["over", episode.number, call, str(over), NAMES[type(over)]])
-        except TaskError as error:
-            self.worker.send(["over", episode.number, call, str(error), "refused"])
-        except (LeaseFailed, EngineError) as error:
-            episode.fail(error)
-        except (TypeError, ValueError, KeyError) as error:  # of what the function has given
-            episode.fail(LeaseFailed(FAILED, f"{shown(arguments)} cannot be asked of the engine: {error}"))
-        else:
-            if what == "turn":
-                episode.given[call] = value["number"]
-            self.worker.send(["answer", episode.number, call, value])
-
-    def _tell(self, episode: int, call: int, text: str) -> None:
-        self.worker.send(["part", episode, call, text])
-
-    async def _value(
-        self, session: Session, what: str, arguments: dict[str, Any], told: Callable[[str], None] | None
-    ) -> Any:
-        task = session.task
+        """Give the function what it asks for, or say why not. Raises LeaseFailed, EngineError: the episode fails."""
+        session, number, task = episode.session, episode.number, episode.session.task
         texts: dict[str, Callable[[Any], Any]] = {
             "encode": lambda text: task.encode_text(str(text)),
             "decode": lambda ids: task.decode(list(ids)),
             "pieces": lambda ids: task.pieces(list(ids)),
         }
-        if what in texts:
-            return await session.beside(texts[what], arguments["given"])
-        if what != "turn":
-            raise TaskError(f"{shown(what)} is nothing that can be asked")
-        turn = await self._patiently(session, session.turn(**arguments, told=told))
-        return {name: getattr(turn, name) for name in Turn.__slots__}  # asdict would copy its long lists
+        told = (lambda text: self.worker.send(["part", number, call, text])) if arguments.pop("stream", False) else None
+        try:
+            if what in texts:
+                value = await session.beside(texts[what], arguments["given"])
+            elif what == "turn":
+                turn = await self._patiently(session, session.turn(**arguments, told=told))
+                episode.given[call] = turn.number
+                value = {name: getattr(turn, name) for name in Turn.__slots__}  # asdict would copy its long lists
+            else:
+                raise TaskError(f"{shown(what)} is nothing that can be asked")
+        except EpisodeOver as over:
+            self.worker.send(["over", number, call, str(over), NAMES[type(over)]])
+        except TaskError as error:
+            self.worker.send(["over", number, call, str(error), "refused"])
+        except (TypeError, ValueError, KeyError) as error:  # of what the function has given
+            raise LeaseFailed(FAILED, f"{shown(arguments)} cannot be asked of the engine: {error}") from error
+        else:
+            self.worker.send(["answer", number, call, value])
 
     async def _patiently(self, session: Session, turn: Coroutine[Any, Any, Turn]) -> Turn:
         """A turn, as long as tokens come: its own, or while it has none those of the requests before it.
@@ -333,3 +303,12 @@ class EnvironmentProcess:
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=STOP_S)
         self._reading = None
+
+
+def _check(call: "asyncio.Task[None]") -> None:
+    """Raises LeaseFailed, EngineError: a call has failed, so that its function would wait for ever."""
+    if call.cancelled() or (error := call.exception()) is None:
+        return
+    if isinstance(error, LeaseFailed | EngineError):
+        raise error
+    raise LeaseFailed(FAILED, f"an unexpected {type(error).__name__}: {error}") from error

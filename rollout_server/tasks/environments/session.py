@@ -50,7 +50,7 @@ class Session:
         """
         self.name, self.seed, self.prompt_seed, self.task = name, sampling.seed, prompt_seed, task
         self.recorder = Recorder(limits.max_new_tokens)
-        self.on_abort: Callable[[], None] = lambda: None
+        self.on_abort: Callable[[], object] = lambda: None
         """Called once when the episode is called off; whatever runs it sets this."""
         self.too_long: str | None = None
         """Why there was no room for an answer to a context, while there was none yet: a function may swallow that."""

@@ -12,12 +12,16 @@ policy may learn from it. The last answer is judged by reward.function.
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from typing import Any
 
+from configs.errors import SlipstreamError
 from rollout_server.tasks.environments import EnvironmentFailed, EpisodeOver, Trajectory
 from rollout_server.tasks.environments.client import Client
-from rollout_server.tasks.environments.threads import NoThread, Threads
 from rollout_server.tasks.environments.tool_calls import Tool
 from rollout_server.tasks.environments.tools import load_tools
 from rollout_server.tasks.workers.frames import sendable
@@ -28,7 +32,43 @@ MAX_THREADS = 64
 WAIT = 0.9
 """Of environment.turn_timeout_s, for a thread; past the whole of it the server fails the episode, and knows no tool."""
 _tools: dict[str, Tool] = {}
-_threads: list[Threads] = []
+_threads: list["Threads"] = []
+
+
+class NoThread(SlipstreamError, RuntimeError, code="SLIP-ENV-05"):
+    """No thread became free for a tool's call; the message names the tools that hold them."""
+
+
+class Threads:
+    """An executor without a queue, so that a limit on a call's time can begin with the call."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="tools")
+        self._free = asyncio.Semaphore(MAX_THREADS)
+        self._held = Counter[str]()
+
+    async def start(self, name: str, call: Callable[[], Any], wait_s: float) -> "asyncio.Future[Any]":
+        """Call a tool in a free thread, which is taken until it returns. Raises NoThread: none within `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._free.acquire()
+        except TimeoutError as error:
+            held = ", ".join(f"{count} of {tool}" for tool, count in self._held.most_common() if count)
+            raise NoThread(
+                f"{name} waited {wait_s:g} s for one of {MAX_THREADS} threads: calls that have not returned hold them"
+                f" ({held})"
+            ) from error
+        self._held[name] += 1
+
+        def ended(running: "asyncio.Future[Any]") -> None:
+            self._held[name] -= 1
+            self._free.release()
+            if not running.cancelled():
+                running.exception()  # of a call that was given up, nothing else asks for it
+
+        running = asyncio.get_running_loop().run_in_executor(self._executor, copy_context().run, call)
+        running.add_done_callback(ended)
+        return asyncio.shield(running)
 
 
 def prepare(options: Mapping[str, Any]) -> None:
@@ -36,7 +76,7 @@ def prepare(options: Mapping[str, Any]) -> None:
     if strange := sorted(set(options) - OPTIONS):
         raise EnvironmentFailed(f"environment.function.tools.{strange[0]}: unknown; it has {sorted(OPTIONS)}")
     _tools.clear()
-    _threads[:] = [Threads(MAX_THREADS)]
+    _threads[:] = [Threads()]
     allowed = options.get("allow_unisolated", False) is True
     tools = options.get("tools") or ["calculator"]
     _tools.update(load_tools([tools] if isinstance(tools, str) else tools, allow_unisolated=allowed))
@@ -85,7 +125,7 @@ async def use(call: Mapping[str, Any], client: Client) -> tuple[str, bool]:
         if not isinstance(values, dict):
             return "error: the arguments are no JSON object", True
         if tool.in_thread:
-            running = await _threads[0].start(name, tool.call, values, WAIT * client.turn_timeout_s)
+            running = await _threads[0].start(name, partial(tool.call, **values), WAIT * client.turn_timeout_s)
         else:
             running = tool.call(**values)
         async with asyncio.timeout(limit_s):  # from its start on

@@ -12,7 +12,7 @@ from configs import Config
 from examples.calculator import save_tokenizer
 from rollout_server.tasks.agents.answers import Stream, apart, message_of, whole
 from rollout_server.tasks.agents.program import AgentFailed, play, reward_of
-from rollout_server.tasks.agents.requests import FORMS, Asked, Refused, Rules, read
+from rollout_server.tasks.agents.requests import Asked, Form, Refused, Rules, read
 from rollout_server.tasks.environments import Turn
 from rollout_server.tasks.environments import tool_calls as parsing
 from rollout_server.tasks.environments.conversation import Conversation
@@ -44,7 +44,11 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 USER = {"role": "user", "content": "1+2"}
 
 
-@given(some.dictionaries(some.sampled_from(NAMES), VALUES), some.sampled_from(sorted(FORMS)), some.booleans())
+@given(
+    some.dictionaries(some.sampled_from(NAMES), VALUES),
+    some.sampled_from(("chat", "text", "responses")),
+    some.booleans(),
+)
 def test_any_body_is_understood_or_refused(body: dict[str, Any], form: Any, is_valid: bool) -> None:
     if is_valid:
         body = {**body, "model": "policy", "messages": [USER], "prompt": "1+2", "input": [USER]}
@@ -56,8 +60,9 @@ def test_any_body_is_understood_or_refused(body: dict[str, Any], form: Any, is_v
         assert asked.context and 1 <= asked.n <= 64 and (asked.max_new_tokens is None or asked.max_new_tokens >= 1)
 
 
-def asked_with(**changes: Any) -> Asked:
-    return read(json.dumps({"model": "policy", "messages": [USER], **changes}).encode(), RULES, "chat", {})
+def asked_with(form: Form = "chat", **changes: Any) -> Asked:
+    body = {"model": "policy", "messages": [USER], "input": "1+2", **changes}
+    return read(json.dumps(body).encode(), RULES, form, {})
 
 
 def test_what_is_the_run_s_own_is_taken_and_may_be_ignored() -> None:
@@ -86,8 +91,8 @@ def test_a_stream_adds_up_to_the_whole() -> None:
     for text, tools in ((call, [TOOL]), (f"so: {call}", [TOOL]), ("x" * 99, [TOOL]), (call, None)):
         asked = asked_with(tools=tools, stream=True, stream_options={"include_usage": True}, logprobs=True)
         turn, pieces = turn_of(text), [list(text)]
-        (choice,) = whole("a", asked, [turn], pieces, "chat")["choices"]
-        stream = Stream("a", asked, "chat")
+        (choice,) = whole("a", asked, [turn], pieces)["choices"]
+        stream = Stream("a", asked)
         grown = [event for size in range(0, len(text), 3) for event in stream.grown(text[:size])]
         assert len(grown) > 1 or text == call != choice["message"]["content"], "text comes before it is whole"
         sent = [*grown, *stream.ended([turn], pieces)]
@@ -112,7 +117,7 @@ def test_reasoning_stands_apart_and_may_be_left_out(tmp_path: Path) -> None:
     assert apart("<think>we") == ("we", "") and apart("3") == ("", "3")
     said = message_of(turn_of("<think>well</think>3"), asked_with())
     assert said == {"role": "assistant", "content": "3", "reasoning_content": "well"}
-    (response,) = [whole("r", asked_with(), [turn_of("<think>well</think>3")], [], "responses")]
+    (response,) = [whole("r", asked_with("responses"), [turn_of("<think>well</think>3")], [[]])]
     assert [item["type"] for item in response["output"]] == ["reasoning", "message"]
     save_tokenizer(tmp_path)
     conversation = Conversation(Task(Config.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": "n"}})))

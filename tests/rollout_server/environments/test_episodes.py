@@ -189,7 +189,7 @@ async def test_what_goes_wrong_is_said_at_once_and_the_next_episode_runs(
         assert failed.value.reason == "prompt_too_long"
         for wrong, said in (
             ("turn", r"leave_out \[-1\]: the episode has had the turns \[0\]"),
-            ("forge", "environment process 0 died: it sent garbage"),
+            ("forge", "environment process 0 sent garbage"),
         ):
             assert all_failed(await generator.group(lease(ground_truth=wrong), f"0/1/{wrong}"), said)
         for when in ("wait", "late"):

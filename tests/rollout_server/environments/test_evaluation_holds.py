@@ -5,13 +5,14 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from replay import messages as m
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.server import RolloutServer
-from rollout_server.tasks.environments.pool import Gate
+from rollout_server.tasks.environments.pool import Places
 from tests.rollout_server.environments.test_episodes import CAP, lease, playing
 from tests.rollout_server.small_generator import PROMPT, evaluation_lease
 from tests.support.waiting import eventually
@@ -84,32 +85,30 @@ async def test_an_accepted_evaluation_keeps_its_version_while_its_episodes_wait(
 
 
 async def test_a_slot_goes_first_to_evaluations_and_comes_back_from_those_called_off() -> None:
-    gate, order = Gate(1), list[str]()
+    places, order = Places(1), list[str]()
 
-    async def take(name: str, first: bool) -> None:
-        await gate.enter(name, first=first)
-        order.append(name)
-        await asyncio.sleep(0)
-        gate.leave(name)
+    def place(pinned: int | None = None) -> Any:
+        return places.one(SimpleNamespace(pinned=pinned, aborted=False))  # type: ignore[arg-type]
 
-    async with asyncio.timeout(5), asyncio.TaskGroup() as tasks:
-        await gate.enter("held")
-        called_off = tasks.create_task(take("called off", True))
-        for name in ("a", "b"):
-            tasks.create_task(take(name, False))
-        tasks.create_task(take("evaluation", True))
-        await asyncio.sleep(0)
-        called_off.cancel()
-        gate.leave("held")
-    assert order == ["evaluation", "a", "b"]
-    late = asyncio.ensure_future(take("late", False))
-    await gate.enter("held")
-    await asyncio.sleep(0)
-    gate.leave("held")
-    late.cancel()  # in the moment in which it is given the slot
-    await asyncio.gather(late, return_exceptions=True)
+    async def take(name: str, pinned: int | None = None) -> None:
+        async with place(pinned):
+            order.append(name)
+
     async with asyncio.timeout(5):
-        await take("after it", False)
+        async with place():
+            wanted = [take("called off", 0), take("a"), take("b"), take("evaluation", 0)]
+            tasks = [asyncio.create_task(one) for one in wanted]
+            await asyncio.sleep(0)
+            tasks[0].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert order == ["evaluation", "a", "b"]
+        async with place():
+            late = asyncio.create_task(take("late"))
+            await asyncio.sleep(0)
+        late.cancel()  # in the moment in which it is given the place
+        await asyncio.gather(late, return_exceptions=True)
+        await take("after it")
+    assert places.free == 1 and not places.waiting
 
 
 async def test_a_renewal_says_which_leases_wait_for_a_place(folder: Path) -> None:

@@ -56,7 +56,7 @@ async def test_a_prompt_that_ends_its_processes_is_soon_found(folder: Path) -> N
 
     async with playing(folder, "dies_where_told") as generator:
         await asyncio.wait_for(asyncio.gather(*(leased(generator, index) for index in range(4))), 60)
-        assert not generator.environments._slots.inside
+        assert generator.environments._slots.free == generator.config.environment.max_episodes
     assert done == {0, 1, 3} and failures[2] == MAX_ATTEMPTS
     assert max(failures[index] for index in done) <= 1 and failures.total() <= 5
     assert max(interruptions.values()) <= 2
@@ -87,7 +87,7 @@ async def test_an_episode_that_cleans_up_for_long_ends_no_other(
         assert await asyncio.wait_for(first, 1) == "aborted", "what replay waits for is told at once"
         assert await other == ""
         await eventually(lambda: marks.exists() and marks.read_text() == "clean\n" * GROUP, "the end of all cleanup")
-        await eventually(lambda: not generator.environments._processes[0]._cancelled, "word of it")
+        await eventually(lambda: not generator.environments._processes[0]._leaving, "word of it")
     assert "has not ended" not in caplog.text
 
 
@@ -126,5 +126,5 @@ async def test_an_episode_that_is_called_off_before_it_starts_ends_no_other(fold
             await asyncio.sleep(0)
         generator.abort("0/1/1")
         assert await first == "aborted"
-        await eventually(lambda: not running._cancelled, "word of their end")
+        await eventually(lambda: not running._leaving, "word of their end")
         assert pid_of(generator) == pid and not running._killed
