@@ -17,7 +17,7 @@ BUDGET = {
     "slipstream/check": 2_045,
     "slipstream/view": 2_475,
     "slipstream/translate": 1_274,
-    "slipstream/plan": 1_310,
+    "slipstream/plan": 1_301,
     "slipstream/command": 158,
     "replay": 9_583,
     "weight_bus": 5_069,
