@@ -62,7 +62,8 @@ def main(program: Path) -> None:
     module = importlib.import_module(".".join(program.relative_to(ROOT).with_suffix("").parts))
     if len(places) == 1:  # also where what was imported has asked for GPUs, which forbids a fork
         os.environ.update(places[0])
-        return module.main()
+        module.main()
+        return
     gc.freeze()
     pids = []
     for place in places:
