@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from configs.base import Own, Section
-from configs.evaluation import EvaluationSet, checked_sets, named_sets
+from configs.evaluation import EvaluationSet, named_sets
 from configs.rewards import Code, Mathematics, RewardPart, checked_function, parts_of
 
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
@@ -84,15 +84,12 @@ class Data(Section):
         """data.train by name; the name is empty where it is one dataset."""
         return {"": TrainSet(path=self.train)} if isinstance(self.train, str) else self.train
 
-    @field_validator("train", mode="before")
+    @field_validator("train", "eval", mode="before")
     @classmethod
-    def _train_sets_have_names(cls, value: object) -> object:
-        return value if isinstance(value, str) else named_sets(value, TrainSet)
-
-    @field_validator("eval", mode="before")
-    @classmethod
-    def _sets_have_names(cls, value: object) -> object:
-        return checked_sets(value)
+    def _sets_have_names(cls, value: object, info: ValidationInfo) -> object:
+        if info.field_name == "train":
+            return named_sets(value, TrainSet)
+        return None if value is None else named_sets(value, EvaluationSet)
 
 
 class Reward(Section):

@@ -83,18 +83,15 @@ class PromptSet:
         return f"data.eval.{self.name}" if self.name else "data.eval"
 
 
-def checked_sets(value: object) -> object:
-    """What data.eval was given as, sets by name checked each under its own key.
+def named_sets(value: object, kind: type[Section]) -> object:
+    """One file, or sets by name, each checked under its own key; `name: path` is short for one of that path.
 
     Raises:
         ValueError: neither a file nor sets, no set at all, or a name that cannot stand in metrics and file names.
         ValidationError: a setting of a set is refused; its place is below the set's name.
     """
-    return value if value is None or isinstance(value, str) else named_sets(value, EvaluationSet)
-
-
-def named_sets(value: object, kind: type[Section]) -> object:
-    """Sets by name, each checked under its own key; `name: path` is short for one of that path. Raises as above."""
+    if isinstance(value, str):
+        return value
     if not isinstance(value, Mapping):
         raise ValueError("give one file, or sets by name, such as {aime: data/aime.jsonl, gsm8k: data/gsm8k.parquet}")
     if not value:

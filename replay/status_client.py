@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from configs.schema import Config
 from replay import messages as m
 from replay.channel import Dealer, WireError, load_keys
 
@@ -21,16 +20,11 @@ class StatusReply:
     """Schema: docs/protocol.md."""
 
 
-def ask_replay(config: Config, address: str, timeout_s: float) -> StatusReply | None:
-    """Replay's Status, or None when it does not answer in time.
+def ask_replay(address: str, keys: str | None, timeout_s: float) -> StatusReply | None:
+    """Replay's Status, or None when it does not answer in time; `keys` is network.keys.
 
-    Example: ask_replay(config, "tcp://10.0.0.1:5757", 1.0).state["version"]
+    Example: ask_replay("tcp://10.0.0.1:5757", config.network.keys, 1.0).state["version"]
     """
-    return ask(address, config.network.keys, timeout_s)
-
-
-def ask(address: str, keys: str | None, timeout_s: float) -> StatusReply | None:
-    """The same, with the folder of keys."""
     identity, until = f"node.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}", time.monotonic() + timeout_s
     with Dealer(address, identity, m.FROM_REPLAY, keys=load_keys(keys)) as dealer:
         dealer.send(m.StatusRequest())

@@ -148,7 +148,7 @@ def errors_page() -> str:
     for area, codes in TABLE.items():
         parts.append(f"## {area}\n")
         parts += [
-            f"### {code}\n\n**{entry['symptom']}**\n\n- *Cause:* {entry['cause']}\n- *Mend:* {entry['mend']}\n"
+            f"### {code}\n\n**{entry['symptom']}**\n\n- *Cause:* {entry['cause']}\n- *Remedy:* {entry['mend']}\n"
             for code, entry in codes.items()
         ]
     return "\n".join(parts)

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
-    "configs": 2_588,
+    "configs": 2_578,
     "slipstream/runtime": 2_305,
     "slipstream/families": 317,
     "slipstream/launch": 3_180,
@@ -19,12 +19,12 @@ BUDGET = {
     "slipstream/translate": 1_274,
     "slipstream/plan": 1_310,
     "slipstream/command": 158,
-    "replay": 9_585,
+    "replay": 9_579,
     "weight_bus": 5_069,
     "rollout_server/engines": 3_880,
     "rollout_server/tasks": 7_415,
     "rollout_server": 13_105,
-    "learner": 9_198,
+    "learner": 9_187,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 53_439

@@ -121,7 +121,7 @@ def test_the_search_has_keys_codes_and_metrics(site: Path) -> None:
     for page, words in {
         "configuration/": ("replay.async_lag", "weight_bus.deadline_s"),
         "reference/metrics/": ("actor/ppo_kl", "weight_sync/seconds"),
-        "reference/errors/": ("SLIP", "mend"),
+        "reference/errors/": ("SLIP", "Remedy"),
     }.items():
         assert [word for word in words if word not in found[page]] == []
 

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -43,7 +43,6 @@ from learner.checkpoints.agreement import exchange, together
 from learner.checkpoints.export import describe_base, problem_with_base, write_adapter_folder, write_hf_folder
 from learner.checkpoints.folders import (
     MARK,
-    DiskFull,
     bytes_in,
     incomplete,
     latest_complete,
@@ -78,7 +77,7 @@ FORMAT = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 OWN = ("format", "packages", "base", "parameter_digest", "optimizer_digest", "optimizer_steps", "layout")
 """Keys of state.json that the caller of `load` does not need."""
-LATE, GOES_ON, NO_ROOM, FAILED = "late", "goes on", "no room", "failed: "
+LATE, GOES_ON, FAILED = "late", "goes on", "failed: "
 TURN_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -125,8 +124,6 @@ class _Writing:
     content: _Content
     started: float
     copied: float
-    tried: float
-    """When it was begun last: checkpoint.deadline_s counts from then."""
     future: Future[_Written]
 
     def state(self, deadline: float) -> str:
@@ -134,8 +131,6 @@ class _Writing:
         if not self.future.done():
             return LATE if time.monotonic() >= deadline else GOES_ON
         error = self.future.exception()
-        if isinstance(error, DiskFull):
-            return NO_ROOM
         return "" if error is None else f"{FAILED}{error}"
 
 
@@ -159,7 +154,8 @@ class Checkpointer:
         self._memory, self._meanwhile = HostMemory(), meanwhile
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._writing: _Writing | None = None
-        self._waits_for_room = False
+        self._tried = 0.0
+        """When the one that is written was begun last: checkpoint.deadline_s counts from then."""
         self.best = Best(config.checkpoint)
         """Which checkpoints are kept for their evaluation; on rank 0."""
 
@@ -213,8 +209,8 @@ class Checkpointer:
         content = _Content(
             step, folder, tensors, for_dcp(self._policy, tensors), policy.frozen(), digest, {**own, **more}
         )
-        copied = time.monotonic()
-        self._writing = _Writing(content, started, copied, copied, self._thread.submit(self._write, content))
+        copied = self._tried = time.monotonic()
+        self._writing = _Writing(content, started, copied, self._thread.submit(self._write, content))
 
     def _save(self, part: Part, folder: Path) -> None:
         with together(self._group, folder.parent, "written"):
@@ -232,22 +228,17 @@ class Checkpointer:
         if self._writing is None:
             return None
         writing, said = self._writing, [GOES_ON]
-        while GOES_ON in said or NO_ROOM in said:
-            if set(said) == {NO_ROOM}:
-                writing = self._writing = self._again(writing, RETRY_S if wait else 0)
-            deadline = writing.tried + self._settings.deadline_s
+        while GOES_ON in said:
+            deadline = self._tried + self._settings.deadline_s
             if wait:
                 self._meanwhile()
             # in short turns: a rank must not wait in a collective for another one's disk
             futures.wait([writing.future], timeout=max(0.0, min(deadline - time.monotonic(), TURN_S)) if wait else 0)
             said = exchange(writing.state(deadline), self._policy.group, self._policy.device)
             self._raise_what_failed(writing, said)
-            if not wait and (GOES_ON in said or NO_ROOM in said):
+            if not wait and GOES_ON in said:
                 return None
         self._writing = None
-        if self._waits_for_room:
-            log.info("%s: its disk has room again: it is written", writing.content.folder)
-            self._waits_for_room = False
         content, written = writing.content, writing.future.result()
         metrics = {
             "checkpoint/step": content.step,
@@ -256,20 +247,6 @@ class Checkpointer:
             "checkpoint/bytes": written.num_bytes,
         }
         return Report(content.step, content.folder, written.kept, metrics)
-
-    def _again(self, writing: _Writing, pause_s: float) -> _Writing:
-        """Begin anew what has found no room, and leave the room to others meanwhile; critic/ and reference/ stay."""
-        folder = writing.content.folder
-        if not self._waits_for_room:
-            log.warning("guard: %s; it is written once there is room [full]", writing.future.exception())
-            self._waits_for_room = True
-        with together(self._group, folder, "cleared"):
-            if self._policy.rank == 0:
-                (folder / MARK).unlink(missing_ok=True)
-                for name in ("dcp", "hf", "adapter"):
-                    shutil.rmtree(folder / name, ignore_errors=True)
-        time.sleep(pause_s)
-        return replace(writing, tried=time.monotonic(), future=self._thread.submit(self._write, writing.content))
 
     def _raise_what_failed(self, writing: _Writing, said: list[str]) -> None:
         folder, deadline_s = writing.content.folder, self._settings.deadline_s
@@ -297,7 +274,19 @@ class Checkpointer:
 
     def _write(self, content: _Content) -> _Written:
         """On a thread of its own, with groups of its own: nothing here may touch what training uses."""
-        folder = content.folder
+        return until_room(partial(self._try, content), content.folder, partial(self._clear, content.folder))
+
+    def _clear(self, folder: Path) -> None:
+        """Leave the room to others until it is tried again; critic/ and reference/ stay."""
+        with together(self._group, folder, "cleared"):
+            if self._policy.rank == 0:
+                (folder / MARK).unlink(missing_ok=True)
+                for name in ("dcp", "hf", "adapter"):
+                    shutil.rmtree(folder / name, ignore_errors=True)
+        self._tried = time.monotonic() + RETRY_S
+
+    def _try(self, content: _Content) -> _Written:
+        folder, self._tried = content.folder, time.monotonic()
         total = sum(math.prod(shard.shape) for _, shard in content.tensors.keyed()) * torch.float32.itemsize
         exported = DTYPES[self._settings.hf_dtype].itemsize
         total += sum(math.prod(shard.shape) for shard in [*content.tensors.weights, *content.frozen]) * exported

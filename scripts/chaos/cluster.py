@@ -227,7 +227,7 @@ class Cluster:
         """Wait until replay knows a rollout server and all ranks, and the server has asked for leases."""
 
         def have_joined() -> bool:
-            answer = ask_replay(self.config, self.address, 0.5)
+            answer = ask_replay(self.address, self.config.network.keys, 0.5)
             peers: list[dict[str, Any]] = answer.state["peers"] if answer is not None else []
             ranks = sum(peer["role"] == "learner" for peer in peers)
             leased = any(peer["name"] == server and (peer["version"] or 0) > 0 for peer in peers)

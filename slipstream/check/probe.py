@@ -136,7 +136,7 @@ def unreachable(address: str, config: Config, timeout_s: float = CONNECT_S) -> s
     except OSError as error:
         return f"{address} cannot be connected to: {error.strerror or error} [closed]"
     try:
-        answer = ask_replay(config, address, REFUSAL_S)
+        answer = ask_replay(address, config.network.keys, REFUSAL_S)
     except ChannelError as error:
         return str(error)
     if answer is None:

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{program('slipstream.command.errors')}: no code {wanted!r}; {hint}\n")
         return 2
     entry = CODES[code]
-    sys.stdout.write(f"{code}\n{entry['symptom']}\nCause: {entry['cause']}\nMend:  {entry['mend']}\n")
+    sys.stdout.write(f"{code}\n{entry['symptom']}\nCause: {entry['cause']}\nRemedy: {entry['mend']}\n")
     return 0
 
 

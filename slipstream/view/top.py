@@ -58,7 +58,7 @@ class Folder:
         log = self._logs / "replay.log"
         if log.exists() and (found := READY.findall(log.read_text(encoding="utf-8", errors="replace"))):
             self._address = str(found[-1])
-        answer = ask_replay(self.config, self._address, ANSWER_S) if self._address else None
+        answer = ask_replay(self._address, self.config.network.keys, ANSWER_S) if self._address else None
         return None if answer is None else answer.state
 
     def silence(self) -> tuple[str, bool]:

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 
 from scripts.chaos import site_start
-from scripts.chaos.__main__ import main
 from scripts.chaos.campaigns.bus import (
     AT_NO_GATE_OF_A_RECEIVER,
     FAULTS,
@@ -28,7 +27,7 @@ from scripts.chaos.campaigns.bus import (
     totals,
 )
 from scripts.chaos.polling import wait_until
-from scripts.chaos.processes import close_connections, may_cut, slowed, state
+from scripts.chaos.processes import close_connections, may_cut
 from scripts.chaos.watch import Gate
 
 
@@ -93,37 +92,6 @@ def test_the_plan_has_twenty_points_for_every_fault_and_as_many_as_asked_for():
     few = make_plan(ROLES, ("kill",), 5, 3)
     assert [sum(case[0] == role for case in few) for role in ROLES] == [5, 5, 5]
     assert few == make_plan(ROLES, ("kill",), 5, 3) != make_plan(ROLES, ("kill",), 5, 4)
-
-
-def test_names_that_are_not_there_are_refused(capsys):
-    for wrong in (["--roles", "nobody"], ["--faults", "flood"], ["--only", "nowhere"]):
-        with pytest.raises(SystemExit) as refused:
-            main(["bus", *wrong])
-        assert refused.value.code == 2 and f"{wrong[1]!r} is none of" in capsys.readouterr().err
-
-
-def test_a_gate_holds_at_the_moment_that_is_aimed_at_and_no_longer_than_told(tmp_path):
-    harness, gate = Gate(tmp_path), Gate(tmp_path)
-
-    def held(moment):
-        started = time.monotonic()
-        gate.reach(moment)
-        return time.monotonic() - started
-
-    harness.aim("Commit", 0.2)
-    assert held("Staged") < 0.1 and not harness.arrived
-    assert 0.2 <= held("Commit") < 2.0 and harness.arrived
-    harness.release()
-    assert held("Commit") < 0.1
-
-
-def test_a_slowed_process_is_stopped_in_turns_and_runs_afterwards():
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as child:
-        with slowed(child.pid):
-            for wanted in "TRTR":
-                wait_until(lambda: state(child.pid) == wanted, f"state {wanted}", 5.0)  # noqa: B023
-        assert state(child.pid) != "T"
-        child.kill()
 
 
 @pytest.mark.skipif(not may_cut(), reason="the kernel does not let a process reach the sockets of its children")

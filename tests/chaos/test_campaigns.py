@@ -7,38 +7,14 @@ from pathlib import Path
 import pytest
 
 from scripts.chaos.__main__ import main
-from scripts.chaos.campaigns.bus import totals
-from scripts.chaos.campaigns.chaos import as_json, make_plan, new_part, pairs
+from scripts.chaos.campaigns.chaos import make_plan, new_part, pairs
 from scripts.chaos.campaigns.resume import compare
 from scripts.chaos.cluster import VARIANTS
 from scripts.chaos.faults import FAULTS, FLIPS, POINTS, Injector, as_markdown
-from scripts.chaos.polling import Hung, JsonLines, wait_until
 from scripts.chaos.report import State
-from scripts.chaos.watch import CLASSES, Logs
+from scripts.chaos.watch import CLASSES
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_a_wait_ends_with_its_condition_or_at_its_deadline():
-    now = [0.0]
-
-    def look():
-        now[0] += 1.0
-
-    assert wait_until(lambda: now[0] >= 3 and "found", "it", 5.0, look=look, clock=lambda: now[0]) == "found"
-    with pytest.raises(Hung, match=r"^it: not within 5.0 s; version 3$"):
-        wait_until(lambda: False, "it", 5.0, look=look, state=lambda: "version 3", clock=lambda: now[0])
-    assert now[0] == 9.0
-
-
-def test_json_lines_are_read_once_they_are_whole(tmp_path):
-    lines = JsonLines(tmp_path / "lines")
-    assert lines.poll() == []
-    for text, new in (('{"a": 1}\n{"a": 2', [{"a": 1}]), ("}\n", [{"a": 2}])):
-        with lines.path.open("a") as file:
-            file.write(text)
-        assert lines.poll() == new
-    assert lines.events == [{"a": 1}, {"a": 2}]
 
 
 def test_a_campaign_goes_on_from_its_state_and_refuses_another_ones(tmp_path):
@@ -73,13 +49,6 @@ def test_runs_that_are_over_are_added_up_and_not_run_again(tmp_path, capsys):
     assert (json.loads(lines[-1])["lost"], "WRONG: a wait" in lines, "WRONG: a fault" in lines) == (1, True, True)
     with pytest.raises(SystemExit):
         main([*command, "--seed", "2"])
-
-
-def test_the_last_lines_keep_their_keys():
-    chaos = "faults acked trained dropped lost trained_twice hung unnamed ended_early violations buffered"
-    assert list(as_json(new_part())) == [*chaos.split(), "repeated_steps", "pairs_hit", "max_recovery_s"]
-    bus = "cases hung digests_equal unnamed longest_s deadline_s roles skipped violations"
-    assert list(totals([], 0, 0)) == bus.split()
 
 
 def test_repeated_steps_are_compared_by_digest_and_groups():
@@ -118,23 +87,3 @@ def test_a_plan_is_drawn_from_its_seed_and_covers_the_pairs_first():
     assert planned == {pair for variant in VARIANTS for pair in pairs(variant)}, "200 faults are enough for every pair"
     for variant, faults in plan:
         assert {(f.fault, f.point) for f in faults} <= set(pairs(variant))
-
-
-def test_only_takes_words():
-    assert {f.fault for _, faults in make_plan(1, 30, 30, "cut, freeze up") for f in faults} == {"cut", "freeze up"}
-    assert not any(variant.keys for variant, _ in make_plan(1, 60, 5, "flip welcome")), "for want of open messages"
-    with pytest.raises(ValueError, match="no fault of the table"):
-        make_plan(1, 5, 5, "nonsense")
-
-
-def test_logs_show_whole_lines_since_a_mark_in_all_files(tmp_path):
-    logs = Logs(tmp_path, [tmp_path / "by-hand.out"])
-    (tmp_path / "replay.log").write_text("old [corrupt]\n")
-    mark = logs.mark()
-    with (tmp_path / "replay.log").open("a") as file:
-        file.write("lost 'a' [closed]\nhalf a li")
-    (tmp_path / "by-hand.out").write_text("waited for replay [silent]\n")
-    found = [(line.log, line.classes) for line in logs.since(mark)]
-    assert found == [("replay.log", {"closed"}), ("by-hand.out", {"silent"})]
-    assert logs.first([r"nothing", r"waited .*\[silent\]"], mark).log == "by-hand.out"
-    assert logs.first([r"\[corrupt\]"], mark) is None

@@ -129,6 +129,6 @@ def test_what_is_wrong_decides_the_code(overrides: list[str], kind: type[ConfigE
 def test_a_code_is_explained(capsys):
     assert __main__.main(["[slip-net-02]"]) == 0
     said = capsys.readouterr().out
-    assert "SLIP-NET-02" in said and "Cause: " in said and "Mend: " in said
+    assert "SLIP-NET-02" in said and "Cause: " in said and "Remedy: " in said
     assert __main__.main([]) == 0 and len(capsys.readouterr().out.splitlines()) == len(CODES)
     assert __main__.main(["SLIP-NET-99"]) == 2 and "did you mean 'SLIP-NET-" in capsys.readouterr().err

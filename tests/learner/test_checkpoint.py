@@ -19,9 +19,11 @@ from learner.checkpoints import checkpointer, memory_plan
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.checkpoints.folders import latest_complete
 from learner.policy.memory import GIB, OutOfMemory, Setup
+from slipstream.runtime import disk
 from tests.learner.recorded import batch_of, random_step, train_on
 from tests.learner.tiny_models import CPU, SIZES, built, make_config, save_model, saved
 from tests.support.disks import grow, small_disk
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -208,7 +210,8 @@ def test_a_disk_that_hangs_ends_the_run_at_the_deadline(qwen3, tmp_path, mesh, m
 @pytest.mark.parametrize("known", [True, False])
 def test_a_disk_that_is_full_is_waited_for_and_has_the_checkpoint_then(keeper, config, monkeypatch, caplog, known):
     """Where its room is known beforehand nothing is written; a quota shows while it is."""
-    monkeypatch.setattr(checkpointer, "RETRY_S", 0.01)
+    monkeypatch.setattr(disk, "RETRY_S", 0.01)
+    monkeypatch.setattr(checkpointer, "TURN_S", 0.02)
     if not known:
         monkeypatch.setattr(checkpointer, "check_room", lambda *_: None)
     parent = Path(config.run_dir) / "checkpoints"
@@ -217,8 +220,7 @@ def test_a_disk_that_is_full_is_waited_for_and_has_the_checkpoint_then(keeper, c
         turns: list[int] = []
         monkeypatch.setattr(keeper, "_meanwhile", lambda: turns.append(1) or (len(turns) == 4 and grow(parent)))
         keeper.start(1, replay={})
-        while keeper._writing.future.exception() is None:
-            time.sleep(0.01)
+        until(lambda: "[full]" in caplog.text, "the disk is full")
         assert keeper.settle(wait=False) is None and keeper.is_writing
         folder = keeper.settle(wait=True).folder
         assert latest_complete(Path(config.run_dir))[0] == folder and len(turns) > 3

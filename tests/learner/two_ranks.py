@@ -34,6 +34,7 @@ from learner.policy.memory import Budget
 from learner.policy.model import Policy, build_policy
 from learner.step import accumulate_gradients
 from learner.trainer import Trainer
+from slipstream.runtime import disk
 from slipstream.runtime.lifeline import die_with_parent
 from tests.learner import beside_ranks, mesh_ranks
 from tests.learner.mesh_ranks import CONDITIONED as CONDITIONED
@@ -167,7 +168,7 @@ def checkpoints(folder: Path, policy: Policy, optimizer: Optimizer, config: Conf
         seen["broken"] = refusal(Checkpointer(broken, policy, optimizer))
         no_room = iter([OSError(errno.ENOSPC, "No space left on device")] * policy.rank)
         save.side_effect = lambda *args, **named: raised(next(no_room, None)) or save_file(*args, **named)
-        with patch.object(checkpointer, "RETRY_S", 0.01):
+        with patch.object(disk, "RETRY_S", 0.01):
             saved(Checkpointer(full, policy, optimizer), 1)
     return seen
 

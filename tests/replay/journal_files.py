@@ -74,7 +74,7 @@ def entries(folder: Path, reader: JournalReader | None = None, *, cut: bool = Fa
     return found
 
 
-def a_journal(folder: Path, seed: int = 0, count: int = 6) -> list[Entry]:
+def a_journal(folder: Path, seed: int = 0, count: int = 4) -> list[Entry]:
     """A journal of one file, as a process leaves it that is killed."""
     rng = random.Random(seed)
     books = Books(JournalWriter(folder, "run", fsync="never"))

@@ -1,9 +1,7 @@
 """on_stale substitute: a group past its deadline gives its place to the next one, once, counted, and for good."""
 
-import pytest
-
 from replay import messages as m
-from tests.replay.simulated_run import config, group_message, lease, sent, service
+from tests.replay.simulated_run import group_message, lease, sent, service
 
 OPTIONS = {"replay__on_stale": "substitute", "replay__substitute_after_s": 5.0, "replay__lease_s": 100}
 
@@ -56,8 +54,3 @@ def test_no_token_above_the_bound_comes_in():
     given = next(each for each in leases if each.index == 7)
     made.handle("a", group_message(given, [0]), 1.0)
     assert "needs 1 or newer" in sent(made, "a", m.Ack)[-1].reason
-
-
-def test_at_lag_0_nothing_could_take_the_place():
-    with pytest.raises(ValueError, match=r"at replay\.async_lag 0"):
-        config(replay__async_lag=0, replay__on_stale="substitute")

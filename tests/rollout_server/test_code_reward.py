@@ -78,6 +78,7 @@ def judged(program: str, truth: Any, **options: Any) -> dict[str, float]:
         ),
         (ADD, ["import math", "assert math.isclose(add(1, 2), 3)", "assert isinstance(add(1, 2), int)"]),
         (ADD, HUMAN_EVAL["test"] + "check(add)\n"),
+        ("def f(): return True", ["assert f() is True"]),
         (SOLUTION, HUMAN_EVAL),
         (SOLUTION, {**HUMAN_EVAL, "entry_point": "Solution().add"}),
         (SOLUTION, {**OPAQUE, "entry_point": "Solution().add"}),
@@ -103,19 +104,9 @@ def test_right_programs_pass(program: str, truth: Any) -> None:
             "",
         ),
         ("class E:\n  __gt__ = lambda s, o: True\ndef add(a, b): return E()", ["assert (add(1, 2) > 2) == True"], ""),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("print(3)", STREAMS, ""),
-                ("import os; os._exit(0)", OPAQUE, ""),
-                ("import os\ndef add(a, b): os._exit(0)", CALLS, ""),
-                ("import builtins\nbuiltins.AssertionError = None\ndef add(a, b): return 0", ASSERTS, ""),
-                ('import os\nos.write(1, b\'"3"\\n"7"\\n\')\ndef add(a, b): return 0', CALLS, ""),
-                ("syntax error(", ASSERTS, "crashed"),
-                ("import os\nwhile True: os.fork()", STREAMS, "timed_out or crashed"),
-                ("raise SystemExit(3)", CALLS, "crashed"),
-            ]
-        ),
+        ('import os\nos.write(1, b\'["value", 3]\\n["value", 7]\\n\')\ndef add(a, b): return 0', CALLS, ""),
+        ("syntax error(", ASSERTS, "crashed"),
+        ("def f(): return 1", ["assert f() is True"], ""),
     ],
 )
 def test_wrong_and_hostile_programs_score_nothing(program: str, truth: Any, mark: str) -> None:
@@ -168,21 +159,7 @@ def test_functions_are_called_as_data_sets_have_their_rows(program: str, wrong: 
     assert judged(wrong, json.dumps(truth))["score"] == 0.0
 
 
-def test_a_functional_test_without_a_name_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"ground_truth.*functional.*fn_name"):
-        read_tests([{"input": "1", "output": "1", "testtype": "functional"}], 20)
-    with pytest.raises(ValueError, match=r"ground_truth.*functional.*fn_name"):
-        read_tests([{"input": "1", "output": "1", "testtype": "functional", "metadata": '{"func_name": "f"}'}], 20)
-
-
 TEST = "def test_add():\n    assert add(1, 2) == 3\n"
-
-
-@pytest.mark.parametrize("truth", [TEST, f"{TEST}M = dict(a=1)\n", {"test": TEST, "entry_point": "add"}])
-def test_tests_that_nothing_calls_are_an_error(truth: Any) -> None:
-    """Run as they are, they would pass for every program."""
-    with pytest.raises(ValueError, match=r"nothing calls test_add .* add a last line such as test_add\(\)"):
-        read_tests(truth, 20)
 
 
 @pytest.mark.parametrize(
@@ -199,16 +176,6 @@ def test_tests_that_are_called_are_run(calls: str) -> None:
     assert judged("def add(a, b):\n    return 7", f"{TEST}{calls}\n")["score"] == 0.0
 
 
-@pytest.mark.parametrize("tests", [HUMAN_EVAL["test"], OPAQUE["test"]])
-def test_a_check_of_a_function_that_nothing_names_is_an_error(tests: str) -> None:
-    """Run as it is, it would pass for every program."""
-    for truth in (tests, {"test": tests}, {"test": tests, "entry_point": None}):
-        with pytest.raises(ValueError, match=r"nothing names the function.*\{test, entry_point\}"):
-            read_tests(truth, 20)
-    (test,) = read_tests([{"input": "1", "output": "1", "testtype": "stdin"}], 20)
-    assert isinstance(test, Streams)
-
-
 def test_tests_that_an_answer_could_forge_are_counted() -> None:
     assert judged(ADD, OPAQUE)["forgeable"] == 1.0 and judged("", ASSERTS)["forgeable"] == 0.0
 
@@ -219,33 +186,33 @@ def test_partial_counts_the_tests_that_pass() -> None:
     assert judged("def add(a, b): return 3", ASSERTS)["passed"] == 0.5
 
 
-def test_the_last_block_counts_and_none_scores_nothing() -> None:
-    assert code.program_of("```\na\n```\n ```py\nb\n``` c") == "b\n"
-    for answer in ("no block", "```python\nunfinished", "```python\n```", "```bash\nls\n```"):
-        assert code.program_of(answer) is None, answer
-    assert code.reward(sample("none", STREAMS), **OPTIONS)["has_program"] == 0.0
-
-
 @pytest.mark.parametrize(
-    "answer",
+    ("answer", "program"),
     [
-        "Install:\n```bash\npip install x\n```\nThe program:\n```python\nb\n```\n",
-        "```python\nb\n```\nOr:\n```json\n{}\n```\n",
-        "```python\nb\n```\nIt prints:\n```\n3\n```\n",
-        "```python\r\nb\r\n```\r\nDone.\r\n",
-        "```Python title=main.py\nb\n```",
-        "Take ```this``` or that:\n```\na\n```\n```\nb\n```\n```text\nc\n```",
-        "````python\nb\n````\n~~~\na\n~~~\n",
-        "~~~python3\nb\n~~~",
-        "```py\na\n```\n```python\nb\n```\n```python\nunfinished",
+        ("```\na\n```\n ```py\nb\n``` c", "b\n"),
+        ("Install:\n```bash\npip install x\n```\nThe program:\n```python\nb\n```\n", "b\n"),
+        ("```python\nb\n```\nOr:\n```json\n{}\n```\n", "b\n"),
+        ("```python\nb\n```\nIt prints:\n```\n3\n```\n", "b\n"),
+        ("```python\r\nb\r\n```\r\nDone.\r\n", "b\n"),
+        ("```Python title=main.py\nb\n```", "b\n"),
+        ("Take ```this``` or that:\n```\na\n```\n```\nb\n```\n```text\nc\n```", "b\n"),
+        ("````python\nb\n````\n~~~\na\n~~~\n", "b\n"),
+        ("~~~python3\nb\n~~~", "b\n"),
+        ("```py\na\n```\n```python\nb\n```\n```python\nunfinished", "b\n"),
+        ('````python\nb = """\n```\nx\n```\n"""\n````', 'b = """\n```\nx\n```\n"""\n'),
+        ("no block", None),
+        ("```python\nunfinished", None),
+        ("```python\n```", None),
+        ("```bash\nls\n```", None),
     ],
 )
-def test_other_blocks_beside_the_program_are_passed_over(answer: str) -> None:
-    assert code.program_of(answer) == "b\n"
+def test_the_last_finished_block_of_python_counts(answer: str, program: str | None) -> None:
+    assert code.program_of(answer) == program
 
 
-def test_a_longer_fence_holds_shorter_ones() -> None:
-    assert code.program_of('````python\nb = """\n```\nx\n```\n"""\n````') == 'b = """\n```\nx\n```\n"""\n'
+def test_an_answer_without_a_program_scores_nothing() -> None:
+    found = code.reward(sample("none", STREAMS), **OPTIONS)
+    assert (found["score"], found["has_program"]) == (0.0, 0.0)
 
 
 def test_what_is_expected_never_enters_the_sandbox() -> None:
@@ -275,24 +242,32 @@ def test_a_condition_comes_apart_where_no_other_name_is_in_it(test: str, calls: 
     assert found == (None if condition is None else Rest(calls, condition))
 
 
+FUNCTIONAL = {"input": "1", "output": "1", "testtype": "functional"}
+NOT_CALLED = r"nothing calls test_add .* add a last line such as test_add\(\)"
+NOT_NAMED = r"nothing names the function.*\{test, entry_point\}"
+
+
 @pytest.mark.parametrize(
-    "truth",
+    ("said", "truth"),
     [
-        None,
-        3,
-        "no tests",
-        [],
-        {},
-        {"inputs": ["1"], "outputs": []},
-        {"inputs": ["1"], "outputs": None},
-        {"inputs": "12", "outputs": "34"},
-        [{"input": "1", "expected": "2"}],
-        ["assert ("],
-        "{broken",
+        *(
+            ("ground_truth", truth)
+            for truth in (
+                None, 3, "no tests", [], {}, {"inputs": ["1"], "outputs": []}, {"inputs": ["1"], "outputs": None},
+                {"inputs": "12", "outputs": "34"}, [{"input": "1", "expected": "2"}], ["assert ("], "{broken",
+            )
+        ),
+        ("ground_truth.*functional.*fn_name", [FUNCTIONAL]),
+        ("ground_truth.*functional.*fn_name", [FUNCTIONAL | {"metadata": '{"func_name": "f"}'}]),
+        # run as they are, these would pass for every program
+        *((NOT_CALLED, truth) for truth in (TEST, f"{TEST}M = dict(a=1)\n", {"test": TEST, "entry_point": "add"})),
+        *((NOT_NAMED, one["test"]) for one in (HUMAN_EVAL, OPAQUE)),
+        (NOT_NAMED, {"test": OPAQUE["test"]}),
+        (NOT_NAMED, {"test": HUMAN_EVAL["test"], "entry_point": None}),
     ],
-)
-def test_rows_without_tests_are_errors(truth: Any) -> None:
-    with pytest.raises(ValueError, match="ground_truth"):
+)  # fmt: skip
+def test_rows_that_test_nothing_are_errors(said: str, truth: Any) -> None:
+    with pytest.raises(ValueError, match=said):
         read_tests(truth, 20)
 
 
@@ -315,13 +290,6 @@ def test_in_a_reward_process() -> None:
     assert (good.score, bad.score, good.error) == (2.0, 0.0, None)
 
 
-MBPP_88 = (
-    "import collections\ndef freq_count(list1):\n  freq_count= collections.Counter(list1)\n  return freq_count",
-    [
-        "assert freq_count([10,10,10,10,20,20,20,20,40,40,50,50,30])==({10: 4, 20: 4, 40: 2, 50: 2, 30: 1})",
-        "assert freq_count([1,2,3,4,3,2,4,1,3,1,4])==({1:3, 2:2,3:3,4:3}) ",
-    ],
-)
 RETURNED = {
     "Counter('aab')": "{'a': 2, 'b': 1}",
     "defaultdict(list, {1: [2]})": "{1: [2]}",
@@ -362,10 +330,6 @@ def returning(values: list[str]) -> str:
     return f"{IMPORTS}def f(n):\n    return [" + ", ".join(f"lambda: {value}" for value in values) + "][n]()"
 
 
-def test_the_reference_solution_of_mbpp_88_passes() -> None:
-    assert judged(*MBPP_88)["score"] == 1.0
-
-
 def test_values_are_equal_where_an_assert_finds_them_equal() -> None:
     asserts = [f"assert f({number}) == {wanted}" for number, wanted in enumerate(RETURNED.values())]
     right = [judged(returning(list(RETURNED)), [one], partial=True)["score"] for one in asserts]
@@ -383,11 +347,6 @@ def test_numbers_of_numpy_are_numbers() -> None:
         assert decoded(json.dumps(["value", encoded([value])])) == Value("value", [value.item()])
     with pytest.raises(TypeError):
         encoded(np.zeros(2))
-
-
-def test_identity_is_not_equality() -> None:
-    assert judged("def f(): return 1", ["assert f() is True"])["score"] == 0.0
-    assert judged("def f(): return True", ["assert f() is True"])["score"] == 1.0
 
 
 def test_values_without_an_encoding_are_counted() -> None:

@@ -41,11 +41,17 @@ def test_past_a_limit_is_an_error_that_names_it(grader: str) -> None:
     assert max(map(len, errors)) <= MAX_ERROR_CHARS
 
 
-def test_limits_hold_while_the_function_is_loaded(tmp_path: Path) -> None:
-    greedy = tmp_path / "greedy.py"
-    greedy.write_text("TABLE = bytearray(10**9)\ndef grade(sample): return 1.0\n")
-    with pytest.raises(RewardError, match=rf"could not be loaded: .*reward.memory_bytes = {MEMORY}"):
-        score(f"{greedy}:grade", "x", **SMALL)
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("TABLE = bytearray(10**9)", rf"reward.memory_bytes = {MEMORY}"),
+        ("import os; os.write(2, b'no licence\n'); os._exit(7)", r"exit code 7\); its last output: no licence"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_fails_the_start(source: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(f"{source}\ndef grade(sample): return 1.0\n")
+    with pytest.raises(RewardError, match=rf"could not be loaded: .*{said}"):
+        score(f"{tmp_path}/broken.py:grade", "x", workers=2, **SMALL)
 
 
 def test_where_code_of_the_user_runs(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,12 +297,6 @@ async def test_a_cancelled_call_does_not_hurt_the_next(grader: str, tmp_path: Pa
             call.cancel()
         assert (await pool.score([sample("score 2")]))[0].score == 2.0
         assert len(note.read_text().split()) <= 3, "no request is judged that was not under way"
-
-
-def test_a_function_that_cannot_be_loaded_fails_start(tmp_path: Path) -> None:
-    (tmp_path / "dying.py").write_text("import os\nos.write(2, b'no licence\\n')\nos._exit(7)\n")
-    with pytest.raises(RewardError, match=r"exit code 7\); its last output: no licence"):
-        score(f"{tmp_path}/dying.py:f", "x", workers=2)
 
 
 async def test_a_function_that_is_lost_later_shows_in_the_outcomes(grader: str) -> None:

@@ -223,20 +223,6 @@ def test_what_takes_too_much_is_stopped(isolated: None, program: str, how: str, 
     assert len(ended.out) + len(ended.err) < 2 * 200_000 + 2 * box.CHUNK
 
 
-def test_daemons_end_with_their_program(isolated: None) -> None:
-    program = """
-import os, time
-if os.fork() == 0:
-    os.setsid()
-    if os.fork() == 0:
-        time.sleep(60)
-    os._exit(0)
-print("done", flush=True)
-"""
-    assert boxed(program).out == b"done\n"
-    assert not alive(sleepers())
-
-
 def test_not_isolated_a_program_has_limits_and_an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its daemons end too, and the time; what it may read is not bounded, which start-up says."""
     monkeypatch.setenv("SLIPSTREAM_TEST_KEY", SECRET)

@@ -52,7 +52,7 @@ def adapt(function: Callable[..., Any], name: str, options: Mapping[str, Any] | 
 
     Raises RewardError: none, or an option that the function does not take.
     """
-    options = options or {}
+    options = dict(options or {})
     try:
         takes = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -64,42 +64,37 @@ def adapt(function: Callable[..., Any], name: str, options: Mapping[str, Any] | 
     open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in open_ended]
     positional = [key for key, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    is_async = is_asynchronous(function)
-    if options:
-        function = partial(_with_options, function, options)
     convention: Convention
-    call: Callable[[Any], Any]
+    arguments: Callable[[Any], dict[str, Any]]
     if "completions" in parameters:
-        convention, call = "trl", partial(_call_trl, function, parameters)
+        convention, arguments = "trl", _of_trl
         refused = [key for key in required if key == "completion_ids"]
     elif "solution_str" in parameters:
-        convention, call = "verl", partial(_call_verl, function, parameters)
+        convention, arguments = "verl", _of_verl
         refused = [key for key in required if key not in VERL_NAMES]
     elif positional and required == positional[:1]:
-        convention, call, refused = "sample", function, []
+        return RewardFunction("sample", is_asynchronous(function), partial(function, **options))
     else:
         raise RewardError(f"reward.function: {name!r} has the parameters ({', '.join(parameters)}); {SIGNATURES}")
     if refused:
         raise RewardError(f"reward.function: {name!r} asks for {refused[0]!r}, which no function gets; {SIGNATURES}")
-    return RewardFunction(convention, is_async, call)
+
+    def call(given: Any) -> Any:
+        return function(**(_accepted(parameters, arguments(given)) | options))  # of a column of that name options count
+
+    return RewardFunction(convention, is_asynchronous(function), call)
 
 
-def _with_options(function: Callable[..., Any], options: Mapping[str, Any], *given: Any, **named: Any) -> Any:
-    """A column of the data may have the name of an option, which counts."""
-    return function(*given, **{**named, **options})
-
-
-def _call_verl(function: Callable[..., Any], parameters: Parameters, sample: Sample) -> Any:
-    given = {
+def _of_verl(sample: Sample) -> dict[str, Any]:
+    return {
         "data_source": sample["data_source"],
         "solution_str": sample["completion"],
         "ground_truth": sample["ground_truth"],
         "extra_info": sample["extra_info"],
     }
-    return function(**_accepted(parameters, given))
 
 
-def _call_trl(function: Callable[..., Any], parameters: Parameters, samples: Sequence[Sample]) -> Any:
+def _of_trl(samples: Sequence[Sample]) -> dict[str, Any]:
     # Columns of the row win: a dataset may well call one of its own columns `ground_truth`.
     rows = [
         {key: sample[key] for key in ("ground_truth", "data_source", "extra_info")} | sample["columns"]
@@ -112,7 +107,7 @@ def _call_trl(function: Callable[..., Any], parameters: Parameters, samples: Seq
         s["completion"] if isinstance(s["prompt"], str) else [{"role": "assistant", "content": s["completion"]}]
         for s in samples
     ]
-    return function(**_accepted(parameters, given))
+    return given
 
 
 def _accepted(parameters: Parameters, given: dict[str, Any]) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class Node:
         limit, address = self.config.rollout.wait_for_servers_s, self.assignment.plan.replay
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            answer = ask_replay(self.config, address, 1.0)
+            answer = ask_replay(address, self.config.network.keys, 1.0)
             if answer is not None:
                 return answer.run_name
             self._breathe()

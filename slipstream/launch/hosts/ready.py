@@ -19,7 +19,7 @@ def main() -> int:
     add_spec_arguments(parser)
     args = parser.parse_args()
     assignment = resolve(spec_of_arguments(args), host=args.host, renumber=args.renumber, write=False)
-    answer = ask_replay(assignment.config, assignment.plan.replay, ANSWER_S)
+    answer = ask_replay(assignment.plan.replay, assignment.config.network.keys, ANSWER_S)
     if answer is None:
         sys.stderr.write(f"not ready: replay at {assignment.plan.replay} does not answer\n")
         return 1

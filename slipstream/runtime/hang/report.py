@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replay import status_client
 from replay.channel import ChannelError
-from replay.status_client import ask
 from slipstream.runtime.hang import processes, registry, stacks
 from slipstream.runtime.hang.processes import STUCK, Process
 from slipstream.runtime.hang.registry import Member
@@ -213,7 +213,7 @@ def ask_replay(member: Member) -> Mapping[str, Any]:
     if member.replay is None:
         return {"problem": "its address is not known here"}
     try:
-        answer = ask(member.replay, member.keys, STATUS_S)
+        answer = status_client.ask_replay(member.replay, member.keys, STATUS_S)
     except ChannelError as error:
         return {"problem": f"it could not be asked: {error}"}
     return answer.state if answer is not None else {"problem": f"it did not answer at {member.replay}"}
