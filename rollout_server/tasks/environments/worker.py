@@ -153,7 +153,7 @@ class Worker:
             case Trajectory():
                 found = value
             case {"score": score, **metrics}:
-                found = Trajectory(reward=score, metrics=metrics)
+                found = Trajectory(reward=score, metrics=dict[Any, Any](metrics))
             case None | bool() | int() | float():
                 found = Trajectory(reward=None if value is None else float(value))
             case _:
