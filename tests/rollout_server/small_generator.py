@@ -62,12 +62,12 @@ async def episodes_of(config: Config, kind: type[TorchEngine] = TorchEngine) -> 
 
 
 @asynccontextmanager
-async def generating(config: Config, median: int = 0, sigma: float = 0.7) -> AsyncIterator[Generator]:
+async def generating(config: Config, median: int = 0) -> AsyncIterator[Generator]:
     """With a median, answers have forced lengths."""
     engine = TorchEngine(config.model.path, max_context=config.max_context, max_running=64, seed=config.run.seed)
     try:
         async with RewardPool(config.reward) as rewards:
             parts = (config, engine, Task(config), rewards)
-            yield ForcedLengths(*parts, median=median, sigma=sigma) if median else Generator(*parts)
+            yield ForcedLengths(*parts, median=median) if median else Generator(*parts)
     finally:
         await engine.close()

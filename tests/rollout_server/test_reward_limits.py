@@ -45,7 +45,7 @@ def test_past_a_limit_is_an_error_that_names_it(grader: str) -> None:
     ("source", "said"),
     [
         ("TABLE = bytearray(10**9)", rf"reward.memory_bytes = {MEMORY}"),
-        ("import os; os.write(2, b'no licence\n'); os._exit(7)", r"exit code 7\); its last output: no licence"),
+        ("import os\nos.write(2, b'no licence')\nos._exit(7)", r"exit code 7\); its last output: no licence"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_fails_the_start(source: str, said: str, tmp_path: Path) -> None:

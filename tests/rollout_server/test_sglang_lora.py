@@ -12,7 +12,7 @@ from rollout_server.engines.sglang.update import adapted as adapted_module
 from rollout_server.engines.sglang.update.adapted import AdaptedWeights
 from rollout_server.engines.sglang.update.layout import live_slices
 from tests.rollout_server.sglang_served import Served, check_logprobs, digests, random_model
-from tests.rollout_server.test_sglang_requests import FOLDER, Model, filled
+from tests.rollout_server.test_sglang_requests import FOLDER, Model, cut_of, filled
 from tests.rollout_server.test_torch_lora import ALL, adapters_of, merged
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
 from weight_bus.digest import add, slice_digest
@@ -58,14 +58,12 @@ def test_every_rank_merges_its_slices_and_nothing_drifts(ranks: int) -> None:
             for piece in live_slices(model, FOLDER.items()):
                 a, b = names_of(piece.name)
                 right = whole[piece.name] + (1.5 * adapters[b] @ adapters[a] if a in adapters else 0.0)
-                cut = tuple(slice(first, first + n) for first, n in zip(piece.start, piece.view.shape, strict=True))
-                assert torch.allclose(piece.view, right[cut], atol=1e-6), piece.name
+                assert torch.allclose(piece.view, cut_of({piece.name: right}, piece), atol=1e-6), piece.name
     for each in adapted:
         each.load([(name, torch.zeros_like(tensor)) for name, tensor in adapters.items()])
     for model in models:
         for piece in live_slices(model, FOLDER.items()):
-            cut = tuple(slice(first, first + n) for first, n in zip(piece.start, piece.view.shape, strict=True))
-            assert torch.equal(piece.view, whole[piece.name][cut]), "to the bit what it was"
+            assert torch.equal(piece.view, cut_of(whole, piece)), "to the bit what it was"
 
 
 def test_a_live_weight_a_kept_copy_and_an_adapter_that_changed_are_found_by_name() -> None:

@@ -28,7 +28,7 @@ from rollout_server.engines.sglang.requests import (
     versions_from_spans,
 )
 from rollout_server.engines.sglang.update import loader
-from rollout_server.engines.sglang.update.layout import live_slices
+from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
 from rollout_server.engines.sglang.update.live import LiveWeights, _covered
 from rollout_server.engines.sglang.update.orders import FOLDER as FOLDER_VARIABLE
 from rollout_server.engines.sglang.update.orders import StagingFolder
@@ -298,6 +298,13 @@ FOLDER = {
 }
 
 
+def cut_of(whole: dict[str, torch.Tensor], piece: LiveSlice) -> torch.Tensor:
+    """What a slice holds of its tensor."""
+    return whole[piece.name][
+        tuple(slice(first, first + n) for first, n in zip(piece.start, piece.view.shape, strict=True))
+    ]
+
+
 def filled(ranks: int) -> tuple[dict[str, torch.Tensor], list[Model]]:
     """A folder's tensors, and the models of all ranks that hold them, written slice by slice."""
     generator = torch.Generator().manual_seed(ranks)
@@ -305,8 +312,7 @@ def filled(ranks: int) -> tuple[dict[str, torch.Tensor], list[Model]]:
     models = [Model(rank, ranks) for rank in range(ranks)]
     for model in models:
         for piece in live_slices(model, FOLDER.items()):
-            cut = tuple(slice(first, first + n) for first, n in zip(piece.start, piece.view.shape, strict=True))
-            piece.view.copy_(whole[piece.name][cut])
+            piece.view.copy_(cut_of(whole, piece))
     return whole, models
 
 

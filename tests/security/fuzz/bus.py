@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from configs.infrastructure import WeightBus
-from replay.channel import WireError
 from tests.security.fuzz.targets import HOST, PATIENCE_S, RUN, DealerTarget, RouterTarget, Target, Vanished
 from weight_bus import BusClosed, Publisher, RemovedFromBus, Subscriber
 from weight_bus.digest import slice_digest
@@ -41,21 +40,6 @@ class Threaded(Target):
 
     failure: BaseException | None = None
     _sent = 0
-
-    def watch(self, socket: Any) -> None:
-        """Count what is polled from a socket of the bus: one message, none, or a list with their senders."""
-        poll = socket.poll
-
-        def polling(timeout_s: float) -> Any:
-            try:
-                found = poll(timeout_s)
-            except WireError as error:
-                self.count([error])
-                raise
-            self.count([message for _, message in found] if isinstance(found, list) else [found] * (found is not None))
-            return found
-
-        socket.poll = polling
 
     async def drain(self, count: int) -> None:
         self._sent += count

@@ -67,31 +67,19 @@ class LearnerTarget(DealerTarget):
 
     async def open(self) -> None:
         self._reader = BatchReader(config(), self.address, rank=0, fingerprint={})
-        self._read, self._poll = 0, self._reader._dealer.poll
-        self._reader._dealer.poll = self._counted  # type: ignore[method-assign]
+        self.watch(self._reader._dealer)
         self.meet(self._reader._dealer, m.Heartbeat())
         await self.drain(1)
 
     def given(self) -> Mapping[str, Any]:
         return {"rank": 0}
 
-    def _counted(self, timeout_s: float) -> Any:
-        """Counts what comes, refused or not."""
-        try:
-            found = self._poll(timeout_s)
-        except WireError:
-            self._read += 1
-            raise
-        self._read += found is not None
-        self.accepted += found is not None
-        return found
-
     async def drain(self, count: int) -> None:
         """One read each: what every wait of the reader consists of."""
         deadline = time.monotonic() + PATIENCE_S
         for number in range(count):
-            before = self._read
-            while self._read == before:
+            before = self.read
+            while self.read == before:
                 with contextlib.suppress(LearnerRunEnded, ChannelError):  # Goodbye and Refused
                     self._reader._poll(PATIENCE_S)
                 if time.monotonic() > deadline:

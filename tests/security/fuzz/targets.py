@@ -41,6 +41,21 @@ class Target:
             self.read += 1
             self.accepted += not isinstance(message, WireError)
 
+    def watch(self, socket: Any) -> None:
+        """Count what is polled from a blocking socket: one message, none, or a list with their senders."""
+        poll = socket.poll
+
+        def polling(timeout_s: float) -> Any:
+            try:
+                found = poll(timeout_s)
+            except WireError as error:
+                self.count([error])
+                raise
+            self.count([message for _, message in found] if isinstance(found, list) else [found] * (found is not None))
+            return found
+
+        socket.poll = polling
+
     async def open(self) -> None:
         """Make the socket and its reader, and connect to it."""
 
