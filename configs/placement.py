@@ -31,7 +31,8 @@ class Share:
 
     def engines(self, tensor_parallel: int) -> list[tuple[int, ...]]:
         """Devices of each rollout server, in blocks of `tensor_parallel`."""
-        return _blocks(self.rollout, tensor_parallel)
+        starts = range(0, len(self.rollout), tensor_parallel)
+        return [self.rollout[start : start + tensor_parallel] for start in starts]
 
 
 def node_devices(spec: str, key: str = "placement") -> Iterator[tuple[str, int]]:
@@ -68,12 +69,7 @@ def shares(placement: Placement) -> tuple[Share, ...]:
         rollout = _by_node("placement.rollout", placement.rollout)
         learner = _by_node("placement.learner", placement.learner)
         parts = [
-            Share(
-                node,
-                tuple(rollout.get(node, ())),
-                tuple(learner.get(node, ())),
-            )
-            for node in (learner | rollout)
+            Share(node, tuple(rollout.get(node, ())), tuple(learner.get(node, ()))) for node in (learner | rollout)
         ]
     return tuple(parts)
 
@@ -121,10 +117,6 @@ def ranks_of(parts: tuple[Share, ...], node: str) -> range:
 def most_devices(share: Share) -> int:
     """Devices that the node needs: the highest index and one."""
     return max((*share.rollout, *share.learner), default=-1) + 1
-
-
-def _blocks(devices: tuple[int, ...], size: int) -> list[tuple[int, ...]]:
-    return [devices[start : start + size] for start in range(0, len(devices), size)]
 
 
 def _split(placement: Placement) -> Share:

@@ -102,7 +102,7 @@ def prepare(batch: Batch, advantage: Advantage, config: Config, looker: Looker |
 
 
 def inputs_of(batch: Batch) -> AdvantageInputs:
-    """What advantages follow from, of the whole batch. Raises ValueError."""
+    """What advantages follow from, of the whole batch."""
     return AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
 
 

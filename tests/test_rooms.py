@@ -10,21 +10,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
-    "configs": 2_578,
+    "configs": 2_570,
     "slipstream/runtime": 2_305,
     "slipstream/families": 317,
     "slipstream/launch": 3_180,
     "slipstream/check": 2_045,
     "slipstream/view": 2_475,
     "slipstream/translate": 1_274,
-    "slipstream/plan": 1_310,
+    "slipstream/plan": 1_301,
     "slipstream/command": 158,
-    "replay": 9_579,
+    "replay": 9_583,
     "weight_bus": 5_069,
     "rollout_server/engines": 3_880,
     "rollout_server/tasks": 7_168,
     "rollout_server": 12_841,
-    "learner": 9_187,
+    "learner": 9_173,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 53_439

@@ -31,16 +31,6 @@ class AdvantageInputs:
     loss_tokens: NDArray[np.int32]
     """[N] tokens in the loss of each trajectory."""
 
-    def __post_init__(self) -> None:
-        """Raises ValueError: the shapes differ, or a reward is not finite."""
-        if not self.rewards.shape == self.groups.shape == self.loss_tokens.shape or self.rewards.ndim != 1:
-            raise ValueError(
-                f"rewards {self.rewards.shape}, groups {self.groups.shape} and loss_tokens {self.loss_tokens.shape}"
-                " are not three vectors of one length"
-            )
-        if (wrong := np.flatnonzero(~np.isfinite(self.rewards))).size:
-            raise ValueError(f"reward of trajectory {wrong[0]} is {self.rewards[wrong[0]]}; rewards must be finite")
-
     @property
     def values(self) -> Float64:
         """[N] rewards. float64 holds every sum of float32 rewards of one size exactly, so equal rewards centre to

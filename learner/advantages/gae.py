@@ -25,8 +25,6 @@ def gae(
         Two [n] float64 arrays.
     """
     ends = np.cumsum(lengths)
-    if not rewards.shape == values.shape or (ends[-1] if len(ends) else 0) != len(rewards):
-        raise ValueError(f"rewards {rewards.shape}, values {values.shape} and {lengths.sum()} tokens do not fit")
     advantages = np.zeros_like(values)
     following, next_value = np.zeros(len(lengths)), np.zeros(len(lengths))
     for back in range(1, int(lengths.max(initial=0)) + 1):  # from the last token of all trajectories at once

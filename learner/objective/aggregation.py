@@ -25,8 +25,6 @@ def token_weights(kind: str, loss_tokens: NDArray[np.int32], *, constant: int) -
             weights = np.full(len(tokens), 1 / max(1.0, tokens.sum()))
         case "sequence":
             weights = 1 / (trajectories * np.maximum(tokens, 1))
-        case "constant":
-            weights = np.full(len(tokens), 1 / (trajectories * constant))
         case _:
-            raise ValueError(f"unknown aggregation {kind!r}")
+            weights = np.full(len(tokens), 1 / (trajectories * constant))
     return np.where(tokens > 0, weights, 0.0).astype(np.float32)

@@ -59,7 +59,7 @@ FAULTS = (
     Fault("kill rank", "SIGKILL of the last learner rank", (LEARNER_DIED,), RUNNING, needs="two ranks"),
     Fault("kill replay", "SIGKILL of replay", (REPLAY_DIED,), POINTS),
     Fault("kill replay and learner", "SIGKILL of both at once", (REPLAY_DIED,), RUNNING),
-    Fault("torn journal", "SIGKILL of replay; half a record stands at the end of its journal", (REPLAY_DIED,), ANY),
+    Fault("torn journal", "SIGKILL of replay; half a record is at the end of its journal", (REPLAY_DIED,), ANY),
     Fault("stop server briefly", f"SIGSTOP {BRIEFLY}", (), ("any", "broadcast")),
     Fault("stop server", f"SIGSTOP {LONG}", (LOST_SILENT,), WIRE),
     Fault("stop learner briefly", f"SIGSTOP of rank 0 {BRIEFLY}", (), WRITING),

@@ -5,7 +5,6 @@ what a group takes. With one, their ratio is assumed.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 
 from configs.errors import InputMissing
@@ -21,7 +20,7 @@ ALIKE = 64.0
 SHARING = 2.0
 """Of two processes that take turns on a GPU each gets half: beside an engine updates took 1.5 to 2.1 times as long."""
 RATIOS = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0)
-ROUNDS, CLOSE, PASSES, STEPS = 8, 0.005, 3, 12
+ROUNDS, CLOSE, PASSES, STEPS = 9, 0.005, 3, 12
 
 
 def fit(case: Measured) -> Fitted:
@@ -123,22 +122,14 @@ def _scale(case: Measured, unit: Costs) -> float:
     if not wanted:
         raise InputMissing(f"{case.name}: no rollout/idle_ratio, so nothing is known of its engines")
 
-    def simulated(scale: float) -> float:
-        outcome = _run(case, unit.slower(scale))
-        return (1 - outcome.rollout_idle) * outcome.step_s
-
-    return solve(simulated, wanted)
-
-
-def solve(simulated: Callable[[float], float], wanted: float) -> float:
-    """Where a function that grows about as its argument does has the wanted value; ROUNDS secant steps of logs."""
-    at = wanted / max(1e-9, simulated(1.0))
-    for _ in range(ROUNDS):
-        got = simulated(at)
-        if abs(got / wanted - 1) < CLOSE:
+    scale = 0.0
+    for _ in range(ROUNDS):  # it grows about as the scale does
+        outcome = _run(case, unit.slower(scale or 1.0))
+        got = (1 - outcome.rollout_idle) * outcome.step_s
+        if scale and abs(got / wanted - 1) < CLOSE:
             break
-        at *= wanted / got
-    return at
+        scale = (scale or 1.0) * wanted / max(1e-9, got)
+    return scale
 
 
 def _ratio(case: Measured, base: Costs) -> tuple[float, str]:
