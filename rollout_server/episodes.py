@@ -2,8 +2,9 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import numpy as np
 from replay import messages as m
 from replay.data import stream_seed
 from replay.state.answers import ERRORS
-from rollout_server.engines.base import Partial
+from rollout_server.engines.base import Completion, Partial, Sampling
 from rollout_server.generate import (
     EVALUATION_TRIES,
     Generator,
@@ -30,6 +31,9 @@ from rollout_server.tasks.pictures import Seen
 from rollout_server.tasks.task import TaskError
 from slipstream.families.pictures import packed
 
+Begin = Callable[[int], Session]
+"""Makes the session of an episode, by the number of the attempt."""
+Played = tuple[Session, Outcome | Verdict]
 BETWEEN = "\n--------\n"
 """Between the texts of two samples."""
 
@@ -59,19 +63,19 @@ class EpisodeGenerator(Generator):
 
     async def group(self, lease: m.Lease, request_id: str) -> m.Group:
         """Run the episodes of a lease. Raises LeaseFailed."""
-        started, size = time.monotonic(), self.config.rollout.group_size
-        limits, seen = self._limits(self.config.rollout.max_new_tokens), await self._look(lease.prompt)
-        seeds = [stream_seed(lease.seed, number, 1) for number in range(size)]
-        names = [f"{request_id}/{number}" for number in range(size)]
+        started, size, seen = time.monotonic(), self.config.rollout.group_size, await self._look(lease.prompt)
+        sampling = self.sampling(lease.seed)
         sessions = self._sessions[request_id] = [
-            self._session(name, limits, (seed, lease.seed), seen) for name, seed in zip(names, seeds, strict=True)
+            self._session(
+                f"{request_id}/{number}", replace(sampling, seed=stream_seed(lease.seed, number, 1)), lease.seed, seen
+            )
+            for number in range(size)
         ]
         try:
-            episodes = await self._run(sessions, [lease.prompt] * size)
+            episodes = await self._run([(lease.prompt, partial(_itself, session)) for session in sessions])
         finally:
             del self._sessions[request_id]
         samples = [sample for episode in episodes for sample in episode.samples]
-        tokens = joined(samples)
         counts = [len(episode.samples) for episode in episodes]
         prompt_ids, prompt_lengths = prompts_of(samples, self.config.data.max_prompt_tokens)
         return m.Group(
@@ -83,14 +87,11 @@ class EpisodeGenerator(Generator):
             generate_s=time.monotonic() - started,
             data_source=str(lease.prompt.get("data_source", "")),
             lengths=np.array([sample.token_ids.size for sample in samples], np.int32),
-            token_ids=tokens.token_ids,
-            loss_mask=tokens.loss_mask,
-            logprobs=tokens.logprobs,
-            versions=tokens.versions,
             rewards=np.array([episode.verdict.score for episode in episodes], np.float32),
             samples=np.array(counts if set(counts) != {1} else [], np.int32),
             prompt_ids=prompt_ids,
             prompt_lengths=prompt_lengths,
+            **joined(samples),
             **errors_of([episode.verdict for episode in episodes]),
             **packed(() if seen is None else seen.sources),
         )
@@ -141,24 +142,11 @@ class EpisodeGenerator(Generator):
         self, lease: m.EvaluationLease, numbered: Sequence[tuple[int, dict[str, Any]]]
     ) -> list[Episode]:
         """Episodes of these rows of an evaluation, by their numbers in its set; one that fails is played again."""
-        seen = {number: await self._look(row) for number, row in numbered}
-        wanted = [(number, row, sample) for number, row in numbered for sample in range(lease.samples)]
-        found: dict[int, Episode] = {}
-        for attempt in range(EVALUATION_TRIES):
-            missing = [
-                place
-                for place in range(len(wanted))
-                if place not in found or found[place].verdict.error == "environment_error"
-            ]
-            if not missing:
-                break
-            sessions = [
-                self._evaluation_session(lease, number, sample, seen[number], attempt)
-                for number, _, sample in (wanted[place] for place in missing)
-            ]
-            played = await self._run(sessions, [wanted[place][1] for place in missing], tries=EVALUATION_TRIES)
-            found |= zip(missing, played, strict=True)
-        return [found[place] for place in range(len(wanted))]
+        plays: list[tuple[dict[str, Any], Begin]] = []
+        for number, row in numbered:
+            seen = await self._look(row)
+            plays += [(row, partial(self._evaluation_session, lease, number, n, seen)) for n in range(lease.samples)]
+        return await self._run(plays, tries=EVALUATION_TRIES)
 
     def _evaluation_session(
         self, lease: m.EvaluationLease, number: int, sample: int, seen: Seen | None, attempt: int
@@ -166,46 +154,45 @@ class EpisodeGenerator(Generator):
         """The same seeds in every attempt; the engine knows its turns by other names."""
         mode, again = "greedy" if lease.greedy else "sampled", f".{attempt}" if attempt else ""
         name = f"evaluation-{lease.version}-{lease.set}-{mode}-{number}/{sample}{again}"
-        seeds = stream_seed(lease.seed + number, sample, 1), stream_seed(lease.seed + number, 0, 2)
-        return self._session(name, self._limits(lease.max_new_tokens), seeds, seen, lease)
-
-    def _limits(self, max_new_tokens: int) -> Limits:
-        return Limits(
-            max_new_tokens=max_new_tokens,
-            max_context=self.config.data.max_prompt_tokens + max_new_tokens,
-            max_turns=self.config.environment.max_turns,
+        sampling = replace(
+            self.sampling(stream_seed(lease.seed + number, sample, 1)),
+            greedy=lease.greedy,
+            temperature=lease.temperature,
+            max_new_tokens=lease.max_new_tokens,
         )
+        return self._session(name, sampling, stream_seed(lease.seed + number, 0, 2), seen, pinned=lease.version)
 
     def _session(
-        self,
-        name: str,
-        limits: Limits,
-        seeds: tuple[int, int],
-        seen: Seen | None,
-        evaluation: m.EvaluationLease | None = None,
+        self, name: str, sampling: Sampling, prompt_seed: int, seen: Seen | None, pinned: int | None = None
     ) -> Session:
-        """`seeds` are the episode's and the prompt's."""
-        sampling = self.sampling(seeds[0])
-        if evaluation is not None:
-            sampling = replace(sampling, greedy=evaluation.greedy, temperature=evaluation.temperature)
-        pinned = None if evaluation is None else evaluation.version
-        options: dict[str, Any] = {"limits": limits, "pinned": pinned, "prompt_seed": seeds[1], "seen": seen}
+        limits = Limits(
+            max_new_tokens=sampling.max_new_tokens,
+            max_context=self.config.data.max_prompt_tokens + sampling.max_new_tokens,
+            max_turns=self.config.environment.max_turns,
+        )
+        options: dict[str, Any] = {"limits": limits, "pinned": pinned, "prompt_seed": prompt_seed, "seen": seen}
         return Session(name, self.engine, self.task, self._texts, sampling=sampling, **options)
 
-    async def _run(self, sessions: list[Session], rows: list[dict[str, Any]], *, tries: int = 1) -> list[Episode]:
+    async def _run(self, plays: Sequence[tuple[dict[str, Any], Begin]], *, tries: int = 1) -> list[Episode]:
         """All episodes at once; what fails more than one of them ends the others."""
-        pairs = zip(rows, sessions, strict=True)
-        played = await together(self._played(row, session) for row, session in pairs)
-        verdicts = await self._judged(rows, sessions, played, tries)
-        made = zip(sessions, played, verdicts, strict=True)
-        return [await self._beside(self._episode, session, outcome, verdict) for session, outcome, verdict in made]
+        played = await together(self._tried(row, begin, tries) for row, begin in plays)
+        verdicts = await self._judged([row for row, _ in plays], played, tries)
+        made = zip(played, verdicts, strict=True)
+        return [await self._beside(self._episode, *one, verdict) for one, verdict in made]
+
+    async def _tried(self, row: dict[str, Any], begin: Begin, tries: int) -> Played:
+        """An episode, played again where it fails."""
+        for attempt in range(tries):
+            session = begin(attempt)
+            outcome = await self._played(row, session)
+            if isinstance(outcome, Outcome):
+                break
+        return session, outcome
 
     async def _played(self, row: dict[str, Any], session: Session) -> Outcome | Verdict:
         """What an episode's function has returned, or how this one failed. Raises LeaseFailed, EngineError."""
         try:
             outcome = await self.environments.run(row, session)
-        except TaskError as error:
-            return Verdict.failed(self.config, FAILED, str(error))
         except LeaseFailed as failed:
             if failed.reason not in ERRORS:
                 raise
@@ -220,17 +207,17 @@ class EpisodeGenerator(Generator):
             return Verdict.failed(self.config, FAILED, f"leave_out {unknown}: the episode has had the turns {known}")
         return outcome
 
-    async def _judged(
-        self, rows: list[dict[str, Any]], sessions: list[Session], played: list[Outcome | Verdict], tries: int
-    ) -> list[Verdict]:
+    async def _judged(self, rows: list[dict[str, Any]], played: list[Played], tries: int) -> list[Verdict]:
         """The function's own reward of each episode, else what reward.function says of the last answer."""
-        open_ = [number for number, one in enumerate(played) if isinstance(one, Outcome) and one.reward is None]
-        last = [answer for number in open_ if (answer := sessions[number].last) is not None]
-        _, said = await self.score([rows[number] for number in open_], last, tries=tries) if open_ else ([], [])
-        found = dict(zip(open_, said, strict=True))
+        asked: dict[int, Completion] = {}
+        for number, (session, outcome) in enumerate(played):
+            if isinstance(outcome, Outcome) and outcome.reward is None and session.last is not None:
+                asked[number] = session.last
+        _, said = await self.score([rows[n] for n in asked], list(asked.values()), tries=tries) if asked else ([], [])
+        found = dict(zip(asked, said, strict=True))
         return [
-            one if isinstance(one, Verdict) else found.get(number) or Verdict(score=one.reward or 0.0)
-            for number, one in enumerate(played)
+            outcome if isinstance(outcome, Verdict) else found.get(number) or Verdict(score=outcome.reward or 0.0)
+            for number, (_, outcome) in enumerate(played)
         ]
 
     def _episode(self, session: Session, played: Outcome | Verdict, verdict: Verdict) -> Episode:
@@ -255,16 +242,17 @@ class EpisodeGenerator(Generator):
         )
 
 
-def joined(samples: Sequence[Sample]) -> Sample:
-    """The token arrays of all samples, one after the other, under the first one's prompt."""
-    nothing = np.empty(0, np.int32)
-    return Sample(
-        prompt_ids=samples[0].prompt_ids if samples else nothing,
-        token_ids=np.concatenate([nothing, *(sample.token_ids for sample in samples)]),
-        loss_mask=np.concatenate([nothing.astype(np.uint8), *(sample.loss_mask for sample in samples)]),
-        logprobs=np.concatenate([nothing.astype(np.float32), *(sample.logprobs for sample in samples)]),
-        versions=np.concatenate([nothing, *(sample.versions for sample in samples)]),
-    )
+def _itself(session: Session, _attempt: int) -> Session:
+    return session
+
+
+def joined(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The token arrays of a group: those of all samples, one after the other."""
+    kinds = {"token_ids": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int32}
+    return {
+        name: np.concatenate([np.empty(0, kind), *(getattr(sample, name) for sample in samples)])
+        for name, kind in kinds.items()
+    }
 
 
 def prompts_of(samples: Sequence[Sample], most: int) -> tuple[m.Int32, m.Int32]:

@@ -8,7 +8,9 @@ from typing import Any
 from configs import Config
 from replay import messages as m
 from rollout_server.engines.torch.engine import TorchEngine
+from rollout_server.episodes import EpisodeGenerator
 from rollout_server.generate import Generator
+from rollout_server.tasks.environments.pool import environments_of
 from rollout_server.tasks.rewards import RewardOutcome, Sample
 from rollout_server.tasks.rewards.pool import RewardPool
 from rollout_server.tasks.task import Task
@@ -41,6 +43,22 @@ class LengthJudge:
 
     async def score(self, samples: list[Sample]) -> list[RewardOutcome]:
         return [RewardOutcome(score=float(sample["num_tokens"]), seconds=0.0) for sample in samples]
+
+
+def lease_of(row: dict[str, Any], index: int = 1) -> m.Lease:
+    return m.Lease(pass_=0, index=index, attempt=1, min_version=0, lease_s=60.0, seed=index, prompt=row)
+
+
+@asynccontextmanager
+async def episodes_of(config: Config, kind: type[TorchEngine] = TorchEngine) -> AsyncIterator[EpisodeGenerator]:
+    """Episodes of config.environment over a torch engine; answers are judged by their length."""
+    engine = kind(config.model.path, max_context=config.max_context, max_running=16, seed=1)
+    try:
+        async with environments_of(config.environment, frozenset({"JUDGE_WORD"})) as environments:
+            assert environments is not None
+            yield EpisodeGenerator(config, engine, Task(config), LengthJudge(), environments=environments)  # type: ignore[arg-type]
+    finally:
+        await engine.close()
 
 
 @asynccontextmanager

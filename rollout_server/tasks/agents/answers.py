@@ -143,15 +143,12 @@ class ResponseStream(Stream):
     def _grew(self, index: int, key: str, delta: str, *, is_first: bool) -> Iterator[bytes]:
         if key != "content":  # reasoning is an item of the whole answer
             return
+        place = {"item_id": f"msg_{self.name}", "output_index": 0, "content_index": 0}
         if is_first:
             item = _said(self.name, "", "in_progress")
             yield self._typed("response.output_item.added", output_index=0, item={**item, "content": []})
-            yield self._typed("response.content_part.added", **self._place, part=item["content"][0])
-        yield self._typed("response.output_text.delta", **self._place, delta=delta, logprobs=[])
-
-    @property
-    def _place(self) -> Json:
-        return {"item_id": f"msg_{self.name}", "output_index": 0, "content_index": 0}
+            yield self._typed("response.content_part.added", **place, part=item["content"][0])
+        yield self._typed("response.output_text.delta", **place, delta=delta, logprobs=[])
 
     def _typed(self, kind: str, **fields: Any) -> bytes:
         said = {"type": kind, "sequence_number": next(self._numbers), **fields}

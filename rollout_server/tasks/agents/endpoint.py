@@ -74,6 +74,8 @@ class Access:
     client: Client
     base_url: str
     number: int
+    api_key: str
+    """The key that stands for the episode."""
     session: str = ""
     over: EpisodeOver | None = None
     """What has ended the episode, where a request was refused for it."""
@@ -84,11 +86,6 @@ class Access:
     """Turns that are sampled, or whose answer has not been received."""
     responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Conversations by the id of the response that ended them, for previous_response_id."""
-    api_key: str = ""
-    """The key that stands for the episode."""
-
-    def __post_init__(self) -> None:
-        self.api_key = f"slipstream-{self.number}-{secrets.token_urlsafe(32)}"
 
     def ask(self, asked: Asked, key: bytes, *, is_retried: bool) -> Pending:
         """The turns of a request: those of one before it with the same body whose client has gone, or new ones."""
@@ -175,7 +172,8 @@ class Endpoint:
 
     def open(self, client: Client, session: str = "") -> Access:
         """Admit an episode, or a session of one, which a relay names."""
-        access = Access(client, self.url, next(self._numbers), session)
+        number = next(self._numbers)
+        access = Access(client, self.url, number, f"slipstream-{number}-{secrets.token_urlsafe(32)}", session)
         self._episodes[str(access.number)] = access
         if session:
             self._sessions[session] = access

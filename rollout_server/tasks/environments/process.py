@@ -294,6 +294,10 @@ class EnvironmentProcess:
                     said = "a turn had no token for {key} = {limit:g}"
                     raise self._expired("turn_timeout_s", said, f"a turn of {session.name}", "the engine")
             return running.result()
+        except asyncio.CancelledError:
+            if running.done() and not running.cancelled() and running.exception() is None:
+                session.forget(running.result().number)  # it had ended in the moment in which it was called off
+            raise
         finally:
             running.cancel()
 

@@ -148,18 +148,18 @@ class Worker:
         try:
             value = await self._function(row, client)
         except EpisodeOver as over:
-            kind = type(over).__name__
-            return {"reward": 0.0, "metrics": {f"episode/{kind}": 1.0}, "leave_out": []}
-        if isinstance(value, Trajectory):
-            return {"reward": value.reward, "metrics": dict(value.metrics), "leave_out": list(value.leave_out)}
-        if isinstance(value, dict):
-            metrics = {key: number for key, number in value.items() if key != "score"}
-            if "score" not in value:
-                raise ValueError(f"the function returned {shown(value)}, a mapping without `score`")
-            return {"reward": value["score"], "metrics": metrics, "leave_out": []}
-        if value is None or isinstance(value, bool | int | float):
-            return {"reward": None if value is None else float(value), "metrics": {}, "leave_out": []}
-        raise ValueError(f"the function returned {shown(value)}; return a number, a mapping, None or a Trajectory")
+            value = Trajectory(reward=0.0, metrics={f"episode/{type(over).__name__}": 1.0})
+        match value:
+            case Trajectory():
+                found = value
+            case {"score": score, **metrics}:
+                found = Trajectory(reward=score, metrics=dict[Any, Any](metrics))
+            case None | bool() | int() | float():
+                found = Trajectory(reward=None if value is None else float(value))
+            case _:
+                wanted = "a number, a mapping with `score`, None or a Trajectory"
+                raise ValueError(f"the function returned {shown(value)}; return {wanted}")
+        return {"reward": found.reward, "metrics": dict(found.metrics), "leave_out": list(found.leave_out)}
 
     def _send(self, message: list[Any]) -> None:
         self._writer.write(pack(message))

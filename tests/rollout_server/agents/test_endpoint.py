@@ -19,9 +19,7 @@ from rollout_server.engines.base import Completion, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.episodes import EpisodeGenerator
 from rollout_server.tasks.environments import EnvironmentFailed
-from rollout_server.tasks.environments.pool import environments_of
-from rollout_server.tasks.task import Task
-from tests.rollout_server.small_generator import LengthJudge, evaluation_lease
+from tests.rollout_server.small_generator import episodes_of, evaluation_lease, lease_of
 from tests.rollout_server.torch_oracle import hf_tensors, make_model
 from tests.support.waiting import eventually
 
@@ -84,15 +82,10 @@ async def playing(folder: Path, *, size: int = 2, **options: Any) -> AsyncIterat
             "environment": {"function": {"agent": options}, "max_turns": TURNS, **timeouts},
         }
     )
-    engine = Recording(config.model.path, max_context=config.max_context, max_running=16, seed=1)
-    task = Task(config)
-    engine.held = task.encode_text(task.render([{"role": "user", "content": HELD}], None))
-    try:
-        async with environments_of(config.environment, frozenset(), temperature=1.0) as environments:
-            assert environments is not None
-            yield EpisodeGenerator(config, engine, task, LengthJudge(), environments=environments)  # type: ignore[arg-type]
-    finally:
-        await engine.close()
+    async with episodes_of(config, Recording) as generator:
+        task, engine = generator.task, generator.engine
+        engine.held = task.encode_text(task.render([{"role": "user", "content": HELD}], None))  # type: ignore[attr-defined]
+        yield generator
 
 
 def lease(folder: Path, mode: str = "", index: int = 1) -> m.Lease:
@@ -103,7 +96,7 @@ def lease(folder: Path, mode: str = "", index: int = 1) -> m.Lease:
         "extra_info": {"folder": str(folder), "mode": mode},
         "columns": {},
     }
-    return m.Lease(pass_=0, index=index, attempt=1, min_version=0, lease_s=60.0, seed=index, prompt=row)
+    return lease_of(row, index)
 
 
 def answers_of(group: m.Group) -> Iterator[tuple[list[Any], ...]]:

@@ -76,6 +76,15 @@ async def steps(row: dict[str, Any], client: Client) -> float:
     return 1.0
 
 
+async def stumbles(row: dict[str, Any], client: Client) -> float:
+    """The first episode of the process fails."""
+    await client.generate([5], max_new_tokens=1)
+    if not stuttered:
+        stuttered.append(True)
+        raise KeyError("once")
+    return 1.0
+
+
 async def stutters(row: dict[str, Any], client: Client) -> float:
     """In a task of its own, as tools are."""
     await client.generate([5], max_new_tokens=1)
@@ -125,18 +134,11 @@ async def goes_wrong(row: dict[str, Any], client: Client) -> float | Trajectory 
         case "turn":
             await client.generate([5], max_new_tokens=1)
             return Trajectory(reward=1.0, leave_out=[-1])
-        case "wait":
+        case "wait" | "late" as when:
             turn = await client.generate([5], max_new_tokens=1)
             waiting = asyncio.create_task(client.generate([*turn.ids, 7]))
             await asyncio.sleep(0)
-            waiting.cancel()
-            await asyncio.sleep(0.1)
-            return 1.0
-        case "late":
-            turn = await client.generate([5], max_new_tokens=1)
-            waiting = asyncio.create_task(client.generate([*turn.ids, 7]))
-            await asyncio.sleep(0)
-            time.sleep(0.3)  # noqa: ASYNC251 - it is answered before this process calls it off
+            time.sleep(0.3 * (when == "late"))  # noqa: ASYNC251 - it is answered before this process calls it off
             waiting.cancel()
             await asyncio.sleep(0.1)
             return 1.0

@@ -24,10 +24,15 @@ from rollout_server.episodes import EpisodeGenerator
 from rollout_server.generate import LeaseFailed
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.conversation import Conversation
-from rollout_server.tasks.environments.pool import environments_of
 from rollout_server.tasks.environments.worker import BUILT_IN
-from rollout_server.tasks.task import Task
-from tests.rollout_server.small_generator import PROMPT, PROMPT_TOKENS, LengthJudge, config_of, evaluation_lease
+from tests.rollout_server.small_generator import (
+    PROMPT,
+    PROMPT_TOKENS,
+    config_of,
+    episodes_of,
+    evaluation_lease,
+    lease_of,
+)
 from tests.support.waiting import eventually
 
 FUNCTIONS = Path(__file__).with_name("functions.py")
@@ -61,18 +66,12 @@ async def playing(
     name = function if ":" in function or function in BUILT_IN else f"{FUNCTIONS}:{function}"
     plain["environment"] |= {"function": {name: options}, **environment}
     config = Config.model_validate(plain)
-    engine = TorchEngine(config.model.path, max_context=config.max_context, max_running=16, seed=1)
-    try:
-        async with environments_of(config.environment, frozenset({"JUDGE_WORD"})) as environments:
-            assert environments is not None
-            yield EpisodeGenerator(config, engine, Task(config), LengthJudge(), environments=environments)  # type: ignore[arg-type]
-    finally:
-        await engine.close()
+    async with episodes_of(config) as generator:
+        yield generator
 
 
 def lease(index: int = 1, **prompt: Any) -> m.Lease:
-    row = {**PROMPT, **prompt}
-    return m.Lease(pass_=0, index=index, attempt=1, min_version=0, lease_s=60.0, seed=index, prompt=row)
+    return lease_of({**PROMPT, **prompt}, index)
 
 
 def all_failed(group: m.Group, said: str) -> bool:
@@ -126,12 +125,6 @@ async def test_turns_that_are_left_out_are_context(folder: Path) -> None:
         group = await generator.group(lease(), "0/1/1")
     first = group.loss_mask[: group.lengths[0]].tolist()
     assert first[0] == 0 and first[-1] == 1 and group.reward_metrics["own"] == 3.0
-
-
-async def test_without_a_reward_the_last_answer_is_judged(folder: Path) -> None:
-    async with playing(folder, "last_answer") as generator:
-        group = await generator.group(lease(), "0/1/1")
-    assert group.rewards.tolist() == group.lengths.tolist()
 
 
 async def test_an_episode_without_room_ends_with_nothing(folder: Path) -> None:
@@ -274,6 +267,13 @@ async def test_an_evaluation_runs_at_its_version(folder: Path) -> None:
         assert result.texts[0] == result.texts[1], "greedy"
         with pytest.raises(Exception, match="version 5"):
             await generator.evaluation(replace(wanted, version=5))
+
+
+async def test_an_episode_of_an_evaluation_that_fails_is_played_again(folder: Path) -> None:
+    async with playing(folder, "stumbles") as generator:
+        await generator.engine.pin(0)
+        result = await generator.evaluation(evaluation_lease(CAP))
+    assert result.rewards.tolist() == [1.0, 1.0] and not result.errors
 
 
 @pytest.mark.parametrize(

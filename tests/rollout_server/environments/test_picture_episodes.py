@@ -20,7 +20,7 @@ from rollout_server.tasks.environments.session import Limits, Session
 from rollout_server.tasks.pictures import Prompt
 from rollout_server.tasks.task import Task, TaskError
 from tests.rollout_server.environments.test_episodes import playing
-from tests.rollout_server.small_generator import config_of, evaluation_lease
+from tests.rollout_server.small_generator import config_of, evaluation_lease, lease_of
 from tests.rollout_server.test_picture_prompts import IMAGE, reference
 
 GROUP = 3
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def lease(folder: Path) -> m.Lease:
     (row,) = load_rows(folder / "rows.jsonl")
-    return m.Lease(pass_=0, index=1, attempt=1, min_version=0, lease_s=60.0, seed=1, prompt=row)
+    return lease_of(row)
 
 
 async def test_a_picture_is_seen_in_every_turn(folder: Path) -> None:
