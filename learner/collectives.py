@@ -26,6 +26,8 @@ ANSWER_S = 5.0
 """The other ranks find out within so many seconds of each other."""
 AFTER_S = 60.0
 """NCCL's own watchdog, which names nothing, comes this much later."""
+DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+"""Of a torch with NCCL, and of one without."""
 LINES = 12
 """Of each rank, in the hang report."""
 ASKED, KNOWN = "slipstream/collectives/asked", "slipstream/collectives/known"
@@ -62,8 +64,8 @@ class Collective:
 
 def recorded() -> str | bytes:
     """The flight recorder of this process as JSON, the oldest entry first."""
-    dump = getattr(_distributed_c10d, "_dump_nccl_trace_json", None) or _distributed_c10d._dump_fr_trace_json
-    return dump()  # type: ignore[no-any-return]
+    name = next(name for name in DUMPS if hasattr(_distributed_c10d, name))
+    return getattr(_distributed_c10d, name)()  # type: ignore[no-any-return]
 
 
 def collectives(trace: str | bytes, groups: Sequence[str], unix_s: float) -> list[Collective]:

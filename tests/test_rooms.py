@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
     "configs": 2_570,
-    "slipstream/runtime": 2_305,
+    "slipstream/runtime": 2_310,
     "slipstream/families": 317,
     "slipstream/launch": 3_180,
     "slipstream/check": 2_045,
@@ -24,12 +24,12 @@ BUDGET = {
     "rollout_server/engines": 3_880,
     "rollout_server/tasks": 7_168,
     "rollout_server": 12_841,
-    "learner": 9_173,
+    "learner": 9_401,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 53_439
-SCRIPTS = 6_405
-TESTS = 43_363
+PRODUCT = 52_849
+SCRIPTS = 5_990
+TESTS = 42_743
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
