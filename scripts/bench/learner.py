@@ -184,14 +184,14 @@ def random_policy(config: Any, mesh: Any, device: Any, budget: Any) -> Any:
 
 
 def over_ranks(model: Any, rows: Any, device: Any, tensor: int) -> tuple[int, int, float]:
-    """Tokens that are computed, tokens that are not because answers share a prompt, and FLOPs, of all ranks."""
+    """Of all ranks: tokens that are computed, those of trajectories (prompts are shared), and FLOPs."""
     import torch
     import torch.distributed as dist
 
     tokens, saved = sum(row.input_ids.numel() for row in rows), sum(row.saved for row in rows)
     sums = torch.tensor([tokens, saved, flops(model, rows)], dtype=torch.float64, device=device) / tensor
     dist.all_reduce(sums)
-    return int(sums[0]), int(sums[1]), float(sums[2])
+    return int(sums[0]), int(sums[0] + sums[1]), float(sums[2])
 
 
 def run_heat(task: Task) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def run_heat(task: Task) -> dict[str, Any]:
         policy, clock = random_policy(config, ranks.mesh, ranks.device, budget), Clock(ranks.device)
         trainer = Trainer(config, policy, Optimizer(config.learner, policy), clock)
         tensor = config.learner.mesh.tensor
-        place = (ranks.rank // tensor, ranks.world_size // tensor)
+        place = ranks.rank // tensor, ranks.world_size // tensor
         batch = batch_of(answers_of(task), task.prompt, config.learner, policy.vocab_size, *place)
         updates = []
         for step in range(WARM_UP + task.steps):
@@ -228,8 +228,7 @@ def run_heat(task: Task) -> dict[str, Any]:
         timed = {name: seconds[WARM_UP:] for name, seconds in clock.seconds.items()}
         step_s, communication_s = statistics.median(timed["step"]), policy.communication.take() / task.steps
         rows = prepare(batch, trainer.advantage, config).rows
-        computed, saved, whole = over_ranks(model, rows, ranks.device, tensor)
-        tokens = computed + saved
+        computed, tokens, whole = over_ranks(model, rows, ranks.device, tensor)
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
         speed = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
         return {

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from learner import batches
 from learner import train as loop
@@ -53,7 +54,7 @@ class Rank(Learner):
 
 @contextmanager
 def second_rank(config: Any) -> Iterator[Any]:
-    yield SimpleNamespace(rank=1)
+    yield SimpleNamespace(rank=1, mesh=None, device=torch.device("cpu"))
 
 
 class Peer:
