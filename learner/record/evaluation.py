@@ -142,8 +142,7 @@ def write_rows(run_dir: str, result: EvaluationResult, rows: Sequence[Row], disk
     """
     _check_size(result, rows)
     path = file_of(run_dir, result.version, result.set, greedy=result.greedy)
-    scores = zip(result.rewards.tolist(), _left_out(result).tolist(), strict=True)
-    rewards = [None if is_out else score for score, is_out in scores]
+    rewards = np.where(_left_out(result), None, result.rewards.astype(object)).tolist()
     errors = result.errors or [""] * len(rewards)
     answers = zip(result.texts, rewards, result.lengths.tolist(), result.finish_reasons, errors, strict=True)
     lines = []
@@ -155,6 +154,7 @@ def write_rows(run_dir: str, result: EvaluationResult, rows: Sequence[Row], disk
             "index": index,
             **({"sample": sample} if result.samples > 1 else {}),
             "prompt": asked["prompt"],
+            **({"tools": tools} if isinstance(tools := asked["columns"].get("tools"), list) else {}),
             "ground_truth": asked["ground_truth"],
             "data_source": asked["data_source"],
             "text": text,

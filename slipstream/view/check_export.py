@@ -1,7 +1,7 @@
 """`slipstream check-export RUN_DIR`: does the exported folder answer as the last evaluation reported?
 
-Loads the newest checkpoint's hf/ folder with transformers alone, renders every prompt of
-evaluations/version_N_greedy.jsonl with the run's chat template, continues it greedily, and compares the texts. Where
+Loads the newest checkpoint's hf/ model with transformers alone, renders every prompt of
+evaluations/version_N_greedy.jsonl as the run does, continues it greedily, and compares the texts. Where
 they part at two tokens that are about equally likely it is a tie, which the engine's arithmetic decides. The last line
 is JSON; the exit code is 1 when more than one prompt in 512 differs.
 """
@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from configs import Config, ConfigError, load
 from configs.errors import InputMissing
 from learner.checkpoints.folders import CheckpointError, incomplete, numbered, step_of
 from learner.record.evaluation import file_of
+from rollout_server.tasks.task import Task
 from slipstream.runtime.fingerprint import resolve_chat_template
 from slipstream.runtime.program import program
 
@@ -50,7 +51,7 @@ def check(run_dir: Path) -> dict[str, Any]:
         reported += lines
         limits += [one.max_new_tokens] * len(lines)
     exported = Exported(folder, config)
-    prompts = [exported.encode(report["prompt"]) for report in reported]
+    prompts = [exported.encode(report["prompt"], report.get("tools")) for report in reported]
     ties, different = 0, []
     for report, prompt, answer in zip(reported, prompts, exported.continued(prompts, limits), strict=True):
         text = exported.text(answer)
@@ -70,22 +71,17 @@ class Exported:
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        self._template = resolve_chat_template(config.model.path, config.model.chat_template)
-        self._options = config.model.chat_template_options
+        template = resolve_chat_template(config.model.path, config.model.chat_template)
+        model = config.model.model_copy(update={"path": str(folder), "chat_template": template})
+        self._task = Task(config.model_copy(update={"model": model}))
 
-    def encode(self, prompt: str | list[dict[str, Any]]) -> list[int]:
-        """Token ids of a text, or of messages in the run's chat template."""
-        text = prompt
-        if not isinstance(prompt, str):
-            text = self.tokenizer.apply_chat_template(
-                prompt, chat_template=self._template, add_generation_prompt=True, tokenize=False, **self._options
-            )
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+    def encode(self, prompt: str | list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> list[int]:
+        """Token ids of a text or of messages, as the rollout servers make them."""
+        return self._task.encode({"prompt": prompt, "columns": {"tools": tools}})
 
     def text(self, answer: list[int]) -> str:
-        """As the rollout servers decode it."""
-        return str(self.tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """As the rollout servers decode it, up to the first of rollout.stop."""
+        return self._task.text(answer)
 
     def continued(self, prompts: list[list[int]], limits: list[int]) -> list[list[int]]:
         """Greedy answers of transformers' own generate, prompts of equal length and limit of new tokens together."""
@@ -103,7 +99,7 @@ class Exported:
     @torch.no_grad()
     def gap(self, prompt: list[int], answer: list[int], other: str) -> float:
         """Nats by which the answer's token is likelier than the other text's, where the two part; inf where none is."""
-        ids = list(self.tokenizer(other, add_special_tokens=False)["input_ids"])
+        ids = self._task.encode_text(other)
         pairs = zip(answer, ids, strict=False)
         place = next((i for i, (mine, its) in enumerate(pairs) if mine != its), None)
         if place is None:

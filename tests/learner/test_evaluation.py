@@ -43,7 +43,7 @@ def test_pass_at_k_of_many_answers_stays_exact():
 def config(tmp_path):
     """Two sets: `aime` with four answers to each of 3 prompts and a greedy one, `easy` greedy alone."""
     file = tmp_path / "aime.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in AIME))
+    file.write_text("".join(json.dumps(row | {"tools": [{}]}) + "\n" for row in AIME))
     sets = {"aime": {"path": str(file), "samples": 4, "solved_at": 0.9}, "easy": {"path": str(file), "sampled": False}}
     run = {"dir": str(tmp_path), "name": "run"}
     return make_config(tmp_path, data={"eval": sets}, evaluation={"every_steps": 1}, run=run)
@@ -83,7 +83,7 @@ def test_answers_that_failed_are_out_of_the_score_and_named(config, caplog):
     assert "11 of 12 answers scored, 1 reward_error: KeyError: 'x'" in caplog.text
     rows = evaluation.file_of(config.run_dir, 3, "aime", greedy=False).read_text().splitlines()
     assert (json.loads(rows[0])["reward"], json.loads(rows[0])["error"]) == (None, "reward_error")
-    assert "error" not in json.loads(rows[1])
+    assert "error" not in json.loads(rows[1]) and json.loads(rows[1])["tools"] == [{}]
 
 
 def test_an_evaluation_with_too_many_failures_is_void(config, caplog):

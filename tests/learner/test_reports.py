@@ -92,7 +92,7 @@ def test_a_value_that_is_not_finite_never_reads_as_a_good_number():
         assert summary.logprob_difference(rows) == {"logprob_diff_max": None, "logprob_diff_mean": None}
 
 
-CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+CHAT = "{{ (tools or [{}])[0].name }}{% for m in messages %}{{ m.content }}{% endfor %}="
 
 
 def test_an_export_of_a_chat_run_is_compared_by_what_its_template_renders(tmp_path: Path) -> None:
@@ -108,7 +108,9 @@ def test_an_export_of_a_chat_run_is_compared_by_what_its_template_renders(tmp_pa
     (tmp_path / "config.yaml").write_text(dump(config))
     exported, prompts = check_export.Exported(step / "hf", config), [[{"role": "user", "content": "312"}], "45="]
     tokens = [exported.encode(prompt) for prompt in prompts]
-    assert tokens[0] == exported.encode("312=")
+    assert tokens[0] == exported.encode("312=") == exported.encode([{"role": "user", "content": "2"}], [{"name": "31"}])
+    stopping = config.model_copy(update={"rollout": config.rollout.model_copy(update={"stop": ["5"]})})
+    assert check_export.Exported(step / "hf", stopping).text(exported.encode("4567")) == "4"
     answers = exported.continued(tokens, [config.evaluation_sets[0].max_new_tokens] * 2)
     rows = [
         {"index": index, "prompt": prompt, "text": exported.text(answer), "reward": 0.5}
@@ -120,5 +122,7 @@ def test_an_export_of_a_chat_run_is_compared_by_what_its_template_renders(tmp_pa
     assert check_export.check(tmp_path) == {"step": 2, "prompts": 2, "ties": 0, "different": []}
     rows[1]["text"] = "9" if not rows[1]["text"].startswith("9") else "8"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    exported._task._prefix = exported.encode("9")  # the tokenizer's bos
+    assert exported.encode("45=") == exported.encode("945=")
     (different,) = check_export.check(tmp_path)["different"]
     assert (different["index"], different["evaluation"]) == (1, rows[1]["text"]) and different["nats"] > 0.02
