@@ -21,8 +21,9 @@ class Environment(Section):
     (a tool loop) or `agent` (a program that asks an OpenAI endpoint), with options, its `client.options`:
     `{tools: {tools: [calculator]}}`, `{agent: {command: [python, my_agent.py]}}`. Games, tasksets of verifiers and
     servers of OpenEnv: examples/environments/. `none`: an answer is one turn."""
-    workers: Own[int] = Field(default=1, ge=1, le=256)
-    """Environment processes per rollout server; the episodes of one share an event loop."""
+    workers: Own[int] = Field(default=0, ge=0, le=256)
+    """Environment processes per rollout server; the episodes of one share an event loop. 0: one for 32 episodes, and
+    for two cores at most one."""
     max_episodes: Own[int] = Field(default=256, ge=1)
     """Episodes that one rollout server runs at once; further ones wait."""
     max_turns: int = Field(default=16, ge=1)

@@ -1,5 +1,7 @@
 """Sections with a form of their own: sets of data.eval, parts of a reward, what all processes have alike, presets."""
 
+import os
+
 import jinja2.sandbox
 import pytest
 
@@ -134,3 +136,13 @@ def test_gsm8k_keeps_a_system_message_that_is_there():
     system = "Reason step by step, then write the final number after ####."
     assert rendered.startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n")
     assert rendered.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_processes_follow_the_cores_unless_their_number_is_given(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(24))
+    config = load("quickstart", ["environment.max_episodes=100"])
+    assert (config.reward.num_workers, config.environment.num_workers) == (6, 4)
+    config = load("quickstart", ["reward.workers=2", "environment.workers=3"])
+    assert (config.reward.num_workers, config.environment.num_workers) == (2, 3)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1))
+    assert (load("quickstart").reward.num_workers, load("quickstart").environment.num_workers) == (1, 1)
