@@ -1,7 +1,5 @@
 """Sections with a form of their own: sets of data.eval, parts of a reward, what all processes have alike, presets."""
 
-import os
-
 import jinja2.sandbox
 import pytest
 
@@ -138,11 +136,14 @@ def test_gsm8k_keeps_a_system_message_that_is_there():
     assert rendered.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_processes_follow_the_cores_unless_their_number_is_given(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(24))
-    config = load("quickstart", ["environment.max_episodes=100"])
-    assert (config.reward.num_workers, config.environment.num_workers) == (6, 4)
-    config = load("quickstart", ["reward.workers=2", "environment.workers=3"])
-    assert (config.reward.num_workers, config.environment.num_workers) == (2, 3)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1))
-    assert (load("quickstart").reward.num_workers, load("quickstart").environment.num_workers) == (1, 1)
+@pytest.mark.parametrize(
+    ("given", "split", "reward", "environment"),
+    [("0", "1:1", 8, 8), ("0", "4:1", 4, 8), ("0", "8:1", 2, 4), ("3", "4:1", 3, 3)],
+)
+def test_workers_follow_from_cores_and_servers(monkeypatch, given, split, reward, environment):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
+    both = [f"{name}.workers={given}" for name in ("reward", "environment") if given != "0"]
+    config = load("quickstart", [*both, f"placement.split={split}"])
+    here = config.with_workers()
+    assert (here.reward.workers, here.environment.workers) == (reward, environment)
+    assert f"{reward} reward and {environment} environment processes" in config.arithmetic()
