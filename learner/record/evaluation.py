@@ -142,7 +142,7 @@ def write_rows(run_dir: str, result: EvaluationResult, rows: Sequence[Row], disk
     """
     _check_size(result, rows)
     path = file_of(run_dir, result.version, result.set, greedy=result.greedy)
-    rewards = np.where(_left_out(result), None, result.rewards.astype(object)).tolist()
+    rewards = np.where(_left_out(result), np.array(None), result.rewards.astype(object)).tolist()
     errors = result.errors or [""] * len(rewards)
     answers = zip(result.texts, rewards, result.lengths.tolist(), result.finish_reasons, errors, strict=True)
     lines = []
