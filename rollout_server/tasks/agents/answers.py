@@ -31,15 +31,20 @@ def apart(text: str) -> tuple[str, str]:
 
 
 def message_of(turn: Turn, asked: Asked) -> Json:
-    """What the assistant says. Tool calls are read where tools are offered, and in answers that were not cut."""
+    """What the assistant says. Tool calls are read where tools are offered, and in answers that were not cut.
+
+    An answer with a call that cannot be read is text: clients fail on a call without a name, and its episode with them.
+    """
     if asked.form == "text":
         return {"content": turn.text}
-    has_calls = asked.tools is not None and "tool_calls" in turn.message and turn.finish_reason != "length"
+    calls = turn.message.get("tool_calls", ())
+    is_readable = bool(calls) and all(call["function"]["name"] for call in calls)
+    has_calls = asked.tools is not None and is_readable and turn.finish_reason != "length"
     reasoning, said = apart(turn.message["content"] if has_calls else turn.text)
     message: Json = {"role": "assistant", "content": (said or None) if has_calls else said}
     if reasoning:
         message["reasoning_content"] = reasoning
-    return message | ({"tool_calls": turn.message["tool_calls"]} if has_calls else {})
+    return message | ({"tool_calls": calls} if has_calls else {})
 
 
 def whole(name: str, asked: Asked, turns: Sequence[Turn], pieces: Pieces) -> Json:

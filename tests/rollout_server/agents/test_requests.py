@@ -110,6 +110,8 @@ def test_a_stream_adds_up_to_the_whole() -> None:
         assert [one["logprobs"] for one in deltas if one["logprobs"]] == [choice["logprobs"]]
     cut = message_of(turn_of(call[:-12], "length"), asked_with(tools=[TOOL]))
     assert cut == {"role": "assistant", "content": call[:-12]}, "a call that was cut is no call"
+    broken = f"{call}<tool_call>add 1</tool_call>"
+    assert message_of(turn_of(broken), asked_with(tools=[TOOL])) == {"role": "assistant", "content": broken}
 
 
 def test_reasoning_stands_apart_and_may_be_left_out(tmp_path: Path) -> None:
