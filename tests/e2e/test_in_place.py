@@ -13,9 +13,10 @@ from tests.support.runs import free_port
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
 
 GUARD = "limits.kl=skip above 1e-9 for 2, lower_lag above 1e-9 for 2"
-"""At lag 1 each step moves the policy away from the one that samples; at lag 0 nothing does."""
+"""Of a step's first update at lag 1, and of its later ones at any lag: the second step is skipped."""
 SETTINGS = ("checkpoint.every_steps=3", "replay.journal_keep=all", "evaluation.every_steps=9", GUARD)
 SETTINGS += ("learner.deterministic=true", "limits.skipped_steps=0")
+SETTINGS += ("learner.minibatches=2", "learner.epochs=2")
 STEPS = 10
 FRAGILE = '''"""A loss that is NaN for as many rows as its file says."""
 
@@ -75,7 +76,8 @@ def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest
 
     rows = run.steps()
     assert any(not row["training/update_applied"] for row in rows), "kills and playback repeat what guards skip"
-    assert "guard: step 3: for 2 steps in a row (limits.kl) actor/ppo_kl_k3 is" in text
+    assert {row["actor/updates"] for row in rows if row["training/update_applied"]} == {4}, "mini-batches times epochs"
+    assert "guard: step 2: for 2 steps in a row (limits.kl) actor/ppo_kl_k3 is" in text
     assert run.log("replay").count("replay: the lag is 0 at most, it was 1") == 1
     assert rows[-1]["training/off_policy/trajectory_staleness/max"] == 0 and rows[-1]["guards/kl"] >= 1
     assert "deterministic kernels: on" in run.log("learner-1")

@@ -25,8 +25,8 @@ def made() -> tuple[Row, torch.Tensor, torch.Tensor]:
     values: dict[str, Any] = {
         "behaviour_logprobs": torch.tensor(-random.exponential(1.0, sum(LENGTHS))),
         "advantages": torch.tensor(np.repeat(random.normal(0, 1, len(LENGTHS)), LENGTHS)),
-        "weights": torch.full((sum(LENGTHS),), 1 / sum(LENGTHS)),
-        "lags": torch.tensor(LAGS),
+        "weights": torch.full((sum(LENGTHS),), 1 / sum(LENGTHS), dtype=torch.float64),
+        "lags": torch.tensor(LAGS, dtype=torch.float64),
     }
     for name, value in values.items():
         object.__setattr__(row, name, value)
@@ -34,12 +34,20 @@ def made() -> tuple[Row, torch.Tensor, torch.Tensor]:
     return row, logprobs, torch.rand(sum(LENGTHS), dtype=torch.float64).requires_grad_()
 
 
-def decoupled(row: Row, logprobs: torch.Tensor) -> tuple[float, list[float]]:
+def proximals(name: str, row: Row, logprobs: torch.Tensor) -> list[float]:
+    """Logprobs of the policy that ratios are taken against, written out."""
+    if name == "current":
+        return torch.as_tensor(row.proximal_logprobs).tolist()
+    share = [0.0 if name == "behaviour" else lag / (lag + 1) for lag in LAGS]
+    pairs = zip(logprobs.tolist(), row.behaviour_logprobs.tolist(), share, strict=True)
+    return [old + part * (new - old) for new, old, part in pairs]
+
+
+def decoupled(row: Row, logprobs: torch.Tensor, around: list[float]) -> tuple[float, list[float]]:
     """Decoupled PPO written out: the loss, and its gradient by token."""
     total, gradient = 0.0, []
     now, sampled = logprobs.tolist(), row.behaviour_logprobs.tolist()
-    for new, old, advantage, lag in zip(now, sampled, row.advantages.tolist(), LAGS, strict=True):
-        proximal = old + lag / (lag + 1) * (new - old)
+    for new, old, advantage, proximal in zip(now, sampled, row.advantages.tolist(), around, strict=True):
         weight = min(np.exp(proximal - old), 2.0) / sum(LENGTHS)
         total += weight * reference.clipped(np.exp(new - proximal), advantage, 0.2, 0.28)
         up = reference.clipped(np.exp(new + 1e-6 - proximal), advantage, 0.2, 0.28)
@@ -48,13 +56,20 @@ def decoupled(row: Row, logprobs: torch.Tensor) -> tuple[float, list[float]]:
     return total, gradient
 
 
-def test_decoupled_ppo_is_the_clip_around_a_log_linear_policy_with_a_truncated_weight() -> None:
+@pytest.mark.parametrize(
+    ("proximal", "correction"), [("behaviour", None), ("log_linear", "token_tis"), ("current", "token_tis")]
+)
+def test_a_ratio_is_the_clip_around_its_policy_with_a_truncated_weight(proximal: Any, correction: Any) -> None:
+    """In float64; with `current` the policy in training has moved since the step's start, as after an update."""
     row, logprobs, entropy = made()
-    loss, measured = Objective(Algorithm(proximal="log_linear", correction="token_tis"))(row, logprobs, entropy)
-    assert measured["correction"] > 0 and measured["refused"] == 0
+    moved = np.random.default_rng(1).normal(0, 0.3, sum(LENGTHS))
+    object.__setattr__(row, "proximal_logprobs", logprobs.detach() - torch.tensor(moved))
+    loss, measured = Objective(Algorithm(proximal=proximal, correction=correction))(row, logprobs, entropy)
+    assert loss.dtype == torch.float64 and measured["clipped"] > 0
+    assert correction is None or (measured["correction"] > 0 and measured["refused"] == 0)
     loss.backward()
-    total, gradient = decoupled(row, logprobs)
-    assert loss.item() == pytest.approx(total, rel=1e-6)
+    total, gradient = decoupled(row, logprobs, proximals(proximal, row, logprobs))
+    assert loss.item() == pytest.approx(total, rel=1e-12)
     assert logprobs.grad is not None and logprobs.grad.tolist() == pytest.approx(gradient, rel=1e-4, abs=1e-9)
 
 
