@@ -163,7 +163,7 @@ def with_values(message: Mapping[str, Any]) -> dict[str, Any]:
     for call in message.get("tool_calls") or []:
         function = dict(call.get("function") or {})
         with contextlib.suppress(TypeError, ValueError, RecursionError):  # then it stays the text that it is
-            function["arguments"] = json.loads(function.get("arguments"))
+            function["arguments"] = json.loads(function.get("arguments", ""))
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls} if calls else dict(message)
 
