@@ -118,7 +118,7 @@ class Task:
             )
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [_for_template(message) for message in messages],
+                [with_values(message) for message in messages],
                 tools=list(tools) if tools else None,
                 chat_template=self._chat_template,
                 add_generation_prompt=True,
@@ -157,13 +157,13 @@ class Task:
         }
 
 
-def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as templates expect it: OpenAI has arguments of tool calls as text of JSON, they have values."""
+def with_values(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose calls have values as templates expect them; OpenAI has arguments as text of JSON."""
     calls = []
     for call in message.get("tool_calls") or []:
         function = dict(call.get("function") or {})
         with contextlib.suppress(TypeError, ValueError, RecursionError):  # then it stays the text that it is
-            function["arguments"] = json.loads(function["arguments"])
+            function["arguments"] = json.loads(function.get("arguments", ""))
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls} if calls else dict(message)
 

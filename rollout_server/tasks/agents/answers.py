@@ -31,15 +31,16 @@ def apart(text: str) -> tuple[str, str]:
 
 
 def message_of(turn: Turn, asked: Asked) -> Json:
-    """What the assistant says. Tool calls are read where tools are offered, and in answers that were not cut."""
+    """What the assistant says. Calls are read where tools are offered, and if all can be read and none was cut."""
     if asked.form == "text":
         return {"content": turn.text}
-    has_calls = asked.tools is not None and "tool_calls" in turn.message and turn.finish_reason != "length"
+    calls = turn.message.get("tool_calls", ()) if asked.tools is not None and turn.finish_reason != "length" else ()
+    has_calls = bool(calls) and all(call["function"]["name"] for call in calls)  # clients fail on one without a name
     reasoning, said = apart(turn.message["content"] if has_calls else turn.text)
     message: Json = {"role": "assistant", "content": (said or None) if has_calls else said}
     if reasoning:
         message["reasoning_content"] = reasoning
-    return message | ({"tool_calls": turn.message["tool_calls"]} if has_calls else {})
+    return message | ({"tool_calls": calls} if has_calls else {})
 
 
 def whole(name: str, asked: Asked, turns: Sequence[Turn], pieces: Pieces) -> Json:

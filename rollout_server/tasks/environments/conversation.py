@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_server.tasks.task import Task, TaskError
+from rollout_server.tasks.task import Task, TaskError, with_values
 
 Message = Mapping[str, Any]
 Int32 = NDArray[np.int32]
@@ -191,11 +191,8 @@ def _digest(said: bytes) -> bytes:
 
 
 def _plain(message: Message) -> str:
-    """A message in one spelling: a client may send an answer back with more, or fewer, empty fields."""
+    """A message in one spelling: a client may send an answer back with other empty fields, or JSON respaced."""
     plain: dict[str, Any] = {key: message[key] for key in KEPT if message.get(key) not in (None, "")}
-    calls = message.get("tool_calls") or []
-    plain["tool_calls"] = [
-        [call.get("id"), (call.get("function") or {}).get("name"), (call.get("function") or {}).get("arguments")]
-        for call in calls
-    ]
+    functions = [(call.get("id"), call["function"]) for call in with_values(message).get("tool_calls") or []]
+    plain["tool_calls"] = [[name, function.get("name"), function.get("arguments")] for name, function in functions]
     return json.dumps(plain, sort_keys=True, default=str)

@@ -110,6 +110,8 @@ def test_a_stream_adds_up_to_the_whole() -> None:
         assert [one["logprobs"] for one in deltas if one["logprobs"]] == [choice["logprobs"]]
     cut = message_of(turn_of(call[:-12], "length"), asked_with(tools=[TOOL]))
     assert cut == {"role": "assistant", "content": call[:-12]}, "a call that was cut is no call"
+    broken = f"{call}<tool_call>add 1</tool_call>"
+    assert message_of(turn_of(broken), asked_with(tools=[TOOL])) == {"role": "assistant", "content": broken}
 
 
 def test_reasoning_stands_apart_and_may_be_left_out(tmp_path: Path) -> None:
@@ -162,7 +164,9 @@ def test_an_answer_may_come_back_as_text_or_as_calls(tmp_path: Path) -> None:
     first = conversation.encode([USER])
     ids = [*first, 9, 9, 9]
     conversation.answered([USER], None, ids, text, message)
-    for back in (message, {**message, "content": None}, {"role": "assistant", "content": text}):
+    function = {"name": "calculator", "arguments": '{"expression":"1+2"}'}  # pydantic-ai dumps what it has loaded
+    respaced = {**message, "tool_calls": [{**message["tool_calls"][0], "function": function}]}
+    for back in (message, {**message, "content": None}, respaced, {"role": "assistant", "content": text}):
         assert conversation.encode([USER, back, USER])[: len(ids)] == ids
     assert task.render([message], None) == '{"expression": "1+2"}<eos>', "a template gets values, not text of JSON"
 
