@@ -6,7 +6,7 @@ there was the policy's choice. The answer's text ends before the string.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_server.engines.base import Completion, Engine
@@ -63,6 +63,26 @@ def _place(text: str, stops: Sequence[str]) -> int:
     return min((at for stop in stops if (at := text.find(stop)) >= 0), default=-1)
 
 
+@dataclass(slots=True)
+class _Seen:
+    """What has been seen of a running answer, and its text, decoded from where the last whole character ended."""
+
+    ids: list[int] = field(default_factory=list)
+    is_over: bool = False
+    _text: str = ""
+    _last: int = 0
+    """Tokens before the piece that was read last: a piece is decoded behind another, as spaces depend on it."""
+    _read: int = 0
+
+    def read(self, decode: Decode) -> str:
+        """The text of all tokens."""
+        before, both = decode(self.ids[self._last : self._read]), decode(self.ids[self._last :])
+        text = self._text + both[len(before) :]
+        if not both.endswith(PART):
+            self._text, self._last, self._read = text, self._read, len(self.ids)
+        return text
+
+
 async def until_stopped(
     engine: Engine,
     generating: Coroutine[Any, Any, list[Completion]],
@@ -82,27 +102,25 @@ async def until_stopped(
         told: gets the text of the only answer, as far as it stays as it is, whenever there is more.
     """
     running = asyncio.create_task(generating)
-    tails: dict[int, list[int]] = {}
+    seen: list[_Seen] = []
     keep = BYTES * max(map(len, stops), default=0)
-    done: set[int] = set()
     try:
         while (stops or told) and not (await asyncio.wait([running], timeout=LOOK_S))[0]:
-            for number, part in enumerate(engine.progress(request_id)):
-                seen = tails.setdefault(number, [])
-                ids = part.token_ids.tolist()
-                if number in done or len(ids) == len(seen):
+            for number, part in enumerate(engine.progress(request_id, [len(one.ids) for one in seen])):
+                if number == len(seen):
+                    seen.append(_Seen())
+                one, new = seen[number], part.token_ids.tolist()
+                one.ids += new
+                if one.is_over or not new:
                     continue
-                tail = ids[max(0, len(seen) - keep) :]
+                tail = one.ids[-len(new) - keep :]
                 if stops and _place(await beside(decode, tail), stops) >= 0:
-                    is_over = await beside(first_stop, decode, ids, stops) is not None
+                    one.is_over = await beside(first_stop, decode, one.ids, stops) is not None
                 else:
-                    is_over = part.finish_reason is not None
-                if is_over:
-                    done.add(number)
-                elif told is not None:
-                    told(shown_of(await beside(decode, ids), stops))
-                tails[number] = ids
-            if tails and len(done) == len(tails):
+                    one.is_over = part.finish_reason is not None
+                if told is not None and not one.is_over:
+                    told(shown_of(await beside(one.read, decode), stops))
+            if seen and all(one.is_over for one in seen):
                 engine.abort(request_id)
                 break
         answers = await running
