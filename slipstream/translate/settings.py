@@ -8,8 +8,6 @@ from configs.errors import ConfigError
 from slipstream.translate.names import TABLES
 
 Kind = Literal["key", "not needed", "no counterpart", "open", "unknown"]
-Framework = str
-"""One of slipstream.translate.names.FRAMEWORKS."""
 
 
 class Untranslatable(ConfigError, code="SLIP-CONFIG-14"):
@@ -31,20 +29,20 @@ class Section:
     """What turns a model on that there is none of here; empty of a teacher: its section alone."""
 
 
-SECTIONS: Mapping[Framework, Mapping[str, Section]] = {
+SECTIONS: Mapping[str, Mapping[str, Section]] = {
     framework: {start: Section(**section) for start, section in sections.items()}
     for framework, sections in TABLES["sections"].items()
 }
 """By framework and beginning of the names."""
 
 
-def section_of(framework: Framework, name: str) -> Section | None:
+def section_of(framework: str, name: str) -> Section | None:
     """The section of another model that a setting stands in; None: the name is the policy's, or the run's."""
     found = SECTIONS.get(framework, {}).items()
     return next((section for start, section in found if name == start or name.startswith(f"{start}.")), None)
 
 
-def can_mean(framework: Framework, name: str, end: str) -> bool:
+def can_mean(framework: str, name: str, end: str) -> bool:
     """Whether this end of a name says enough: in another model's section it has to hold that section's word.
 
     Example: of critic.optim.lr, `critic.optim.lr` does, and `optim.lr` would be the policy's.
@@ -83,7 +81,7 @@ class Line:
 class Foreign:
     """The settings of a file, in its order."""
 
-    framework: Framework
+    framework: str
     sources: tuple[str, ...]
     settings: list[Setting] = field(default_factory=list)
     is_whole: bool = False

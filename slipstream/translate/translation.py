@@ -17,7 +17,7 @@ from slipstream.translate.settings import Foreign, Kind, Line, Setting, can_mean
 SECRET = re.compile(r"(wandb|api|access|auth|hub|hf|swanlab|comet)_?(key|token)\b|password|secret", re.IGNORECASE)
 DECISIONS = {name: (key, names[0]) for key, names in TABLES["decisions"].items() for name in names[1:]}
 """End of a name: (key that the user decides, why)."""
-FOLLOWS = {"eps_clip_high": "eps_clip", "epsilon_high": "epsilon"}
+FOLLOWS = {"eps_clip_high": "eps_clip", "epsilon_high": "epsilon", "actor.eps_clip_higher": "actor.eps_clip"}
 """Names that are, unset, what another name has."""
 SWITCHES: Mapping[str, str] = TABLES["switches"]
 PARTS = {part: reason for reason, parts in TABLES["parts"].items() for part in parts}
@@ -79,6 +79,8 @@ def _line(setting: Setting, foreign: Foreign) -> Line:
     # both become comments of one line
     setting = replace(setting, shown=" ".join(setting.shown.split()), open=" ".join(setting.open.split()))
     names = list(_ends(setting.name, foreign))
+    if foreign.is_whole and setting.value is None and not any(None in VALUES.get(end, {}) for end in names):
+        return Line(setting.shown, "not needed", note="unset there")
     if setting.open:
         keys = BY_FRAMEWORK[foreign.framework]
         key = next((keys[end] for end in names if end in keys), "")
@@ -166,13 +168,13 @@ def _has_critic(foreign: Foreign) -> bool:
 
 def _defaults(foreign: Foreign, decided: set[str], pairs: Mapping[str, Any]) -> Iterator[Line]:
     """Lines for names that the file does not have, unless their keys are decided already."""
-    named = {end for setting in foreign.settings for end in ends(setting.name)}
+    named = {end for setting in foreign.settings if setting.value is not None for end in ends(setting.name)}
     loss = pairs.get("algorithm.loss", "ppo_clip")
     for name, value in TABLES["defaults"][foreign.framework].items():
         end = plain(name)
         if end in named or (end.rpartition(".")[2] in named and "." not in end):
             continue
-        value = foreign.value(FOLLOWS.get(end, end), default=value)
+        value = foreign.value(FOLLOWS[end], default=value) if end in FOLLOWS else value
         line = _line(Setting(name, value, f"{name}: {inline(value)}"), foreign)
         # a bound of the framework's default loss is none of another loss, where it would be refused
         missing = {
