@@ -41,7 +41,7 @@ class Translation:
 
 def translate(foreign: Foreign, overrides: Sequence[str] = ()) -> Translation:
     """Translate settings, then defaults that differ; overrides count most. Raises ConfigError."""
-    lines = tuple(_line(setting, foreign) for setting in foreign.settings)
+    lines = tuple(_of_the_loss([_line(setting, foreign) for setting in foreign.settings], foreign))
     chosen = {override.partition("=")[0].strip() for override in overrides}
     pairs, sources = _merged(lines)
     # a learning rate that the file gives is that of its own optimizer
@@ -63,6 +63,14 @@ def translate(foreign: Foreign, overrides: Sequence[str] = ()) -> Translation:
     return Translation(foreign, lines, defaults, tree, sources, undecided)
 
 
+def _of_the_loss(lines: Sequence[Line], foreign: Foreign) -> Iterator[Line]:
+    """A resolved file has the options of all losses; those of others than the one it takes are not needed."""
+    loss = _merged(lines)[0].get("algorithm.loss", "ppo_clip")
+    for line in lines:
+        others = [key for key in line.pairs if key.startswith("algorithm.loss.") and key.split(".")[2] != loss]
+        yield Line(line.shown, "not needed", note=f"the loss is {loss}") if foreign.is_whole and others else line
+
+
 def _merged(lines: Sequence[Line]) -> tuple[dict[str, Any], dict[str, str]]:
     """Keys with their values and sources; the last one counts, one key's own setting over one of two keys."""
     pairs: dict[str, Any] = {}
@@ -79,6 +87,8 @@ def _line(setting: Setting, foreign: Foreign) -> Line:
     # both become comments of one line
     setting = replace(setting, shown=" ".join(setting.shown.split()), open=" ".join(setting.open.split()))
     names = list(_ends(setting.name, foreign))
+    if foreign.is_whole and setting.value is None and not any(None in VALUES.get(end, {}) for end in names):
+        return Line(setting.shown, "not needed", note="unset there")
     if setting.open:
         keys = BY_FRAMEWORK[foreign.framework]
         key = next((keys[end] for end in names if end in keys), "")
@@ -166,13 +176,14 @@ def _has_critic(foreign: Foreign) -> bool:
 
 def _defaults(foreign: Foreign, decided: set[str], pairs: Mapping[str, Any]) -> Iterator[Line]:
     """Lines for names that the file does not have, unless their keys are decided already."""
-    named = {end for setting in foreign.settings for end in ends(setting.name)}
+    named = {end for setting in foreign.settings if setting.value is not None for end in ends(setting.name)}
     loss = pairs.get("algorithm.loss", "ppo_clip")
     for name, value in TABLES["defaults"][foreign.framework].items():
         end = plain(name)
         if end in named or (end.rpartition(".")[2] in named and "." not in end):
             continue
-        value = foreign.value(FOLLOWS.get(end, end), default=value)
+        if end in FOLLOWS:
+            value = foreign.value(FOLLOWS[end], default=value)
         line = _line(Setting(name, value, f"{name}: {inline(value)}"), foreign)
         # a bound of the framework's default loss is none of another loss, where it would be refused
         missing = {
