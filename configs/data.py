@@ -99,8 +99,8 @@ class Reward(Section):
     """Has to be given: `exact`, `numeric`, `math` or another built-in reward, `package.module:function`,
     `path/to/file.py:function`, or `environment`: what environment.function says; or several with weights and options,
     as {numeric: 1, format: {weight: 0.2}}."""
-    workers: Own[int] = Field(default=1, ge=1, le=256)
-    """Reward processes per rollout server."""
+    workers: Own[int] = Field(default=0, ge=0, le=256)
+    """Reward processes per rollout server; 0 is a quarter of the machine's cores, shared by its servers, up to 8."""
     timeout_s: float = Field(default=30.0, gt=0)
     """A call that takes longer is killed and counts as a reward error."""
     memory_bytes: Own[int] = Field(default=8 * 1024**3, ge=64 * 1024**2)
@@ -140,10 +140,9 @@ class Reward(Section):
             )
         return self
 
-    @property
-    def num_workers(self) -> int:
-        """`workers`, or what this machine has cores for."""
-        return self.workers or max(1, min(8, len(os.sched_getaffinity(0)) // 4))
+    def num_workers(self, servers: int = 1) -> int:
+        """`workers`, or what this machine has cores for, with so many rollout servers on it."""
+        return self.workers or max(1, min(8, len(os.sched_getaffinity(0)) // (4 * servers)))
 
     @property
     def parts(self) -> tuple[RewardPart, ...]:

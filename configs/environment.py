@@ -21,8 +21,9 @@ class Environment(Section):
     (a tool loop) or `agent` (a program that asks an OpenAI endpoint), with options, its `client.options`:
     `{tools: {tools: [calculator]}}`, `{agent: {command: [python, my_agent.py]}}`. Games, tasksets of verifiers and
     servers of OpenEnv: examples/environments/. `none`: an answer is one turn."""
-    workers: Own[int] = Field(default=1, ge=1, le=256)
-    """Environment processes per rollout server; the episodes of one share an event loop."""
+    workers: Own[int] = Field(default=0, ge=0, le=256)
+    """Environment processes per rollout server; the episodes of one share an event loop. 0 is one for 32 of
+    max_episodes, up to half of the machine's cores, shared by its servers."""
     max_episodes: Own[int] = Field(default=256, ge=1)
     """Episodes that one rollout server runs at once; further ones wait."""
     max_turns: int = Field(default=16, ge=1)
@@ -38,11 +39,10 @@ class Environment(Section):
     episode_timeout_s: float = Field(default=1800.0, gt=0)
     """For a whole episode, without its wait for environment.max_episodes; then it has failed."""
 
-    @property
-    def num_workers(self) -> int:
-        """`workers`, or what this machine has cores for."""
+    def num_workers(self, servers: int = 1) -> int:
+        """`workers`, or what this machine has cores for, with so many rollout servers on it."""
         needed = -(-self.max_episodes // EPISODES_PER_WORKER)
-        return self.workers or max(1, min(needed, len(os.sched_getaffinity(0)) // 2))
+        return self.workers or max(1, min(needed, len(os.sched_getaffinity(0)) // (2 * servers)))
 
     @property
     def name(self) -> str:

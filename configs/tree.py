@@ -1,5 +1,7 @@
 """The sections of a configuration, and what follows from them. Checks across sections: configs/schema.py."""
 
+from typing import Self
+
 from pydantic import Field, model_validator
 
 from configs.algorithm import Algorithm, Critic, Replay, Rollout
@@ -146,7 +148,7 @@ class Tree(Section):
     def arithmetic(self) -> str:
         """The run's arithmetic and what `auto` has become, printed at start."""
         rollout, ranks, together = self.rollout, self.num_data_ranks, self.learner.mesh.tensor
-        rank = self.learner.lora.rank
+        rank, here = self.learner.lora.rank, self.with_workers()
         adapters = f" (adapters of rank {rank})" if rank else ""
         per_rank = f"{self.trajectories_per_step / ranks:.4g}"
         many = "s" if ranks > 1 else ""
@@ -162,7 +164,8 @@ class Tree(Section):
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, {updates} and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
-            f" Reward: {self.reward.shown}."
+            f" Reward: {self.reward.shown}; a server on this machine has {here.reward.workers} reward and"
+            f" {here.environment.workers} environment processes."
             f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}{kernels};"
             f" weights over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
             f"{FLOAT32_ON_GPUS if in_float32 else ''}"
@@ -172,6 +175,15 @@ class Tree(Section):
     def shares(self) -> tuple[Share, ...]:
         """Devices by node, the first learner node first."""
         return shares(self.placement)
+
+    def with_workers(self) -> Self:
+        """With numbers of reward and environment processes for this machine and the most servers of a node."""
+        servers = max(1, *(len(share.engines(self.placement.tensor_parallel)) for share in self.shares))
+        changed = {
+            name: section.model_copy(update={"workers": section.num_workers(servers)})
+            for name, section in (("reward", self.reward), ("environment", self.environment))
+        }
+        return self.model_copy(update=changed)
 
     @model_validator(mode="before")
     @classmethod

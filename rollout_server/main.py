@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
         die_with_parent(args.parent)
     ending.leave_on_error()
     try:
-        config = from_arguments(args)
+        config = from_arguments(args).with_workers()
         set_up_logging(args.server_name, None if args.parent else config.run_dir)
         hang.begin(args.server_name, config.run_dir, replay=args.replay, keys=config.network.keys)
         with (

@@ -14,7 +14,7 @@ WIDE_CLIP = 0.02
 def _rounding_passes(config: Config, options: dict[str, Any]) -> str:
     low, high = options["clip_low"], options["clip_high"]
     is_exact = config.rollout.dtype == config.learner.compute_dtype == "float32"
-    if is_exact or config.algorithm.proximal != "behaviour" or min(low, high) >= LEAST_CLIP:
+    if is_exact or config.algorithm.proximal == "current" or min(low, high) >= LEAST_CLIP:
         return ""
     return (
         f"clip_low {low:g} and clip_high {high:g} are for a ratio against logprobs that the trainer computed again;"

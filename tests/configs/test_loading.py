@@ -73,6 +73,15 @@ def test_every_problem_is_said_at_once_and_that_of_a_file_is_its_own():
         parse(text, "run.yaml", ["run.seed=1", "learner.total_steps=2"])
 
 
+def test_a_second_file_is_refused_and_not_taken_in_place_of_the_first(capsys):
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["--config", "a.yaml"]).config == "a.yaml"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--config", "a.yaml", "--config", "b.yaml"])
+    assert "a.yaml and b.yaml" in capsys.readouterr().err
+
+
 def test_a_bare_override_is_answered_with_the_option(capsys):
     parser = Parser(prog="main")
     add_arguments(parser)

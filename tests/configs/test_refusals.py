@@ -87,6 +87,7 @@ algorithm.loss=[ppo_clip] -> algorithm.loss: takes a name | {ppo_clip: {clip_hig
 'algorithm.loss={ppo_clip: {}, gspo: {}}' -> algorithm.loss: takes a name
 @pg algorithm.proximal=log_linear algorithm.correction=token_tis -> proximal: 'log_linear' | proximal 'behaviour'
 @gspo -> algorithm.loss: 'gspo': clip_low 0.0003 | 0.0004 | set both to 0.02 | proximal=current
+@gspo algorithm.proximal=log_linear algorithm.correction=token_tis -> algorithm.loss: 'gspo': clip_low 0.0003
 @gspo algorithm.loss.gspo.clip_low=0.02 algorithm.loss.gspo.clip_high=0.004 -> clip_high 0.004 | at least 0.01
 algorithm.loss=gspo learner.compute_dtype=bfloat16 -> algorithm.loss: 'gspo': clip_low 0.0003
 data.eval={} -> data.eval: names no set; give at least one

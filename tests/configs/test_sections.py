@@ -134,3 +134,16 @@ def test_gsm8k_keeps_a_system_message_that_is_there():
     system = "Reason step by step, then write the final number after ####."
     assert rendered.startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n1+1?<|im_end|>\n")
     assert rendered.endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("given", "split", "reward", "environment"),
+    [("0", "1:1", 8, 8), ("0", "4:1", 4, 8), ("0", "8:1", 2, 4), ("3", "4:1", 3, 3)],
+)
+def test_workers_follow_from_cores_and_servers(monkeypatch, given, split, reward, environment):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
+    both = [f"{name}.workers={given}" for name in ("reward", "environment") if given != "0"]
+    config = load("quickstart", [*both, f"placement.split={split}"])
+    here = config.with_workers()
+    assert (here.reward.workers, here.environment.workers) == (reward, environment)
+    assert f"{reward} reward and {environment} environment processes" in config.arithmetic()

@@ -131,7 +131,8 @@ def test_a_run_over_four_hosts_goes_on_while_one_is_cut_off_and_comes_back(tmp_p
 
     steps = run.steps()
     assert [row["training/global_step"] for row in steps] == list(range(1, STEPS + 1))
-    assert steps[-1]["weight_sync/digests_equal"] is True
+    reported = [row["weight_sync/digests_equal"] for row in steps if "weight_sync/digests_equal" in row]
+    assert reported[-1] is True, "of a version that no newer one has taken the place of"
     waited = max(row["timing_s/publish_wait"] for row in steps)
     assert waited <= 8 + 5, "no step waits longer than the deadline, and what a busy machine adds"
     assert len(run.groups()) == len(set(run.groups())) == STEPS * 8, "nothing is trained twice"

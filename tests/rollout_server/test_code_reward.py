@@ -355,6 +355,38 @@ def test_values_without_an_encoding_are_counted() -> None:
         assert (found["score"], found["not_encoded"]) == (0.0, 1.0), value
 
 
+COLLIDING = [["int", hex(number * (2**61 - 1))] for number in range(1, 3_000)]
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        ["Fraction", "1e30000"],  # with nine digits in place of five it takes hours
+        ["Fraction", f"1/{'3' * 4_000}"],
+        ["Fraction", [1, 2]],
+        ["Decimal", "7" * 4_000],
+        ["Decimal", [0, [1], 5]],
+        ["Decimal", "sNaN"],
+        ["int", "f" * 4_000],
+        ["set", COLLIDING],
+        ["frozenset", COLLIDING],
+        ["keys", COLLIDING],
+        ["dict", [[key, 1] for key in COLLIDING]],
+    ],
+    ids=lambda encoding: f"{encoding[0]} {str(encoding[1])[:8]}",
+)
+def test_what_would_be_computed_for_long_is_no_value(encoding: Any) -> None:
+    assert decoded(json.dumps(["value", encoding])) == Value("raised")
+
+
+def test_an_answer_cannot_leave_its_group_by_a_value_that_takes_long() -> None:
+    forged = '\'["value", ["Fraction", "1e999999999"]]\\n\''
+    writes = f"import os\ndef f():\n    os.write(1, {forged}.encode())\n    os._exit(0)"
+    for program in (writes, "def f(): return 10**6000", "from decimal import *\ndef f(): return Decimal('sNaN')"):
+        assert judged(program, ["assert f() == 1"])["score"] == 0.0, program
+        assert judged(program, ["assert f() + 1 < f()"])["score"] == 0.0, "also where a second run is given the value"
+
+
 def test_a_second_run_sees_values_as_the_program_gave_them() -> None:
     tests = [
         "assert list(f({2: 1, 1: 3}).keys()) == [2, 1]",

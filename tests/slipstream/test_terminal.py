@@ -110,7 +110,8 @@ def a_run(folder: Path, *settings: str, **options: Any) -> Iterator["subprocess.
 
 
 def test_the_end_of_the_session_ends_a_run_and_says_how_to_go_on(tmp_path: Path) -> None:
-    with a_run(tmp_path) as process:
+    default = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731 - also where the tests run under nohup
+    with a_run(tmp_path, preexec_fn=default) as process:
         for _ in range(2):  # the kernel sends one, and so may the shell
             process.send_signal(signal.SIGHUP)
         said = process.communicate(timeout=30)[1]

@@ -103,7 +103,7 @@ class Environments:
             EnvironmentProcess(
                 environment, f"environment process {number}", hidden, self._suspects.charge, temperature=temperature
             )
-            for number in range(environment.num_workers + 1)
+            for number in range(environment.num_workers() + 1)
         ]
         self._slots, self._alone = Places(environment.max_episodes), Places(1)
 

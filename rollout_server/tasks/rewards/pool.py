@@ -43,7 +43,7 @@ class RewardPool:
 
     def __init__(self, reward: Reward, endpoint: RewardPart | None = None) -> None:
         """Of the functions of a reward, or of one part of it that asks an endpoint."""
-        self._at_once, workers, timeout_s = MAX_AT_ONCE, reward.num_workers, reward.timeout_s
+        self._at_once, workers, timeout_s = MAX_AT_ONCE, reward.num_workers(), reward.timeout_s
         hidden: frozenset[str] | None = key_variables(reward)
         parts = [part for part in reward.parts if not isinstance(part.settings, Endpoint)]
         limits = {key: getattr(reward, key) for key in RESOURCES}

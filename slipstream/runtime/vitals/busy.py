@@ -16,7 +16,7 @@ class Busy:
     """The worker processes of a rollout server, sample by sample."""
 
     def __init__(self, config: Config) -> None:
-        self._workers = {"reward": config.reward.num_workers, "environment": config.environment.num_workers}
+        self._workers = {"reward": config.reward.num_workers(), "environment": config.environment.num_workers()}
         self._before: tuple[float, float, dict[int, float]] | None = None
         self._since: dict[str, float] = {}
         self._said: set[str] = set()

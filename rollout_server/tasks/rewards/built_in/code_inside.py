@@ -21,6 +21,8 @@ from typing import Any
 
 POLL_MS = 20
 MAX_PLAIN_INT = 2**53
+MAX_NUMBER_CHARS = 3_500
+"""Of a number's text, hexadecimal of an int: its `repr` keeps below Python's 4,300 digits."""
 SHARED = "answer.py"
 
 
@@ -157,7 +159,7 @@ def _computed(expression: str, names: dict[str, Any]) -> str:
 def encoded(value: Any) -> Any:
     """A value as JSON that says of which built-in type it is, whatever class of the answer it has.
 
-    Example: Counter("aa") is ["Counter", [["a", 2]]]. Raises TypeError: it is none that equals a literal.
+    Example: Counter("aa") is ["Counter", [["a", 2]]]. Raises TypeError: it is none that equals a literal, or too long.
     """
     kind = type(value)
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
@@ -178,7 +180,7 @@ def encoded(value: Any) -> Any:
         case range():
             return ["range", [value.start, value.stop, value.step]]
     if kind.__module__ in ("fractions", "decimal"):
-        return [kind.__name__, str(value)]
+        return [kind.__name__, _short(str(value))]
     raise TypeError(kind.__name__)
 
 
@@ -198,8 +200,15 @@ def _plain(value: Any) -> Any:
     """What JSON has, without the class of the answer that it may be of."""
     if isinstance(value, int) and not isinstance(value, bool):
         value = int.__index__(value)
-        return value if abs(value) < MAX_PLAIN_INT else ["int", hex(value)]
+        return value if abs(value) < MAX_PLAIN_INT else ["int", _short(hex(value))]
     return str.__str__(value) if isinstance(value, str) else value
+
+
+def _short(text: str) -> str:
+    """Text of a number, as it is. Raises TypeError: too long."""
+    if len(text) > MAX_NUMBER_CHARS:
+        raise TypeError("a number is too long")
+    return text
 
 
 if __name__ == "__main__":

@@ -10,27 +10,31 @@ from fractions import Fraction
 from numbers import Number
 from typing import Any, Literal
 
+from rollout_server.tasks.rewards.built_in.code_inside import MAX_NUMBER_CHARS
+
 RELATIVE = 1e-9
 """Floats of a program and of a dataset that differ by less are equal."""
+MAX_COLLISIONS = 64
+"""Entries of a set or a dict that have one hash; more would take quadratic time."""
 BUILD: dict[str, Callable[[Any], Any]] = {
-    "int": lambda text: int(text, 16),
+    "int": lambda text: int(_short(text), 16),
     "complex": lambda parts: complex(*parts),
     "bytes": bytes.fromhex,
     "range": lambda parts: range(*parts),
-    "Fraction": Fraction,
-    "Decimal": Decimal,
+    "Fraction": lambda text: _fraction(text),
+    "Decimal": lambda text: _decimal(text),
     "list": lambda parts: list(map(_built, parts)),
     "tuple": lambda parts: tuple(map(_built, parts)),
-    "set": lambda parts: set(map(_built, parts)),
-    "frozenset": lambda parts: frozenset(map(_built, parts)),
+    "set": lambda parts: set(_keys(parts)),
+    "frozenset": lambda parts: frozenset(_keys(parts)),
     "deque": lambda parts: deque(map(_built, parts)),
-    "keys": lambda parts: dict.fromkeys(map(_built, parts)).keys(),
+    "keys": lambda parts: dict.fromkeys(_keys(parts)).keys(),
     "values": lambda parts: dict(enumerate(map(_built, parts))).values(),
     "dict": lambda pairs: _mapping(pairs),
     "Counter": lambda pairs: Counter(_mapping(pairs)),
     "items": lambda pairs: _mapping(pairs).items(),
 }
-"""By the name in code_inside.encoded: builds a value, and runs nothing of the program's."""
+"""By the name in code_inside.encoded: builds a value in linear time, and runs nothing of the program's."""
 NAMES = (
     "from collections import Counter, deque\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
     "nan, inf = float('nan'), float('inf')\n"
@@ -72,7 +76,37 @@ def _built(value: Any) -> Any:
 
 
 def _mapping(pairs: Any) -> dict[Any, Any]:
-    return {_built(key): _built(one) for key, one in pairs}
+    keys, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return dict(zip(_keys(keys), map(_built, values), strict=True))
+
+
+def _keys(parts: Any) -> list[Any]:
+    """Entries of a set or a dict. Raises ValueError: too many of them have one hash."""
+    keys = list(map(_built, parts))
+    if max(Counter(map(hash, keys)).values(), default=0) > MAX_COLLISIONS:
+        raise ValueError(f"more than {MAX_COLLISIONS} entries have one hash")
+    return keys
+
+
+def _short(text: Any) -> str:
+    """Text of a number. Raises ValueError: longer than any that is encoded."""
+    if not isinstance(text, str) or len(text) > MAX_NUMBER_CHARS:
+        raise ValueError("no text of a number, or too long")
+    return text
+
+
+def _fraction(text: Any) -> Fraction:
+    """From two ints: text with an exponent (1e999999999) would be computed for hours."""
+    numerator, _, denominator = _short(text).partition("/")
+    return Fraction(int(numerator), int(denominator or 1))
+
+
+def _decimal(text: Any) -> Decimal:
+    """Raises ValueError: a signalling NaN, which cannot be compared."""
+    number = Decimal(_short(text))
+    if number.is_snan():
+        raise ValueError("a signalling NaN equals nothing")
+    return number
 
 
 def same(value: Any, wanted: Any) -> bool:
