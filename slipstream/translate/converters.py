@@ -95,6 +95,72 @@ def _threshold(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {f"algorithm.correction.{kind['algorithm.correction']}.high": value})
 
 
+def _groups_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Of the answers of one generation, over all processes."""
+    size, key = foreign.value("num_generations", default=8), "rollout.groups_per_step"
+    if not isinstance(value, int) or not isinstance(size, int) or value % size:
+        return Line(shown, "open", note=f"{value} answers are no whole groups of {size}", decides=key)
+    return Line(shown, "key", {key: value // size})
+
+
+def _updates_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Batches of one generation, several of which can make an update."""
+    size, key = foreign.value("gradient_accumulation_steps", default=1), "learner.minibatches"
+    if not isinstance(value, int) or not isinstance(size, int) or value % size:
+        return Line(shown, "open", note=f"{size} batches an update do not divide {value}", decides=key)
+    return Line(shown, "key", {key: value // size})
+
+
+def _steps(shown: str, value: Any, foreign: Foreign) -> Line:
+    """TRL counts updates, of which one batch of rollouts can have several."""
+    key = "learner.total_steps"
+    if foreign.framework != "TRL":
+        return Line(shown, "key", {key: value})
+    batches = foreign.value("steps_per_generation") or foreign.value("gradient_accumulation_steps", default=1)
+    size = foreign.value("gradient_accumulation_steps", default=1)
+    updates = _times(batches, foreign.value("num_iterations", default=1))
+    if updates is None or not isinstance(value, int) or not isinstance(size, int) or updates < size:
+        return Line(shown, "open", note="updates there, batches of rollouts here", decides=key)
+    note = f"{updates / size:g} updates a step" if updates != size else ""
+    return Line(shown, "key", {key: math.ceil(value * size / updates)}, note)
+
+
+MODES = {
+    "token_truncate": "token_tis",
+    "token_mask": "icepop",
+    "sequence_truncate": "sequence_tis",
+    "sequence_mask": "sequence_mis",
+}
+"""Of TRL's correction of vLLM's logprobs."""
+
+
+def _correction_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
+    """One correction from its switch, mode and bounds; a lower bound is one of the masks alone."""
+    switch, start = "vllm_importance_sampling_correction", "vllm_importance_sampling_"
+    if not foreign.is_on("use_vllm") or not foreign.value(switch, default=True):
+        return Line(shown, "not needed", note="no correction there")
+    kind = MODES.get(foreign.value(f"{start}mode", default="sequence_mask"))
+    high = foreign.value(f"{start}clip_max", f"{start}cap", default=3.0)
+    low = foreign.value(f"{start}clip_min")
+    if kind is None or high is None or (low is not None and kind.endswith("tis")):
+        return Line(shown, "open", note="neither such a mode nor such bounds are here", decides="algorithm.correction")
+    bounds = {"high": high} if kind.endswith("tis") else {"low": low or 0.0, "high": high}
+    return Line(shown, "key", {"algorithm.proximal": "current", "algorithm.correction": {kind: bounds}})
+
+
+def _kl_of_areal(shown: str, value: Any, foreign: Foreign) -> Line:
+    if not value:
+        return Line(shown, "not needed", note="no KL term")
+    estimator = foreign.value("kl_estimator", default="k1")
+    return Line(shown, "key", {"algorithm.kl": estimator, "algorithm.kl_in": "reward", "algorithm.kl_coef": value})
+
+
+def _reference_of_areal(shown: str, value: Any, foreign: Foreign) -> Line:
+    if not foreign.value("actor.kl_ctl", default=0.1):
+        return Line(shown, "not needed", note="no KL term")
+    return Line(shown, "key", {"algorithm.reference_path": value})
+
+
 def _rejected(shown: str, value: Any, foreign: Foreign) -> Line:
     """Tokens whose weight is above take no part."""
     return Line(shown, "key", {"algorithm.correction": {"icepop": {"low": 0.0, "high": value}}})
@@ -208,6 +274,16 @@ CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
     "actor.optimizer.beta1": _betas,
     "actor.optimizer.beta2": _betas,
     "actor.clip_ratio": _both_clips,
+    "actor.eps_clip": _both_clips,
+    "actor.kl_ctl": _kl_of_areal,
+    "ref.path": _reference_of_areal,
+    "generation_batch_size": _groups_of_trl,
+    "steps_per_generation": _updates_of_trl,
+    "max_steps": _steps,
+    **dict.fromkeys(
+        (f"vllm_importance_sampling_{end}" for end in ("correction", "mode", "clip_max", "clip_min", "cap")),
+        _correction_of_trl,
+    ),
     "norm_adv_by_std_in_grpo": _undivided,
     "disable_grpo_std_normalization": _undivided,
     "adv_estimator": _advantage,

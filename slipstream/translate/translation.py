@@ -17,7 +17,7 @@ from slipstream.translate.settings import Foreign, Kind, Line, Setting, can_mean
 SECRET = re.compile(r"(wandb|api|access|auth|hub|hf|swanlab|comet)_?(key|token)\b|password|secret", re.IGNORECASE)
 DECISIONS = {name: (key, names[0]) for key, names in TABLES["decisions"].items() for name in names[1:]}
 """End of a name: (key that the user decides, why)."""
-FOLLOWS = {"eps_clip_high": "eps_clip", "epsilon_high": "epsilon", "actor.eps_clip_higher": "actor.eps_clip"}
+FOLLOWS = {"eps_clip_high": "eps_clip", "epsilon_high": "epsilon"}
 """Names that are, unset, what another name has."""
 SWITCHES: Mapping[str, str] = TABLES["switches"]
 PARTS = {part: reason for reason, parts in TABLES["parts"].items() for part in parts}
@@ -41,7 +41,7 @@ class Translation:
 
 def translate(foreign: Foreign, overrides: Sequence[str] = ()) -> Translation:
     """Translate settings, then defaults that differ; overrides count most. Raises ConfigError."""
-    lines = tuple(_line(setting, foreign) for setting in foreign.settings)
+    lines = tuple(_of_the_loss([_line(setting, foreign) for setting in foreign.settings], foreign))
     chosen = {override.partition("=")[0].strip() for override in overrides}
     pairs, sources = _merged(lines)
     # a learning rate that the file gives is that of its own optimizer
@@ -61,6 +61,14 @@ def translate(foreign: Foreign, overrides: Sequence[str] = ()) -> Translation:
         apply_override(tree, override)
         sources[override.partition("=")[0].strip()] = "--set"
     return Translation(foreign, lines, defaults, tree, sources, undecided)
+
+
+def _of_the_loss(lines: Sequence[Line], foreign: Foreign) -> Iterator[Line]:
+    """A resolved file has the options of all losses; those of others than the one it takes are not needed."""
+    loss = _merged(lines)[0].get("algorithm.loss", "ppo_clip")
+    for line in lines:
+        others = [key for key in line.pairs if key.startswith("algorithm.loss.") and key.split(".")[2] != loss]
+        yield Line(line.shown, "not needed", note=f"the loss is {loss}") if foreign.is_whole and others else line
 
 
 def _merged(lines: Sequence[Line]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -174,7 +182,8 @@ def _defaults(foreign: Foreign, decided: set[str], pairs: Mapping[str, Any]) -> 
         end = plain(name)
         if end in named or (end.rpartition(".")[2] in named and "." not in end):
             continue
-        value = foreign.value(FOLLOWS[end], default=value) if end in FOLLOWS else value
+        if end in FOLLOWS:
+            value = foreign.value(FOLLOWS[end], default=value)
         line = _line(Setting(name, value, f"{name}: {inline(value)}"), foreign)
         # a bound of the framework's default loss is none of another loss, where it would be refused
         missing = {

@@ -379,7 +379,8 @@ ONE_STEP = """PYTHONUNBUFFERED=1 python3 -m verl.experimental.one_step_off_polic
 FULLY_ASYNC = """ray job submit --address=http://127.0.0.1:8265 -- uv run --frozen --all-packages python3 \\
   -m recipe.fully_async_policy.fully_async_main data.train_batch_size=0 rollout.total_rollout_steps=$((512*100)) \\
   actor_rollout_ref.actor.ppo_mini_batch_size=32 async_training.require_batches=4 \\
-  async_training.trigger_parameter_sync_step=4 async_training.staleness_threshold=0.1 rollout.test_freq=10
+  async_training.trigger_parameter_sync_step=4 async_training.staleness_threshold=0.1 rollout.test_freq=10 \\
+  async_training.use_rollout_log_probs=False
 """
 DAPO = """LAUNCH=(python3)
 DATA=(data.train_batch_size=256)
@@ -415,15 +416,27 @@ AREAL = """experiment_name: e
 rollout: {backend: "sglang:d4p1t2", max_head_offpolicyness: 2}
 gconfig: {n_samples: 4, max_new_tokens: 64, temperature: 1.0}
 actor: {backend: "fsdp:d4p1t1", path: m, ppo_n_minibatches: 2, use_decoupled_loss: true,
-  eps_clip: 0.4, eps_clip_higher: null,
+  eps_clip: 0.4, eps_clip_higher: null, kl_ctl: 0.1,
   rejection_sampling: {metric: ratio, upper: 5.0}, optimizer: {type: adam, lr: 1.0e-5},
   temperature: "${gconfig.temperature}"}
+ref: {path: m}
 train_dataset: {path: rows.jsonl, batch_size: 8}
 """
+TRL = """{"num_generations": 4, "generation_batch_size": 32, "gradient_accumulation_steps": 2,
+  "steps_per_generation": 4,
+  "num_iterations": 2, "max_steps": 100, "epsilon": 0.3, "epsilon_high": null, "run_name": null, "use_vllm": true,
+  "vllm_importance_sampling_correction": true, "vllm_importance_sampling_mode": "sequence_mask",
+  "vllm_importance_sampling_clip_max": 4.0, "vllm_importance_sampling_cap": null, "sapo_temperature_neg": 1.05}
+"""
 HARNESS = """[[orchestrator.train.source]]
-env = {taskset = {id = "a-task"}, agent = {harness = {id = "null"}}}
+name = "a"
+[orchestrator.train.source.env.taskset]
+id = "a-task"
+[orchestrator.train.source.env.agent.harness]
+id = "null"
 """
 UPDATES, EPOCHS, GROUPS = "learner.minibatches", "learner.epochs", "rollout.groups_per_step"
+CLIP, REFERENCE = "algorithm.loss.ppo_clip.clip_", "algorithm.reference_path"
 
 
 @pytest.mark.parametrize(
@@ -431,6 +444,7 @@ UPDATES, EPOCHS, GROUPS = "learner.minibatches", "learner.epochs", "rollout.grou
     [
         ("a.sh", ONE_STEP, {UPDATES: 6, EPOCHS: 2, "placement.split": "2:6", "replay.async_lag": 1, GROUPS: 1152}),
         ("a.sh", FULLY_ASYNC, {GROUPS: 512, UPDATES: 16, "learner.total_steps": 100, "replay.async_lag": 1}),
+        ("a.sh", FULLY_ASYNC, {"evaluation.every_steps": 10, "algorithm.proximal": "current"}),
         ("a.sh", DAPO, {UPDATES: 4, "algorithm.drop_zero_advantage": False}),
         ("a.yaml", RESOLVED, {UPDATES: 4, EPOCHS: 1, "rollout.group_size": 5, "learner.total_steps": 7}),
         ("a.sh", SEPARATE, {UPDATES: 4, "placement.split": "4:2", "replay.async_lag": 1}),
@@ -442,10 +456,14 @@ UPDATES, EPOCHS, GROUPS = "learner.minibatches", "learner.epochs", "rollout.grou
             {"placement.split": "8:4", "placement.tensor_parallel": 2, UPDATES: 2},
         ),
         ("a.yaml", AREAL, {"algorithm.correction": {"icepop": {"low": 0.0, "high": 5.0}}, "learner.lr": 1e-5}),
-        ("a.sh", FULLY_ASYNC, {"evaluation.every_steps": 10}),
-        ("a.yaml", AREAL.replace("ppo_n_minibatches: 2,", ""), {UPDATES: 4, "algorithm.loss.ppo_clip.clip_high": 0.4}),
+        ("a.yaml", AREAL, {f"{CLIP}low": 0.4, f"{CLIP}high": 0.4, "algorithm.kl_in": "reward", REFERENCE: "m"}),
+        ("a.yaml", AREAL.replace("kl_ctl: 0.1", "kl_ctl: 0.0"), {REFERENCE: None, "algorithm.kl_coef": None}),
+        ("a.yaml", AREAL.replace("ppo_n_minibatches: 2,", ""), {UPDATES: 4}),
         ("a.toml", HARNESS, {"environment.function": {VERIFIERS: {"taskset": {"id": "a-task"}}}}),
-        ("a.json", '{"num_generations": 4, "run_name": null}', {"run.name": None}),
+        ("a.json", TRL, {GROUPS: 8, UPDATES: 2, EPOCHS: 2, "learner.total_steps": 25, f"{CLIP}high": 0.3}),
+        ("a.json", TRL, {"algorithm.correction": {"sequence_mis": {"low": 0.0, "high": 4.0}}, "run.name": None}),
+        ("a.json", TRL, {"algorithm.loss.sapo.tau_negative": None}),
+        ("a.json", TRL.replace('vllm": true', 'vllm": false'), {"algorithm.correction": None}),
         ("a.json", '{"num_generations": 4, "num_iterations": 2, "bf16": true, "tf32": null}', {EPOCHS: 2}),
     ],
 )
@@ -462,6 +480,9 @@ def test_updates_lag_and_split_are_those_of_the_other_framework(tmp_path, name, 
         ("a.toml", PRIME.replace("128\nrollouts", "130\nrollouts"), GROUPS),
         ("a.sh", FULLY_ASYNC.replace("sync_step=4", "sync_step=x"), GROUPS),
         ("a.yaml", AREAL.replace("d4p1t2", "d4p2t2"), "placement.split"),
+        ("a.json", TRL.replace("32", "30"), GROUPS),
+        ("a.json", TRL.replace('tion": 4', 'tion": 3'), UPDATES),
+        ("a.json", TRL.replace("sequence_mask", "sequence_odd"), "algorithm.correction"),
     ],
 )
 def test_what_does_not_divide_is_asked_for(tmp_path, name, text, key):
