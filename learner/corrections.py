@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from configs.algorithm import Algorithm
+from configs.errors import BadValue
 from learner.losses.base import LossFacts, sequence_sums
 from slipstream.runtime.variants import Kind, declare
 
@@ -107,7 +108,10 @@ def build_correction(algorithm: Algorithm, loss: LossFacts) -> Correction:
     veto_high (slime: below 1e-4): such a token was sampled by another model than the one that is said to have.
     With `proximal: behaviour` and a `loss` that declares the ratio, only where the weight is 0 counts.
     """
-    kind = None if algorithm.correction is None else CORRECTIONS.build(algorithm.correction).call
+    kind: Correction | None = None
+    if algorithm.correction is not None:
+        chosen = CORRECTIONS.build(algorithm.correction)
+        kind = chosen.call if chosen.is_built_in else _checked(chosen.call, chosen.name)
     mask_only = loss.has_ratio and algorithm.proximal == "behaviour"
 
     def weights(rho: Rho) -> "Tensor":
@@ -123,6 +127,21 @@ def build_correction(algorithm: Algorithm, loss: LossFacts) -> Correction:
                 wrong |= ratio > algorithm.veto_high
             refused = rho.spread(sequence_sums(wrong.to(rho.log.dtype), rho.lengths) > 0)
             weight = weight.masked_fill(refused, 0.0)
+        return weight
+
+    return weights
+
+
+def _checked(kind: Correction, name: str) -> Correction:
+    """A user's correction; raises BadValue where it gives no weight for each token."""
+
+    def weights(rho: Rho) -> "Tensor":
+        weight = kind(rho)
+        if getattr(weight, "shape", None) != rho.log.shape or not bool((weight.isfinite() & (weight >= 0)).all()):
+            raise BadValue(
+                f"algorithm.correction: {name} gave weights of shape {tuple(getattr(weight, 'shape', ()))}, or some"
+                f" that are negative or not finite, for {len(rho.log)} tokens; return one finite weight >= 0 for each"
+            )
         return weight
 
     return weights

@@ -255,6 +255,23 @@ def test_an_answer_beyond_its_bounds_is_refused_and_one_at_them_is_not() -> None
     assert far.log().tolist() == pytest.approx([20, 20, -20, -20])
 
 
+@pytest.mark.parametrize("given", ["rho.log[:1] * 0 + 1", "rho.log / 0", "-rho.log.exp()", "None", "1.0"])
+def test_what_a_correction_from_a_file_gives_is_checked(tmp_path: Path, given: str) -> None:
+    """Where only its zeros count, a NaN would take every token out of the loss in silence."""
+    (tmp_path / "own.py").write_text(f"def own(rho):\n    return {given}\n")
+    correct = build_correction(Algorithm(correction=f"{tmp_path}/own.py:own"), LossFacts("token"))
+    with pytest.raises(BadValue, match=r"algorithm\.correction: .*own\.py:own gave weights"):
+        correct(Rho(torch.tensor([0.0, 0.5, -0.5]), torch.tensor([3])))
+
+
+@pytest.mark.parametrize("own", [lambda one: one.rewards[:1], lambda one: one.rewards * np.nan, lambda one: 0.0])
+def test_what_an_advantage_of_a_user_gives_is_checked(own: Any) -> None:
+    with pytest.raises(ValueError, match=r"algorithm\.advantage gave"):
+        rewards = np.ones(3, np.float32)
+        inputs = AdvantageInputs(rewards=rewards, groups=np.zeros(3, np.int32), loss_tokens=np.ones(3, np.int32))
+        advantages_of(own, inputs)
+
+
 def test_a_correction_of_a_loss_that_declares_a_ratio_only_masks() -> None:
     log_rho = torch.tensor([0.0, 0.5, 1.0, -1.0])
     for traits, wanted in ((LossFacts("token"), [1, 1, 0, 0]), (LossFacts(), [1, math.exp(0.5), 0, 0])):
