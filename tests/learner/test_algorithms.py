@@ -255,6 +255,22 @@ def test_an_answer_beyond_its_bounds_is_refused_and_one_at_them_is_not() -> None
     assert far.log().tolist() == pytest.approx([20, 20, -20, -20])
 
 
+def test_a_loss_of_an_installed_package_is_chosen_by_its_entry_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_losses.py").write_text("def damped(inputs, *, most: float = 4.0):\n    return most\n")
+    (tmp_path / "own-1.0.dist-info").mkdir()
+    (tmp_path / "own-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    points = "[slipstream.algorithm.loss]\ndamped = own_losses:damped\n"
+    (tmp_path / "own-1.0.dist-info" / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert LOSSES.build(Choice("damped", {"most": 3})).call(None) == 3.0
+    with pytest.raises(BadValue, match="'damped' has no option 'mst'; did you mean 'most'"):
+        LOSSES.build(Choice("damped", {"mst": 3}))
+    with pytest.raises(BadValue, match="'dampd' names no function; did you mean 'damped'"):
+        LOSSES.build(Choice("dampd"))
+
+
 @pytest.mark.parametrize("given", ["rho.log[:1] * 0 + 1", "rho.log / 0", "-rho.log.exp()", "None", "1.0"])
 def test_what_a_correction_from_a_file_gives_is_checked(tmp_path: Path, given: str) -> None:
     """Where only its zeros count, a NaN would take every token out of the loss in silence."""
