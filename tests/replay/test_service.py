@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -138,6 +139,10 @@ def test_silent_servers_lose_their_leases_and_must_say_hello_again():
     assert made.buffer.count(SlotState.QUEUED) == 2
     made.handle("a", m.Heartbeat(), 11.0)
     assert sent(made, "a", m.Refused)[-1].code == "hello"
+    state = partial(made.report.of, 11.0, ended=None, no_server_since=0.0)
+    assert state()["silent"] == [{"name": "rollout-a", "pid": 2, "host": "h"}], "its launcher ends it by this"
+    joins(made, "a", 11.0)
+    assert state()["silent"] == []
 
 
 def test_a_run_without_any_server_ends_with_a_reason():
@@ -231,6 +236,17 @@ def test_overdue_evaluations_are_closed_with_a_reason():
     made.handle("a", m.Heartbeat(), 6.0)
     made.tick(6.0)
     assert "no server holds that version" in sent(made, "l", m.EvaluationClosed)[-1].reason
+
+
+def test_who_is_late_with_an_evaluation_is_named_and_its_identity_is_not():
+    made = service(evaluated=1, evaluation__deadline_s=5)
+    joins(made, "rollout-7.1f3a")
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    made.handle("rollout-7.1f3a", m.LeaseRequest(capacity=0, version=0), 0.0)
+    assert sent(made, "rollout-7.1f3a", m.EvaluationLease)
+    made.handle("rollout-7.1f3a", m.Heartbeat(), 6.0)
+    made.tick(6.0)
+    assert "(at rollout-7)" in sent(made, "l", m.EvaluationClosed)[-1].reason
 
 
 def test_an_evaluation_that_no_server_can_do_any_more_is_closed_at_once():
