@@ -62,7 +62,7 @@ class Data(Section):
 
     train: Own[str | dict[str, TrainSet]]
     """Prompts, one a row: a JSONL or parquet file, a folder or pattern of them, a folder of Hugging Face
-    datasets, `datasets:NAME` of a hub, `reasoning_gym:FAMILY?seed=1`, or `path/to/file.py:Class` of your own
+    datasets, `datasets:NAME` of a hub, `reasoning_gym:FAMILY?seed=1`, or `path/to/file.py:name` of your own
     (docs/howto/data.md). `?suffix=` follows every prompt of files. Several by name: {gsm8k: gsm8k.parquet, sums:
     {path: ..., weight: 2}}; without weights, by their rows."""
     eval: Own[str | dict[str, EvaluationSet] | None] = None

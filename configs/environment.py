@@ -18,7 +18,7 @@ class Environment(Section):
 
     function: Secret[ChosenOrNone] = None
     """`async def rollout(row, client)` as `path/to/file.py:name`, `package.module:name` or an entry point; or `tools`
-    (a tool loop) or `agent` (a program that asks an OpenAI endpoint), with options, its `client.options`:
+    (a tool loop) or `agent` (a program that asks an OpenAI endpoint), with options, its keyword-only parameters:
     `{tools: {tools: [calculator]}}`, `{agent: {command: [python, my_agent.py]}}`. Games, tasksets of verifiers and
     servers of OpenEnv: examples/environments/. `none`: an answer is one turn."""
     workers: Own[int] = Field(default=0, ge=0, le=256)

@@ -8,12 +8,11 @@ left would raise the step when most are refused.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from configs.algorithm import Algorithm
-from configs.errors import BadValue
 from learner.losses.base import LossFacts, sequence_sums
 from slipstream.runtime.variants import Kind, declare
 
@@ -94,6 +93,7 @@ def within(values: "Tensor", low: float, high: float) -> "Tensor":
 
 CORRECTIONS: Kind[CorrectionFacts] = Kind(
     "algorithm.correction",
+    "rho",
     {kind.__name__: kind for kind in (token_tis, icepop, sequence_tis, sequence_mis, geometric_mis)},
     undeclared=CorrectionFacts(),
 )
@@ -110,14 +110,13 @@ def build_correction(algorithm: Algorithm, loss: LossFacts) -> Correction:
     """
     kind: Correction | None = None
     if algorithm.correction is not None:
-        chosen = CORRECTIONS.build(algorithm.correction)
-        kind = chosen.call if chosen.is_built_in else _checked(chosen.call, chosen.name)
+        kind = CORRECTIONS.build(algorithm.correction).guarded(_problem_with)
     mask_only = loss.has_ratio and algorithm.proximal == "behaviour"
 
     def weights(rho: Rho) -> "Tensor":
         weight = rho.log.new_ones(rho.log.shape)
         if kind is not None:
-            weight = kind(rho)
+            weight = kind(rho).to(rho.log.dtype)
             if mask_only:
                 weight = (weight > 0).to(weight.dtype)
         if algorithm.veto_low > 0 or algorithm.veto_high > 0:
@@ -132,16 +131,12 @@ def build_correction(algorithm: Algorithm, loss: LossFacts) -> Correction:
     return weights
 
 
-def _checked(kind: Correction, name: str) -> Correction:
-    """A user's correction; raises BadValue where it gives no weight for each token."""
-
-    def weights(rho: Rho) -> "Tensor":
-        weight = kind(rho)
-        if getattr(weight, "shape", None) != rho.log.shape or not bool((weight.isfinite() & (weight >= 0)).all()):
-            raise BadValue(
-                f"algorithm.correction: {name} gave weights of shape {tuple(getattr(weight, 'shape', ()))}, or some"
-                f" that are negative or not finite, for {len(rho.log)} tokens; return one finite weight >= 0 for each"
-            )
-        return weight
-
-    return weights
+def _problem_with(weight: Any, rho: Rho) -> str:
+    """Why these are no weights of the tokens; empty where they are."""
+    shape = getattr(weight, "shape", None)
+    if shape == rho.log.shape and bool((weight.isfinite() & (weight >= 0)).all()):
+        return ""
+    return (
+        f"gave weights of shape {list(shape or ())}, or some that are negative or not finite, for {len(rho.log)}"
+        " tokens; return one finite weight >= 0 for each"
+    )

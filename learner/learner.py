@@ -157,7 +157,7 @@ class Learner:
     def check(self, batch: Batch) -> None:
         """Raises BatchError for a bad part, before any rank starts on the batch."""
         check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.vocab_size)
-        check_rewards(batch, self.config)
+        check_rewards(batch, self.trainer.advantage)
 
     def update(self, batch: Batch) -> Update:
         """Train on it; what was trained goes to the rollout files. Raises OutOfMemory."""

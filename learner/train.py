@@ -25,7 +25,6 @@ from learner.dialog import RunEnded
 from learner.guards import SilentlyWrong
 from learner.guards.roll_back import RollBack
 from learner.learner import Learner
-from learner.losses import LossError
 from learner.policy.memory import OutOfMemory
 from learner.policy.pretrained import PolicyError
 from learner.ranks import Ranks, RanksError, join_ranks, named
@@ -53,7 +52,6 @@ REFUSALS = (
     MetricsError,
     SilentlyWrong,
     BatchError,
-    LossError,
     OutOfMemory,
     WeightBusError,
     RanksError,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from configs.errors import Contradiction
 from configs.schema import Config
 from learner import rules
 from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage, need_tokens
 from learner.beside.advantages import Judged
 from learner.beside.beside import Beside
 from learner.guards import Guards, Verdict
-from learner.losses import LossError
 from learner.objective import Objective
 from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
@@ -106,18 +106,18 @@ def inputs_of(batch: Batch) -> AdvantageInputs:
     return AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
 
 
-def check_rewards(batch: Batch, config: Config) -> None:
+def check_rewards(batch: Batch, advantage: Advantage) -> None:
     """Raises BatchError: algorithm.advantage does not take rewards of the batch."""
     try:
-        advantages_of(build_advantage(config.algorithm), inputs_of(batch))
+        advantages_of(advantage, inputs_of(batch))
     except ValueError as error:
         raise BatchError(f"batch {batch.step}: {error}") from error
 
 
 def objective_of(config: Config) -> Objective:
-    """The objective of a run. Raises LossError: its variants do not go with each other or with the rest."""
+    """The objective of a run. Raises Contradiction: its variants do not go with each other or with the rest."""
     for problem in rules.problems(config, rules.chosen(config)):
-        raise LossError(problem)
+        raise Contradiction(problem)
     return Objective(config.algorithm)
 
 

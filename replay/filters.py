@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from replay.endings import FilterFails
 from replay.messages import Group
 from slipstream.runtime import variants
+from slipstream.runtime.loading import describe
 from slipstream.runtime.variants import Kind
 
 
@@ -54,7 +55,7 @@ def flat(group: FilterInputs) -> bool:
     return bool(np.ptp(group.rewards) > 0)
 
 
-FILTERS: Kind[FilterFacts] = Kind("algorithm.dynamic_sampling", {"flat": flat}, undeclared=FilterFacts())
+FILTERS: Kind[FilterFacts] = Kind("algorithm.dynamic_sampling", "group", {"flat": flat}, undeclared=FilterFacts())
 
 
 def keeps(variant: variants.Variant[FilterFacts], group: Group) -> bool:
@@ -63,7 +64,7 @@ def keeps(variant: variants.Variant[FilterFacts], group: Group) -> bool:
     try:
         said: Any = variant.call(FilterInputs.of(group))
     except Exception as error:  # whatever a filter of a user raises
-        raise FilterFails(f"{where} {type(error).__name__}: {error}; correct the filter") from error
+        raise FilterFails(f"{where} {describe(error)}; correct the filter") from error
     if not isinstance(said, bool | np.bool_):
         raise FilterFails(f"{where} gave {said!r}; return true to keep a group, or false")
     return bool(said)

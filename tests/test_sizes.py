@@ -12,6 +12,7 @@ MAX_TEST_LINES = 500
 MAX_FUNCTION_LINES = 60
 MAX_MAIN_LOOP_LINES = 80
 MAX_FILES_PER_FOLDER = 20
+MAX_OWN_LINES = 15
 
 FILES = sorted(path for folder in (*PACKAGES, "tests") for path in (ROOT / folder).rglob("*.py"))
 FOLDERS = sorted({path.parent for path in FILES if path.relative_to(ROOT).parts[0] != "tests"})
@@ -51,3 +52,9 @@ def test_folders_are_small() -> None:
         name_of(folder): [path for path in folder.glob("*.py") if path.name != "__init__.py"] for folder in FOLDERS
     }
     assert {name: len(paths) for name, paths in modules.items() if len(paths) > MAX_FILES_PER_FOLDER} == {}
+
+
+def test_variants_of_ones_own_are_short() -> None:
+    """Docstring and imports included: what a kind of variant makes its user repeat would show here."""
+    lines = {path.name: len(path.read_text().splitlines()) for path in (ROOT / "examples" / "own").glob("*.py")}
+    assert len(lines) == 8 and {name: count for name, count in lines.items() if count > MAX_OWN_LINES} == {}

@@ -1,13 +1,11 @@
 """An agent that knows only `openai`. `environment.function: {agent: {command: [python, agent.py]}}`."""
 
 import json
-import sys
 
 from openai import OpenAI
 
-row = json.loads(sys.stdin.readline())  # the row of the dataset; address and key are in the environment
-client = OpenAI()
-messages = list(row["prompt"])
+row = json.loads(input())  # the row of the dataset, a line on stdin; address and key are in the environment
+client, messages = OpenAI(), list(row["prompt"])
 for _ in range(2):
     answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=12).choices[0].message
     text = (answer.content or "").strip()

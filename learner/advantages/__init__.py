@@ -2,6 +2,8 @@
 
 One a file, chosen once by algorithm.advantage."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +24,7 @@ def gae(inputs: AdvantageInputs) -> Float64:
 
 ADVANTAGES: Kind[AdvantageFacts] = Kind(
     "algorithm.advantage",
+    "inputs",
     {
         "grpo": grpo,
         "dr_grpo": dr_grpo,
@@ -50,7 +53,7 @@ __all__ = [
 
 def build_advantage(algorithm: Algorithm) -> Advantage:
     """The advantage of this configuration. Raises BadValue."""
-    return ADVANTAGES.build(algorithm.advantage).call
+    return ADVANTAGES.build(algorithm.advantage).guarded(_problem_with)
 
 
 def facts_of(algorithm: Algorithm) -> AdvantageFacts:
@@ -70,13 +73,16 @@ def leave_out_flat_groups(algorithm: Algorithm) -> bool:
 
 
 def advantages_of(advantage: Advantage, inputs: AdvantageInputs) -> NDArray[np.float32]:
-    """[N] float32; a batch of nothing has none. Raises ValueError: what it gives is not N finite numbers."""
-    if not inputs.rewards.size:
-        return np.zeros(0, np.float32)
-    found = np.asarray(advantage(inputs), np.float32)
-    if found.shape != inputs.rewards.shape or not np.isfinite(found).all():
-        raise ValueError(
-            f"algorithm.advantage gave {found.shape} values, or some that are not finite, for"
-            f" {inputs.rewards.size} trajectories; return one finite number for each"
-        )
-    return found
+    """[N] float32; a batch of nothing has none. Raises ValueError: it does not take these rewards."""
+    return np.asarray(advantage(inputs) if inputs.rewards.size else [], np.float32)
+
+
+def _problem_with(given: Any, inputs: AdvantageInputs) -> str:
+    """Why these are no advantages of the inputs; empty where they are."""
+    found = np.asarray(given, np.float32)
+    if found.shape == inputs.rewards.shape and np.isfinite(found).all():
+        return ""
+    return (
+        f"gave values of shape {list(found.shape)}, or some that are not finite, for {inputs.rewards.size} answers;"
+        " return one finite number for each"
+    )

@@ -4,7 +4,8 @@ One publisher and several receivers, each an engine that answers requests all th
 AdamW steps; every second one is sent whole, the others as what has changed (weight_bus.delta), so both are measured in
 one job and alternately. Afterwards, on the same devices, comes a bare broadcast of the same bytes, which is what the
 bus is held against; on GPUs another one before, by processes of its own while the engines still answer (raw_busy). A
-sync is from start_publish to the last engine whose live digests were found equal.
+sync is from start_publish to the last engine whose live digests were found equal. Between the first two versions and
+the others the engines decode undisturbed for --quiet-s, which says what share of their throughput updates cost.
 
 `--device cpu --quick` takes a model of ten million parameters, the torch engine, gloo and two receivers, in less than a
 minute. Standard output gets a line for each version, and as its last line one object of JSON.
@@ -47,6 +48,8 @@ RUN = "bench-bus"
 JOIN_S, END_S = 300.0, 20.0
 STEPS_BEFORE = 40
 BETWEEN_S = 0.3  # between two versions
+QUIET_AFTER = 1  # version, the second one: both ways have connected and allocated
+LENGTHS = 8  # of answers, different ones, so that no two requests end together for long
 AROUND_S = 0.1  # so long after an update the next token of every request has come
 PROMPT = [3, 4, 5, 6]
 SIZES = {
@@ -55,6 +58,8 @@ SIZES = {
     "versions": (14, 10, "to publish"),
     "requests": (64, 4, "that each engine answers meanwhile"),
     "bucket_mib": (512.0, 4.0, "size of one broadcast"),
+    "tokens": (512, 32, "of the longest answer"),
+    "quiet_s": (15.0, 2.0, "in which the engines decode without an update"),
 }
 
 
@@ -122,7 +127,7 @@ def publish_all(publisher: Publisher, made: list[Version], args: argparse.Namesp
         row |= {f"{phase}_s": seconds for phase, seconds in report.seconds.items()}
         rows.append(row | {"learner_digest_s": digested})
         print(f"v{number}: {row['bytes']:,} bytes, {1e3 * row['total_s']:.1f} ms", flush=True)
-        time.sleep(BETWEEN_S)
+        time.sleep(args.quiet_s if number == QUIET_AFTER else BETWEEN_S)
     return rows
 
 
@@ -158,8 +163,27 @@ def engine_side(pauses: Sequence[Row], rows: Sequence[Row]) -> dict[str, Any]:
     names = ("paused_s", "pausing_s", "apply_wait_s", "apply_load_s", "apply_digest_s")
     return {
         "pause_ms_p50": core.median(gaps),
+        "pause_ms_p99": core.quantile(gaps, 0.99),
         "pause_ms_max": max(gaps, default=None),
         "engine_phases": {key: core.median(pause.get(key, 0.0) for pause in seen) for key in names} if seen else {},
+    }
+
+
+def throughput(pauses: Sequence[Row]) -> dict[str, Any]:
+    """Tokens a second of the first engine without updates and under them, and what an update takes of decoding."""
+    rows = sorted((row for row in pauses if row["name"] == "engine-0"), key=lambda row: row["version"])
+    before, after, last = (
+        next(r for r in rows if r["version"] == v) for v in (QUIET_AFTER, QUIET_AFTER + 1, rows[-1]["version"])
+    )
+    quiet, busy = ((b["tokens"] - a["tokens"]) / (b["at_s"] - a["at_s"]) for a, b in ((before, after), (after, last)))
+    if quiet == 0:
+        raise CaseFailed("no answer ended within --quiet-s; take fewer --tokens")
+    updates, seconds = last["version"] - after["version"], last["at_s"] - after["at_s"]
+    return {
+        "decode_tokens_per_s": quiet,
+        "decode_under_updates": busy / quiet,
+        "decode_lost_ms_per_update": 1e3 * (1 - busy / quiet) * seconds / updates,
+        "updates_per_s": updates / seconds,
     }
 
 
@@ -190,6 +214,7 @@ def result_of(args: argparse.Namespace, found: Updates, raw: Row) -> dict[str, A
         "compression": bus.compression,
         **engine_side(found.pauses, whole),
         **{f"delta_{key}": value for key, value in engine_side(found.pauses, changes).items()},
+        **throughput(found.pauses),
         "digests_equal": True,
         "density": found.density,
         "step": STEPS_BEFORE,
@@ -241,17 +266,21 @@ def updates(args: argparse.Namespace, folder: Path) -> Updates:
 async def receive(folder: Path, *, name: str, address: str, requests: int) -> None:
     """An engine that answers until the publisher says goodbye, and writes a line of JSON for each version gone live."""
     config = loading.load(folder / "config.yaml")
-    engine, first_live, gaps_seen = make_engine(config), asyncio.Event(), 0.0
-    sampling = Sampling(max_new_tokens=config.rollout.max_new_tokens, stop_token_ids=())
+    engine, first_live, gaps_seen, tokens = make_engine(config), asyncio.Event(), 0.0, 0
 
     async def answer(number: int) -> None:
+        nonlocal tokens
         await first_live.wait()
-        for again in itertools.count():
+        for again in itertools.count(number):
+            length = max(1, config.rollout.max_new_tokens * (LENGTHS - again % LENGTHS) // LENGTHS)
+            sampling = Sampling(max_new_tokens=length, stop_token_ids=())
             await engine.generate(PROMPT, sampling, 1, request_id=f"{number}/{again}")
+            tokens += length
 
     async def note(version: int) -> None:
         nonlocal gaps_seen
-        row = {"name": name, "version": version, "cpu_s": time.process_time()}
+        row = {"name": name, "version": version, "cpu_s": time.process_time(), "at_s": time.monotonic()}
+        row["tokens"] = tokens
         row |= {"paused_s": follower.gauges["pause_s"], "pausing_s": follower.gauges["pausing_s"]}
         await asyncio.sleep(AROUND_S)
         detail = (await engine.health()).detail
@@ -294,7 +323,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("--kept", type=int, default=3, help="consecutive versions in memory, sent to and fro")
     parser.add_argument("--lr", type=float, default=1e-6, help="of the AdamW steps")
-    parser.add_argument("--tokens", type=int, default=512, help="of each answer")
     parser.add_argument("--work", type=Path, help="folder for models; default: a temporary one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", dest="overrides", action="append", default=[], help="a key of the configuration")

@@ -49,6 +49,7 @@ SIZES = {
     "groups": (32, 4, "groups in a step"),
     "group_size": (8, 4, "answers in a group"),
     "steps": (6, 4, "counted steps of each phase, rounded up to whole cycles of lag + 1 steps"),
+    "idle_steps": (0, 0, "of those without updates; 0: as many as --steps"),
     "max_running": (512, 64, "answers that an engine decodes at once"),
     "microbatch": (16384, 1024, "tokens of a microbatch"),
     "bucket_mib": (512.0, 0.125, "size of one broadcast"),
@@ -138,8 +139,8 @@ def config_of(options: argparse.Namespace, case: Case, *, name: str) -> Config:
 def plan_of(options: argparse.Namespace) -> Plan:
     """The phases, in whole cycles: of the lag + 1 batches that admission lets in at a time, one is waited for."""
     cycle = options.lag + 1
-    steps = -(-options.steps // cycle) * cycle
-    return Plan(warmup=options.warmup, idle=steps, full=steps, quiet_s=options.quiet_s)
+    idle, full = (-(-steps // cycle) * cycle for steps in (options.idle_steps or options.steps, options.steps))
+    return Plan(warmup=options.warmup, idle=idle, full=full, quiet_s=options.quiet_s)
 
 
 def make_inputs(options: argparse.Namespace, case: Case) -> None:

@@ -3,6 +3,7 @@
     chaos            faults against whole runs (taken where no campaign is named)
     resume           kill -9 of the learner and of replay, and equal digests afterwards
     bus              each role hit at 20 points of a weight update
+    flips            flipped bits in weight updates
     elastic          rollout servers that join and leave one run
 
 CAMPAIGN --help lists the options. With --work, a campaign goes on where one with the same arguments was ended.
@@ -24,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             from scripts.chaos.campaigns import resume as campaign
         case ["bus", *rest]:
             from scripts.chaos.campaigns import bus as campaign
+        case ["flips", *rest]:
+            from scripts.chaos.campaigns import flips as campaign
         case ["elastic", *rest]:
             from scripts.chaos.campaigns import elastic as campaign
         case ["chaos", *rest] | [*rest]:

@@ -89,10 +89,11 @@ def reward(subject: Subject) -> Iterator[Finding]:
 
 
 def algorithm(subject: Subject) -> Iterator[Finding]:
-    """Loss, advantage and correction: whether they are there, and suit each other and the run."""
+    """Loss, advantage, correction and filter: whether they are there, and suit each other and the run."""
     parts = rules.chosen(subject.config)
     for problem in rules.problems(subject.config, parts):
         raise Contradiction(problem)
+    functions.try_out(subject.config, parts)
     names = [parts.loss.name, parts.advantage.name, *([parts.correction.name] if parts.correction else [])]
     yield ok("algorithm", ", ".join(names))
 

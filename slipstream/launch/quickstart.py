@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from configs.errors import InputMissing
-from configs.loading import QUICKSTART, find
+from configs.loading import QUICKSTART, find, load
 from configs.schema import Config
 from slipstream.launch.terminal import say
 from slipstream.runtime import packages
@@ -19,13 +19,19 @@ INPUT_S = 600.0
 
 
 def input_is_missing(config: Config, source: str) -> bool:
-    """Whether `source` is the quick start's preset and its input is not there, so that it can be made."""
-    if find(source) != find(QUICKSTART) or not isinstance(config.data.train, str):
+    """Whether `source` is the quick start's preset and its input is not there, so that it can be made.
+
+    With prompts of the user's own only the model is missing.
+    """
+    if find(source) != find(QUICKSTART):
         return False
-    model, data = Path(config.model.path), Path(config.data.train)
-    if data.parent != model.parent:
+    model, train = Path(config.model.path), config.data.train
+    needed = [model / "config.json"]
+    if isinstance(train, str) and Path(train).parent == model.parent:
+        needed.append(Path(train))
+    elif config.model.path != load(QUICKSTART).model.path:
         return False
-    return not ((model / "config.json").exists() and data.exists())
+    return not all(path.exists() for path in needed)
 
 
 def make_input(config: Config, source: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from learner import batches
 from learner import train as loop
+from learner.advantages import build_advantage
 from learner.batches import BatchReader
 from learner.learner import Learner
 from learner.rows import BatchError
@@ -38,6 +39,7 @@ class Rank(Learner):
     def __init__(self, config: Any, ranks: Any, batches: Any) -> None:
         self.config = config
         self.policy = SimpleNamespace(vocab_size=64)  # type: ignore
+        self.trainer = SimpleNamespace(advantage=build_advantage(config.algorithm))  # type: ignore
 
     def start(self, *, resume: bool) -> int:
         return STEP - 1

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from configs.algorithm import Algorithm
-from learner.losses import LossError
 from learner.objective import Objective
 from learner.rows import Row
+from slipstream.runtime.variants import VariantFails
 from tests.learner import algorithm_reference as reference
 from tests.learner.test_algorithms import LENGTHS
 from tests.learner.tiny_models import row_of
@@ -160,7 +160,7 @@ def test_a_loss_of_ones_own_gives_a_value_for_each_token(tmp_path: Path, returne
     row, logprobs, entropy = made()
     objective = Objective(Algorithm(loss=f"{tmp_path}/own.py:loss", entropy_coef=0.1))
     if said:
-        with pytest.raises(LossError, match=said):
+        with pytest.raises(VariantFails, match=said):
             objective(row, logprobs, entropy)
         return
     objective(row, logprobs, entropy)[0].backward()

@@ -73,13 +73,19 @@ def own_class(folder: Path, rows: list[dict[str, Any]]) -> str:
     (folder / "mine.py").write_text(
         f"ROWS = {rows!r}\n\nclass Mine:\n    def __init__(self, first=0):\n        self.rows = ROWS[first:]\n"
         "    def __len__(self):\n        return len(self.rows)\n"
-        "    def __getitem__(self, number):\n        return self.rows[number]\n"
+        "    def __getitem__(self, number):\n        return self.rows[number]\n\n"
+        "def listed(first: int = 0):\n    return ROWS[first:]\n\ndef lazy():\n    return iter(ROWS)\n"
     )
     return f"{folder / 'mine.py'}:Mine?first=0"
 
 
+def own_function(folder: Path, rows: list[dict[str, Any]]) -> str:
+    own_class(folder, rows)
+    return f"{folder / 'mine.py'}:listed"
+
+
 FORMS: list[Callable[[Path, list[dict[str, Any]]], str]] = [
-    one_jsonl, one_parquet, shards, pattern, saved, split_of_saved, own_class,
+    one_jsonl, one_parquet, shards, pattern, saved, split_of_saved, own_class, own_function,
 ]  # fmt: skip
 
 
@@ -202,7 +208,10 @@ def test_tasks_of_a_taskset_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         ("splits?split=tast", "has no split 'tast'; add ?split= with one of train, held"),
         ("splits?splat=held", "unknown option 'splat'"),
         ("mine.py:Other", "has no function 'Other'; it has Mine"),
-        ("mine.py:Mine?second=1", "unexpected keyword argument 'second'"),
+        ("mine.py:Mine?second=1", "has no option 'second'"),
+        ("mine.py:listed?frist=1", "has no option 'frist'; did you mean 'first'"),
+        ("mine.py:listed?first=many", "option 'first' of 'mine.py:listed': Input should be a valid integer"),
+        ("mine.py:lazy", "lazy gives a list_iterator without __getitem__; return a list of rows"),
         ("gone.py:Mine", "no file 'gone.py'"),
         ("raises.py:Mine", "importing raises.py fails: ZeroDivisionError"),
         ("reasoning_gym:chain_sam", "no family 'chain_sam'; it has"),

@@ -233,6 +233,17 @@ def test_overdue_evaluations_are_closed_with_a_reason():
     assert "no server holds that version" in sent(made, "l", m.EvaluationClosed)[-1].reason
 
 
+def test_who_is_late_with_an_evaluation_is_named_and_its_identity_is_not():
+    made = service(evaluated=1, evaluation__deadline_s=5)
+    joins(made, "rollout-7.1f3a")
+    made.handle("l", m.Evaluate(version=0), 0.0)
+    made.handle("rollout-7.1f3a", m.LeaseRequest(capacity=0, version=0), 0.0)
+    assert sent(made, "rollout-7.1f3a", m.EvaluationLease)
+    made.handle("rollout-7.1f3a", m.Heartbeat(), 6.0)
+    made.tick(6.0)
+    assert "(at rollout-7)" in sent(made, "l", m.EvaluationClosed)[-1].reason
+
+
 def test_an_evaluation_that_no_server_can_do_any_more_is_closed_at_once():
     """Its only server died with it; the others, and the one in its place, are past that version."""
     made = service(evaluated=1)

@@ -268,6 +268,22 @@ def test_where_namespaces_are_refused_it_is_said_what_programs_may_do(monkeypatc
     assert "unshare" in str(found) and "they may read and write files" in str(found)
 
 
+def test_where_nothing_is_refused_the_probe_finds_every_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plain(files: dict[str, str], _arguments: object, order: bytes, *_: object, **__: object) -> Ended:
+        command = [sys.executable, "-c", files["main.py"]]
+        ended = subprocess.run(command, input=order, capture_output=True, timeout=60, check=False)
+        return Ended(how="ended", code=ended.returncode, out=ended.stdout, err=ended.stderr, seconds=0.0)
+
+    expected = set(probe.ATTEMPTS)
+    try:
+        socket.socket(socket.AF_VSOCK).close()
+    except OSError:  # this kernel has none
+        expected.remove("hypervisor")
+    monkeypatch.setattr(probe, "run", plain)
+    found = probe.isolation.__wrapped__()
+    assert not found.is_whole and set(found.possible) == expected, found
+
+
 def test_a_control_group_is_made_where_one_is_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "slice" / "server"
     own.mkdir(parents=True)

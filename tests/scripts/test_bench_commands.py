@@ -64,10 +64,19 @@ def test_a_case_of_pipeline_that_fails_is_named_and_the_next_one_is_tried(tmp_pa
 
 def test_bus(tmp_path: Path) -> None:
     words = ["--device", "cpu", "--quick", "--shape", "tiny", "--receivers", "1", "--versions", "6", "--kept", "2"]
-    result, _ = bench(tmp_path, "bus", *words, "--tokens", "32", "--out", str(tmp_path / "out"))
+    result, _ = bench(tmp_path, "bus", *words, "--quiet-s", "0.5", "--out", str(tmp_path / "out"))
     assert result == json.loads((tmp_path / "out").read_text())
     assert result["digests_equal"] and result["delta_ratio"] > 20 and 0 < result["density"] < 0.03
-    for key in ("sync_over_raw", "wire_over_raw", "raw_s", "sync_s", "delta_sync_s", "delta_cpu_s", "receivers_cpu_s"):
+    for key in (
+        "sync_over_raw",
+        "wire_over_raw",
+        "raw_s",
+        "sync_s",
+        "delta_sync_s",
+        "delta_cpu_s",
+        "receivers_cpu_s",
+        "updates_per_s",
+    ):
         assert result[key] > 0, key
     assert result["phases"].keys() >= {"gather_s", "wire_s", "verify_s", "apply_s", "learner_digest_s"}
     assert result["pause_ms_max"] is not None

@@ -14,7 +14,10 @@ from scripts.bench.train import Finished
 
 BUS_PHASES = ("apply", "epoch", "gather", "queue", "send", "total", "verify", "wire")
 RAW = {"raw_s": 0.1, "raw_min_s": 0.1, "raw_max_s": 0.1, "raw_receivers": 1, "raw_repeats": 12}
-PAUSES = [{"version": n, "cpu_s": 0.1, **dict.fromkeys(("paused_s", "pausing_s"), 0.1)} for n in range(12)]
+PAUSED = {"name": "engine-0", "cpu_s": 0.1, "paused_s": 0.1, "pausing_s": 0.1}
+TOKENS = [0, 50, 250, *range(400, 1300, 100)]
+"""Of an engine at each version, which come a second apart: 200 a second without updates, then 150 or fewer."""
+PAUSES = [{"version": n, "at_s": n, "tokens": count, **PAUSED} for n, count in enumerate(TOKENS)]
 
 
 def updates(count: int) -> list[dict[str, Any]]:
@@ -29,6 +32,8 @@ def test_the_line_of_bus(tmp_path: Path) -> None:
     line = bus.result_of(args, found, RAW)
     assert (line["bytes"], line["delta_bytes"], line["delta_ratio"], line["delta_over_full"]) == (100, 4, 25, 1)
     assert (line["sync_over_raw"], line["wire_over_raw"]) == (1, 1)
+    assert (line["decode_tokens_per_s"], line["updates_per_s"]) == (200, 1)
+    assert line["decode_under_updates"] == 1 - line["decode_lost_ms_per_update"] / 1e3 == (1200 - 250) / 9 / 200
     assert line["phases"]["verify_s"] == line["engine_phases"]["paused_s"] == 0.1
     json.dumps(line)
 

@@ -194,8 +194,12 @@ def test_a_large_file_is_not_read_whole(model, monkeypatch):
 MINE = """
 def reward(sample): return 1.0
 def two(answer, truth): return 1.0
+def near(sample, share: float = 0.1): return share
+class Reward:
+    def __init__(self, sample): ...
 async def rollout(row, client, depth=3): ...
 async def one(row): ...
+async def tries(row, client, *, most: int = 2): ...
 def plain(row, client): ...
 def search(query: str): ...
 """
@@ -207,12 +211,19 @@ def search(query: str): ...
         ("reward.function", "mine.py:reward", ""),
         ("reward.function", "mine.py:rewrad", "mine.py has no function 'rewrad'; did you mean 'reward'"),
         ("reward.function", "mine.py:two", "has the parameters (answer, truth); take `async def reward(sample)`"),
+        ("reward.function", "mine.py:Reward", "is a class; take `async def reward(sample)`"),
+        ("reward.function", "{mine.py:near: {share: 1}}", ""),
+        ("reward.function", "{mine.py:near: {shore: 1}}", "takes no option 'shore'; it has (sample, share)"),
+        ("reward.function", "{mine.py:near: {share: all}}", "option 'share' of 'mine.py:near': Input should be a"),
         ("reward.function", "none.py:reward", "no file 'none.py'"),
         ("reward.function", "cut.py:reward", "SyntaxError: '(' was never closed"),
         ("reward.function", "cod", "'cod' names no function; did you mean 'code'"),
         ("reward.function", "{judge: {url: 'http://a/v1', model: m, key_variable: NO}}", "no environment variable NO"),
         ("environment.function", "mine.py:rollout", ""),
         ("environment.function", "chess", "'chess' names no function; there is agent, tools"),
+        ("environment.function", "{mine.py:tries: {most: 3}}", ""),
+        ("environment.function", "{mine.py:tries: {mist: 3}}", "has no option 'mist'; did you mean 'most'"),
+        ("environment.function", "{mine.py:tries: {most: all}}", "option 'most' of 'mine.py:tries': Input should be a"),
         ("environment.function", "mine.py:one", "take `async def one(row, client)`"),
         ("environment.function", "mine.py:plain", "not asynchronous"),
         ("environment.function", "{tools: {tools: [calculator, 'mine.py:search']}}", ""),

@@ -86,6 +86,15 @@ def test_the_quick_starts_input_is_made_where_it_is_missing(tmp_path, monkeypatc
     assert not make_input(load(other, [f"model.path={tmp_path}/m", f"data.train={tmp_path}/t.jsonl"]), other)
 
 
+def test_prompts_of_your_own_leave_the_quick_starts_model_to_be_made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for settings, is_missing in (
+        (["data.train=mine.py:Rows"], True),
+        (["model.path=m/mine", "data.train=a.jsonl"], False),
+    ):
+        assert quickstart.input_is_missing(load("quickstart", settings), "quickstart") == is_missing
+
+
 def test_an_input_that_is_never_ready_is_refused_with_its_command(tmp_path, monkeypatch):
     slow, paths = tmp_path / "python", [f"model.path={tmp_path}/m/model", f"data.train={tmp_path}/m/train.jsonl"]
     slow.write_text("#!/bin/sh\nexec sleep 60\n")

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from configs.infrastructure import WeightBus
 from replay.channel import WireError
+from scripts.chaos.campaigns.flips import stepped
 from tests.support.bus_receiver import CONFIG, Rollout, Weights, digests, learner, servers, until, weights
 from weight_bus import Publisher, PublishReport
 from weight_bus.delta import coding
@@ -24,16 +25,6 @@ CPU = torch.device("cpu")
 NOTHING = torch.empty(0, dtype=torch.uint8)
 DELTA = CONFIG.model_copy(update={"delta": True})
 FULL = plan([(n, str(t.dtype)[6:], tuple(t.shape)) for n, t in weights(0).items()], CONFIG.bucket_bytes).num_bytes
-
-
-def stepped(named: Weights, version: int, share: float = 0.01) -> Weights:
-    """A step of training: this share of the elements, by a unit in the last place."""
-    rng = torch.Generator().manual_seed(version)
-    after = {}
-    for name, tensor in named.items():
-        bits = tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-        after[name] = (bits + (torch.rand(bits.shape, generator=rng) < share).to(bits.dtype)).view(tensor.dtype)
-    return after
 
 
 @contextmanager

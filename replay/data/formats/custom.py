@@ -1,9 +1,11 @@
-"""A dataset class of your own: `path/to/file.py:Class?option=value`, with `__len__` and `__getitem__`.
+"""A dataset of your own: `path/to/file.py:name?option=value`, a function that returns the rows, or a class of them.
 
-Its rows are mappings in any of the column conventions. It runs in the processes that read data: the launcher, replay
-and, for evaluation sets, the learner. A `__len__` that is missing says that rows are made without end.
+A list will do; what else it makes has `__getitem__`, and `__len__` unless its rows have no end. Rows are mappings in
+any of the column conventions. It runs in the processes that read data: the launcher, replay and, for evaluation sets,
+the learner.
 """
 
+import inspect
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -14,22 +16,27 @@ from replay.data.formats.base import ENDLESS, WHOLE_ROWS, Raw, Table
 from replay.data.rows import DataError, Place, RowError
 from replay.data.spec import Spec
 from slipstream.runtime.loading import function_of
+from slipstream.runtime.variants import checked
 
-FORM = "`__getitem__(number)` that returns a mapping, and `__len__()`"
+FORM = "return a list of rows, or an object with `__getitem__(number)` and `__len__()`"
 
 
 class Custom(Table):
-    """Rows of a user's class, made anew in each process."""
+    """Rows of a user's function or class, made anew in each process."""
 
     def __init__(self, spec: Spec) -> None:
         """Load and construct it. Raises DataError: not found, not importable, or of another form."""
         super().__init__(spec.text)
         location, _, name = spec.name.rpartition(":")
-        self._file, self._label, self.form = Path(location).expanduser(), name, f"class {name}"
         _, made = function_of(spec.text, spec.name, DataError)
-        self._made = _guarded(spec.text, f"{name}({', '.join(spec.options)})", lambda: made(**spec.options))
+        self._file, self._label = Path(location).expanduser(), name
+        self.form = f"{'class' if isinstance(made, type) else 'function'} {name}"
+        takes = inspect.signature(made).parameters.values()
+        names = [one.name for one in takes if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+        options = checked(spec.text, spec.name, made, spec.options, names, DataError)
+        self._made = _guarded(spec.text, f"{name}({', '.join(options)})", lambda: made(**options))
         if not hasattr(self._made, "__getitem__"):
-            raise DataError(f"{self.source}: {name} has no __getitem__; give it {FORM}")
+            raise DataError(f"{self.source}: {name} gives {kind_of(self._made)} without __getitem__; {FORM}")
         self._size = ENDLESS
         if hasattr(self._made, "__len__"):
             self._size = int(_guarded(self.source, "__len__", lambda: len(self._made)))

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from typing import Any
 
 from rollout_server.tasks.environments import EnvironmentFailed, EpisodeOver, Trajectory
@@ -166,7 +167,9 @@ class Worker:
 
 
 def load_rollout(spec: str, options: Mapping[str, Any]) -> Rollout:
-    """Load an environment's function, and have its module check the options where it has `prepare(options)`.
+    """Load an environment's function with its options, its keyword-only parameters.
+
+    Where its module has a function `prepare`, that gets them, and checks them; the function has `client.options`.
 
     Raises EnvironmentFailed: not found, not importable, not `async def f(row, client)`, or not usable here.
     """
@@ -184,7 +187,11 @@ def load_rollout(spec: str, options: Mapping[str, Any]) -> Rollout:
         )
     if (prepare := getattr(module, "prepare", None)) is not None:
         prepare(options)
-    return function
+        return function
+    from slipstream.runtime.variants import checked  # here, because it imports pydantic
+
+    given = checked("environment.function", spec, function, options, failed=EnvironmentFailed)
+    return partial(function, **given)
 
 
 def work(channel: socket.socket) -> int:

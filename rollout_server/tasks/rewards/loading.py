@@ -53,6 +53,8 @@ def adapt(function: Callable[..., Any], name: str, options: Mapping[str, Any] | 
     Raises RewardError: none, or an option that the function does not take.
     """
     options = dict(options or {})
+    if isinstance(function, type):
+        raise RewardError(f"reward.function: {name!r} is a class; {SIGNATURES}")
     try:
         takes = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
@@ -60,6 +62,11 @@ def adapt(function: Callable[..., Any], name: str, options: Mapping[str, Any] | 
     is_open = any(p.kind is p.VAR_KEYWORD for p in takes.values())
     if strange := next((key for key in options if key not in takes and not is_open), None):
         raise RewardError(f"reward.function: {name!r} takes no option {strange!r}; it has ({', '.join(takes)})")
+    if options:
+        from slipstream.runtime.variants import checked  # here, because it imports pydantic
+
+        own = {key: value for key, value in options.items() if key in takes}
+        options |= checked("reward.function", name, function, own, own, RewardError)
     parameters = {key: one for key, one in takes.items() if key not in options}
     open_ended = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [key for key, p in parameters.items() if p.default is p.empty and p.kind not in open_ended]

@@ -27,9 +27,9 @@ async def compacts(row: dict[str, Any], client: Client) -> dict[str, float]:
     return {"score": float(client.seed % 7), "told": 2.0}
 
 
-async def acts(row: dict[str, Any], client: Client) -> Any:
+async def acts(row: dict[str, Any], client: Client, *, acts: list[Any]) -> Any:
     """What the options say, one after the other."""
-    for what, value in client.options["acts"]:
+    for what, value in acts:
         match what:
             case "turn":
                 await client.generate(value[0], max_new_tokens=value[1])
@@ -108,11 +108,11 @@ async def dies_where_told(row: dict[str, Any], client: Client) -> float:
     return 1.0
 
 
-async def cleans_up(row: dict[str, Any], client: Client) -> float:
+async def cleans_up(row: dict[str, Any], client: Client, *, sleep_s: float, clean_up_s: float) -> float:
     """One row has a long way to its end, once it is called off, and asks for a turn there."""
     if not row["ground_truth"]:
         await client.generate([5], max_new_tokens=1)
-        await asyncio.sleep(client.options["sleep_s"])
+        await asyncio.sleep(sleep_s)
         return 1.0
     try:
         await client.generate([5], max_new_tokens=1)
@@ -120,7 +120,7 @@ async def cleans_up(row: dict[str, Any], client: Client) -> float:
     finally:
         with contextlib.suppress(ValueError):
             await client.generate([6], max_new_tokens=1)
-        await asyncio.sleep(client.options["clean_up_s"])
+        await asyncio.sleep(clean_up_s)
         with open(row["ground_truth"], "a") as marks:  # noqa: ASYNC230 - a mark for the test
             marks.write("clean\n")
     return 0.0
@@ -149,19 +149,19 @@ async def goes_wrong(row: dict[str, Any], client: Client) -> float | Trajectory 
     return None
 
 
-async def thinks(row: dict[str, Any], client: Client) -> float:
+async def thinks(row: dict[str, Any], client: Client, *, sleep_s: float) -> float:
     """For longer than a process has to cancel an episode."""
     turn = await client.generate([5], max_new_tokens=2)
-    await asyncio.sleep(client.options["sleep_s"])
+    await asyncio.sleep(sleep_s)
     await client.generate([*turn.ids, 7], max_new_tokens=2)
     return 1.0
 
 
-async def two_at_once(row: dict[str, Any], client: Client) -> float:
+async def two_at_once(row: dict[str, Any], client: Client, *, sleep_s: float) -> float:
     """What it does after each turn is short enough."""
     for _ in range(2):
         await asyncio.gather(client.generate([5], max_new_tokens=2), client.generate([6], max_new_tokens=2))
-        await asyncio.sleep(client.options["sleep_s"])
+        await asyncio.sleep(sleep_s)
     return 1.0
 
 
@@ -194,11 +194,12 @@ async def lingers(row: dict[str, Any], client: Client) -> float:
     return 1.0
 
 
-async def long_contexts(row: dict[str, Any], client: Client) -> float:
+async def long_contexts(row: dict[str, Any], client: Client, *, tokens: int) -> float:
     """So many turns of one conversation, from a long context on."""
-    num = client.options["tokens"]
     by_ids = row["prompt"] == "ids"
-    context: Any = list(range(2, 250)) * (num // 248) if by_ids else [{"role": "user", "content": "ab a" * (num // 2)}]
+    context: Any = (
+        list(range(2, 250)) * (tokens // 248) if by_ids else [{"role": "user", "content": "ab a" * (tokens // 2)}]
+    )
     for _ in range(row["turns"]):
         turn = await client.generate(context, max_new_tokens=64)
         context = [*turn.ids, 8] if by_ids else [*context, turn.message, {"role": "tool", "content": "ba"}]
