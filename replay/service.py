@@ -215,6 +215,7 @@ class Service:
         if counts and symptom == "silent":  # first: the report says what it owes
             what, key = f"a sign of {peer.name}, which holds leases", "network.silent_after_s"
             said = self._expired(what, (peer.name,), now - peer.last_heard, key)
+            self.peers.silent[peer.name] = peer.hello
         self.peers.remove(identity)
         self.peers.gone[identity] = symptom if self.ended is None else ENDED
         held = self.leasing.server_lost(identity)

@@ -65,6 +65,7 @@ class StatusReport:
                 }
                 for peer in self.peers.by_identity.values()
             ],
+            "silent": [{"name": gone.name, "pid": gone.pid, "host": gone.host} for gone in self.peers.silent.values()],
             "counters": dict(self.run.counters),
             "journal_bytes": self.run.journal.size_bytes,
             "repeats_until": buffer.line.last_committed if buffer.line.last_committed > buffer.version else None,

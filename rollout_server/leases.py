@@ -133,8 +133,7 @@ class Leases:
 
         `sampled` are the tokens that the engine has sampled so far.
         """
-        since_s, blocked = now - self.activity_since, "quarantined" if self.is_dark else ""
-        self.outbox.append(m.Heartbeat(activity=self.activity, since_s=since_s, gauges=gauges, blocked=blocked))
+        self.outbox.append(self.alive(now, gauges))
         if self._joining is not None and self._joining.due(now):
             self.join(now)
         else:
@@ -144,6 +143,11 @@ class Leases:
         parts: list[list[int | str | bool]] = [[*part, False] for part in self.evaluating]
         parts += [[*part, True] for part in self.evaluated]
         self.outbox.append(replace(renew, finished=[list(key) for key in self.unacked], evaluations=parts))
+
+    def alive(self, now: float, gauges: dict[str, float]) -> m.Heartbeat:
+        """What this server does; also called in the thread of the pulse."""
+        since_s, blocked = now - self.activity_since, "quarantined" if self.is_dark else ""
+        return m.Heartbeat(activity=self.activity, since_s=since_s, gauges=gauges, blocked=blocked)
 
     def went_live(self, version: int, incarnation: int) -> None:
         """The engine serves a proven version. The next incarnation's takes the place of all from it on.

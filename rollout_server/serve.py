@@ -25,6 +25,7 @@ async def serve(server: RolloutServer) -> bool:
     """
     await server.join()
     ended: BaseException | None = None
+    pulse = server.pulse()
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(server.beat())
@@ -34,6 +35,7 @@ async def serve(server: RolloutServer) -> bool:
     except* RunEnded as group:
         ended = first_error(group)
     finally:
+        pulse.close()
         # In a thread: the follower may just be waiting for a coroutine on this very loop.
         await asyncio.to_thread(server.follower.stop)
     log.info("the run ended: %s", ended)

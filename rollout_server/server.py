@@ -11,7 +11,7 @@ from typing import Any
 
 from configs.schema import Config
 from replay import messages as m
-from replay.channel import AsyncDealer, ChannelError, Message, WireError
+from replay.channel import AsyncDealer, ChannelError, Message, Pulse, WireError, load_keys
 from rollout_server.engines.base import Engine, EngineError
 from rollout_server.follower import WeightFollower
 from rollout_server.generate import Generator, LeaseFailed
@@ -138,6 +138,17 @@ class RolloutServer:
             await self.flush()
             if self.recorder.on and self._probe.ask(time.time()):
                 await self.dealer.send(m.StatusRequest(clock=True))
+
+    def pulse(self) -> Pulse:
+        """Stands in for `beat` while the loop is held up, for as long as a lease lives; to be closed."""
+        network, now = self.config.network, time.monotonic
+
+        def alive() -> m.Heartbeat | None:
+            is_held_up = 2 * network.heartbeat_s < now() - self._beat_at < self.config.replay.lease_s
+            return self.leases.alive(now(), {}) if is_held_up else None
+
+        keys = load_keys(network.keys)
+        return Pulse(self.dealer.address, self.dealer.route, alive, network.heartbeat_s, keys=keys)
 
     async def _gauges(self) -> dict[str, float]:
         health = await self.engine.health()

@@ -70,6 +70,8 @@ class Peers:
         self.by_identity: dict[str, Peer] = {}
         self.gone: dict[str, str] = {}
         """Why peers were removed, by identity, until replay/timeline.py has read it."""
+        self.silent: dict[str, Hello] = {}
+        """Rollout servers that were removed because nothing came of them, by name, until one of that name comes."""
         self.outbox: list[tuple[str, Message]] = []
         """(identity, message) in order; replay/serve.py carries them, once what they tell of is in the journal."""
 
@@ -92,6 +94,7 @@ class Peers:
         if peer is None:
             peer = self.by_identity[identity] = Peer(identity, hello, now, now, since=now)
         peer.hello, peer.last_heard, peer.last_acted, peer.unreachable_since = hello, now, now, None
+        self.silent.pop(hello.name, None)
         return peer
 
     def remove(self, identity: str) -> Peer | None:

@@ -175,6 +175,7 @@ class Launcher:
             self._replay_died()
         if code is not None:
             self._learner_died(dealer)
+        self.servers.end_silent(self._status["silent"] if self._status else ())
         self.servers.watch(self._run_is_over())
 
     def leave(self) -> None:

@@ -1,8 +1,10 @@
 """Rollout servers of one machine, and how often a process is started again: `rollout.restarts` and the like."""
 
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from configs.algorithm import Rollout
 from configs.errors import SlipstreamError, coded
@@ -87,6 +89,8 @@ class LocalServer:
     given_up: bool = False
     left_at: float | None = None
     """When it was first seen to have ended with exit code 0."""
+    ended_as_silent: Child | None = None
+    """The process that was ended because replay heard nothing of it."""
 
 
 @dataclass(slots=True)
@@ -118,6 +122,18 @@ class LocalServers:
         """The names of those that were given up without having left in good order."""
         return [name for name, server in self.by_name.items() if server.given_up and server.child.exit_code() != 0]
 
+    def end_silent(self, silent: Iterable[Mapping[str, Any]]) -> None:
+        """End those of our processes that are among replay's `silent` ones, so that `watch` starts them again.
+
+        What computes for long still beats (rollout_server/server.py). Without restarts left, the process stays: it may
+        be continued.
+        """
+        pids = {one["pid"] for one in silent if one["host"] == socket.gethostname()}
+        for server in self.by_name.values():
+            if server.child.pid in pids and server.child.exit_code() is None and not server.restarts.are_used_up:
+                server.ended_as_silent = server.child
+                server.child.process.kill()
+
     def watch(self, run_is_over: bool) -> None:
         """Look once at each.
 
@@ -145,6 +161,9 @@ class LocalServers:
 
     def _died(self, name: str, server: LocalServer, code: int) -> None:
         cause, limit = coded(server.child.root_cause(), RunFailed.code), self.config.restarts
+        if server.ended_as_silent is server.child:
+            who = f"{name} (pid {server.child.pid}) says nothing to replay (network.silent_after_s)"
+            cause = coded(f"{who}: ended by SIGKILL [silent]", RunFailed.code)
         if code not in (RUN_FAILED, CANNOT_START) and not server.restarts.are_used_up:
             self.say(f"{cause}; {server.restarts.plan()}")
             return

@@ -1,6 +1,7 @@
-"""kill -9 of every role in the middle of a run, Ctrl-C, and what is left afterwards (DESIGN: processes)."""
+"""kill -9 of every role, SIGSTOP of a server, Ctrl-C in the middle of a run, and what is left (DESIGN: processes)."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -36,15 +37,16 @@ def story(tmp_path_factory, untrained, zygote):
     """A run that loses all its servers one after another, is helped by another one, and ends by Ctrl-C."""
     folder = tmp_path_factory.mktemp("story")
     runs = Runs(folder, untrained, zygote)
-    settings = ("rollout.restarts=1", "rollout.restart_backoff_s=0.1", "rollout.wait_for_servers_s=60")
+    servers = ("rollout.restarts=1", "rollout.restart_backoff_s=0.1", "rollout.wait_for_servers_s=60")
+    settings = (*servers, "network.silent_after_s=5")
     run = runs(*settings, "checkpoint.every_steps=0", split="2:1", steps=10_000)
     run.wait_until(lambda: len(run.steps()) > 2 and run.steps()[-1].get("rollout/servers") == 2, "two servers", 90)
     model = other_tokenizer(untrained.folder / "model", folder / "other-tokenizer")
     run.stranger = runs.server(run, "stranger", settings=("--model", str(model)))
     run.stranger_code = run.stranger.wait(60)
-    for name in ("rollout-0", "rollout-1"):
+    for name, first in {"rollout-0": signal.SIGKILL, "rollout-1": signal.SIGSTOP}.items():  # then there is no other
         before = arrivals(run, name)
-        run.kill(f"--server-name {name}")
+        os.kill(run.pids(f"--server-name {name}")[-1], first)
         run.wait_until(lambda n=name, b=before: arrivals(run, n) > b, f"the return of {name}")
         goes_on(run)
         run.kill(f"--server-name {name}")
@@ -68,6 +70,11 @@ def test_a_killed_rollout_server_is_restarted_and_nothing_is_trained_twice(story
     assert re.search(r"(it goes|which go) to other servers", story.log("replay"))
     groups = story.groups()
     assert len(groups) == len(set(groups)) == 16 * len(story.ledger())
+
+
+def test_the_only_rollout_server_is_replaced_where_it_stands_still(story):
+    (line,) = re.findall(r"rollout-1 \(pid \d+\) says nothing to replay.*", story.text())
+    assert "(network.silent_after_s): ended by SIGKILL [silent]" in line and "; restart 1 of 1" in line
 
 
 def test_without_restarts_the_run_goes_on_with_another_server(story):
@@ -98,8 +105,7 @@ def test_a_rollout_server_with_another_tokenizer_is_refused_and_the_run_goes_on(
 def test_an_interrupted_run_is_resumed_and_trains_nothing_twice(story, launch):
     done = story.ledger()
     last = done[-1]["step"] + 3
-    # replay waits that long for the servers of the run's first start
-    run = launch.resume(story.folder, "--steps", str(last), "--set", "network.silent_after_s=5")
+    run = launch.resume(story.folder, "--steps", str(last))
     assert run.wait() == 0, run.text()[-3000:]
     assert [row["training/global_step"] for row in run.steps()] == list(range(1, last + 1))
     again = run.ledger()[len(done) :]

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -138,6 +139,10 @@ def test_silent_servers_lose_their_leases_and_must_say_hello_again():
     assert made.buffer.count(SlotState.QUEUED) == 2
     made.handle("a", m.Heartbeat(), 11.0)
     assert sent(made, "a", m.Refused)[-1].code == "hello"
+    state = partial(made.report.of, 11.0, ended=None, no_server_since=0.0)
+    assert state()["silent"] == [{"name": "rollout-a", "pid": 2, "host": "h"}], "its launcher ends it by this"
+    joins(made, "a", 11.0)
+    assert state()["silent"] == []
 
 
 def test_a_run_without_any_server_ends_with_a_reason():

@@ -1,6 +1,7 @@
 """A rollout server's end of the channel: when it gives replay up, and which evaluation it answers."""
 
 import asyncio
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 
 from configs import Config
+from configs.algorithm import Replay
 from replay import messages as m
-from replay.channel import AsyncDealer, AsyncRouter, ChannelError
+from replay.channel import AsyncDealer, AsyncRouter, ChannelError, WireError
 from rollout_server.engines.base import EngineError, Sampling
 from rollout_server.engines.sglang import process as sglang_process
 from rollout_server.engines.sglang.engine import SGLangEngine
@@ -18,6 +20,7 @@ from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Answer, Part
 from rollout_server.generate import Generator
 from rollout_server.progress import ProgressReports
+from rollout_server.serve import serve
 from rollout_server.server import RolloutServer
 
 SILENT_AFTER_S = 0.6
@@ -112,6 +115,40 @@ async def test_a_server_whose_follower_has_died_ends_with_its_reason() -> None:
     server.follower.failure = OSError("no route")
     with pytest.raises(EngineError, match="no route"):
         await asyncio.wait_for(server.beat(), 10)
+
+
+@pytest.mark.parametrize(("lease_s", "least", "most"), [(120.0, 8, 99), (0.8, 1, 7)])
+async def test_a_server_whose_loop_is_held_up_beats_for_as_long_as_a_lease_lives(
+    lease_s: float, least: int, most: int
+) -> None:
+    """So one that compiles for long is not ended as silent, and one that stands still is."""
+    router = AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY)
+
+    async def held_up() -> None:
+        time.sleep(2.5)  # noqa: ASYNC251
+        raise EngineError("over")
+
+    async def serves() -> None:
+        server = server_of(AsyncDealer(router.address, "rollout-0", m.FROM_REPLAY))
+        server.config = server.config.model_copy(update={"replay": Replay(lease_s=lease_s)})
+        server.engine.health = held_up  # type: ignore[method-assign]
+        try:
+            await serve(server)
+        finally:
+            server.dealer.close()
+
+    serving = asyncio.create_task(asyncio.to_thread(lambda: asyncio.run(serves())))
+    beats = list[m.Heartbeat]()
+    while not serving.done():
+        await router.wait(0.1)
+        while (arrived := await router.receive()) is not None:
+            assert not isinstance(arrived[1], WireError) and arrived[0] == "rollout-0"
+            beats += [arrived[1].message] if isinstance(arrived[1].message, m.Heartbeat) else []
+    router.close()
+    with pytest.raises(ExceptionGroup) as ended:
+        await serving
+    assert ended.group_contains(EngineError, match="over")
+    assert least <= len(beats) <= most and {beat.activity for beat in beats} == {"joining"}
 
 
 async def test_messages_leave_in_the_order_in_which_they_were_said() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -228,6 +229,40 @@ def test_what_follows_from_the_exit_code_of_a_server(tmp_path, code, said, failu
     except RunFailed as failure:
         assert said is RunFailed and "died: exit code 78" in str(failure)
     assert local.failures == failures
+
+
+def test_a_silent_server_is_ended_and_started_again_while_a_restart_is_left(tmp_path):
+    """Only where it is the process of this machine that was started here, and another can take its place."""
+    lines = []
+
+    def begin(name):
+        return children.start(name, ["sleep", "600"], tmp_path / f"{name}.log", {})
+
+    local = LocalServers(Rollout(restarts=1, restart_backoff_s=0), begin, lines.append)
+    local.add("a")
+    first, stranger = local.children[0], begin("stranger")
+
+    def silent(pid, host):
+        local.end_silent([{"name": "a", "pid": pid, "host": host}])
+        local.watch(run_is_over=False)
+
+    try:
+        first.process.send_signal(signal.SIGSTOP)
+        silent(stranger.pid, socket.gethostname())
+        silent(first.pid, "another-host")
+        time.sleep(0.1)
+        assert (first.exit_code(), stranger.exit_code(), lines) == (None, None, [])
+        silent(first.pid, socket.gethostname())
+        first.process.wait(20)
+        until(lambda: local.watch(run_is_over=False) or local.children != [first], "another one")
+        (line,) = lines
+        assert f"a (pid {first.pid}) " in line and "[silent]" in line and "restart 1 of 1" in line
+        second = local.children[0]
+        silent(second.pid, socket.gethostname())
+        time.sleep(0.1)
+        assert second.exit_code() is None, "none would take its place"
+    finally:
+        children.stop([first, stranger, *local.children])
 
 
 def test_torchrun_notes_a_killed_rank_and_leaves_no_temporary_files(tmp_path):

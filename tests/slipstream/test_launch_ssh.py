@@ -17,6 +17,7 @@ from configs import ConfigError
 from configs.loading import dump
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from replay.channel import ChannelError, KeysError
+from replay.status_client import StatusReply
 from slipstream.launch import children
 from slipstream.launch.hosts import fleet, here, node
 from slipstream.launch.hosts.host_file import Host
@@ -233,6 +234,31 @@ def test_a_node_that_replay_never_answers_leaves_a_hang_report(tmp_path, monkeyp
     (path,) = (tmp_path / "job").glob("hang-*.txt")
     said = "node-node1 waited 0.2 s for replay at tcp://10.0.0.1:5757 from replay (rollout.wait_for_servers_s)"
     assert path.read_text().splitlines()[1] == said and "STACKS OF node-node1" in path.read_text()
+
+
+def test_a_node_replaces_a_server_that_replay_hears_no_more(tmp_path, capsys, monkeypatch):
+    settings = ["placement.learner='node0:0'", "placement.rollout='node1:0'", "placement.device=cpu"]
+    settings += [f"run.dir={tmp_path}", "network.insecure=true", "network.replay_port=5757"]
+    settings += ["network.silent_after_s=0.1", "network.heartbeat_s=0.1", "rollout.restart_backoff_s=0"]
+    spec = NodeSpec(role="rollout", node="node1", config=dump(configs.load("quickstart", settings)), hosts=HOSTS)
+    started = []
+
+    def start_child(_self, name, _command, log, _environment):
+        started.append(children.start(name, ["true"] if started else ["sleep", "600"], log, {}))
+        return started[-1]
+
+    def silent(*_):
+        if not asked.pop():
+            raise ChannelError("its keys are refused", "closed")
+        server = {"name": "rollout-node1-0", "pid": started[0].pid, "host": socket.gethostname()}
+        return StatusReply("job", {"silent": [server]})
+
+    asked = [*[True] * 99, False]
+    monkeypatch.setattr(node.Node, "_child", start_child)
+    monkeypatch.setattr(node, "ask_replay", silent)
+    assert node.Node(resolve(spec), lifeline=False).run_servers() == 0
+    assert [child.exit_code() for child in started] == [-signal.SIGKILL, 0]
+    assert "[silent]" in (said := capsys.readouterr().out) and "restart 1 of 3" in said
 
 
 @pytest.mark.parametrize(("silent", "code", "said"), [(True, 1, "waited 0.2 s"), (False, 2, "launcher (pid")])

@@ -13,7 +13,9 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from configs.errors import BadHosts
 from configs.loading import ConfigError
@@ -38,7 +40,6 @@ from slipstream.runtime import hang
 from slipstream.runtime.lifeline import CANNOT_GO_ON, PARENT
 
 POLL_S = 0.1
-LOOK_S = 5.0
 SPEC_S = 60.0
 """How long the order may take to come."""
 PATIENCE_S = 30.0
@@ -102,6 +103,7 @@ class Node:
         self._lifeline = lifeline
         self._tails: dict[Path, Tail] = {}
         self._parent = ("--parent", str(os.getpid()))
+        self._next_look = time.monotonic()
 
     def run_learner(self) -> int:
         """Replay, the launcher and rank 0 on the first learner node, ranks alone on the others; the exit code."""
@@ -135,6 +137,7 @@ class Node:
             for name in by_name:
                 servers.add(name)
             while not servers.all_over:
+                servers.end_silent(self._silent())
                 servers.watch(run_is_over=True)
                 self._breathe()
             self._show_logs()
@@ -144,6 +147,16 @@ class Node:
         if servers.failures:
             raise RunFailed(f"given up: {', '.join(servers.failures)}")
         return 0
+
+    def _silent(self) -> Sequence[Mapping[str, Any]]:
+        """Rollout servers that replay hears no more; empty between two looks, and while it does not answer."""
+        if time.monotonic() < self._next_look:
+            return ()
+        self._next_look = time.monotonic() + self.config.network.silent_after_s
+        with suppress(ChannelError):  # keys that are refused: the servers say so
+            answer = ask_replay(self.assignment.plan.replay, self.config.network.keys, 1.0)
+            return answer.state["silent"] if answer is not None else ()
+        return ()
 
     def _launcher(self) -> Child:
         spec, run_dir = self.assignment.spec, Path(self.config.run_dir)
