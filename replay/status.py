@@ -18,7 +18,7 @@ from slipstream.runtime.vitals.latency import UpdateLatency
 from slipstream.runtime.vitals.merging import merged
 from slipstream.runtime.vitals.watch import Vitals
 
-LEFT_OUT = ("prompt_too_long", "prompt_not_rendered", "broken_row")
+LEFT_OUT = (*answers.PROMPT_ERRORS, "broken_row")
 """Reasons of drops that lie in the data."""
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from replay import messages as m
 from replay.data import stream_seed
-from replay.state.answers import ERRORS
+from replay.state.answers import ERRORS, PROMPT_ERRORS
 from rollout_server.engines.base import Completion, Partial, Sampling
 from rollout_server.generate import (
     EVALUATION_TRIES,
@@ -143,10 +143,17 @@ class EpisodeGenerator(Generator):
     ) -> list[Episode]:
         """Episodes of these rows of an evaluation, by their numbers in its set; one that fails is played again."""
         plays: list[tuple[dict[str, Any], Begin]] = []
+        unasked: dict[int, Episode] = {}
         for number, row in numbered:
-            seen = await self._look(row)
+            try:
+                seen = await self._look(row)
+            except LeaseFailed as failed:
+                verdict = Verdict.failed(self.config, failed.reason, failed.detail)
+                unasked[number] = Episode(samples=[], verdict=verdict, text="", finish_reason="error")
+                continue
             plays += [(row, partial(self._evaluation_session, lease, number, n, seen)) for n in range(lease.samples)]
-        return await self._run(plays, tries=EVALUATION_TRIES)
+        played = iter(await self._run(plays, tries=EVALUATION_TRIES))
+        return [unasked.get(number) or next(played) for number, _ in numbered for _ in range(lease.samples)]
 
     def _evaluation_session(
         self, lease: m.EvaluationLease, number: int, sample: int, seen: Seen | None, attempt: int
@@ -185,7 +192,7 @@ class EpisodeGenerator(Generator):
         for attempt in range(tries):
             session = begin(attempt)
             outcome = await self._played(row, session)
-            if isinstance(outcome, Outcome):
+            if isinstance(outcome, Outcome) or outcome.error in PROMPT_ERRORS:
                 break
         return session, outcome
 
@@ -199,9 +206,12 @@ class EpisodeGenerator(Generator):
             return Verdict.failed(self.config, failed.reason, failed.detail)
         if session.last is None:
             empty = "an episode ended without a turn"
-            if session.too_long is not None:
-                raise LeaseFailed("prompt_too_long", f"{empty}: {session.too_long}")
-            return Verdict.failed(self.config, FAILED, empty)
+            if session.too_long is None:
+                return Verdict.failed(self.config, FAILED, empty)
+            too_long = f"{empty}: {session.too_long}"
+            if session.pinned is None:
+                raise LeaseFailed("prompt_too_long", too_long)
+            return Verdict.failed(self.config, "prompt_too_long", too_long)
         if unknown := sorted(set(outcome.leave_out) - session.recorder.turns):
             known = sorted(session.recorder.turns)
             return Verdict.failed(self.config, FAILED, f"leave_out {unknown}: the episode has had the turns {known}")

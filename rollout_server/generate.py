@@ -12,6 +12,7 @@ import numpy as np
 
 from configs.schema import Config
 from replay import messages as m
+from replay.state.answers import ERRORS, PROMPT_ERRORS
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling, first_error
 from rollout_server.progress import prefixes_of
 from rollout_server.tasks.failed import LeaseFailed as LeaseFailed
@@ -33,7 +34,7 @@ class Verdict:
     score: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
-    """One of replay's ERRORS, where it failed."""
+    """One of replay's ERRORS or PROMPT_ERRORS, where it failed."""
     detail: str = ""
     left_out: bool = False
 
@@ -41,7 +42,7 @@ class Verdict:
     def failed(cls, config: Config, error: str, detail: str) -> "Verdict":
         """That of one that failed, as reward.on_error or environment.on_error has it."""
         section = config.reward if error == "reward_error" else config.environment
-        if section.on_error == "score":
+        if error in ERRORS and section.on_error == "score":
             return cls(score=section.error_score, error=error, detail=detail)
         return cls(error=error, detail=detail, left_out=True)
 
@@ -141,16 +142,23 @@ class Generator:
     async def evaluation(self, lease: m.EvaluationLease) -> m.EvaluationResult:
         """Answer and score all prompts of an evaluation with exactly the pinned version.
 
-        One that cannot be scored is named in the result. Raises LeaseFailed: a prompt cannot be encoded.
+        What cannot be asked or scored is named in the result. Raises LeaseFailed: aborted.
         """
         started, looks = time.monotonic(), asyncio.Semaphore(self.config.rollout.max_running)
         numbered = enumerate(lease.prompts, start=lease.first)
-        answers = await together(self._answers(lease, row, number, looks) for number, row in numbered)
-        completions = [completion for of_prompt in answers for completion in of_prompt]
-        rows = [row for row in lease.prompts for _ in range(lease.samples)]
+        found = await together(self._answers(lease, row, number, looks) for number, row in numbered)
+        asked = [(row, answers) for row, answers in zip(lease.prompts, found, strict=True) if isinstance(answers, list)]
+        completions = [completion for _, answers in asked for completion in answers]
+        rows = [row for row, _ in asked for _ in range(lease.samples)]
         texts, verdicts = await self.score(rows, completions, tries=EVALUATION_TRIES)
-        ended = [(completion.finish_reason, completion.token_ids.size) for completion in completions]
-        return result_of(lease, started, [(text, *how) for text, how in zip(texts, ended, strict=True)], verdicts)
+        told = [(text, c.finish_reason, c.token_ids.size) for text, c in zip(texts, completions, strict=True)]
+        scored = zip(told, verdicts, strict=True)
+        whole = [
+            (("", "error", 0), answers) if isinstance(answers, Verdict) else next(scored)
+            for answers in found
+            for _ in range(lease.samples)
+        ]
+        return result_of(lease, started, [each for each, _ in whole], [verdict for _, verdict in whole])
 
     def encode(self, row: dict[str, Any]) -> Prompt:
         """A prompt as tokens. Raises LeaseFailed: too long, or cannot be rendered."""
@@ -193,15 +201,21 @@ class Generator:
 
     async def _answers(
         self, lease: m.EvaluationLease, row: dict[str, Any], number: int, looks: asyncio.Semaphore
-    ) -> list[Completion]:
+    ) -> list[Completion] | Verdict:
+        """To one prompt; or why it cannot be asked."""
         name = f"evaluation-{lease.version}-{lease.set}-{'greedy' if lease.greedy else 'sampled'}-{number}"
-        if row.get("images"):
-            async with looks:  # pixels take far more memory than tokens: few at a time, and made anew every time
-                return await self._answered(lease, await self._beside(self.encode, row), number, name)
-        key = repr(row["prompt"])
-        if key not in self._evaluation_prompts:
-            self._evaluation_prompts[key] = await self._beside(self.encode, row)
-        return await self._answered(lease, self._evaluation_prompts[key], number, name)
+        try:
+            if row.get("images"):
+                async with looks:  # pixels take far more memory than tokens: few at a time, and made anew every time
+                    return await self._answered(lease, await self._beside(self.encode, row), number, name)
+            key = repr((row["prompt"], row.get("columns", {}).get("tools")))
+            if key not in self._evaluation_prompts:
+                self._evaluation_prompts[key] = await self._beside(self.encode, row)
+            return await self._answered(lease, self._evaluation_prompts[key], number, name)
+        except LeaseFailed as failed:
+            if failed.reason not in PROMPT_ERRORS:
+                raise
+            return Verdict.failed(self.config, failed.reason, failed.detail)
 
     async def _answered(self, lease: m.EvaluationLease, prompt: Prompt, number: int, name: str) -> list[Completion]:
         sampling = replace(

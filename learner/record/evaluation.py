@@ -16,6 +16,7 @@ from configs.schema import Config
 from replay.data import DataError, evaluation_rows
 from replay.data.rows import Row
 from replay.messages import EvaluationResult
+from replay.state.answers import ERRORS
 from slipstream.runtime.disk import Disk
 
 log = logging.getLogger(__name__)
@@ -65,16 +66,18 @@ class Evaluations:
         result, one, rows = joined(self._parts.pop(key)), self._sets[name], self._rows[name]
         self._ended.add(key)
         write_rows(self._run_dir, result, rows, self._disk)
-        failed, answers = int(result.left_out.sum()), len(result.texts)
+        left_out, answers = int(result.left_out.sum()), len(result.texts)
+        failed = sum(code in ERRORS for code, is_out in zip(result.errors, result.left_out, strict=True) if is_out)
+        is_void = failed > self._max_error_rate * (answers - left_out + failed)
         if any(result.errors):
             log.warning(
                 "guard: evaluation of version %d, %s, %s: %d of %d answers scored, %s%s: %s",
-                version, one.key, _mode(result.greedy), answers - failed, answers,
+                version, one.key, _mode(result.greedy), answers - left_out, answers,
                 ", ".join(f"{number} {code}" for code, number in sorted(_errors(result).items())),
-                "; void, as reward.max_error_rate is passed" if failed > self._max_error_rate * answers else "",
+                "; void, as reward.max_error_rate is passed" if is_void else "",
                 result.error_detail,
             )  # fmt: skip
-        if failed > self._max_error_rate * answers:
+        if is_void:
             return version, name, _given_up(rows, name, greedy=result.greedy)
         return version, name, values(result, rows, one)
 
@@ -185,7 +188,8 @@ def values(result: EvaluationResult, rows: Sequence[Row], one: PromptSet) -> dic
     mode, k, numbers = _mode(result.greedy), result.samples, dict[str, float]()
     for label in sorted(set(labels.tolist())):
         own = labels == label
-        numbers[f"val-aux/{label}/{mode}/response_length"] = float(lengths[own].mean())
+        answered = max(1, int((lengths[own] > 0).sum()))
+        numbers[f"val-aux/{label}/{mode}/response_length"] = float(lengths[own].sum()) / answered
         numbers[f"val-aux/{label}/{mode}/clip_ratio"] = float(is_cut[own].mean())
         numbers[f"val-aux/{label}/{mode}/seconds"] = result.seconds
         if not is_scored[own].all():

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 from replay import messages as m
 from replay.data import BROKEN, stream_seed
 from replay.endings import NothingToTrain
+from replay.state.answers import PROMPT_ERRORS
 from replay.state.apply import record
 from replay.state.buffer import drops
 from replay.state.leases import GroupId, Leases, Shares, Slot, SlotState
@@ -18,10 +19,9 @@ from slipstream.runtime.lifeline import BoundedLog
 
 log = logging.getLogger(__name__)
 
-NEVER_AGAIN = {"prompt_too_long", "prompt_not_rendered"}
-"""Reasons for which a prompt is not leased a second time."""
-RELEASES = NEVER_AGAIN | {
-    "expired", "server_lost", "rejected", "reward_error", "environment_error", "engine_error", "aborted", "diverged",
+RELEASES = {
+    *PROMPT_ERRORS, "expired", "server_lost", "rejected", "reward_error", "environment_error", "engine_error",
+    "aborted", "diverged",
 }  # fmt: skip
 """Reasons that are counted by name; they come from peers, so anything else is `other`."""
 
@@ -184,7 +184,7 @@ class LeaseScheduler:
         reason = reason if reason in RELEASES else "other"
         record(self.run, "release", self._fields(slot, reason=reason) | counted)
         dropped = self.leases.exhausted(slot)
-        if reason in NEVER_AGAIN:
+        if reason in PROMPT_ERRORS:
             self.drop(slot, reason, detail)
         elif dropped is not None:
             told = "%d attempts failed and %d were interrupted, the last: %s"

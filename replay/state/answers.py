@@ -12,6 +12,8 @@ from replay.messages import EvaluationResult, Group
 
 ERRORS = ("reward_error", "environment_error")
 """Codes of what fails one answer or episode, and leaves its group and its evaluation whole."""
+PROMPT_ERRORS = ("prompt_too_long", "prompt_not_rendered")
+"""Codes of a prompt that cannot be asked: dropped where it is leased, an evaluation goes on without it."""
 WINDOW = 512
 """Answers over which the share of failed ones is taken."""
 
@@ -102,7 +104,8 @@ def problem_with_errors(message: Group | EvaluationResult, answers: int) -> str 
         return f"{len(message.errors)} errors for {answers} answers"
     if message.left_out.size not in (0, answers) or message.left_out.max(initial=0) > 1:
         return f"left_out has {message.left_out.size} entries, or others than 0 and 1, for {answers} answers"
-    if strange := set(message.errors) - {"", *ERRORS}:
+    known = ERRORS if isinstance(message, Group) else ERRORS + PROMPT_ERRORS
+    if strange := set(message.errors) - {"", *known}:
         return f"an unknown error {min(strange)[:40]!r}"
     if any(is_out and not code for code, is_out in zip(message.errors, message.left_out.tolist(), strict=False)):
         return "an answer is left out that has not failed"

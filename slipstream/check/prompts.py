@@ -85,7 +85,7 @@ def check_prompts(config: Config, path: str, curriculum: str = "none") -> Iterat
         yield warn(
             "prompt-length",
             f"{path}: {too_long} of the first {len(sample)} prompts have more than data.max_prompt_tokens {limit}"
-            f" tokens, up to {max(lengths)}; they are left out, and counted as prompts/left_out/prompt_too_long",
+            f" tokens, up to {max(lengths)}; they are left out of training and of an evaluation's score, and counted",
         )
     if shown := encode.pictures.report(path, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
         yield ok("data", shown)

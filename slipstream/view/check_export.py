@@ -9,6 +9,7 @@ is JSON; the exit code is 1 when more than one prompt in 512 differs.
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from configs import Config, ConfigError, load
 from configs.errors import InputMissing
 from learner.checkpoints.folders import CheckpointError, incomplete, numbered, step_of
 from learner.record.evaluation import file_of
+from replay.state.answers import PROMPT_ERRORS
 from rollout_server.tasks.task import Task
 from slipstream.runtime.fingerprint import resolve_chat_template
 from slipstream.runtime.program import program
@@ -29,7 +31,7 @@ TIE = {"float32": 0.02, "bfloat16": 0.3}
 
 
 def check(run_dir: Path) -> dict[str, Any]:
-    """Compare; the result names every prompt whose answer differs.
+    """Compare; the result names every prompt whose answer differs, and counts those that could not be asked.
 
     Raises:
         ConfigError: the folder is no run, or has no evaluation of single greedy answers of its newest checkpoint.
@@ -42,14 +44,18 @@ def check(run_dir: Path) -> dict[str, Any]:
         raise InputMissing(f"{run_dir}: it evaluates nothing greedily (data.eval, evaluation.greedy); name another run")
     if config.environment.function is not None:
         raise InputMissing(f"{run_dir}: it evaluates episodes (environment.function), which are no single answers")
-    reported, limits = list[dict[str, Any]](), list[int]()
+    reported, limits, left_out = list[dict[str, Any]](), list[int](), Counter[str]()
     for one in (one for one in config.evaluation_sets if one.greedy):
         file = file_of(run_dir, step, one.name, greedy=True)
         if not file.is_file():
             raise InputMissing(f"{file} is missing: the newest checkpoint was not evaluated; wait, or name another run")
         lines = [json.loads(line) for line in file.read_bytes().splitlines()]  # of text also at U+2028
-        reported += lines
-        limits += [one.max_new_tokens] * len(lines)
+        left_out.update(line["error"] for line in lines if line.get("error") in PROMPT_ERRORS)
+        asked = [line for line in lines if line.get("error") not in PROMPT_ERRORS]
+        reported += asked
+        limits += [one.max_new_tokens] * len(asked)
+    if not reported:
+        raise InputMissing(f"{run_dir}: the evaluation asked none of its prompts: {dict(left_out)}; name another run")
     exported = Exported(folder, config)
     prompts = [exported.encode(report["prompt"], report.get("tools")) for report in reported]
     ties, different = 0, []
@@ -63,7 +69,8 @@ def check(run_dir: Path) -> dict[str, Any]:
         else:
             found = {"exported": text, "evaluation": report["text"], "nats": round(gap, 3)}
             different.append({"index": report["index"], "prompt": report["prompt"], **found})
-    return {"step": step, "prompts": len(reported), "ties": ties, "different": different}
+    compared = {"prompts": len(reported), "left_out": dict(left_out), "ties": ties, "different": different}
+    return {"step": step, **compared}
 
 
 class Exported:

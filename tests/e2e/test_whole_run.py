@@ -44,8 +44,10 @@ def clean(tmp_path_factory, sort6, zygote, audit):
     trackers += ("tracking.profile=2:5",)
     trackers += ("limits.growth_window_s=12",)
     best = ("checkpoint.keep_best=1", f"checkpoint.best_metric={SCORE}")
-    file = sort6.folder / "eval.jsonl"
-    sets = f"data.eval={{all: {{path: {file}, sampled: false}}, few: {{path: {file}, samples: 4, num_prompts: 16}}}}"
+    file, long = sort6.folder / "eval.jsonl", tmp_path_factory.mktemp("data") / "one_too_long.jsonl"
+    rows = file.read_text().splitlines()
+    long.write_text("\n".join([*rows[:5], json.dumps({"prompt": "4" * 99, "answer": ""}), *rows[6:]]) + "\n")
+    sets = f"data.eval={{all: {{path: {long}, sampled: false}}, few: {{path: {file}, samples: 4, num_prompts: 16}}}}"
     settings = (*LAG_0, *trackers, *best, sets, "evaluation.every_steps=2", "checkpoint.every_steps=2")
     run = runs(*settings, steps=STEPS, split="1:2", name="clean")
     assert run.wait() == 0, run.text()[-3000:]
@@ -142,14 +144,17 @@ def test_every_set_is_measured_from_the_rows_that_were_written(clean):
         mode = "sampled" if name == "few" else "greedy"
         lines = (clean.folder / "evaluations" / f"version_{version}_{name}_{mode}.jsonl").read_text().splitlines()
         for row in map(json.loads, lines):
-            answers.setdefault(row["index"], []).append(row["reward"])
+            if "error" not in row:
+                answers.setdefault(row["index"], []).append(row["reward"])
         mean, some = (statistics.fmean(map(of, answers.values())) for of in (statistics.fmean, max))
         if name == "all":
-            assert numbers["val-core/all/greedy"] == pytest.approx(mean)
+            assert numbers["val-core/all/greedy"] == pytest.approx(mean) and 5 not in answers
+            assert numbers["val-aux/all/greedy/not_scored"] == 1.0, "one prompt is too long, and the others are scored"
         else:
             assert numbers["val-core/few/reward/mean@4"] == pytest.approx(mean), "sort6 has rewards 0 and 1"
             assert numbers["val-core/few/reward/pass@1"] == pytest.approx(mean)
             assert numbers["val-core/few/reward/pass@4"] == pytest.approx(some) and some > mean
+    assert clean.text().count("63 of 64 answers scored, 1 prompt_too_long: the prompt has 99 tokens") == 4
     summary = summarize(clean.folder, None)
     assert summary["greedy_after"] is not None and summary["sets"]["few/pass@4"][0] == measured[0, "few"][PASS]
 
@@ -158,7 +163,7 @@ def test_the_exported_folder_answers_as_the_last_evaluation_says(clean):
     from slipstream.view.check_export import check
 
     result = check(clean.folder)
-    assert (result["step"], result["prompts"]) == (STEPS, 64 + 16)
+    assert (result["step"], result["prompts"], result["left_out"]) == (STEPS, 63 + 16, {"prompt_too_long": 1})
     assert len(result["different"]) <= 1, result["different"]
 
 

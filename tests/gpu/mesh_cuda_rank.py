@@ -40,13 +40,15 @@ MESHES: dict[int, dict[str, dict[str, int]]] = {
 }
 LEARNERS: dict[str, dict[str, Any]] = {
     "float32": {"compute_dtype": "float32", "attention": "sdpa"},
-    "bfloat16, compiled": {"compute_dtype": "bfloat16", "compile": True},
+    "bfloat16": {"compute_dtype": "bfloat16"},
 }
+"""The second compiled, but for tensor ranks, which do not compile."""
 BESIDE = {"none": {}, "critic": beside_ranks.PPO, "reference": beside_ranks.BOTH}
 
 
 def configured(folder: Path, name: str, mesh: dict[str, int], learner: str, ranks: int, beside: str = "none") -> Config:
     """The configuration of all ranks."""
+    settings = LEARNERS[learner] | {"compile": learner == "bfloat16" and "tensor" not in mesh}
     return make_config(
         folder / "model",
         **{
@@ -55,7 +57,7 @@ def configured(folder: Path, name: str, mesh: dict[str, int], learner: str, rank
             "limits": {"max_logprob_diff": 1e3, "max_logprob_diff_16bit": 1e3},
             "run": {"dir": str(folder / "runs"), "name": f"{name}-{beside}"},
             **BESIDE[beside],
-            "learner": {"adam_epsilon": 1e-6, "max_grad_norm": 10.0, **LEARNERS[learner], "mesh": mesh},
+            "learner": {"adam_epsilon": 1e-6, "max_grad_norm": 10.0, **settings, "mesh": mesh},
         },
     )
 

@@ -94,6 +94,18 @@ def test_an_evaluation_with_too_many_failures_is_void(config, caplog):
     assert numbers == {"val-aux/aime/sampled/given_up": 1.0} and "void" in caplog.text
 
 
+def test_prompts_that_cannot_be_asked_do_not_void_an_evaluation(config, caplog):
+    """They have no answer: neither their share nor their length counts against the others."""
+    marks = np.array([1] * 8 + [0] * 4, np.uint8)
+    errors = ["prompt_too_long"] * 4 + ["prompt_not_rendered"] * 4 + [""] * 4
+    lengths = np.array([0] * 8 + [6] * 4, np.int32)
+    short = replace(part("aime", REWARDS), errors=errors, left_out=marks, lengths=lengths, error_detail="99 tokens")
+    ((_, _, numbers),) = Evaluations(config).news([short], {})
+    assert numbers["val-core/aime/reward/mean@4"] == 1.0 and numbers["val-aux/aime/sampled/not_scored"] == 8.0
+    assert numbers["val-aux/aime/sampled/response_length"] == 6.0
+    assert "4 of 12 answers scored, 4 prompt_not_rendered, 4 prompt_too_long: 99 tokens" in caplog.text
+
+
 def test_a_set_is_measured_under_its_name_once_all_its_parts_are_there(config):
     collected = Evaluations(config)
     assert list(collected.news([part("aime", REWARDS[2:], first=2)], {})) == []

@@ -118,8 +118,11 @@ def test_an_export_of_a_chat_run_is_compared_by_what_its_template_renders(tmp_pa
     ]
     (tmp_path / "evaluations").mkdir()
     file = tmp_path / "evaluations" / "version_2_greedy.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert check_export.check(tmp_path) == {"step": 2, "prompts": 2, "ties": 0, "different": []}
+    unasked = {"index": 2, "prompt": "4" * 999, "text": "", "reward": None, "error": "prompt_too_long"}
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, unasked]))
+    left_out = {"prompt_too_long": 1}
+    expected = {"step": 2, "prompts": 2, "left_out": left_out, "ties": 0, "different": []}
+    assert check_export.check(tmp_path) == expected
     rows[1]["text"] = "9" if not rows[1]["text"].startswith("9") else "8"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     exported._task._prefix = exported.encode("9")  # the tokenizer's bos

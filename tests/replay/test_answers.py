@@ -60,6 +60,7 @@ def test_below_the_smallest_group_a_prompt_is_leased_again_and_poison_at_last():
     [
         ({"errors": ["x"]}, "1 errors for 4 answers"),
         ({"errors": ["", "", "", "sys.exit"]}, "unknown error"),
+        ({"errors": ["", "", "", "prompt_too_long"]}, "unknown error"),
         ({"left_out": np.array([0, 0, 0, 2], np.uint8)}, "left_out"),
         ({"left_out": np.array([1, 0, 0, 1], np.uint8)}, "left out that has not failed"),
         ({"errors": []}, "no error is named"),

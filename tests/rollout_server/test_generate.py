@@ -16,8 +16,10 @@ from configs import Config
 from examples.random_qwen3 import make
 from replay import messages as m
 from replay.channel import PeerRefused
+from replay.state.answers import problem_with_errors
 from rollout_server import main as rollout_main
 from rollout_server.engines import Completion
+from rollout_server.engines.base import EngineError
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.tasks.pictures import Prompt
 from rollout_server.tasks.rewards import RewardOutcome, Sample
@@ -28,6 +30,7 @@ from tests.support.waiting import eventually
 from weight_bus.errors import NotAvailable, RemovedFromBus
 
 EVALUATION = evaluation_lease(5, samples=1)
+TOO_LONG = PROMPT | {"prompt": "w5 " * 99}
 LIMIT_S = 5.0
 CONFIG = {"model": {"path": "none"}, "data": {"train": "none.jsonl"}, "rollout": {"group_size": 2}}
 
@@ -174,15 +177,30 @@ async def test_an_evaluation_has_k_answers_a_prompt_and_the_same_ones_when_it_is
     assert first.texts[3:] == rest.texts and rest.first == 1, "in whatever part it comes"
 
 
+async def test_a_prompt_of_an_evaluation_that_cannot_be_asked_is_named_beside_the_others(config: Config) -> None:
+    fine = PROMPT | {"ground_truth": "7"}
+    rows = [fine, TOO_LONG, PROMPT | {"prompt": [{"role": "user", "content": "w5"}]}, fine]
+    judged = Config.model_validate(config.model_dump() | {"reward": {"function": "exact"}})
+    async with generating(judged) as generator:
+        await generator.engine.pin(0)
+        done = await generator.evaluation(evaluation_lease(6, prompts=rows))
+        alone = await generator.evaluation(evaluation_lease(6, prompts=[TOO_LONG]))
+    codes = ["", "prompt_too_long", "prompt_not_rendered", ""]
+    assert done.errors == [code for code in codes for _ in range(2)] and "has 99 tokens" in done.error_detail
+    assert done.left_out.tolist() == [0, 0, 1, 1, 1, 1, 0, 0] and problem_with_errors(done, 8) is None
+    assert done.texts[0] == done.texts[7] != "" and set(done.texts[2:6]) == {""} and done.lengths[7] > 0
+    assert alone.errors == ["prompt_too_long"] * 2 and alone.left_out.all(), "and where no other is"
+
+
 async def test_an_evaluation_that_fails_ends_its_requests_and_fails_again_for_the_same_reason(config: Config) -> None:
-    rows = [PROMPT, PROMPT | {"prompt": "w5 " * 99}, PROMPT | {"prompt": "w7 w8"}]
+    rows = [PROMPT, TOO_LONG, PROMPT | {"prompt": "w7 w8"}]
     length, tries = 400, 20
     wanted = evaluation_lease(length, samples=8, prompts=rows)
     async with generating(config_of(Path(config.model.path), GROUP, length)) as generator:
-        generator.task.stop_token_ids = ()
+        generator.task.stop_token_ids, generator.task._max_prompt_tokens = (), 99
         await generator.engine.pin(0)
         for _ in range(tries):
-            with pytest.raises(LeaseFailed, match="prompt_too_long: the prompt has 99 tokens"):
+            with pytest.raises(EngineError, match="99"):
                 await generator.evaluation(wanted)
             await asyncio.sleep(0.003)
         await eventually(lambda: not generator.running_tokens(), "all have ended")

@@ -1,21 +1,23 @@
 """A receiver of the weight bus for tests, as a thread or a process, with a scripted engine and faults of its transport.
 
-As a process: `python -m tests.support.bus_receiver ADDRESS NAME [ACTION@UPDATE[:POINT] ...]`, ACTION stop | kill at a
-point of the UPDATE-th update that it receives: `before-N` or `after-N`, around the call that receives bucket N (from 0;
-before-1 where nothing is said), or `closing`, when all of them are under way. It prints one line per activated version,
-version and digest; at the end why it ended. BUS_CONFIG in the environment holds JSON with other values for the
+As a process: `python -m tests.support.bus_receiver ADDRESS NAME [ACTION@UPDATE[:POINT] ...]`, ACTION stop | kill | cut
+at a point of the UPDATE-th update that it receives: `before-N` or `after-N`, around the call that receives bucket N
+(from 0; before-1 where nothing is said), or `closing`, when all of them are under way. It prints one line per activated
+version, version and digest; at the end why it ended. BUS_CONFIG in the environment holds JSON with other values for the
 weight_bus section.
 """
 
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -35,6 +37,8 @@ RUN = "bus-test"
 HOST = "127.0.0.1"
 ROOT = Path(__file__).parents[2]
 SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
+CUT_S = 5.0
+"""For which a process that was cut off makes no connection."""
 NO_BUCKET = -1
 
 Weights = dict[str, torch.Tensor]
@@ -245,34 +249,59 @@ def printed(version: int, *, rows: int = 500) -> str:
 class Watched(Faulty):
     """A transport that says which point of which update has come."""
 
-    def __init__(self, inner: Transport, come: Callable[[int, str], None]) -> None:
+    def __init__(self, inner: Transport, come: Callable[[int, str, Transport], None]) -> None:
         super().__init__(inner, NO_BUCKET, lambda _: None, before=True)
         self._come = come
         self._updates = 0
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         self._updates += index == 0
-        self._come(self._updates, f"before-{index}")
+        self._come(self._updates, f"before-{index}", self._inner)
         super().broadcast(bucket, index)
-        self._come(self._updates, f"after-{index}")
+        self._come(self._updates, f"after-{index}", self._inner)
 
     def finish(self, arrived: Callable[[int], None] = ignore) -> None:
-        self._come(self._updates, "closing")
+        self._come(self._updates, "closing", self._inner)
         self._inner.finish(arrived)
 
 
-def planned(fault: str) -> tuple[tuple[int, str], signal.Signals]:
+def strike(action: str, transport: Transport) -> None:
+    """Do this to the process: stop | kill | cut."""
+    if action == "cut":
+        transport.leave()
+        cut_off()
+    else:
+        os.kill(os.getpid(), SIGNALS[action])
+
+
+def cut_off() -> None:
+    """Shut every TCP connection of this process, listen no more, and open none for CUT_S."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unconnected = socket.socket()
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as end:  # OSError: it is no socket
+            if end.family != socket.AF_INET:
+                continue
+            if end.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                os.dup2(unconnected.fileno(), descriptor)  # a listener that was shut would end ZeroMQ's process
+            else:
+                end.shutdown(socket.SHUT_RDWR)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # not 0: poll() takes no more descriptors than that
+    threading.Timer(CUT_S, resource.setrlimit, (resource.RLIMIT_NOFILE, limits)).start()
+
+
+def planned(fault: str) -> tuple[tuple[int, str], str]:
     action, _, when = fault.partition("@")
     update, _, point = when.partition(":")
-    return (int(update), point or "before-1"), SIGNALS[action]
+    return (int(update), point or "before-1"), action
 
 
 def main(address: str, name: str, *faults: str) -> None:
     plan = dict(map(planned, faults))
 
-    def come(update: int, point: str) -> None:
+    def come(update: int, point: str, transport: Transport) -> None:
         if (update, point) in plan:
-            os.kill(os.getpid(), plan[update, point])
+            strike(plan[update, point], transport)
 
     engine = Engine()
     config = CONFIG.model_copy(update=json.loads(os.environ.get("BUS_CONFIG", "{}")))

@@ -17,6 +17,7 @@ import pytest
 
 from configs import Config, ConfigError
 from replay import messages as m
+from replay.state.answers import problem_with_errors
 from replay.state.leases import Slot
 from replay.state.validation import Bounds, problem_with
 from rollout_server.engines.torch.engine import TorchEngine
@@ -274,6 +275,17 @@ async def test_an_episode_of_an_evaluation_that_fails_is_played_again(folder: Pa
         await generator.engine.pin(0)
         result = await generator.evaluation(evaluation_lease(CAP))
     assert result.rewards.tolist() == [1.0, 1.0] and not result.errors
+
+
+async def test_a_prompt_that_cannot_be_asked_costs_an_evaluation_its_own_episodes_alone(folder: Path) -> None:
+    shown = {"images": [b"no picture"]}
+    rows = [PROMPT | each | {"prompt": "5"} for each in ({"ground_truth": "wait"}, {"ground_truth": "room"}, shown)]
+    async with playing(folder, "goes_wrong", on_error="score", error_score=-1.0) as generator:
+        await generator.engine.pin(0)
+        done = await generator.evaluation(evaluation_lease(CAP, samples=1, prompts=[*rows, rows[0]]))
+    assert done.errors == ["", "prompt_too_long", "prompt_not_rendered", ""] and problem_with_errors(done, 4) is None
+    assert done.rewards.tolist() == [1.0, 0.0, 0.0, 1.0] and done.left_out.tolist() == [0, 1, 1, 0], "nor scored"
+    assert done.finish_reasons[1:3] == ["error"] * 2 and "an episode ended without a turn" in done.error_detail
 
 
 @pytest.mark.parametrize(
