@@ -37,6 +37,16 @@ class WeightBus(Section):
     max_heals: int = Field(default=3, ge=1)
     """Full refills of a quarantined engine before it is removed from the bus."""
 
+    @property
+    def medium(self) -> str:
+        """What carries the buckets: `disk`, or the backend of the collective transport."""
+        return "disk" if self.transport == "disk" else self.backend
+
+    @property
+    def on_gpus(self) -> bool:
+        """Buckets lie on GPUs, each of which has one process of the group; else in host memory."""
+        return self.medium == "nccl"
+
 
 class Network(Section):
     """Addresses of the control and data plane."""

@@ -31,7 +31,7 @@ class Config(Tree):
 
     def _placed(self) -> Iterator[str]:
         check(self.placement)
-        if self.engines_share_gpus and self.weight_bus.backend == "nccl":
+        if self.engines_share_gpus and self.weight_bus.on_gpus:
             yield (
                 "placement.share_gpus: true with weight_bus.backend 'nccl', which refuses two processes of a group on"
                 " one GPU; take weight_bus.backend=gloo"
@@ -207,7 +207,7 @@ class Config(Tree):
                     f" {self.placement.tensor_parallel}; take weight_bus.stage_in=server, or"
                     f" {key}={' or '.join(possible)}"
                 )
-        if bus.compression != "none" and (not bus.delta or (bus.backend, bus.transport) == ("nccl", "collective")):
+        if bus.compression != "none" and (not bus.delta or bus.on_gpus):
             why = "is of what weight_bus.delta sends" if not bus.delta else "works on host memory, and nccl on GPUs"
             yield f"weight_bus.compression: {bus.compression!r} {why}; take compression=none, or change that"
         if not is_loopback(network.host) and network.keys is None and not network.insecure:

@@ -167,7 +167,7 @@ class Tree(Section):
             f" Reward: {self.reward.shown}; a server on this machine has {here.reward.workers} reward and"
             f" {here.environment.workers} environment processes."
             f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}{kernels};"
-            f" weights over {self.weight_bus.backend if self.weight_bus.transport == 'collective' else 'disk'}."
+            f" weights over {self.weight_bus.medium}."
             f"{FLOAT32_ON_GPUS if in_float32 else ''}"
         )
 

@@ -116,7 +116,7 @@ def build_correction(algorithm: Algorithm, loss: LossFacts) -> Correction:
     def weights(rho: Rho) -> "Tensor":
         weight = rho.log.new_ones(rho.log.shape)
         if kind is not None:
-            weight = kind(rho).to(rho.log.dtype)
+            weight = kind(rho)
             if mask_only:
                 weight = (weight > 0).to(weight.dtype)
         if algorithm.veto_low > 0 or algorithm.veto_high > 0:

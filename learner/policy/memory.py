@@ -212,14 +212,13 @@ class Setup:
         Raises FingerprintError: that of a reference model or critic of their own is missing or broken.
         """
         bytes_of, bus = {"float32": 4, "bfloat16": 2}, config.weight_bus
-        over_nccl = bus.backend == "nccl" and bus.transport == "collective"
-        may_lie_on_host = over_nccl and not bus.delta  # changes are made where the versions lie, which takes a GPU
+        may_lie_on_host = bus.on_gpus and not bus.delta  # changes are made where the versions lie, which takes a GPU
         return cls(
             sizes=Sizes.of(decoder_of(model)),
             learner=config.learner,
             num_ranks=config.num_learner_ranks // config.learner.mesh.replicate,
             compute_bytes=bytes_of[config.learner.compute_dtype],
-            wire_bytes=bytes_of[config.rollout.dtype] if over_nccl else 0,
+            wire_bytes=bytes_of[config.rollout.dtype] if bus.on_gpus else 0,
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
             reference=(_sizes_of(config.algorithm.reference_path, model) if config.algorithm.kl != "none" else None),
             pads=config.placement.device != "cpu"

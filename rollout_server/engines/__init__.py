@@ -53,7 +53,7 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
             bind_collectives(os.environ, config.network.host)
         except InterfaceError as error:
             raise EngineError(str(error)) from error
-        if config.weight_bus.backend == "nccl":
+        if config.weight_bus.on_gpus:
             from weight_bus.transports import set_nccl_defaults
 
             set_nccl_defaults(config.weight_bus)

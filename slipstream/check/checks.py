@@ -101,7 +101,7 @@ def algorithm(subject: Subject) -> Iterator[Finding]:
 def bus(subject: Subject) -> Iterator[Finding]:
     """The backend of the weight bus, and the environment that rollout servers of a shell bring to it."""
     config = subject.config
-    if config.weight_bus.backend == "nccl" and config.placement.device == "cpu":
+    if config.weight_bus.on_gpus and config.placement.device == "cpu":
         raise Contradiction("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
     if not subject.serves:
         yield from shell(config)
@@ -109,7 +109,7 @@ def bus(subject: Subject) -> Iterator[Finding]:
 
 def shell(config: Config, severity: Severity = "warn") -> Iterator[Finding]:
     """Rollout servers that a shell starts take NCCL's environment from it, not from the plan."""
-    for name, default in NCCL_DEFAULTS.items() if config.weight_bus.backend == "nccl" else ():
+    for name, default in NCCL_DEFAULTS.items() if config.weight_bus.on_gpus else ():
         value = config.network.env.get(name, default)
         if os.environ.get(name, value) != value:
             yield Finding(
@@ -234,12 +234,12 @@ def kernels(subject: Subject) -> Iterator[Finding]:
 def packages(subject: Subject) -> Iterator[Finding]:
     """The engine and the backend of the bus are installed."""
     check_available(subject.config, runs_servers=subject.serves)
-    yield ok("packages", f"engine {subject.config.rollout.engine}, bus {subject.config.weight_bus.backend}")
+    yield ok("packages", f"engine {subject.config.rollout.engine}, bus {subject.config.weight_bus.medium}")
 
 
 def check_available(config: Config, *, runs_servers: bool) -> None:
     """Raises ConfigError: the engine is not installed where servers run, or the bus asks for a UCC that is not here."""
-    if config.weight_bus.transport == "collective" and config.weight_bus.backend == "ucc":
+    if config.weight_bus.medium == "ucc":
         from weight_bus import WeightBusError  # here, because it imports torch, which the launcher does without
         from weight_bus.transports import resolve_ucc
 

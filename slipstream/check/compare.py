@@ -41,7 +41,7 @@ def _sides(values: Mapping[Place, str]) -> str:
 
 def versions(config: Config, facts: Facts) -> Iterable[Finding]:
     """Side by side; what differs where both sides must be built alike."""
-    over_nccl, found = config.weight_bus.backend == "nccl", []
+    found = []
     for place, its in facts.items():
         mend = "bash scripts/install.sh --venv .venv with the extra of that role"
         why = "kernels and APIs of another version have failed late, in the middle of a run"
@@ -53,7 +53,7 @@ def versions(config: Config, facts: Facts) -> Iterable[Finding]:
         what, mend = f"{name} is {_sides(present)}", f"pip install the same {name} on both"
         if name == "nccl":
             why, mend = "the weight bus refuses a server whose NCCL differs", "install the same PyTorch on both"
-            found.append((stop if over_nccl else warn)("versions", what, why=why, mend=mend))
+            found.append((stop if config.weight_bus.on_gpus else warn)("versions", what, why=why, mend=mend))
         else:
             found.append(warn("versions", what, why="the two sides compute with different code", mend=mend))
     codes = {place: its["code"] for place, its in facts.items()}

@@ -29,9 +29,7 @@ MEND = {
 
 def backends(config: Config) -> list[str]:
     """The backend of the weight bus first; gloo always, because learner ranks and fallbacks use it."""
-    if config.weight_bus.transport == "disk":
-        return ["gloo"]
-    return list(dict.fromkeys([config.weight_bus.backend, "gloo"]))
+    return [medium for medium in dict.fromkeys([config.weight_bus.medium, "gloo"]) if medium in MEND]
 
 
 def examined(config: Config, probes: Sequence[Asked], wanted: Sequence[str]) -> Iterator[Finding]:
@@ -89,7 +87,7 @@ def group(config: Config, backend: str, first: Asked, other: Asked) -> Finding:
             probe.send("group", backend=backend, rank=rank, endpoint=endpoint, prefix=prefix)
         root, member = _both(first, other, limit)
     except ProbeFailed as error:
-        is_needed = backend == config.weight_bus.backend and config.weight_bus.transport == "collective"
+        is_needed = backend == config.weight_bus.medium
         why = "learner ranks of several nodes, and a bus without GPUs, use it"
         why = "no version of the weights would reach this rollout server" if is_needed else why
         mend = SHARED_GPU if backend == "nccl" and config.engines_share_gpus else MEND[backend]

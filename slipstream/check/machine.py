@@ -81,10 +81,12 @@ def disk(config: Config, sizes: Sizes | None) -> Finding:
 
 
 def staged_bytes(config: Config, sizes: Sizes | None) -> int:
-    """Of an engine's update in /dev/shm: what a server has in host memory for SGLang's processes to map."""
+    """Of an engine's update in /dev/shm: what a server has in host memory for SGLang's processes to map.
+
+    What lies on GPUs is handed over by CUDA IPC handles.
+    """
     bus, lora = config.weight_bus, config.learner.lora
-    on_devices = bus.backend == "nccl" and bus.transport == "collective"  # handed over by CUDA IPC handles
-    if sizes is None or on_devices or config.rollout.engine != "sglang" or bus.stage_in != "server":
+    if sizes is None or bus.on_gpus or config.rollout.engine != "sglang" or bus.stage_in != "server":
         return 0
     carried = sizes.adapter_parameters(lora) if lora.rank else sizes.parameters
     return carried * DTYPE_BYTES[config.rollout.dtype]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from slipstream.translate.judges import JUDGES
 from slipstream.translate.names import TABLES
 from slipstream.translate.settings import Foreign, Line
 
@@ -62,29 +63,43 @@ def _kl_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {"algorithm.kl": "k3", "algorithm.kl_in": "loss", "algorithm.kl_coef": value})
 
 
-def _reward_of_verl(shown: str, value: Any, foreign: Foreign) -> Line:
-    name = foreign.value("custom_reward_function.name", default="compute_score")
-    return Line(shown, "key", {"reward.function": f"{value}:{name}"}, "a function with verl's arguments, as it is")
+def _is_old(foreign: Foreign) -> bool:
+    """Whether a file is of prime-rl up to v0.5."""
+    return any(
+        one.name.startswith(("orchestrator.env.", "orchestrator.sampling.")) or one.name.endswith("max_async_level")
+        for one in foreign.settings
+    )
 
 
-def _rewards_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
-    weights = foreign.value("reward_weights") or [1.0] * len(value)
-    alone = len(value) == 1 and weights[0] == 1
-    function = value[0] if alone else dict(zip(value, weights, strict=False))
-    return Line(shown, "key", {"reward.function": function}, "functions with TRL's arguments, as they are")
+def _lag_of_prime(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Up to v0.5 it bounds one answer, and `max_async_level` how far rollouts are ahead."""
+    if not _is_old(foreign):
+        return Line(shown, "key", {"replay.async_lag": value})
+    level = foreign.value("max_async_level", default=1)
+    return Line(shown, "key", {"replay.async_lag": level}, f"max_async_level is {level}, which bounds every token here")
 
 
-VERIFIERS = "examples/environments/verifiers_tasks.py:rollout"
-"""Of a clone of this repository."""
+def _loss_of_prime(shown: str, value: Any, foreign: Foreign) -> Line:
+    if value != "default":
+        return Line(shown, "key", {"algorithm.loss": value})
+    older = "the nearest: v0.5 masks in both directions, and before that ratios outside of 0.125 to 8"
+    return Line(shown, "key", {"algorithm.loss": "dppo_tv"}, older if _is_old(foreign) else "")
 
 
-def _environment(shown: str, value: Any, foreign: Foreign) -> Line:
-    pairs = {"environment.function": {VERIFIERS: {"taskset": {"id": value}}}, "data.train": f"verifiers:{value}"}
-    return Line(shown, "key", pairs | {"reward.function": "environment"}, "its tasks are the rows (extra `verifiers`)")
+def _flat_of_prime(shown: str, value: Any, foreign: Foreign) -> Line:
+    if not _is_old(foreign):
+        return Line(shown, "not needed", note="left out there and here")
+    return Line(shown, "key", {"algorithm.drop_zero_advantage": False})
 
 
-def _evaluated(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {"data.eval": f"verifiers:{value}"}, "with the environment of training")
+def _lag_of_verl(shown: str, value: Any, foreign: Foreign) -> Line:
+    """A file of one_step_off_policy has GPUs of rollouts beside the trainer's."""
+    is_apart = any(one.name == "rollout.n_gpus_per_node" for one in foreign.settings)
+    return Line(shown, "key", {"replay.async_lag": int(is_apart)}, "1 lets both sides work at once")
+
+
+def _in_turns(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {"replay.async_lag": 0}, "1 lets both sides work at once")
 
 
 def _threshold(shown: str, value: Any, foreign: Foreign) -> Line:
@@ -111,18 +126,29 @@ def _updates_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {key: value // size})
 
 
-def _steps(shown: str, value: Any, foreign: Foreign) -> Line:
+def _steps(key: str) -> Callable[[str, Any, Foreign], Line]:
     """TRL counts updates, of which one batch of rollouts can have several."""
-    key = "learner.total_steps"
-    if foreign.framework != "TRL":
-        return Line(shown, "key", {key: value})
-    batches = foreign.value("steps_per_generation") or foreign.value("gradient_accumulation_steps", default=1)
-    size = foreign.value("gradient_accumulation_steps", default=1)
-    updates = _times(batches, foreign.value("num_iterations", default=1))
-    if updates is None or not isinstance(value, int) or not isinstance(size, int) or updates < size:
-        return Line(shown, "open", note="updates there, batches of rollouts here", decides=key)
-    note = f"{updates / size:g} updates a step" if updates != size else ""
-    return Line(shown, "key", {key: math.ceil(value * size / updates)}, note)
+
+    def convert(shown: str, value: Any, foreign: Foreign) -> Line:
+        if foreign.framework != "TRL":
+            return Line(shown, "key", {key: value})
+        batches = foreign.value("steps_per_generation") or foreign.value("gradient_accumulation_steps", default=1)
+        size = foreign.value("gradient_accumulation_steps", default=1)
+        updates = _times(batches, foreign.value("num_iterations", default=1))
+        if updates is None or not isinstance(value, int) or not isinstance(size, int) or updates < size:
+            return Line(shown, "open", note="updates there, batches of rollouts here", decides=key)
+        note = f"{updates / size:g} updates a step" if updates != size else ""
+        return Line(shown, "key", {key: math.ceil(value * size / updates)}, note)
+
+    return convert
+
+
+def _size_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
+    """Of one device, whose number the file does not say; a resolved file has the product."""
+    if foreign.value("generation_batch_size"):
+        return Line(shown, "not needed", note="generation_batch_size and steps_per_generation decide")
+    why = "counted in answers there, in groups of rollout.group_size here"
+    return Line(shown, "open", note=why, decides="rollout.groups_per_step")
 
 
 MODES = {
@@ -241,6 +267,10 @@ def _prompt_room(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {"data.max_prompt_tokens": value - answer}, "what the longest answer leaves")
 
 
+def _tokens_of_prime(shown: str, value: Any, foreign: Foreign) -> Line:
+    return Line(shown, "key", {"learner.max_tokens_per_microbatch": value}, "answers are packed into it")
+
+
 def _sides_of_areal(shown: str, value: Any, foreign: Foreign) -> Line:
     """`sglang:d4p1t2` and `fsdp:d4p1t1`."""
     sides = [BACKEND.fullmatch(str(foreign.value(f"{side}.backend", default=""))) for side in ("rollout", "actor")]
@@ -263,6 +293,7 @@ def _run_name(shown: str, value: Any, foreign: Foreign) -> Line:
 
 
 CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
+    **JUDGES,
     "data.train_files": _prompts("data.train"),
     "data.val_files": _prompts("data.eval"),
     "eval_prompt_data": _prompts("data.eval"),
@@ -279,7 +310,12 @@ CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
     "ref.path": _reference_of_areal,
     "generation_batch_size": _groups_of_trl,
     "steps_per_generation": _updates_of_trl,
-    "max_steps": _steps,
+    "max_steps": _steps("learner.total_steps"),
+    "save_steps": _steps("checkpoint.every_steps"),
+    "eval_steps": _steps("evaluation.every_steps"),
+    "warmup_steps": _steps("learner.warmup_steps"),
+    "ref_model_sync_steps": _steps("algorithm.reference_refresh_steps"),
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), _size_of_trl),
     **dict.fromkeys(
         (f"vllm_importance_sampling_{end}" for end in ("correction", "mode", "clip_max", "clip_min", "cap")),
         _correction_of_trl,
@@ -289,14 +325,13 @@ CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
     "adv_estimator": _advantage,
     "advantage_estimator": _advantage,
     "beta": _kl_of_trl,
-    "custom_reward_function.path": _reward_of_verl,
-    "reward_funcs": _rewards_of_trl,
-    "train.env.id": _environment,
-    "train.source.env.taskset.id": _environment,
-    "eval.source.env.taskset.id": _evaluated,
+    "max_off_policy_steps": _lag_of_prime,
+    "trainer.loss.type": _loss_of_prime,
+    "groups of zero advantage": _flat_of_prime,
+    "main_ppo": _lag_of_verl,
+    "GRPOTrainer": _in_turns,
     "rollout_is_threshold": _threshold,
     "rejection_sampling.upper": _rejected,
-    "train.env.taskset.id": _environment,
     "trainer.logger": _trackers,
     "use_wandb": _trackers,
     "report_to": _trackers,
@@ -310,7 +345,8 @@ CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
     "trigger_parameter_sync_step": _synced,
     "staleness_threshold": _staleness,
     "orchestrator.batch_size": _groups,
-    **dict.fromkeys(("seq_len", "orchestrator.seq_len"), _prompt_room),
+    "seq_len": _prompt_room,
+    "trainer.model.seq_len": _tokens_of_prime,
     **dict.fromkeys((name for sides in SIDES.values() for name in sides[:2]), _split),
     "trainer.n_gpus_per_node": _split,
     "rollout.backend": _sides_of_areal,

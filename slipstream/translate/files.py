@@ -94,7 +94,7 @@ def _yaml(path: Path, text: str) -> Foreign:
     settings = []
     for name, value in values.items():
         filled = _referred(value, values)
-        is_open = isinstance(filled, str) and "${" in filled
+        is_open = isinstance(filled, str) and ("${" in filled or filled == "???")  # OmegaConf's missing value
         settings.append(Setting(name, filled, f"{name}: {inline(value)}", str(filled) if is_open else ""))
     return Foreign(framework, (str(path),), settings, is_whole=True)
 

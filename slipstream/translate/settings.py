@@ -114,14 +114,17 @@ class Foreign:
         return found
 
 
+TOGETHER = (".env.taskset", ".env.args", ".env.agent")
+
+
 def leaves(tree: Mapping[str, Any], prefix: str = "", number: int = 0) -> Iterator[tuple[str, Any, int]]:
     """(dotted name, value, number) of every value that is no mapping.
 
-    Tables in a list are named without their number, which counts from 0.
+    Tables in a list are named without their number, which counts from 0. An environment's own settings stay together.
     """
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and not name.endswith(TOGETHER):
             yield from leaves(value, f"{name}.", number)
         elif isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             for at, item in enumerate(value):

@@ -47,12 +47,14 @@ def translate(foreign: Foreign, overrides: Sequence[str] = ()) -> Translation:
     # a learning rate that the file gives is that of its own optimizer
     settled = {*chosen, *pairs} - ({"learner.lr"} - chosen)
     undecided = {line.decides: line.note for line in lines if line.decides and line.decides not in settled}
-    defaults = tuple(_defaults(foreign, {*pairs, *chosen, *undecided}, pairs))
+    lines = tuple(_overruled(line, pairs, sources) for line in lines)
+    judged = {"reward.function"} if "environment.function" in chosen else set()
+    defaults = tuple(_defaults(foreign, {*pairs, *chosen, *undecided, *judged}, pairs))
     for line in defaults:
         pairs |= line.pairs
         sources |= dict.fromkeys(line.pairs, line.shown)
     if not {"reward.function", "environment.function"} & {*pairs, *chosen}:
-        undecided.setdefault("reward.function", "the data decides there; name what judges the answers")
+        undecided.setdefault("reward.function", "the file does not say what judges the answers; name it")
     tree: dict[str, Any] = {}
     for key in sorted(pairs, key=len):  # a variant before its options
         if key not in undecided:
@@ -71,6 +73,13 @@ def _of_the_loss(lines: Sequence[Line], foreign: Foreign) -> Iterator[Line]:
         yield Line(line.shown, "not needed", note=f"the loss is {loss}") if foreign.is_whole and others else line
 
 
+def _overruled(line: Line, pairs: Mapping[str, Any], sources: Mapping[str, str]) -> Line:
+    """Epochs decide nothing where the file has a number of steps."""
+    if line.kind != "open" or line.decides != "learner.total_steps" or line.decides not in pairs:
+        return line
+    return Line(line.shown, "not needed", note=f"{sources[line.decides]} decides")
+
+
 def _merged(lines: Sequence[Line]) -> tuple[dict[str, Any], dict[str, str]]:
     """Keys with their values and sources; the last one counts, one key's own setting over one of two keys."""
     pairs: dict[str, Any] = {}
@@ -87,8 +96,11 @@ def _line(setting: Setting, foreign: Foreign) -> Line:
     # both become comments of one line
     setting = replace(setting, shown=" ".join(setting.shown.split()), open=" ".join(setting.open.split()))
     names = list(_ends(setting.name, foreign))
+    machinery = next((PARTS[part] for part in setting.name.split(".") if part in PARTS), "")
     if foreign.is_whole and setting.value is None and not any(None in VALUES.get(end, {}) for end in names):
         return Line(setting.shown, "not needed", note="unset there")
+    if setting.open and machinery:
+        return Line(setting.shown, "not needed", note=machinery)
     if setting.open:
         keys = BY_FRAMEWORK[foreign.framework]
         key = next((keys[end] for end in names if end in keys), "")
@@ -100,8 +112,8 @@ def _line(setting: Setting, foreign: Foreign) -> Line:
                 return found
     if setting.name in leaf_keys():
         return Line(setting.shown, "key", {setting.name: setting.value})
-    if reason := next((PARTS[part] for part in setting.name.split(".") if part in PARTS), ""):
-        return Line(setting.shown, "not needed", note=reason)
+    if machinery:
+        return Line(setting.shown, "not needed", note=machinery)
     if foreign.is_whole and setting.value in (None, False, "", [], {}):
         return Line(setting.shown, "not needed", note="unset there")
     return _of_another_model(setting, foreign) or Line(setting.shown, "unknown")

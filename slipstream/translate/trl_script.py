@@ -8,6 +8,7 @@ from typing import Any
 from slipstream.translate.settings import Foreign, Setting, Untranslatable
 
 CONFIG, TRAINER, LORA, LOAD = "GRPOConfig", "GRPOTrainer", "LoraConfig", "load_dataset"
+ASYNC = "AsyncGRPOTrainer"
 POSITIONS = {CONFIG: ("output_dir",), TRAINER: ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")}
 TRAINS_WHEN_IMPORTED = "importing {file} would train; move {name} to a file of its own, such as rewards.py"
 
@@ -26,6 +27,8 @@ def read(path: Path, text: str) -> Foreign:
             f"{path}: makes no GRPOConfig and no GRPOTrainer, so there is no GRPO training to translate"
         )
     found = Foreign("TRL", (str(path),))
+    if any(_called(call) == ASYNC for call in made):
+        found.settings.append(Setting("recipe", ASYNC, ASYNC))
     for call in sorted(made, key=lambda call: call.lineno):
         found.settings += script.settings(call)
     found.remarks += script.remarks

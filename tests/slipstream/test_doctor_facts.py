@@ -76,6 +76,12 @@ def test_what_differs_is_named_with_both_values_and_a_way_out(its, severity, wor
     assert finding.severity == severity and [word for word in words if word not in finding.line] == [], finding.line
 
 
+def test_over_a_shared_folder_no_server_meets_the_learners_nccl():
+    bus = OVER_NCCL.weight_bus.model_copy(update={"transport": "disk", "folder": "/shared"})
+    config = OVER_NCCL.model_copy(update={"weight_bus": bus})
+    assert [one.severity for one in side_by_side(config, versions={**ITS["versions"], "nccl": "2.28.9"})] == ["warn"]
+
+
 def test_keys_of_another_folder_and_clients_that_are_not_admitted():
     mine = {"server": "S" * 40, "client": "L", "name": "learner", "admits": ["L", "N"]}
     its = {LEARNER: ITS | {"keys": mine}}

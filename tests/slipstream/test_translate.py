@@ -12,8 +12,9 @@ from learner.losses import LOSSES
 from slipstream.runtime.variants import options_of
 from slipstream.translate import __main__ as command
 from slipstream.translate import shell
-from slipstream.translate.converters import CONVERTERS, VERIFIERS
+from slipstream.translate.converters import CONVERTERS
 from slipstream.translate.files import read
+from slipstream.translate.judges import VERIFIERS
 from slipstream.translate.names import BY_FRAMEWORK, ROWS, TABLES
 from slipstream.translate.settings import Untranslatable
 from slipstream.translate.translation import Translation, translate
@@ -168,8 +169,10 @@ def test_every_name_of_the_tables_leads_to_a_key_of_ours_once() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "undecided"),
     [
-        ("a.sh", VERL.format("data.train_files=gsm8k.parquet rollout.n=8"), ["reward.function"]),
-        ("a.sh", SLIME.format("--rm-type math"), ["reward.function"]),
+        ("a.sh", VERL.format("reward_model.enable=True data.train_files=gsm8k.parquet"), ["reward.function"]),
+        ("a.sh", VERL.format("reward_model.reward_manager=prime"), ["reward.function"]),
+        ("a.sh", SLIME.format("--rm-type remote_rm"), ["reward.function"]),
+        ("a.sh", SLIME.format("--rm-type math --custom-rm-path my.rewards.judge"), ["reward.function"]),
         ("a.sh", SLIME.format("--custom-rm-path my.rewards.judge"), ["reward.function"]),
         ("a.sh", SLIME.format("--optimizer muon --lr 2e-5"), ["learner.lr", "reward.function"]),
         ("a.toml", "[trainer.optim]\ntype = 'muon'\nlr = 2e-5\n", ["learner.lr", "reward.function"]),
@@ -297,9 +300,11 @@ def test_rewards_of_a_script_are_taken_where_importing_it_does_not_train(tmp_pat
 
 def test_of_several_environments_the_first_is_translated_and_the_others_are_open(tmp_path):
     env = '[[orchestrator.{}.env]]\nid = "{}"\n'
-    given = (("train", "gsm8k"), ("train", "wordle"), ("eval", "x"), ("eval", "y"))
+    given = (("train", "gsm8k"), ("train", "wordle"), ("eval", "gsm8k"), ("eval", "y"))
     found = made(tmp_path, "rl.toml", "".join(env.format(*one) for one in given))
-    assert [line.kind for line in found.lines] == ["key", "open", "not needed", "open"]
+    assert [line.kind for line in found.lines] == ["key", "open", "key", "open"]
+    other = made(tmp_path, "rl.toml", "".join(env.format(*one) for one in given[::3]))
+    assert [line.kind for line in other.lines] == ["key", "no counterpart"]
     assert keys(found)["environment.function"] == {VERIFIERS: {"taskset": {"id": "gsm8k"}}} and not found.undecided
 
 
@@ -370,120 +375,3 @@ def test_sampling_of_evaluations_leaves_that_of_training_alone(tmp_path):
     text = "[orchestrator.train.sampling]\nmax_tokens = 100\n[orchestrator.eval.sampling]\nmax_tokens = 900\n"
     found = keys(made(tmp_path, "rl.toml", text))
     assert found["rollout.max_new_tokens"] == 100 and found["evaluation.max_new_tokens"] == 900
-
-
-ONE_STEP = """PYTHONUNBUFFERED=1 python3 -m verl.experimental.one_step_off_policy.main_ppo data.train_batch_size=1152 \\
-  actor_rollout_ref.actor.ppo_mini_batch_size=192 actor_rollout_ref.actor.ppo_epochs=2 trainer.n_gpus_per_node=6 \\
-  trainer.nnodes=1 rollout.n_gpus_per_node=2 rollout.nnodes=1 2>&1 | tee log
-"""
-FULLY_ASYNC = """ray job submit --address=http://127.0.0.1:8265 -- uv run --frozen --all-packages python3 \\
-  -m recipe.fully_async_policy.fully_async_main data.train_batch_size=0 rollout.total_rollout_steps=$((512*100)) \\
-  actor_rollout_ref.actor.ppo_mini_batch_size=32 async_training.require_batches=4 \\
-  async_training.trigger_parameter_sync_step=4 async_training.staleness_threshold=0.1 rollout.test_freq=10 \\
-  async_training.use_rollout_log_probs=False
-"""
-DAPO = """LAUNCH=(python3)
-DATA=(data.train_batch_size=256)
-"${LAUNCH[@]}" -m recipe.dapo.main_dapo "${DATA[@]}" actor_rollout_ref.actor.ppo_mini_batch_size=64 \\
-  actor_rollout_ref.actor.use_kl_loss=True
-"""
-RESOLVED = """actor_rollout_ref:
-  actor: {ppo_mini_batch_size: 64, ppo_epochs: 1, _target_: verl.Actor, profiler: {enable: true}, tau: null}
-  rollout: {n: "${oc.select:algorithm.n,5}", nothing: false}
-data: {train_batch_size: 256}
-trainer: {total_training_steps: 7}
-"""
-SEPARATE = """python3 train_async.py --rollout-batch-size 32 --n-samples-per-prompt 8 --global-batch-size 64 \\
-  --rollout-num-gpus 4 --actor-num-gpus-per-node 2 --actor-num-nodes 1
-"""
-PRIME = """seq_len = 2048
-[deployment]
-num_train_gpus = 2
-num_infer_gpus = 6
-[orchestrator]
-batch_size = 128
-rollouts_per_example = 16
-[orchestrator.train.sampling]
-max_completion_tokens = 128
-[monitors.wandb]
-project = "p"
-[[orchestrator.train.source]]
-name = "reverse"
-[orchestrator.train.source.env.taskset]
-id = "reverse-text"
-"""
-AREAL = """experiment_name: e
-rollout: {backend: "sglang:d4p1t2", max_head_offpolicyness: 2}
-gconfig: {n_samples: 4, max_new_tokens: 64, temperature: 1.0}
-actor: {backend: "fsdp:d4p1t1", path: m, ppo_n_minibatches: 2, use_decoupled_loss: true,
-  eps_clip: 0.4, eps_clip_higher: null, kl_ctl: 0.1,
-  rejection_sampling: {metric: ratio, upper: 5.0}, optimizer: {type: adam, lr: 1.0e-5},
-  temperature: "${gconfig.temperature}"}
-ref: {path: m}
-train_dataset: {path: rows.jsonl, batch_size: 8}
-"""
-TRL = """{"num_generations": 4, "generation_batch_size": 32, "gradient_accumulation_steps": 2,
-  "steps_per_generation": 4,
-  "num_iterations": 2, "max_steps": 100, "epsilon": 0.3, "epsilon_high": null, "run_name": null, "use_vllm": true,
-  "vllm_importance_sampling_correction": true, "vllm_importance_sampling_mode": "sequence_mask",
-  "vllm_importance_sampling_clip_max": 4.0, "vllm_importance_sampling_cap": null, "sapo_temperature_neg": 1.05}
-"""
-HARNESS = """[[orchestrator.train.source]]
-name = "a"
-[orchestrator.train.source.env.taskset]
-id = "a-task"
-[orchestrator.train.source.env.agent.harness]
-id = "null"
-"""
-UPDATES, EPOCHS, GROUPS = "learner.minibatches", "learner.epochs", "rollout.groups_per_step"
-CLIP, REFERENCE = "algorithm.loss.ppo_clip.clip_", "algorithm.reference_path"
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "wanted"),
-    [
-        ("a.sh", ONE_STEP, {UPDATES: 6, EPOCHS: 2, "placement.split": "2:6", "replay.async_lag": 1, GROUPS: 1152}),
-        ("a.sh", FULLY_ASYNC, {GROUPS: 512, UPDATES: 16, "learner.total_steps": 100, "replay.async_lag": 1}),
-        ("a.sh", FULLY_ASYNC, {"evaluation.every_steps": 10, "algorithm.proximal": "current"}),
-        ("a.sh", DAPO, {UPDATES: 4, "algorithm.drop_zero_advantage": False}),
-        ("a.yaml", RESOLVED, {UPDATES: 4, EPOCHS: 1, "rollout.group_size": 5, "learner.total_steps": 7}),
-        ("a.sh", SEPARATE, {UPDATES: 4, "placement.split": "4:2", "replay.async_lag": 1}),
-        ("a.toml", PRIME, {GROUPS: 8, "placement.split": "6:2", "data.max_prompt_tokens": 1920}),
-        ("a.toml", PRIME, {"data.train": "verifiers:reverse-text", "tracking.trackers": ["wandb"]}),
-        (
-            "a.yaml",
-            AREAL,
-            {"placement.split": "8:4", "placement.tensor_parallel": 2, UPDATES: 2},
-        ),
-        ("a.yaml", AREAL, {"algorithm.correction": {"icepop": {"low": 0.0, "high": 5.0}}, "learner.lr": 1e-5}),
-        ("a.yaml", AREAL, {f"{CLIP}low": 0.4, f"{CLIP}high": 0.4, "algorithm.kl_in": "reward", REFERENCE: "m"}),
-        ("a.yaml", AREAL.replace("kl_ctl: 0.1", "kl_ctl: 0.0"), {REFERENCE: None, "algorithm.kl_coef": None}),
-        ("a.yaml", AREAL.replace("ppo_n_minibatches: 2,", ""), {UPDATES: 4}),
-        ("a.toml", HARNESS, {"environment.function": {VERIFIERS: {"taskset": {"id": "a-task"}}}}),
-        ("a.json", TRL, {GROUPS: 8, UPDATES: 2, EPOCHS: 2, "learner.total_steps": 25, f"{CLIP}high": 0.3}),
-        ("a.json", TRL, {"algorithm.correction": {"sequence_mis": {"low": 0.0, "high": 4.0}}, "run.name": None}),
-        ("a.json", TRL, {"algorithm.loss.sapo.tau_negative": None}),
-        ("a.json", TRL.replace('vllm": true', 'vllm": false'), {"algorithm.correction": None}),
-        ("a.json", '{"num_generations": 4, "num_iterations": 2, "bf16": true, "tf32": null}', {EPOCHS: 2}),
-    ],
-)
-def test_updates_lag_and_split_are_those_of_the_other_framework(tmp_path, name, text, wanted):
-    found = made(tmp_path, name, text)
-    assert {key: keys(found).get(key) for key in wanted} == wanted
-    assert [line.shown for line in found.lines if line.kind == "unknown"] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "key"),
-    [
-        ("a.sh", ONE_STEP.replace("192", "500"), UPDATES),
-        ("a.toml", PRIME.replace("128\nrollouts", "130\nrollouts"), GROUPS),
-        ("a.sh", FULLY_ASYNC.replace("sync_step=4", "sync_step=x"), GROUPS),
-        ("a.yaml", AREAL.replace("d4p1t2", "d4p2t2"), "placement.split"),
-        ("a.json", TRL.replace("32", "30"), GROUPS),
-        ("a.json", TRL.replace('tion": 4', 'tion": 3'), UPDATES),
-        ("a.json", TRL.replace("sequence_mask", "sequence_odd"), "algorithm.correction"),
-    ],
-)
-def test_what_does_not_divide_is_asked_for(tmp_path, name, text, key):
-    assert key in made(tmp_path, name, text).undecided

@@ -128,8 +128,7 @@ def _on_cuda(config: Config) -> dict[str, Any]:
     defaults: dict[str, Any] = {"cuda_graph_max_bs_decode": config.rollout.max_running}
     if "mem_fraction_static" in config.rollout.sglang:
         return defaults
-    bus, of_adapters = config.weight_bus, config.learner.lora.rank > 0
-    staged = bus.backend != "gloo" and not of_adapters
+    staged = config.weight_bus.on_gpus and config.learner.lora.rank == 0
     total = torch.cuda.get_device_properties(0).total_memory
     count = sum(math.prod(shape) for _, shape in folder_tensors(Path(config.model.path), whole=True))
     model_bytes = count * ITEM_SIZES[config.rollout.dtype]

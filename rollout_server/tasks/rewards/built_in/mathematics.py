@@ -11,6 +11,7 @@ import os
 import re
 import select
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from rollout_server.tasks.rewards import RewardError, Sample
@@ -49,7 +50,7 @@ def reward(sample: Sample, boxed: bool = True, seconds: float = 3.0) -> dict[str
         gave_up = True
     else:
         _truth(wanted)  # once for all answers of its group
-        code = _code_of_comparison(wanted, found, seconds)
+        code = judged_apart(lambda: _equal(wanted, found), seconds)
         score, gave_up = code == SAME, code not in (SAME, OTHER)
     return {"score": float(score), "has_answer": float(found is not None), "gave_up": float(gave_up)}
 
@@ -79,8 +80,8 @@ def _plain(text: str) -> str:
     return bare[1:-1] if bare.startswith("{") and bare.endswith("}") and bare.count("{") == 1 else bare
 
 
-def _code_of_comparison(wanted: str, found: str, seconds: float) -> int:
-    """Of a process that compares, which is killed when its time is over.
+def judged_apart(is_equal: Callable[[], bool], seconds: float) -> int:
+    """SAME, OTHER or the code of a process that failed: it compares, and is killed when its time is over.
 
     Nothing else stops it for sure: sympy catches exceptions, and large numbers are computed in C.
     """
@@ -88,7 +89,7 @@ def _code_of_comparison(wanted: str, found: str, seconds: float) -> int:
     if child == 0:
         code = -1
         try:
-            code = SAME if _equal(wanted, found) else OTHER
+            code = SAME if is_equal() else OTHER
         finally:
             os._exit(code)
     ending = select.poll()
