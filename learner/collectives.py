@@ -6,6 +6,8 @@ of the process group, how far they are, and ends the process with the name of th
 """
 
 import json
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +22,8 @@ from torch._C import _distributed_c10d
 
 from configs.errors import SlipstreamError
 from slipstream.runtime.hang import expired
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 ANSWER_S = 5.0
@@ -130,12 +134,23 @@ class CollectiveWatch(threading.Thread):
 
     def run(self) -> None:
         threading.Thread(target=self._answer, name="collectives asked", daemon=True).start()
+        try:
+            failure = self._watch()
+        except Exception as error:  # whatever torch's recorder gives: unwatched, a hang would have no name
+            text = f"torch's flight recorder cannot be read: {type(error).__name__}: {error}"
+            log.exception("the watch over the collectives of rank %s ends: %s", os.environ.get("RANK", "0"), text)
+            failure = CollectiveFailed(f"the learner's collectives cannot be watched: {text}")
+        if failure is not None:
+            self._leave(failure)
+
+    def _watch(self) -> CollectiveFailed | None:
+        """What to end with; None at the end of a good run."""
         while not self._is_over.wait(min(LOOK_S, self._deadline_s / 4)):
             seen = self._seen(self._groups)
             stuck = max((one for one in seen if not one.is_over), key=lambda one: one.age_s, default=None)
             if stuck is not None and stuck.age_s > self._deadline_s:
-                self._leave(self._failure(stuck))
-                return
+                return self._failure(stuck)
+        return None
 
     def stop(self) -> None:
         self._is_over.set()

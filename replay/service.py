@@ -269,8 +269,10 @@ class Service:
     def _heartbeat(self, peer: Peer, message: m.Heartbeat, now: float, _: Frames) -> None:
         peer.activity, peer.blocked, peer.gauges = message.activity, message.blocked, message.gauges or peer.gauges
         peer.since = now - message.since_s
-        if peer.role == "rollout_server" and peer.incarnation < self.incarnation and self.ended is None:
-            self._send(peer.identity, self.run.welcome())  # it may have missed that a learner has started
+        if peer.role == "rollout_server":
+            self.report.note_beat(message.gauges)
+            if peer.incarnation < self.incarnation and self.ended is None:
+                self._send(peer.identity, self.run.welcome())  # it may have missed that a learner has started
 
     def _lease_request(self, peer: Peer, message: m.LeaseRequest, _: float, __: Frames) -> None:
         peer.capacity, peer.version, peer.incarnation = message.capacity, message.version, message.incarnation
@@ -393,4 +395,4 @@ class Service:
         if not self.playback:
             self.leasing.grant(now)
         self.report.look_for_updates(now)
-        self.batching.form(self.report.batch_stats, now)
+        self.batching.form(self.report.of_batch, now)

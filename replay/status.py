@@ -1,7 +1,9 @@
 """Replay's view of the run as plain data, for the live view, for tests and for people."""
 
+import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Mapping
 from typing import Any
 
 from replay.decisions.batching import BatchScheduler
@@ -31,6 +33,8 @@ class StatusReport:
         self.run, self.peers, self.intake = run, peers, intake
         self.waits = Waits(run, peers, leasing, batching)
         self._cores = Cores()
+        self._idle: deque[list[float]] = deque([[]], maxlen=run.config.replay.async_lag + 1)
+        """Beats of servers, by batch, over a whole cycle: of the batches that may be made at once one is waited for."""
         self.latency = UpdateLatency()
         self.vitals: Vitals | None = None
         """The watch of this process, while it serves (replay/main.py)."""
@@ -78,6 +82,17 @@ class StatusReport:
             newest = self.run.policies.incarnation
             self.latency.serve(min(p.version if p.incarnation == newest else -1 for p in serving), now)
 
+    def note_beat(self, gauges: Mapping[str, float]) -> None:
+        """A beat of a rollout server, each as long as the others."""
+        if "idle_ratio" in gauges:
+            self._idle[-1].append(gauges["idle_ratio"])
+
+    def of_batch(self) -> dict[str, float]:
+        """Numbers that go with a batch, once for each."""
+        stats = self.batch_stats()
+        self._idle.append([])
+        return stats
+
     def measured(self) -> dict[str, float]:
         """What the watches of all connected processes say, and how long weights travel."""
         gauges = [peer.gauges for peer in self.peers.by_identity.values()]
@@ -93,7 +108,7 @@ class StatusReport:
         """Numbers about buffer and servers that go with every batch to metrics.jsonl."""
         servers, rates = self.peers.role("rollout_server"), self.intake.error_rates
         buffer, counters = self.run.buffer, self.run.counters
-        idle = [p.gauges["idle_ratio"] for p in servers if "idle_ratio" in p.gauges]
+        idle = [*itertools.chain(*self._idle)]
         counted = ("buffer/superseded", "buffer/stale_leased_again", "buffer/tokens_masked")
         stats = {
             "buffer/size": float(buffer.count(SlotState.BUFFERED)),

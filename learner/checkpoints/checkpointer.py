@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs import Config
 from learner.checkpoints import damage
-from learner.checkpoints.agreement import exchange, together
+from learner.checkpoints.agreement import Outcome, Said, exchange, together
 from learner.checkpoints.export import describe_base, problem_with_base, write_adapter_folder, write_hf_folder
 from learner.checkpoints.folders import (
     MARK,
@@ -77,7 +77,6 @@ FORMAT = 1
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 OWN = ("format", "packages", "base", "parameter_digest", "optimizer_digest", "optimizer_steps", "layout")
 """Keys of state.json that the caller of `load` does not need."""
-LATE, GOES_ON, FAILED = "late", "goes on", "failed: "
 TURN_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -126,12 +125,12 @@ class _Writing:
     copied: float
     future: Future[_Written]
 
-    def state(self, deadline: float) -> str:
-        """What this rank tells the others of it: nothing once it is written."""
+    def state(self, deadline: float) -> Said:
+        """What this rank tells the others of it."""
         if not self.future.done():
-            return LATE if time.monotonic() >= deadline else GOES_ON
+            return Said(Outcome.LATE if time.monotonic() >= deadline else Outcome.GOES_ON)
         error = self.future.exception()
-        return "" if error is None else f"{FAILED}{error}"
+        return Said(Outcome.DONE) if error is None else Said(Outcome.FAILED, str(error))
 
 
 class Checkpointer:
@@ -227,8 +226,8 @@ class Checkpointer:
         """
         if self._writing is None:
             return None
-        writing, said = self._writing, [GOES_ON]
-        while GOES_ON in said:
+        writing, goes_on = self._writing, True
+        while goes_on:
             deadline = self._tried + self._settings.deadline_s
             if wait:
                 self._meanwhile()
@@ -236,7 +235,8 @@ class Checkpointer:
             futures.wait([writing.future], timeout=max(0.0, min(deadline - time.monotonic(), TURN_S)) if wait else 0)
             said = exchange(writing.state(deadline), self._policy.group, self._policy.device)
             self._raise_what_failed(writing, said)
-            if not wait and GOES_ON in said:
+            goes_on = any(its.outcome is Outcome.GOES_ON for its in said)
+            if goes_on and not wait:
                 return None
         self._writing = None
         content, written = writing.content, writing.future.result()
@@ -248,21 +248,21 @@ class Checkpointer:
         }
         return Report(content.step, content.folder, written.kept, metrics)
 
-    def _raise_what_failed(self, writing: _Writing, said: list[str]) -> None:
+    def _raise_what_failed(self, writing: _Writing, said: list[Said]) -> None:
         folder, deadline_s = writing.content.folder, self._settings.deadline_s
         error = writing.future.exception() if writing.future.done() else None
-        for rank, text in enumerate(said):
-            if text == LATE:
+        for rank, (outcome, text) in enumerate(said):
+            if outcome is Outcome.LATE:
                 key = "checkpoint.deadline_s"
                 report = expired(str(folder), owed_by=(f"learner-{rank}",), waited_s=deadline_s, key=key)
                 raise CheckpointError(
                     f"checkpoint {folder}: rank {rank} has not written it within {deadline_s:g} s ({key}); is the disk"
                     f" of run.dir slow, or gone?{report} [slow]"
                 )
-            if text.startswith(FAILED):
+            if outcome is Outcome.FAILED:
                 if isinstance(error, CheckpointError):
                     raise error
-                raise CheckpointError(f"checkpoint {folder}: rank {rank} {text}") from error
+                raise CheckpointError(f"checkpoint {folder}: rank {rank} failed: {text}") from error
 
     def tidy(self) -> None:
         """Delete what need not stay, by all evaluations that have come; rank 0 alone, while nothing is written.

@@ -25,7 +25,8 @@ def check_shared(folder: Path) -> None:
 def unreadable(folder: Path, error: CheckpointException) -> str:
     """Which file of the checkpoint could not be read, and why."""
     cause, frames = next(iter(error.failures.values()))
-    no_index = "metadata" in str(cause) or any(frame.name == "read_metadata" for frame in frames)
+    # torch raises an error of its own in `local_step` where it could not read the index, older ones what had happened
+    no_index = frames[-1].name == "local_step" or any(frame.name == "read_metadata" for frame in frames)
     damage = "dcp/.metadata is damaged" if no_index else damaged(folder)
     return damage or f"dcp/ could not be read ({type(cause).__name__}: {str(cause).partition(chr(10))[0]})"
 

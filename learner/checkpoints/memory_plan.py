@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import Config
-from learner.checkpoints.agreement import exchange
+from learner.checkpoints.agreement import Outcome, Said, exchange
 from learner.checkpoints.folders import latest_complete, replace_json
 from learner.policy.memory import GIB, Budget, OutOfMemory, Setup, choose, items_of, usable
 from learner.policy.meshes import Meshes
@@ -38,7 +38,7 @@ def plan_memory(config: Config, mesh: DeviceMesh | Meshes, device: torch.device)
     setup = Setup.of(config, read_config(Path(config.model.path)).to_dict())
     free = least_free(mesh, device)
     mine = json.dumps(_read(config) if mesh.get_local_rank() == 0 else {})
-    kept = json.loads(exchange(mine, mesh.get_group(), device)[0])
+    kept = json.loads(exchange(Said(Outcome.DONE, mine), mesh.get_group(), device)[0].text)
     if kept.get("of") != facts_of(config):
         budget = choose(setup, None if free is None else usable(free))
     else:

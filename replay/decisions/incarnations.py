@@ -105,10 +105,10 @@ class Incarnations:
         if expected == found:
             self._end_line(step, expected, found, f"the learner rolls back to version {step}")
             return
-        what = (
-            f"step {step} made weights {found}, the journal has {expected} of an earlier incarnation; it is not"
-            " deterministic (take learner.deterministic=true and the same number of ranks for exact resumes)"
-        )
+        why = "it is not deterministic (take learner.deterministic=true and the same number of ranks for exact resumes)"
+        if run.changed:
+            why = f"other settings made those: {', '.join(run.changed.values())}"
+        what = f"step {step} made weights {found}, the journal has {expected} of an earlier incarnation; {why}"
         if self.playback:
             run.counters["diverged"] += 1
             log.error("replay: %s [corrupt]", what)

@@ -67,6 +67,9 @@ def check_boot(run: RunState, decision: Record, _: float = 0.0) -> None:
                 f"{key}: the run's journal was written with {theirs!r}, now it is {own!r}; go back to what"
                 " it was, or start a new run"
             )
+    theirs, own = decision.fields["run"].get("deciding", {}), mine["run"]["deciding"]
+    for key in sorted(key for key in theirs.keys() & own.keys() if theirs[key] != own[key]):
+        run.changed.setdefault(key, f"{key} {theirs[key]} -> {own[key]}")
 
 
 def _snapshot(run: RunState, decision: Record, now: float) -> None:
@@ -183,6 +186,7 @@ def _diverged(run: RunState, decision: Record, _: float) -> None:
     fields, buffer = decision.fields, run.buffer
     first_lost = fields["first_lost"]
     run.diverging = None
+    run.changed.clear()
     buffer.line.correct(fields["step"], fields["found"])
     buffer.dissolve(fields["step"], lambda group_id: run.source.row(group_id[1]))
     for group in fields["dropped"]:

@@ -36,6 +36,8 @@ class RunState:
         """Rank 0's socket of each incarnation, whose name is of that one process."""
         self.diverging: tuple[int, str, str] | None = None
         """(step, expected, found) of a divergence that is noticed and not carried out yet."""
+        self.changed: dict[str, str] = {}
+        """Settings that decide which weights a step makes, and were others when the journal's steps were made."""
         self.again: deque[GroupId] = deque()
         """Prompts whose groups a restart has lost; leased before the source goes on."""
         self.flat_drops = 0  # groups that the filter has dropped since the last batch was taken

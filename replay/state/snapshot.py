@@ -6,6 +6,7 @@ from typing import Any
 import msgpack
 
 from configs.schema import Config
+from configs.shared import shared_values
 from replay.journal.format import Location
 from replay.state.evaluation_parts import EvaluationPart
 from replay.state.evaluations import Evaluation, Result
@@ -17,9 +18,17 @@ KEPT = ("min_version", "async_lag", "attempt", "server", "stale_retries", "failu
 """Of a slot, as it is."""
 
 
+DECIDING = ("algorithm.", "learner.", "limits.", "model.")
+"""Beginnings of the keys that decide which weights a step makes of its groups."""
+
+
 def settings_of(config: Config) -> dict[str, Any]:
-    """What a run must keep for its journal to go on, beside its data."""
+    """What a run must keep for its journal to go on, beside its data, and for its digests to come again."""
+    deciding = {key: value for key, value in shared_values(config).items() if key.startswith(DECIDING)}
+    if config.learner.schedule == "constant":
+        deciding.pop("learner.total_steps")
     return {
+        "deciding": deciding,
         "groups_per_step": config.rollout.groups_per_step,
         "group_size": config.rollout.group_size,
         "async_lag": config.replay.async_lag,

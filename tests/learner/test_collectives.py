@@ -13,6 +13,7 @@ import torch.distributed as dist
 from learner import collectives
 from learner.collectives import Collective, CollectiveFailed, CollectiveWatch, blame, groups_of, recorded
 from tests.learner.tiny_models import process_group
+from tests.support.waiting import until
 
 STUCK = Collective("0", "all_gather", 8, "started", 40.0, False)
 
@@ -69,12 +70,33 @@ def test_a_watch_ends_the_process_by_name(tmp_path: Any, monkeypatch: pytest.Mon
     assert "rank 1: all_gather no. 7 of group '0', over" in report.read_text(), "the flight recorder"
 
 
+def test_a_recorder_that_cannot_be_read_ends_the_process_by_name(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A rank that nothing watches would stand still without a name."""
+
+    def read() -> str:
+        raise KeyError("collective_seq_id")
+
+    said = list[CollectiveFailed]()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", dist.HashStore)
+    watch = CollectiveWatch({"0": [0, 1]}, 0.1, said.append, read=read)
+    watch.start()
+    watch.join(30)
+    watch.stop()
+    assert [error.code for error in said] == ["SLIP-LEARN-06"] and "KeyError: 'collective_seq_id'" in str(said[0])
+    (record,) = [record for record in caplog.records if record.name == "learner.collectives"]
+    assert record.levelname == "ERROR" and "collective_seq_id" in record.getMessage()
+
+
 def test_the_flight_recorder_is_read_as_torch_writes_it(tmp_path: Any) -> None:
     with process_group(tmp_path / "store") as mesh:
         groups = groups_of(mesh)
         dist.all_reduce(torch.ones(3))
-        seen = collectives.collectives(recorded(), [*groups], time.time())[-1]  # of all groups of this process
-    assert [*groups.values()] == [[0]] and seen.is_over and seen.name == "all_reduce" and 0 <= seen.age_s < 60
+        newest = lambda: collectives.collectives(recorded(), [*groups], time.time())[-1]  # noqa: E731
+        until(lambda: newest().is_over, "a thread of gloo that says so")
+        seen = newest()
+    assert [*groups.values()] == [[0]] and seen.name == "all_reduce" and 0 <= seen.age_s < 60
 
 
 def test_only_nccl_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

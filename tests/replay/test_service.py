@@ -113,6 +113,21 @@ def test_ranks_that_compute_the_same_rows_hold_the_same_part():
     assert all(sent(made, rank, m.Proceed) for rank in ranks)
 
 
+def test_idle_engines_are_counted_over_whole_cycles_of_batches():
+    """At a lag bound of one, of two batches one is waited for: the beat before each is always of the same kind."""
+    made = service(replay__async_lag=1)
+    for step, beats in enumerate([[0.9], [0.0, 0.0, 0.4], [0.8], [0.0, 0.0, 0.4]], 1):
+        for idle in beats:
+            made.handle("b", m.Heartbeat(gauges={"idle_ratio": idle}), 1.0)
+        made.report.batch_stats()  # an endpoint reads it, and takes nothing away
+        made.handle("l", m.Take(step=step, rank=0), 1.0)
+        for given in lease(made, capacity=4, version=step - 1):
+            made.handle("a", group_message(given, [step - 1]), 1.0)
+        batch = sent(made, "l", m.Batch)[-1]
+        made.handle("l", m.Committed(step=step, digest=f"d{step}"), 1.0)
+    assert batch.stats["rollout/idle_ratio"] == pytest.approx((0.8 + 0.4) / 4)
+
+
 def test_a_batch_that_is_formed_is_sent_and_journalled_once_until_somebody_asks_again():
     made = service()
     finishes(made, 4, [0, 0])
