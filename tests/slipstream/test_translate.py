@@ -173,6 +173,7 @@ def test_every_name_of_the_tables_leads_to_a_key_of_ours_once() -> None:
     [
         ("a.sh", VERL.format("reward_model.enable=True data.train_files=gsm8k.parquet" + STEPS), ["reward.function"]),
         ("a.sh", VERL.format("reward_model.reward_manager=prime" + STEPS), ["reward.function"]),
+        ("a.sh", VERL.format("reward_manager.name=prime" + STEPS), ["reward.function"]),
         ("a.sh", SLIME.format("--rm-type remote_rm"), ["reward.function"]),
         ("a.sh", SLIME.format("--rm-type math --custom-rm-path my.rewards.judge"), ["reward.function"]),
         ("a.sh", SLIME.format("--custom-rm-path my.rewards.judge"), ["reward.function"]),
