@@ -1,9 +1,10 @@
 """How leases end: given back, expired, dropped, and what the run and its peers are told of that."""
 
+import numpy as np
 import pytest
 
 from replay import messages as m
-from replay.state.leases import WAIT_FOR_OTHERS_S, Shares, SlotState
+from replay.state.leases import WAIT_FOR_OTHERS_S, Shares, Slot, SlotState
 from tests.replay.simulated_run import (
     answering,
     finishes,
@@ -37,6 +38,28 @@ def test_an_expired_lease_goes_to_another_server_and_the_first_result_wins():
     assert sent(made, "b", m.Cancel)[-1].reason == "another server was first"
     made.handle("b", group_message(again[0], [0, 0]), 11.5)
     assert sent(made, "b", m.Ack)[-1].status == "superseded"
+
+
+def test_the_oldest_token_of_a_group_is_looked_for_once():
+    """Ranks that wait have it asked of every group at each turn."""
+    looked = []
+
+    class Looked:
+        loss_mask = np.array([0, 1, 1], np.uint8)
+
+        def __init__(self, versions):
+            self._versions = np.array(versions, np.int32)
+
+        @property
+        def versions(self):
+            looked.append(self)
+            return self._versions
+
+    slot = Slot((0, 0), {}, 0)
+    for group, oldest in ((Looked([1, 5, 4]), 4.0), (Looked([1, 7, 9]), 7.0)):
+        slot.group = group
+        assert [slot.oldest_sampled() for _ in range(3)] == [oldest] * 3
+    assert len(looked) == 2
 
 
 def test_renewals_without_progress_end_the_lease():
@@ -195,7 +218,7 @@ def test_a_filter_of_a_user_drops_groups_and_one_that_fails_ends_the_run(tmp_pat
     made = service(algorithm__dynamic_sampling=f"{tmp_path}/own.py:keep")
     finishes(made, 1, [0])
     assert made.counters["dropped/filtered"] == made.run.flat_drops == 1
-    for name, said in {"fails": "no attribute 'nothing'; correct the filter", "vague": "gave 1; return true"}.items():
+    for name, said in {"fails": "own.py:4; correct the filter", "vague": "gave 1; return true"}.items():
         made = service(algorithm__dynamic_sampling=f"{tmp_path}/own.py:{name}")
         finishes(made, 1, [0])
         (goodbye,) = sent(made, "a", m.Goodbye)

@@ -34,6 +34,31 @@ def test_a_slow_reward_is_named_with_its_workers_and_its_oldest_call():
     assert wait["for"].startswith("reward ") and wait["for"].endswith(": 40 answers, 2 workers")
 
 
+def test_a_status_looks_through_the_slots_as_often_for_many_peers_as_for_few():
+    def looks(peers):
+        made, looked = joined(), []
+        for number in range(peers):
+            made.handle(f"{number}", m.Hello(role="rollout_server", name=f"more-{number}", pid=2, host="h"), 9.0)
+
+        class Slots(dict):
+            def values(self):
+                looked.append(self)
+                return super().values()
+
+        made.buffer.slots = Slots(made.buffer.slots)
+        return len(waits(made)), len(looked)
+
+    assert looks(2) == looks(20)
+
+
+def test_who_asks_for_replays_clock_gets_nothing_else():
+    """Each server asks at every beat while a run is profiled."""
+    made = joined()
+    made.handle("x", m.StatusRequest(clock=True), 9.0)
+    (answer,) = [message for identity, message in made.outbox if identity == "x"]
+    assert answer.state.keys() == {"unix_s"}
+
+
 @pytest.mark.parametrize(
     ("gauges", "said"),
     [({"running": 12.0}, "whose engine decodes 12 answers"), ({"rewards_waiting": 8.0}, "where 8 answers are judged")],

@@ -86,6 +86,7 @@ def test_a_dry_run_over_four_hosts_shows_what_would_run_where(tmp_path, launch, 
         ["node1", "10.0.0.2", "learner ranks 8-15", "0-7", "-"],
     ]
     assert "ubuntu@gpu0 'cd " in shown and "-m slipstream.launch.hosts.node --stdin --role learner" in shown
+    assert len(re.findall(r"-o ConnectTimeout=\d+ ", shown)) == 2, "a host that drops packets is named soon"
     of_node0, of_node1 = shown.split("ubuntu@gpu0 '")[1].split("\nnode1: ssh")
     assert "server.key_secret (mode 0600)" in of_node0 and "clients/learner.key_secret" in of_node0
     assert "clients/node1.key_secret" in of_node1 and "server.key_secret" not in of_node1

@@ -18,7 +18,7 @@ from configs.loading import dump
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from replay.channel import ChannelError, KeysError
 from replay.status_client import StatusReply
-from slipstream.launch import children, earlier_run
+from slipstream.launch import children
 from slipstream.launch.hosts import fleet, here, node
 from slipstream.launch.hosts.host_file import Host
 from slipstream.launch.hosts.key_files import write_keys
@@ -204,15 +204,13 @@ def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(tm
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-@pytest.mark.parametrize("name", ["node0", "node1"])
-def test_every_learner_node_does_as_the_first_one_decides_with_the_configuration_of_the_job(
-    tmp_path, monkeypatch, resumes, name
+def test_all_learner_nodes_do_as_the_first_one_has_decided_with_the_configuration_of_their_job(
+    tmp_path, monkeypatch, resumes
 ):
-    """Whatever the run folder has: with two rates in one world each half of the weights would have its own."""
+    """The run folder of a job that is started again has another one, of an earlier start."""
     settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
     settings += [f"run.dir={tmp_path}", "run.name=job-42", "network.replay_port=5757", "network.insecure=true"]
-    config = configs.load("quickstart", settings)
-    spec = NodeSpec(role="learner", node=name, config=dump(config), hosts=HOSTS, resume_if_begun=True)
+    config, before = (dump(configs.load("quickstart", [*settings, f"learner.lr={lr}"])) for lr in (2e-3, 1e-3))
     commands = []
 
     def start_child(_self, name, command, log, _environment):
@@ -221,18 +219,17 @@ def test_every_learner_node_does_as_the_first_one_decides_with_the_configuration
 
     monkeypatch.setattr(node.Node, "_wait_for_run_name", lambda _: "job-42")
     monkeypatch.setattr(node.Node, "_child", start_child)
-    folder = tmp_path / "job-42"
-    node.write_start(folder, resumes=resumes)
-    (folder / "config.yaml").write_text(dump(configs.load("quickstart", [*settings, "learner.lr=0.5"])))
+    (tmp_path / "job-42" / "journal").mkdir(parents=True)
+    (tmp_path / "job-42" / "config.yaml").write_text(before)
     if resumes:
-        (folder / "journal").mkdir()
-        (folder / "journal" / "0.seg").touch()
-    node.Node(resolve(spec), lifeline=False).run_learner()
-    (command,) = commands
-    assert ("--resume" in command) is resumes
-    (source,) = (command[i + 1] for i, word in enumerate(command) if word == "--config")
-    found = earlier_run.resumed(folder, [], source) if resumes and name == "node0" else configs.load(source)
-    assert found.learner.lr == config.learner.lr != 0.5
+        (tmp_path / "job-42" / "journal" / "0.seg").touch()
+    for name in ("node0", "node1"):
+        spec = NodeSpec(role="learner", node=name, config=config, hosts=HOSTS, resume_if_begun=True)
+        node.Node(resolve(spec), lifeline=False).run_learner()
+        (tmp_path / "job-42" / "config.yaml").write_text(before)
+        command = commands.pop()
+        assert ("--resume" in command) is resumes
+        assert configs.load(command[command.index("--config") + 1]).learner.lr == 2e-3
 
 
 def test_a_node_that_replay_never_answers_leaves_a_hang_report(tmp_path, monkeypatch):
