@@ -211,6 +211,22 @@ def _updates(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {key: sampled // value})
 
 
+def _updates_of_critic(shown: str, value: Any, foreign: Foreign) -> Line:
+    """There each over a mini-batch of its own."""
+    size = foreign.value("critic.ppo_mini_batch_size", "actor.ppo_mini_batch_size", default=256)
+    sampled = foreign.value("data.train_batch_size", default=1024)
+    if not has_critic(foreign):
+        return Line(shown, "not needed", note="grpo has no critic")
+    if _times(value, size, sampled) is None or size < 1 or sampled % size:
+        return Line(shown, "open", note=f"{size} does not divide the {sampled} of a step", decides="critic.updates")
+    return Line(shown, "key", {"critic.updates": value * sampled // size}, "each over the whole batch here")
+
+
+def has_critic(foreign: Foreign) -> bool:
+    default = TABLES["defaults"][foreign.framework].get("algorithm.adv_estimator", "grpo")
+    return foreign.value("adv_estimator", "advantage_estimator", default=default) in ("gae", "ppo")
+
+
 def _synced(shown: str, value: Any, foreign: Foreign) -> Line:
     """verl's fully_async: what is sampled for one version is one step here."""
     rounds, size = foreign.value("require_batches", default=1), foreign.value("ppo_mini_batch_size", default=256)
@@ -341,6 +357,7 @@ CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
     "experiment_name": _run_name,
     "wandb.project": _project,
     "ppo_mini_batch_size": _updates,
+    "critic.ppo_epochs": _updates_of_critic,
     "global_batch_size": _updates,
     "trigger_parameter_sync_step": _synced,
     "staleness_threshold": _staleness,

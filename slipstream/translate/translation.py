@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from configs.loading import apply_override, inline, leaf_keys, put
-from slipstream.translate.converters import CONVERTERS, VALUES
+from slipstream.translate.converters import CONVERTERS, VALUES, has_critic
 from slipstream.translate.names import BY_FRAMEWORK, NO_COUNTERPART, NOT_NEEDED, TABLES, ends, plain
 from slipstream.translate.settings import Foreign, Kind, Line, Setting, can_mean, section_of
 
@@ -139,7 +139,7 @@ def _by_name(end: str, setting: Setting, foreign: Foreign) -> Line | None:
         key, why = DECISIONS[end]
         return Line(shown, "open", note=why, decides=key)
     if key := BY_FRAMEWORK[foreign.framework].get(end):
-        if key.startswith("critic.") and not _has_critic(foreign):
+        if key.startswith("critic.") and not has_critic(foreign):
             return Line(shown, "not needed", note="grpo has no critic")
         return Line(shown, "key", {key: value})
     if end in NO_COUNTERPART:
@@ -172,18 +172,13 @@ def _of_another_model(setting: Setting, foreign: Foreign) -> Line | None:
         kind: Kind = "no counterpart" if is_missed else "not needed"
         return Line(setting.shown, kind, note=f"the {section.model}'s, which there is none of here")
     parts = plain(setting.name).split(".")
-    if section.model == "critic" and _has_critic(foreign) and ("optim" in parts or "grad_clip" in parts):
+    if section.model == "critic" and has_critic(foreign) and ("optim" in parts or "grad_clip" in parts):
         note = "the critic's; here it has the settings of the learner, but for critic.lr"
         return Line(setting.shown, "no counterpart", note=note)
     is_about_rewards = any(word != "reward_model" and word in section.words for word in parts[1:])
     if section.model == "reward model" and is_about_rewards:
         return None
     return Line(setting.shown, "not needed", note=f"the {section.model}'s, and not needed here")
-
-
-def _has_critic(foreign: Foreign) -> bool:
-    default = TABLES["defaults"][foreign.framework].get("algorithm.adv_estimator", "grpo")
-    return foreign.value("adv_estimator", "advantage_estimator", default=default) in ("gae", "ppo")
 
 
 def _defaults(foreign: Foreign, decided: set[str], pairs: Mapping[str, Any]) -> Iterator[Line]:

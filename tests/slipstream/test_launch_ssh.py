@@ -204,11 +204,13 @@ def test_a_start_of_a_job_resumes_the_run_folder_that_has_something_to_resume(tm
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_the_other_learner_nodes_do_as_the_first_one_has_decided(tmp_path, monkeypatch, resumes):
+def test_all_learner_nodes_do_as_the_first_one_has_decided_with_the_configuration_of_their_job(
+    tmp_path, monkeypatch, resumes
+):
+    """The run folder of a job that is started again has another one, of an earlier start."""
     settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
     settings += [f"run.dir={tmp_path}", "run.name=job-42", "network.replay_port=5757", "network.insecure=true"]
-    config = dump(configs.load("quickstart", settings))
-    spec = NodeSpec(role="learner", node="node1", config=config, hosts=HOSTS, resume_if_begun=True)
+    config, before = (dump(configs.load("quickstart", [*settings, f"learner.lr={lr}"])) for lr in (2e-3, 1e-3))
     commands = []
 
     def start_child(_self, name, command, log, _environment):
@@ -217,10 +219,17 @@ def test_the_other_learner_nodes_do_as_the_first_one_has_decided(tmp_path, monke
 
     monkeypatch.setattr(node.Node, "_wait_for_run_name", lambda _: "job-42")
     monkeypatch.setattr(node.Node, "_child", start_child)
-    node.write_start(tmp_path / "job-42", resumes=resumes)
-    (tmp_path / "job-42" / "config.yaml").touch()
-    node.Node(resolve(spec), lifeline=False).run_learner()
-    assert ("--resume" in commands[0]) is resumes
+    (tmp_path / "job-42" / "journal").mkdir(parents=True)
+    (tmp_path / "job-42" / "config.yaml").write_text(before)
+    if resumes:
+        (tmp_path / "job-42" / "journal" / "0.seg").touch()
+    for name in ("node0", "node1"):
+        spec = NodeSpec(role="learner", node=name, config=config, hosts=HOSTS, resume_if_begun=True)
+        node.Node(resolve(spec), lifeline=False).run_learner()
+        (tmp_path / "job-42" / "config.yaml").write_text(before)
+        command = commands.pop()
+        assert ("--resume" in command) is resumes
+        assert configs.load(command[command.index("--config") + 1]).learner.lr == 2e-3
 
 
 def test_a_node_that_replay_never_answers_leaves_a_hang_report(tmp_path, monkeypatch):

@@ -355,7 +355,7 @@ def test_settings_of_other_models_leave_the_policys_alone_in_any_order(estimator
         tree = {**dict(order), "trainer": {}, "algorithm": {"adv_estimator": estimator}}
         found = made(tmp_path, "a.yaml", yaml.safe_dump(tree, sort_keys=False))
         assert {key: keys(found).get(key) for key in OF_POLICY} == OF_POLICY
-        critic = {"critic.lr": 1e-5, "critic.clip": 0.5, "critic.path": "another"}
+        critic = {"critic.lr": 1e-5, "critic.clip": 0.5, "critic.path": "another", "critic.updates": 4}
         assert {key: value for key, value in keys(found).items() if "critic." in key} == (
             critic if estimator == "gae" else {}
         )
