@@ -22,14 +22,14 @@ BUDGET = {
     "replay": 9_631,
     "weight_bus": 5_070,
     "rollout_server/engines": 3_879,
-    "rollout_server/tasks": 7_574,
-    "rollout_server": 13_287,
+    "rollout_server/tasks": 7_613,
+    "rollout_server": 13_326,
     "learner": 9_452,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 53_814
+PRODUCT = 53_853
 SCRIPTS = 6_210
-TESTS = 43_972
+TESTS = 43_930
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
