@@ -20,16 +20,16 @@ BUDGET = {
     "slipstream/plan": 1_301,
     "slipstream/command": 158,
     "replay": 9_631,
-    "weight_bus": 5_069,
-    "rollout_server/engines": 3_880,
-    "rollout_server/tasks": 7_584,
-    "rollout_server": 13_297,
+    "weight_bus": 5_070,
+    "rollout_server/engines": 3_879,
+    "rollout_server/tasks": 7_623,
+    "rollout_server": 13_336,
     "learner": 9_452,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 53_826
+PRODUCT = 53_866
 SCRIPTS = 6_210
-TESTS = 43_899
+TESTS = 44_351
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
