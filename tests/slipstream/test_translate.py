@@ -265,6 +265,7 @@ a.sh | actor.policy_loss.loss_mode=cispo | {algorithm.loss: cispo, CLIP_dual: nu
 a.sh | reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: null}
 a.sh | reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: 512}
 b.sh | --advantage-estimator gspo | {algorithm.loss: gspo, algorithm.advantage: grpo}
+b.sh | --rollout-batch-size 64 --global-batch-size 16 --rollout-batch-size 32 | {learner.minibatches: 2}
 b.sh | --calculate-per-token-loss | {algorithm.aggregation: token}
 b.sh | --eps-clip 0.3 | {CLIP_low: 0.3, CLIP_high: 0.3, algorithm.aggregation: sequence}
 b.sh | --use-tis | {algorithm.proximal: current, algorithm.correction: token_tis}
