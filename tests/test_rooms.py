@@ -12,7 +12,7 @@ PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "
 BUDGET = {
     "configs": 2_591,
     "slipstream/runtime": 2_355,
-    "slipstream/families": 317,
+    "slipstream/families": 344,
     "slipstream/launch": 3_219,
     "slipstream/check": 2_087,
     "slipstream/view": 2_478,
@@ -27,9 +27,9 @@ BUDGET = {
     "learner": 9_452,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 53_866
+PRODUCT = 53_886
 SCRIPTS = 6_210
-TESTS = 44_351
+TESTS = 44_365
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
