@@ -51,6 +51,7 @@ def translate(foreign: Foreign, overrides: Sequence[str] = ()) -> Translation:
     judged = {"reward.function"} if "environment.function" in chosen else set()
     defaults = tuple(_defaults(foreign, {*pairs, *chosen, *undecided, *judged}, pairs))
     for line in defaults:
+        undecided |= {line.decides: line.note} if line.decides else {}
         pairs |= line.pairs
         sources |= dict.fromkeys(line.pairs, line.shown)
     if not {"reward.function", "environment.function"} & {*pairs, *chosen}:
@@ -201,6 +202,8 @@ def _defaults(foreign: Foreign, decided: set[str], pairs: Mapping[str, Any]) -> 
         if end in FOLLOWS:
             value = foreign.value(FOLLOWS[end], default=value)
         line = _line(Setting(name, value, f"{name}: {inline(value)}"), foreign)
+        if line.decides and line.decides not in decided:
+            yield line
         # a bound of the framework's default loss is none of another loss, where it would be refused
         missing = {
             key: one
