@@ -70,7 +70,7 @@ class Folder:
         status = self.status()
         if status is None:
             return self.silence()
-        return f"version {status['version']}: {waiting_text(status)}", not status.get("ended")
+        return f"version {status['version']}: {waiting_text(status)}", not status.get("failed")
 
 
 def _config(folder: Path) -> Config:

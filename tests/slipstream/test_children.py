@@ -203,6 +203,18 @@ def test_a_good_run_gives_a_rollout_server_its_restarts_back(monkeypatch):
     assert [line.partition("; ")[2][:12] for line in said] == ["restart 1 of", "restart 1 of", "no restart l"]
 
 
+def test_a_server_that_leaves_while_the_run_goes_on_is_started_again(monkeypatch):
+    clock, said = made(monkeypatch, 1)[1], []
+    left = SimpleNamespace(exit_code=lambda: 0, root_cause=lambda: "rollout-0 left")
+    local = servers.LocalServers(Rollout(restarts=1), lambda _: left, said.append)
+    local.add("rollout-0")
+    for expected in (0, 0, 1):  # the launcher may learn only now that the run is over
+        local.watch(run_is_over=False)
+        clock.now += servers.GOOD_ORDER_S / 2
+        assert len(said) == expected
+    assert "restart 1 of 1" in said[0]
+
+
 @pytest.mark.parametrize(
     ("code", "said", "failures"),
     [

@@ -8,15 +8,21 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from configs import load
+from slipstream.launch import children
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.servers import RunFailed
 from slipstream.plan.processes import Plan, Process
+from slipstream.runtime.ending import Ending
 from slipstream.runtime.hang import processes
+from slipstream.runtime.lifeline import CANNOT_GO_ON
 from slipstream.view.live_view import LiveView
 from tests.support.waiting import until
 
@@ -94,3 +100,37 @@ def test_a_death_with_restarts_left_is_a_start_in_place(
     with pytest.raises(Over):
         launcher.watch()
     assert launcher.resume, "it goes on from its journal, or from its newest checkpoint"
+
+
+def ended(code: int) -> Any:
+    """A child that has, and what it noted."""
+    return SimpleNamespace(exit_code=lambda: code, root_cause=lambda: "it died", ending=Ending(code, "it refuses"))
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "settings", "is_over", "goes_on"),
+    [
+        ("learner", -9, [], False, True),
+        ("learner", CANNOT_GO_ON, [], False, False),
+        ("learner", -9, ["placement.rollout=node0:0", "placement.learner='node0:1; node1:0'"], False, False),
+        ("learner", -9, [], True, False),
+        ("replay", -9, [], False, True),
+        ("replay", CANNOT_GO_ON, [], False, False),
+        ("replay", 0, [], False, False),
+    ],
+)
+def test_what_another_start_cannot_help_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, code: int, settings: list[str], is_over: bool,
+    goes_on: bool,
+) -> None:  # fmt: skip
+    config = load("quickstart", [f"run.dir={tmp_path}", "placement.device=cpu", *settings])
+    launcher, starts = Launcher(config, False, LiveView(config, "off"), address="tcp://127.0.0.1:9"), list[str]()
+    launcher.replay, launcher.learner = ended(code), ended(code)
+    monkeypatch.setattr(Launcher, "_learner_leaves", lambda _: False)
+    monkeypatch.setattr(Launcher, "_replay_says_over", lambda *_: is_over)
+    monkeypatch.setattr(Launcher, "_start_replay", lambda *_: starts.append("replay"))
+    monkeypatch.setattr(Launcher, "_start_learner", lambda _: starts.append("learner"))
+    monkeypatch.setattr(children, "stop", lambda _: None)
+    with nullcontext() if goes_on else pytest.raises(RunFailed):
+        launcher._learner_died(None) if role == "learner" else launcher._replay_died()  # type: ignore[arg-type]
+    assert starts == [role] * goes_on

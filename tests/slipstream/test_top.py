@@ -96,6 +96,14 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
     assert f"replay at {replay.address} does not answer: the run has ended" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_run_that_has_ended_while_replay_still_answers_is_well_unless_it_failed(run_dir, monkeypatch, capsys, failed):
+    state = {"version": 3, "ended": "all steps are done", "failed": failed}
+    monkeypatch.setattr(top.Folder, "status", lambda _: state)
+    assert top.main(["--line", str(run_dir)]) == failed
+    assert capsys.readouterr().out == "version 3: the run has ended: all steps are done\n"
+
+
 @pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (1, 1), (130, 0), (None, 1)])
 def test_status_says_in_one_line_how_a_run_ended(run_dir, monkeypatch, capsys, code, exit_code):
     monkeypatch.setattr(top, "ask_replay", lambda *_: None)
