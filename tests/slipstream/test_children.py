@@ -143,17 +143,18 @@ def test_rows_that_a_learner_copies_when_it_starts_again_are_known(tmp_path):
 def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path):
     line = "2026-11-22 07:00:00,000 replay INFO reading a.jsonl: 1,000 rows, 40%"
     waits = f"until [ -e {tmp_path}/seen ]; do sleep 0.01; done"
-    child = children.start("x", ["sh", "-c", f"echo '{line}'; {waits}; echo ready at 7"], tmp_path / "x.log", {})
+    child = children.start("x", ["sh", "-c", f"echo '{line}'; {waits}; exec sleep 600"], tmp_path / "x.log", {})
     shown: list[str] = []
 
     def show(text: str) -> None:
         shown.append(text)
         (tmp_path / "seen").touch()
 
-    found = children.wait_for_line(child, r"^ready at (\d)$", 20, progress=r"INFO (reading .*)$", show=show)
-    child.process.wait()
-    assert found is not None and found[1] == "7" and shown == ["reading a.jsonl: 1,000 rows, 40%"]
-    assert children.wait_for_line(child, "^never$", 20, progress="^$", show=show) is None, "it has ended"
+    wait = partial(children.wait_for, child, timeout_s=20, progress=r"INFO (reading .*)$", show=show)
+    assert wait(lambda: "7" if (tmp_path / "seen").exists() else None) == "7"
+    assert shown == ["reading a.jsonl: 1,000 rows, 40%"]
+    child.process.kill()
+    assert wait(lambda: None) is None, "it has ended"
 
 
 def made(monkeypatch, limit: int) -> tuple[Restarts, SimpleNamespace]:

@@ -4,6 +4,7 @@ Whole runs that lose them and go on: tests/e2e/test_in_place.py.
 """
 
 import dataclasses
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -25,7 +26,12 @@ from slipstream.runtime.lifeline import CANNOT_GO_ON
 from slipstream.view.live_view import LiveView
 from tests.support.waiting import until
 
-REPLAY = "echo replay ready at tcp://127.0.0.1:9; exec sleep 600"
+NOTE = '{{"name":"replay","pid":%d,"host":"%s","started":%d,"replay":"tcp://127.0.0.1:9","keys":null}}'
+REPLAY = (
+    "cd {0}; mkdir -p processes;"
+    f" printf '{NOTE}' $$ $(uname -n) $(cut -d' ' -f22 /proc/$$/stat) > processes/tmp;"
+    " mv processes/tmp processes/replay.json; exec sleep 600"
+)
 RANKS = "sleep 600 & echo $! > {0}/rank.tmp; mv {0}/rank.tmp {0}/rank; wait $!; exit 1"
 
 
@@ -33,7 +39,7 @@ class Stubbed(Launcher):
     """A launcher whose plan has shell commands in place of our processes."""
 
     def plan(self) -> Plan:
-        commands = {"replay": REPLAY, "learner": RANKS.format(self.run_dir)}
+        commands = {"replay": REPLAY.format(self.run_dir), "learner": RANKS.format(self.run_dir)}
         stubs = [Process(name, name, self.node, ("sh", "-c", text, name), {}) for name, text in commands.items()]
         return dataclasses.replace(super().plan(), processes=tuple(stubs))
 
@@ -47,6 +53,17 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     until((made.run_dir / "rank").exists, "the stub rank")
     yield made
     made.stop()
+
+
+def test_only_the_replay_that_was_started_says_where_it_serves(launcher: Launcher) -> None:
+    """The note of an earlier one is in the folder still, and its pid may be another process's by now."""
+    assert launcher.address == launcher._replay_serves() == "tcp://127.0.0.1:9"
+    path = launcher.run_dir / "processes" / "replay.json"
+    noted, me = json.loads(path.read_text()), processes.of(os.getpid())
+    assert me is not None
+    for other in ({"pid": me.pid, "started": me.started}, {"started": noted["started"] - 1}, {"replay": None}):
+        path.write_text(json.dumps(noted | other))
+        assert launcher._replay_serves() is None
 
 
 @pytest.mark.parametrize("role", ["replay", "learner"])

@@ -210,11 +210,12 @@ def test_what_does_not_follow_from_the_file_is_asked_for_and_never_chosen(name, 
 
 
 def test_bounds_of_gspo_for_recomputed_logprobs_are_refused_and_not_replaced(tmp_path, capsys):
-    words = "--advantage-estimator gspo --eps-clip 3e-4 --hf-checkpoint m --prompt-data d --n-samples-per-prompt 4"
+    words = "--advantage-estimator gspo --eps-clip 3e-4 --eps-clip-high 4e-4 --hf-checkpoint m --prompt-data d"
+    words += " --n-samples-per-prompt 4"
     (tmp_path / "a.sh").write_text(SLIME.format(words))
     arguments = [str(tmp_path / "a.sh"), "--out", str(tmp_path / "out.yaml"), "--set", "reward.function=math"]
     arguments += ["--set", "rollout.dtype=bfloat16"]
-    assert command.main(arguments) == 2 and "clip_low" in capsys.readouterr().err
+    assert command.main(arguments) == 2 and "'gspo': clip_low 0.0003 and clip_high 0.0004" in capsys.readouterr().err
 
 
 def test_a_decided_key_is_written_with_its_source(tmp_path: Path) -> None:
@@ -282,6 +283,8 @@ a.sh | actor.policy_loss.loss_mode=cispo | {algorithm.loss: cispo, CLIP_dual: nu
 a.sh | reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: null}
 a.sh | reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: 512}
 b.sh | --advantage-estimator gspo | {algorithm.loss: gspo, algorithm.advantage: grpo}
+b.sh | --advantage-estimator gspo --eps-clip 0.1 --eps-clip-c 3 | {algorithm.loss.gspo.clip_low: 0.1, CLIP_dual: null}
+b.sh | --advantage-estimator cispo --eps-clip-high 4 | {algorithm.loss: cispo, algorithm.loss.cispo.clip_high: null}
 b.sh | --rollout-batch-size 64 --global-batch-size 16 --rollout-batch-size 32 | {learner.minibatches: 2}
 b.sh | --calculate-per-token-loss | {algorithm.aggregation: token}
 b.sh | --eps-clip 0.3 | {CLIP_low: 0.3, CLIP_high: 0.3, algorithm.aggregation: sequence}
