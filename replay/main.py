@@ -1,7 +1,7 @@
 """`python -m replay.main`: the replay process. CPU only.
 
-It prints one line `replay ready at tcp://host:port` on standard output once it serves; the launcher and
-scripts read the address from there. With --recover it goes on from the journal of the run folder.
+Once it serves, it notes its address in processes/replay.json of the run folder, and prints one line
+`replay ready at tcp://host:port` on standard output. With --recover it goes on from the journal of the run folder.
 """
 
 import argparse
@@ -62,6 +62,7 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
         service = await keep_company(router, work, lambda: doing[-1])
         asking = partial(setattr, service.run, "checkpoint_asked", True)
         asyncio.get_running_loop().add_signal_handler(CHECKPOINT, asking)
+        hang.serves(router.address)
         sys.stdout.write(f"replay ready at {router.address}\n")
         sys.stdout.flush()
         with Vitals(config, "replay", "replay") as service.report.vitals:

@@ -385,7 +385,7 @@ class Service:
             self._bounded.warning("hung", "replay: waited %g s for %s (%s)%s [slow]", waited_s, what, key, said)
 
     def _state(self, now: float) -> dict[str, Any]:
-        return self.report.of(now, ended=self.ended, no_server_since=self.no_server_since)
+        return {**self.report.of(now, ended=self.ended, no_server_since=self.no_server_since), "failed": self.failed}
 
     def advance(self, now: float) -> None:
         """Hand out what can be handed out: leases, evaluations, the batch that the ranks ask for."""

@@ -204,7 +204,8 @@ class Coordinator:
         what = (failed.session, failed.epoch, failed.version)
         member = self._membership.receiving(*what)
         if member is None:
-            log.info("weight bus: v%d epoch %d, afterwards: %s", failed.version, failed.epoch, failed.reason)
+            said = (self._membership.find(failed.session) or failed.session, failed.reason)
+            log.info("weight bus: v%d epoch %d: %s, afterwards: %s", failed.version, failed.epoch, *said)
             return
         alone = len(self._membership.group) == 1
         self._membership.release(member, now)

@@ -23,11 +23,12 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from configs.errors import PackageMissing
 from configs.learner import LearnerSettings
-from learner.policy.divisibility import head_dim_of, problem_with_kernel
+from learner.policy.divisibility import problem_with_kernel
 from learner.policy.memory import PLACES_PER_TOKEN
 from learner.policy.pretrained import PolicyError
 from learner.prefixes import Prefixes, attend, lay_side_by_side
 from learner.rows import Row
+from slipstream.families.decoders import heads_of
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.devic
     """
     if config.attention == "sdpa":
         return PADDED
-    reason = reason_against_varlen(device, config, head_dim_of(model.to_dict()))
+    reason = reason_against_varlen(device, config, heads_of(model.to_dict()).size)
     if reason and (config.attention == "varlen" or device.type == "cuda"):
         log.warning(
             "learner.attention: each trajectory is padded to the longest of its row, which takes memory and time: %s",

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.learner import LearnerSettings, Mesh
+from slipstream.families.decoders import heads_of
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
@@ -19,11 +20,10 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
     """
     if mesh.tensor == 1:
         return ""
-    heads = int(model["num_attention_heads"])
-    key_value = int(model.get("num_key_value_heads") or heads)
+    heads = heads_of(model)
     parts = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value,
+        "num_attention_heads": heads.query,
+        "num_key_value_heads": heads.key_value,
         "intermediate_size": int(model["intermediate_size"]),
         "vocab_size": int(model["vocab_size"]),
     }
@@ -44,8 +44,3 @@ def problem_with_kernel(learner: LearnerSettings, head_dim: int) -> str:
     if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
         return f"the kernel takes head sizes in steps of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, the model has {head_dim}"
     return ""
-
-
-def head_dim_of(model: Mapping[str, Any]) -> int:
-    """Of the keys of config.json."""
-    return int(model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"])

@@ -25,8 +25,9 @@ from configs.learner import LearnerSettings, Lora
 from configs.machine import gpu_bytes
 from configs.schema import Config
 from learner.advantages import facts_of
-from learner.policy.divisibility import head_dim_of, problem_with_kernel
+from learner.policy.divisibility import problem_with_kernel
 from replay.batches.sharing import COPIES_PER_TOKEN
+from slipstream.families.decoders import heads_of
 from slipstream.families.pictures import decoder_of
 from slipstream.runtime.fingerprint import read_json
 
@@ -71,14 +72,13 @@ class Sizes:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "Sizes":
         """From the keys of config.json."""
-        heads = int(config["num_attention_heads"])
-        dim = head_dim_of(config)
+        heads = heads_of(config)
         return cls(
             hidden=int(config["hidden_size"]),
             layers=int(config["num_hidden_layers"]),
             intermediate=int(config["intermediate_size"]),
-            query=heads * dim,
-            key_value=2 * int(config.get("num_key_value_heads") or heads) * dim,
+            query=heads.query * heads.size,
+            key_value=2 * heads.key_value * heads.size,
             vocabulary=int(config["vocab_size"]),
             tied=bool(config.get("tie_word_embeddings")),
         )
@@ -222,7 +222,7 @@ class Setup:
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
             reference=(_sizes_of(config.algorithm.reference_path, model) if config.algorithm.kl != "none" else None),
             pads=config.placement.device != "cpu"
-            and bool(problem_with_kernel(config.learner, head_dim_of(decoder_of(model)))),
+            and bool(problem_with_kernel(config.learner, heads_of(decoder_of(model)).size)),
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
             critic=(_sizes_of(config.critic.path, model) if facts_of(config.algorithm).needs_critic else None),
         )

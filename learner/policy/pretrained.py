@@ -16,12 +16,11 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from configs.errors import SlipstreamError
 from learner.policy.sharding import Shard
+from slipstream.families.decoders import FAMILIES
 from slipstream.families.pictures import FAMILIES as WITH_PICTURES
 from slipstream.families.pictures import TOWER, decoder_of, vision_of
 from slipstream.runtime.progress import Progress
 
-FAMILIES = ("llama", "qwen2", "qwen3")
-"""Of decoders; those of WITH_PICTURES are Qwen2."""
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 COPY_BYTES = 64 * 1024 * 1024

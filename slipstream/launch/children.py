@@ -171,24 +171,23 @@ def wait_or_kill(processes: Sequence["subprocess.Popen[bytes]"], patience_s: flo
     return late
 
 
-def wait_for_line(
-    child: Child, pattern: str, timeout_s: float, *, progress: str, show: Callable[[str], None]
-) -> re.Match[str] | None:
-    """Wait for a line that matches `pattern` in the child's log; None when it ends or times out.
+def wait_for(
+    child: Child, found: Callable[[], str | None], timeout_s: float, *, progress: str, show: Callable[[str], None]
+) -> str | None:
+    """Wait for what `found` gives; None when the child ends or time is up.
 
-    Meanwhile `show` gets the first group of every line that matches `progress`.
+    Meanwhile `show` gets the first group of every line of its log that matches `progress`.
     """
     deadline = time.monotonic() + timeout_s
     tail = Tail(child.log_path, child.offset, child.log_path.stat().st_ino)
     while True:
         is_last = child.exit_code() is not None or time.monotonic() > deadline
+        answer = found()
         for line in tail.new_lines():
             if shown := re.search(progress, line):
                 show(shown[1])
-            elif found := re.search(pattern, line):
-                return found
-        if is_last:
-            return None
+        if answer is not None or is_last:
+            return answer
         time.sleep(0.02)
 
 

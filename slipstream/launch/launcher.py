@@ -30,6 +30,7 @@ from slipstream.launch.run_folder import RunFolder
 from slipstream.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
 from slipstream.plan.processes import Machine, Plan, assign
 from slipstream.runtime import ending
+from slipstream.runtime.hang import registry
 from slipstream.runtime.lifeline import CANNOT_GO_ON, CHECKPOINT, PARENT, RUN_FAILED
 
 log = logging.getLogger(__name__)
@@ -280,11 +281,15 @@ class Launcher:
         self.replay = self._start("replay", [*process.command, *own], process.environment)
         # It reads its data and journal first; the learner waits as long for a batch.
         limit = max(REPLAY_START_S, self.config.learner.batch_deadline_s)
-        pattern, progress = r"^replay ready at (\S+)$", r" INFO progress: (.*)$"
-        ready = children.wait_for_line(self.replay, pattern, limit, progress=progress, show=self.view.event)
-        if ready is None:
+        progress = r" INFO progress: (.*)$"
+        address = children.wait_for(self.replay, self._replay_serves, limit, progress=progress, show=self.view.event)
+        if address is None:
             raise DidNotStart(f"replay did not start: {self.replay.how_it_ended()}{children.late(self.replay, limit)}")
-        return ready[1]
+        return address
+
+    def _replay_serves(self) -> str | None:
+        noted = registry.member(self.run_dir, "replay")
+        return noted.replay if noted is not None and noted.pid == self.replay.pid and noted.is_here() else None
 
     def _start_learner(self) -> None:
         if self.resume:

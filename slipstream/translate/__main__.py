@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.errors import BadOption
+from configs.errors import BadOption, Contradiction
 from configs.loading import ConfigError, parse
+from learner import rules
 from slipstream.runtime.program import program
 from slipstream.translate.files import read
 from slipstream.translate.settings import Undecided
@@ -38,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             needed = "\n".join(f"  --set {key}=...  {why}" for key, why in found.undecided.items())
             raise Undecided(f"{', '.join(found.foreign.sources)}: decide what does not follow from it:\n{needed}")
         text = yaml_file(found)
-        parse(text, str(out))
+        config = parse(text, str(out))
+        for problem in rules.problems(config, rules.chosen(config)):
+            raise Contradiction(f"{out}: {problem}")
         if out.exists() and not args.force:
             raise BadOption(f"--out {out}: is there already; name another file, or add --force")
         out.write_text(text, encoding="utf-8")

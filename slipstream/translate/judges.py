@@ -23,7 +23,7 @@ def _rewards_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
 
 def _score_of_verl(shown: str, value: Any, foreign: Foreign) -> Line:
     """Of what judges by `data_source`; a reward model, or another manager, judges otherwise."""
-    manager = foreign.value("reward_model.reward_manager", default="naive")
+    manager = foreign.value("reward_model.reward_manager", "reward_manager.name", default="naive")
     if foreign.is_on("reward_model.enable") or manager not in TABLES["values"]["reward_manager"]:
         return Line(shown, "open", note="a reward model or manager judges there", decides="reward.function")
     return Line(shown, "key", {"reward.function": f"{FOREIGN}:verl"}, BY_ITS_RULE)

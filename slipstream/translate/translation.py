@@ -51,6 +51,7 @@ def translate(foreign: Foreign, overrides: Sequence[str] = ()) -> Translation:
     judged = {"reward.function"} if "environment.function" in chosen else set()
     defaults = tuple(_defaults(foreign, {*pairs, *chosen, *undecided, *judged}, pairs))
     for line in defaults:
+        undecided |= {line.decides: line.note} if line.decides else {}
         pairs |= line.pairs
         sources |= dict.fromkeys(line.pairs, line.shown)
     if not {"reward.function", "environment.function"} & {*pairs, *chosen}:
@@ -66,11 +67,20 @@ def translate(foreign: Foreign, overrides: Sequence[str] = ()) -> Translation:
 
 
 def _of_the_loss(lines: Sequence[Line], foreign: Foreign) -> Iterator[Line]:
-    """A resolved file has the options of all losses; those of others than the one it takes are not needed."""
+    """Bounds are of the loss that the file takes; those that it does not have are not needed."""
     loss = _merged(lines)[0].get("algorithm.loss", "ppo_clip")
     for line in lines:
-        others = [key for key in line.pairs if key.startswith("algorithm.loss.") and key.split(".")[2] != loss]
-        yield Line(line.shown, "not needed", note=f"the loss is {loss}") if foreign.is_whole and others else line
+        pairs = line.pairs
+        if loss == "gspo":
+            pairs = {re.sub(r"\.ppo_clip\.(clip_low|clip_high)$", r".gspo.\1", key): pairs[key] for key in pairs}
+        others = [key for key in pairs if key.startswith("algorithm.loss.") and key.split(".")[2] != loss]
+        if others == ["algorithm.loss.ppo_clip.clip_high"] and loss == "cispo" and not foreign.is_whole:
+            note = "frameworks differ in whether the bound is over 1 or over 0; here it is over 1"
+            yield Line(line.shown, "open", note=note, decides="algorithm.loss.cispo.clip_high")
+        elif others:
+            yield Line(line.shown, "not needed", note=f"the loss is {loss}")
+        else:
+            yield replace(line, pairs=pairs)
 
 
 def _overruled(line: Line, pairs: Mapping[str, Any], sources: Mapping[str, str]) -> Line:
@@ -192,6 +202,8 @@ def _defaults(foreign: Foreign, decided: set[str], pairs: Mapping[str, Any]) -> 
         if end in FOLLOWS:
             value = foreign.value(FOLLOWS[end], default=value)
         line = _line(Setting(name, value, f"{name}: {inline(value)}"), foreign)
+        if line.decides and line.decides not in decided:
+            yield line
         # a bound of the framework's default loss is none of another loss, where it would be refused
         missing = {
             key: one

@@ -6,7 +6,6 @@ of `status` is 0 where the run goes on or has finished, 1 where it has failed or
 """
 
 import argparse
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ from replay.channel import ChannelError
 from replay.status_client import ask_replay
 from slipstream.launch.children import RowTail
 from slipstream.runtime.ending import read
+from slipstream.runtime.hang import registry
 from slipstream.runtime.program import program
 from slipstream.view.live_text import waiting_text
 from slipstream.view.live_view import LiveView
@@ -30,7 +30,6 @@ LOOK_S = 1.0
 ANSWER_S = 1.0
 SILENT_LOOKS = 10
 """Times in a row that replay does not answer before its run counts as over: it may be starting again."""
-READY = re.compile(r"replay ready at (\S+)")
 
 
 class Folder:
@@ -39,8 +38,7 @@ class Folder:
     def __init__(self, folder: Path) -> None:
         self.path, self.config = folder, _config(folder)
         self._metrics = RowTail(folder / FILE)
-        self._logs = folder / "logs"
-        self._warnings = Warnings(self._logs)
+        self._warnings = Warnings(folder / "logs")
         self._address = ""
 
     def rows(self) -> list[dict[str, Any]]:
@@ -55,9 +53,8 @@ class Folder:
 
     def status(self) -> dict[str, Any] | None:
         """Replay's, None where it does not answer. Raises ChannelError: it refuses the keys of this node."""
-        log = self._logs / "replay.log"
-        if log.exists() and (found := READY.findall(log.read_text(encoding="utf-8", errors="replace"))):
-            self._address = str(found[-1])
+        noted = registry.member(self.path, "replay")
+        self._address = (noted.replay if noted is not None else None) or self._address
         answer = ask_replay(self._address, self.config.network.keys, ANSWER_S) if self._address else None
         return None if answer is None else answer.state
 
@@ -65,7 +62,7 @@ class Folder:
         """Why there is no status: how the run has ended, where its launcher could say it; and whether that is well."""
         if (ending := read(self.path)) is not None:
             return ending.said, not ending.failed
-        where = f"replay at {self._address} does not answer" if self._address else "logs/replay.log names no address"
+        where = f"replay at {self._address} does not answer" if self._address else "replay has noted no address"
         return f"{where}: the run has ended, or runs on another machine", False
 
     def line(self) -> tuple[str, bool]:
@@ -73,7 +70,7 @@ class Folder:
         status = self.status()
         if status is None:
             return self.silence()
-        return f"version {status['version']}: {waiting_text(status)}", not status.get("ended")
+        return f"version {status['version']}: {waiting_text(status)}", not status.get("failed")
 
 
 def _config(folder: Path) -> Config:

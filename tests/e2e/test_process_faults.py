@@ -2,9 +2,11 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
+import time
 
 import pytest
 
@@ -32,9 +34,34 @@ def other_tokenizer(model, folder):
     return folder
 
 
+def ended_by(run, number):
+    """End the run by this signal; the step of the whole checkpoint at which it says to go on, and what it repeats."""
+    run.process.send_signal(number)
+    assert run.wait(60) == 130, run.text()[-3000:]
+    last = run.text().splitlines()[-1]
+    said = r" received; --resume \S+ goes on at step (\d+)(?: and trains the (\d+) steps)?"
+    found = re.search(number.name + said, last)
+    assert found is not None, last
+    step, repeated = int(found[1]), int(found[2] or 0)
+    assert (run.folder / "checkpoints" / f"step_{step}" / "COMPLETE").exists()
+    assert run.ledger()[-1]["step"] == step + repeated, last
+    return step
+
+
+def line_of(run):
+    """Each step that was made, those that were made twice with equal weights, and no group in two of them."""
+    made = {}
+    for line in run.ledger():
+        before = made.setdefault(line["step"], line)
+        assert (before["digest"], before["groups"]) == (line["digest"], line["groups"])
+    trained = [tuple(group) for line in made.values() for group in line["groups"]]
+    assert len(trained) == len(set(trained)) == 16 * len(made), "nothing is trained twice"
+    return made
+
+
 @pytest.fixture(scope="module")
 def story(tmp_path_factory, untrained, zygote):
-    """A run that loses all its servers one after another, is helped by another one, and ends by Ctrl-C."""
+    """A run that loses all its servers one after another, is helped by another one, and ends by SIGTERM."""
     folder = tmp_path_factory.mktemp("story")
     runs = Runs(folder, untrained, zygote)
     servers = ("rollout.restarts=1", "rollout.restart_backoff_s=0.1", "rollout.wait_for_servers_s=60")
@@ -56,8 +83,7 @@ def story(tmp_path_factory, untrained, zygote):
     rescuer = runs.server(run, "by-hand")
     run.wait_until(lambda: run.steps()[-1].get("rollout/groups/by-hand", 0) > 0, "a group of the new server")
     goes_on(run)
-    run.process.send_signal(signal.SIGINT)
-    run.code = run.wait(60)
+    run.checkpoint = ended_by(run, signal.SIGTERM)
     rescuer.process.kill()
     rescuer.process.wait(10)
     run.all_ended = run.nothing_left()
@@ -88,11 +114,8 @@ def test_without_any_server_the_run_waits_by_name_and_goes_on_with_a_new_one(sto
     assert story.steps()[-1]["rollout/groups/by-hand"] > 0
 
 
-def test_ctrl_c_ends_everything_and_says_how_to_go_on(story):
-    assert story.code == 130 and story.all_ended
-    last = story.text().splitlines()[-1]
-    found = re.search(r"SIGINT received; --resume \S+ goes on at step (\d+)", last)
-    assert found is not None and (story.folder / "checkpoints" / f"step_{found[1]}" / "COMPLETE").exists(), last
+def test_a_signal_ends_everything_and_leaves_a_checkpoint(story):
+    assert story.all_ended and story.checkpoint > 0
 
 
 def test_a_rollout_server_with_another_tokenizer_is_refused_and_the_run_goes_on(story):
@@ -103,19 +126,34 @@ def test_a_rollout_server_with_another_tokenizer_is_refused_and_the_run_goes_on(
 
 
 def test_an_interrupted_run_is_resumed_and_trains_nothing_twice(story, launch):
-    done = story.ledger()
-    last = done[-1]["step"] + 3
-    run = launch.resume(story.folder, "--steps", str(last))
-    assert run.wait() == 0, run.text()[-3000:]
-    assert [row["training/global_step"] for row in run.steps()] == list(range(1, last + 1))
-    again = run.ledger()[len(done) :]
-    assert {line["incarnation"] for line in again} == {2} and again[0]["step"] > 1, "from the checkpoint of the end"
-    first = {line["step"]: (line["digest"], line["groups"]) for line in done}
-    repeated = {line["step"]: (line["digest"], line["groups"]) for line in again if line["step"] in first}
-    assert all(first[step] == made for step, made in repeated.items())
-    line = [*(made for made in done if made["step"] < again[0]["step"]), *again]
-    trained = [tuple(group) for made in line for group in made["groups"]]
-    assert len(trained) == len(set(trained)) == 16 * last
+    done = len(story.ledger())
+    run = launch.resume(story.folder)
+    run.wait_until(lambda: len(run.ledger()) > done + 3, "four steps", 120)
+    ended_by(run, signal.SIGINT)
+    made, again = line_of(run), run.ledger()[done:]
+    assert {line["incarnation"] for line in again} == {2} and again[0]["step"] == story.checkpoint + 1
+    assert sorted(made) == [row["training/global_step"] for row in run.steps()] == list(range(1, max(made) + 1))
+
+
+@pytest.mark.slow
+def test_a_run_that_signals_end_five_times_loses_nothing_and_trains_nothing_twice(launch):
+    """At random moments of random steps, by either signal; each resume begins where the last line has said."""
+    rng, begins, steps = random.Random(11), 1, 80
+    run = launch("checkpoint.every_steps=4", "data.shuffle=false", steps=steps)
+    for number in rng.choices((signal.SIGINT, signal.SIGTERM), k=5):
+        done, more = len(run.ledger()), rng.randint(1, 5)
+        run.wait_until(lambda n=done + more, run=run: len(run.ledger()) > n, "steps", 150)
+        assert run.ledger()[done]["step"] == begins
+        time.sleep(rng.random())
+        begins = ended_by(run, number) + 1
+        print(f"after {run.ledger()[-1]['step']} steps:", run.text().splitlines()[-1])
+        run = launch.resume(run.folder)
+    assert run.wait(300) == 0 and run.nothing_left(), run.text()[-3000:]
+    made = line_of(run)
+    print(run.text().splitlines()[-1], f"; {len(run.ledger()) - steps} steps were made twice, with equal weights")
+    assert sorted(made) == [row["training/global_step"] for row in run.steps()] == list(range(1, steps + 1))
+    trained = sorted(tuple(group) for line in made.values() for group in line["groups"])
+    assert trained == [(0, index) for index in range(16 * steps)], "every prompt of the file in its turn"
 
 
 FAULTS = {

@@ -1,6 +1,8 @@
 """Trajectories in one row: the logprobs of a transformers model, and the same from every kernel and recomputation."""
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from learner.policy.model import Policy, build_policy
 from learner.policy.pretrained import PolicyError
 from learner.step import StepSums, accumulate_gradients
 from tests.learner.recorded import batch_of, random_step, rows_of
-from tests.learner.tiny_models import SIZES, built, logprobs, make_config, save_model
+from tests.learner.tiny_models import SIZES, built, logprobs, make_config, row_of, save_model
 
 CPU = torch.device("cpu")
 SEQUENCES = [
@@ -47,6 +49,43 @@ def test_a_cpu_pads_unless_told_otherwise(qwen3: Path, caplog: pytest.LogCapture
     assert modes == {"auto": attention.PADDED, "sdpa": attention.PADDED} and not caplog.messages
     assert attention.choose(configured(qwen3, "varlen").learner, model, CPU) == attention.PADDED
     assert "the kernel needs CUDA, the learner runs on cpu" in caplog.text
+    caplog.clear()
+    of_float32 = configured(qwen3, compute_dtype="float32").learner
+    assert attention.choose(of_float32, model, torch.device("cuda")) == attention.PADDED
+    assert "learner.attention: each trajectory is padded to the longest of its row" in caplog.text, "of auto on a GPU"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kind", "is_cuda", "warns"),
+    [
+        ([2] * 9 + [60], attention.PADDED, True, True),
+        ([2] * 9 + [60], attention.PADDED, False, False),
+        ([2] * 9 + [60], attention.VARLEN, True, False),
+        ([20, 60], attention.PADDED, True, False),
+    ],
+)
+def test_a_row_that_pads_to_more_than_its_budget_is_named_once(
+    lengths: list[int],
+    kind: str,
+    is_cuda: bool,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(attention, "WARNED_ROWS", set())
+    row = row_of([[5] * length for length in lengths])
+    ids: Any = SimpleNamespace(shape=row.input_ids.shape, is_cuda=is_cuda)
+    for _ in range(2):
+        attention.warn_of_padding(replace(row, input_ids=ids), kind)
+    expected = "attention pads a row of 78 tokens to 600 places, and the memory budget counts 4 a token"
+    assert [line.partition(";")[0] for line in caplog.messages] == [expected] * warns
+
+
+def test_every_row_is_looked_at_for_its_padding(qwen3: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[str]()
+    monkeypatch.setattr(attention, "warn_of_padding", lambda _, kind: asked.append(kind))
+    logprobs(built(configured(qwen3), mesh)[0], SEQUENCES)
+    assert asked == [attention.PADDED]
 
 
 @pytest.mark.parametrize(

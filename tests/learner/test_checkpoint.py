@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
+from configs.learner import Mesh
 from learner.beside.beside import build_beside
 from learner.checkpoints import checkpointer, memory_plan
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
@@ -265,6 +266,11 @@ def test_a_resumed_run_keeps_its_memory_plan_whatever_is_free(config, mesh, keep
     room["free"] = first.total - 1
     with pytest.raises(OutOfMemory, match=r"memory_plan\.json"):
         memory_plan.plan_memory(config, mesh, CPU)
+    split = config.model_copy(update={"placement": config.placement.model_copy(update={"split": "1:2"})})
+    other = [{"recompute": "full"}, {"offload_activations": True}, {"mesh": Mesh(tensor=2)}]
+    learners = [config.learner.model_copy(update=change) for change in other]
+    made_for = [split, *(config.model_copy(update={"learner": learner}) for learner in learners), config]
+    assert len({json.dumps(memory_plan.facts_of(one)) for one in made_for}) == 5, "each is planned for itself"
     smaller = config.learner.model_copy(update={"max_tokens_per_microbatch": 128})
     changed = memory_plan.plan_memory(config.model_copy(update={"learner": smaller}), mesh, CPU)
     assert changed.recompute == memory_plan.choose(Setup.of(config, SIZES), 0).recompute, "planned anew"

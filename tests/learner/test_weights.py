@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 
-from learner.weights import WeightPublisher
+from learner.weights import WeightPublisher, numbers_of
 from tests.learner.tiny_models import make_config
 
 LATE = SimpleNamespace(late=())
+FAILED = SimpleNamespace(
+    version=4, late=("rollout-1",), served=["rollout-0"], failed={"rollout-1": "applying v4 [slow]"}, held={},
+    seconds={"total": 2.0}, num_bytes=1, epoch=1,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -30,3 +34,13 @@ def test_a_step_waits_only_for_a_version_that_none_may_supersede(
     bus._is_out, bus._evaluates = True, evaluates
     assert (bus.wait(last=last) is LATE) is waits
     assert bus.wait(last=True) is None, "nothing is out any more"
+
+
+def test_who_has_not_taken_a_version_is_named(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    bus = object.__new__(WeightPublisher)
+    bus.config = make_config(tmp_path)
+    bus._publisher = SimpleNamespace(wait=lambda: FAILED)  # type: ignore[assignment]
+    bus._is_out, bus._evaluates = True, False
+    assert bus.wait(last=True) is FAILED and "rollout-1 did not take version 4 in time" in caplog.text
+    assert numbers_of(FAILED)["weight_sync/digests_equal"] is False  # type: ignore[arg-type]
+    assert "version 4 did not reach 'rollout-1': applying v4 [slow]" in caplog.text

@@ -24,6 +24,8 @@ FAILED = 1
 """Exit code of pytest, and of the simulation, when a test fails; others say that nothing was tested."""
 FINDING = r"^(?:(?:FAILED|ERROR) \S*::|(?:\S+\.)?(?=\w*(?:Violation|Error)\b))(\S.*)$"
 """The name of a failed test, or the last line of a traceback."""
+SKIPPED = r"^\d+ skipped\b"
+"""How pytest sums up what has no other outcome."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class Bench:
     """A copy of the packages and their tests, and a process that runs these (tests/mutants/worker.py)."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self._all_skipped = root, False
         ignored = shutil.ignore_patterns("__pycache__", "*.gz", "*.png")
         for name in COPIED:
             if (ROOT / name).exists():
@@ -83,25 +85,30 @@ class Bench:
         )
 
     def notices(self, mutant: Mutant) -> str | None:
-        """What notices a mutant; None when nothing does. Raises RuntimeError: its tests cannot be run."""
+        """What notices a mutant, or that its tests are not for this machine; None when nothing does.
+
+        Raises RuntimeError: its tests cannot be run.
+        """
         path = self.root / mutant.path
         source = path.read_text(encoding="utf-8")
         path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
         try:
-            return self.fails(mutant.tests)
+            return self.fails(mutant.tests) or ("skipped" if self._all_skipped else None)
         finally:
             path.write_text(source, encoding="utf-8")
 
     def fails(self, tests: Sequence[str]) -> str | None:
         """What fails first of these tests; None when nothing does."""
+        self._all_skipped = True
         for arguments in tests:
             words = shlex.split(arguments)
             if words[0] == "simulation":
                 command = ["tests.replay.simulation", "--processes", "1", "--stop-at", "1", "--seeds", words[1]]
             else:
-                command = ["pytest", "-x", "-q", "-p", "no:cacheprovider", *words]
+                command = ["pytest", "-x", "-p", "no:cacheprovider", *words]
             code, output = self._run(command)
             found = re.findall(FINDING, output, re.MULTILINE)
+            self._all_skipped &= re.search(SKIPPED, output, re.MULTILINE) is not None
             if code == FAILED:
                 return f"{arguments}: {found[-1][:120] if found else output[-120:]}"
             if code != 0:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from replay import messages as m
+from replay.channel import Inventory
 from replay.state.leases import WAIT_FOR_OTHERS_S, Shares, Slot, SlotState
 from tests.replay.simulated_run import (
     answering,
@@ -270,6 +271,20 @@ def test_a_lease_that_two_inventories_lack_is_sent_again():
     says(made, "a", 9.0, finished=keys)
     says(made, "a", 11.0, finished=keys)
     assert not sent(made, "a", m.Lease), "what is finished is not missing"
+
+
+def test_words_without_a_key_count_in_a_row_and_from_its_last_sending_on():
+    inventory = Inventory[int]()
+
+    def lacks(*held: int) -> bool:
+        inventory.heard(held)
+        return inventory.lacks(1)
+
+    assert [lacks(), lacks(1), lacks(), lacks()] == [False] * 4, "the second was a word with it"
+    assert [lacks(), lacks(), lacks(), lacks()] == [True, False, True, False], "sent again, and lacking again"
+    for _ in range(4):
+        inventory.heard([])
+    assert not lacks(), "it was no question meanwhile"
 
 
 def test_a_finished_group_that_did_not_come_is_asked_for_and_one_that_did_is_acknowledged_again():

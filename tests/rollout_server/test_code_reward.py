@@ -19,8 +19,8 @@ from rollout_server.tasks.rewards.built_in.code_tests import Checks, Streams, re
 from rollout_server.tasks.rewards.built_in.code_values import Value, decoded
 from rollout_server.tasks.sandbox import probe
 from rollout_server.tasks.sandbox.box import run
-from rollout_server.tasks.sandbox.probe import Isolation, isolation
-from tests.rollout_server.reward_runs import sample, score
+from rollout_server.tasks.sandbox.probe import Isolation
+from tests.rollout_server.reward_runs import needs_isolation, sample, score
 
 OPTIONS = Code(timeout_s=20.0, total_s=40.0).model_dump(exclude={"weight"})
 STREAMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
@@ -47,12 +47,12 @@ __main__.results.write(json.dumps(sys.stdin.readline().strip()) + "\\n")
 __main__.results.close()
 os._exit(0)"""
 """Reads the word that says that tests which do not come apart have passed."""
+GUESSED = 'import __main__, os\n__main__.results.write(\'["word", "x"]\\n\')\n__main__.results.close()\nos._exit(0)'
 
 
 @pytest.fixture(scope="module", autouse=True)
 def isolated() -> None:
-    if not isolation().is_whole:
-        pytest.skip(f"this machine: {isolation()}")
+    needs_isolation()
 
 
 def judged(program: str, truth: Any, **options: Any) -> dict[str, float]:
@@ -106,6 +106,9 @@ def test_right_programs_pass(program: str, truth: Any) -> None:
         ("class E:\n  __gt__ = lambda s, o: True\ndef add(a, b): return E()", ["assert (add(1, 2) > 2) == True"], ""),
         ('import os\nos.write(1, b\'["value", 3]\\n["value", 7]\\n\')\ndef add(a, b): return 0', CALLS, ""),
         ("syntax error(", ASSERTS, "crashed"),
+        ("print(3)\nraise SystemExit(3)", {"inputs": ["1 2"], "outputs": ["3"]}, "crashed"),
+        (GUESSED, OPAQUE, ""),
+        ("def f(n): raise ValueError", ["assert f(1) in (None, 2)"], ""),
         ("def f(): return 1", ["assert f() is True"], ""),
     ],
 )

@@ -117,8 +117,10 @@ def test_a_damaged_message_uses_up_no_number() -> None:
             header[-1] ^= 1
             dealer.send_multipart([bytes(header), b""])
             dealer.send_multipart(encode(Note(), RUN, 1))
-            damaged, whole = await arrivals(router, 2)
+            dealer.send_multipart(encode(Note(), "another-run", 2))
+            damaged, whole, strange = await arrivals(router, 3)
         assert isinstance(damaged[1], WireError) and isinstance(whole[1], Envelope)
+        assert isinstance(strange[1], WireError) and "run id 'another-run'" in str(strange[1])
 
     with_router(body)
 

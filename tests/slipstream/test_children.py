@@ -143,17 +143,18 @@ def test_rows_that_a_learner_copies_when_it_starts_again_are_known(tmp_path):
 def test_what_a_child_reports_while_it_starts_is_shown_once(tmp_path):
     line = "2026-11-22 07:00:00,000 replay INFO reading a.jsonl: 1,000 rows, 40%"
     waits = f"until [ -e {tmp_path}/seen ]; do sleep 0.01; done"
-    child = children.start("x", ["sh", "-c", f"echo '{line}'; {waits}; echo ready at 7"], tmp_path / "x.log", {})
+    child = children.start("x", ["sh", "-c", f"echo '{line}'; {waits}; exec sleep 600"], tmp_path / "x.log", {})
     shown: list[str] = []
 
     def show(text: str) -> None:
         shown.append(text)
         (tmp_path / "seen").touch()
 
-    found = children.wait_for_line(child, r"^ready at (\d)$", 20, progress=r"INFO (reading .*)$", show=show)
-    child.process.wait()
-    assert found is not None and found[1] == "7" and shown == ["reading a.jsonl: 1,000 rows, 40%"]
-    assert children.wait_for_line(child, "^never$", 20, progress="^$", show=show) is None, "it has ended"
+    wait = partial(children.wait_for, child, timeout_s=20, progress=r"INFO (reading .*)$", show=show)
+    assert wait(lambda: "7" if (tmp_path / "seen").exists() else None) == "7"
+    assert shown == ["reading a.jsonl: 1,000 rows, 40%"]
+    child.process.kill()
+    assert wait(lambda: None) is None, "it has ended"
 
 
 def made(monkeypatch, limit: int) -> tuple[Restarts, SimpleNamespace]:
@@ -200,6 +201,18 @@ def test_a_good_run_gives_a_rollout_server_its_restarts_back(monkeypatch):
         clock.now += 2.0
         local.watch(run_is_over=False)  # its backoff is over
     assert [line.partition("; ")[2][:12] for line in said] == ["restart 1 of", "restart 1 of", "no restart l"]
+
+
+def test_a_server_that_leaves_while_the_run_goes_on_is_started_again(monkeypatch):
+    clock, said = made(monkeypatch, 1)[1], []
+    left = SimpleNamespace(exit_code=lambda: 0, root_cause=lambda: "rollout-0 left")
+    local = servers.LocalServers(Rollout(restarts=1), lambda _: left, said.append)
+    local.add("rollout-0")
+    for expected in (0, 0, 1):  # the launcher may learn only now that the run is over
+        local.watch(run_is_over=False)
+        clock.now += servers.GOOD_ORDER_S / 2
+        assert len(said) == expected
+    assert "restart 1 of 1" in said[0]
 
 
 @pytest.mark.parametrize(

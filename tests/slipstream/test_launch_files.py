@@ -12,7 +12,7 @@ import yaml
 
 import configs
 from configs import ConfigError
-from configs.loading import PRESETS
+from configs.loading import PRESETS, dump
 from examples import sort6
 from replay import keys as make_keys
 from slipstream.launch.__main__ import main
@@ -146,14 +146,25 @@ read -r order; echo "$machine: $order" >>"$STEPS"
 
 
 def test_the_slurm_file_gives_every_node_its_order(tmp_path, launch, four):
-    """With commands in place of Slurm's: a step reads its order, the first one fails, as does one with servers."""
-    launch("learner", "--slurm", *four)
+    """With commands in place of Slurm's: a step reads its order, the first one fails, as does one with servers.
+
+    The job was put back into the queue, and the file that it was written from has changed meanwhile.
+    """
+    own = tmp_path / "own.yaml"
+    own.write_text(dump(configs.load(FOUR, ["learner.lr=3e-6"])))
+    launch("learner", "--slurm", "--config", str(own), *four[2:])
+    own.write_text(dump(configs.load(FOUR, ["learner.lr=0.5"])))
     file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
     (tmp_path / "bin").mkdir()
     for name, text in {"scontrol": "#!/bin/sh\nprintf 'm1\\nm2\\nm3\\nm4\\n'\n", "srun": SRUN}.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "m[1-4]", "SLURM_CPUS_ON_NODE": "8"}
+    slurm = {
+        "SLURM_JOB_ID": "42",
+        "SLURM_JOB_NODELIST": "m[1-4]",
+        "SLURM_CPUS_ON_NODE": "8",
+        "SLURM_RESTART_COUNT": "1",
+    }
     variables = {**os.environ, **slurm, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "STEPS": f"{tmp_path}/steps"}
     done = subprocess.run(["bash", str(file)], env=variables, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1 and "node0 (10.1.0.1) failed: exit code 7" in done.stderr, (done.stdout, done.stderr)
@@ -164,10 +175,11 @@ def test_the_slurm_file_gives_every_node_its_order(tmp_path, launch, four):
     assert found == {f"m{i + 1}": (role, f"node{i}") for i, role in enumerate(roles)}
     first = orders["m1"]
     assert all(order.resume_if_begun and not order.keys and order.config == first.config for order in orders.values())
-    assert node_spec.config_of(first.config).run.name == f"{FOUR}-42"
+    config = node_spec.config_of(first.config)
+    assert (config.run.name, config.learner.lr) == (f"{FOUR}-42", 3e-6)
     hosts = parse_hosts(first.hosts, "hosts")
     assert {host.name: host.address for host in hosts.values()} == {f"node{i}": f"10.1.0.{i + 1}" for i in range(4)}
-    assert f"job 42, start 1: run {tmp_path}/runs/{FOUR}-42" in done.stdout
+    assert f"job 42, start 2: run {tmp_path}/runs/{FOUR}-42" in done.stdout
 
 
 def test_jobs_of_one_name_have_their_own_configurations(tmp_path, launch, four, monkeypatch):

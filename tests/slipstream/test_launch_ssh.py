@@ -162,6 +162,12 @@ def test_key_files_are_for_their_owner_alone_and_stay_in_their_folder(tmp_path):
     for name in ("../evil", "/evil", "clients/../../evil"):
         with pytest.raises(KeysError, match="no place"):
             write_keys(str(folder), {name: "x"})
+    serving = {"server.key": "a", "server.key_secret": "b", "clients/learner.key_secret": "c", "clients/n.key": "d"}
+    write_keys(str(folder), {**serving, "clients/gone.key": "e"})
+    write_keys(str(folder), serving)
+    assert not (folder / "clients" / "gone.key").exists(), "a client that was removed is not admitted any more"
+    write_keys(str(folder), {"server.key": "a", "clients/n.key": "d", "clients/n.key_secret": "f"})
+    assert (folder / "clients" / "learner.key_secret").exists(), "keys are handed out from here"
 
 
 def test_a_container_counts_its_own_gpus_from_zero():

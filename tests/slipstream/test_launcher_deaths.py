@@ -4,22 +4,34 @@ Whole runs that lose them and go on: tests/e2e/test_in_place.py.
 """
 
 import dataclasses
+import json
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from configs import load
+from slipstream.launch import children
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.servers import RunFailed
 from slipstream.plan.processes import Plan, Process
+from slipstream.runtime.ending import Ending
 from slipstream.runtime.hang import processes
+from slipstream.runtime.lifeline import CANNOT_GO_ON
 from slipstream.view.live_view import LiveView
 from tests.support.waiting import until
 
-REPLAY = "echo replay ready at tcp://127.0.0.1:9; exec sleep 600"
+NOTE = '{{"name":"replay","pid":%d,"host":"%s","started":%d,"replay":"tcp://127.0.0.1:9","keys":null}}'
+REPLAY = (
+    "cd {0}; mkdir -p processes;"
+    f" printf '{NOTE}' $$ $(uname -n) $(cut -d' ' -f22 /proc/$$/stat) > processes/tmp;"
+    " mv processes/tmp processes/replay.json; exec sleep 600"
+)
 RANKS = "sleep 600 & echo $! > {0}/rank.tmp; mv {0}/rank.tmp {0}/rank; wait $!; exit 1"
 
 
@@ -27,7 +39,7 @@ class Stubbed(Launcher):
     """A launcher whose plan has shell commands in place of our processes."""
 
     def plan(self) -> Plan:
-        commands = {"replay": REPLAY, "learner": RANKS.format(self.run_dir)}
+        commands = {"replay": REPLAY.format(self.run_dir), "learner": RANKS.format(self.run_dir)}
         stubs = [Process(name, name, self.node, ("sh", "-c", text, name), {}) for name, text in commands.items()]
         return dataclasses.replace(super().plan(), processes=tuple(stubs))
 
@@ -41,6 +53,17 @@ def launcher(tmp_path: Path) -> Iterator[Launcher]:
     until((made.run_dir / "rank").exists, "the stub rank")
     yield made
     made.stop()
+
+
+def test_only_the_replay_that_was_started_says_where_it_serves(launcher: Launcher) -> None:
+    """The note of an earlier one is in the folder still, and its pid may be another process's by now."""
+    assert launcher.address == launcher._replay_serves() == "tcp://127.0.0.1:9"
+    path = launcher.run_dir / "processes" / "replay.json"
+    noted, me = json.loads(path.read_text()), processes.of(os.getpid())
+    assert me is not None
+    for other in ({"pid": me.pid, "started": me.started}, {"started": noted["started"] - 1}, {"replay": None}):
+        path.write_text(json.dumps(noted | other))
+        assert launcher._replay_serves() is None
 
 
 @pytest.mark.parametrize("role", ["replay", "learner"])
@@ -77,3 +100,37 @@ def test_a_death_with_restarts_left_is_a_start_in_place(
     with pytest.raises(Over):
         launcher.watch()
     assert launcher.resume, "it goes on from its journal, or from its newest checkpoint"
+
+
+def ended(code: int) -> Any:
+    """A child that has, and what it noted."""
+    return SimpleNamespace(exit_code=lambda: code, root_cause=lambda: "it died", ending=Ending(code, "it refuses"))
+
+
+@pytest.mark.parametrize(
+    ("role", "code", "settings", "is_over", "goes_on"),
+    [
+        ("learner", -9, [], False, True),
+        ("learner", CANNOT_GO_ON, [], False, False),
+        ("learner", -9, ["placement.rollout=node0:0", "placement.learner='node0:1; node1:0'"], False, False),
+        ("learner", -9, [], True, False),
+        ("replay", -9, [], False, True),
+        ("replay", CANNOT_GO_ON, [], False, False),
+        ("replay", 0, [], False, False),
+    ],
+)
+def test_what_another_start_cannot_help_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, code: int, settings: list[str], is_over: bool,
+    goes_on: bool,
+) -> None:  # fmt: skip
+    config = load("quickstart", [f"run.dir={tmp_path}", "placement.device=cpu", *settings])
+    launcher, starts = Launcher(config, False, LiveView(config, "off"), address="tcp://127.0.0.1:9"), list[str]()
+    launcher.replay, launcher.learner = ended(code), ended(code)
+    monkeypatch.setattr(Launcher, "_learner_leaves", lambda _: False)
+    monkeypatch.setattr(Launcher, "_replay_says_over", lambda *_: is_over)
+    monkeypatch.setattr(Launcher, "_start_replay", lambda *_: starts.append("replay"))
+    monkeypatch.setattr(Launcher, "_start_learner", lambda _: starts.append("learner"))
+    monkeypatch.setattr(children, "stop", lambda _: None)
+    with nullcontext() if goes_on else pytest.raises(RunFailed):
+        launcher._learner_died(None) if role == "learner" else launcher._replay_died()  # type: ignore[arg-type]
+    assert starts == [role] * goes_on

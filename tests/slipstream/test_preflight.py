@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -324,3 +325,22 @@ def test_what_a_resume_repeats_is_said_exactly(made, kept, said, tmp_path, monke
     monkeypatch.setattr(earlier_run, "latest_complete", lambda folder: (found, []))
     text = earlier_run.goes_on(tmp_path)
     assert [part for part in said if part not in text] == [] and ("again" in text) == (made != (kept or 0))
+
+
+def test_a_playback_makes_the_steps_of_the_surviving_line(monkeypatch):
+    records = [("commit", 1), ("commit", 2), ("commit", 3), ("diverged", 1), ("commit", 2)]
+    journal = SimpleNamespace(records=lambda: [SimpleNamespace(kind=k, fields={"step": n}) for k, n in records])
+    monkeypatch.setattr(earlier_run, "JournalReader", lambda _: journal)
+    assert earlier_run._last_step(Path("run")) == 2
+
+
+@pytest.mark.parametrize(
+    ("made", "code", "exit_code"), [("ab", 0, 0), ("ab", 3, 3), ("a", 0, 1), ("ax", 0, 1), ("ax", 3, 3)]
+)
+def test_a_playback_ends_well_with_every_digest_of_the_journal(tmp_path, capsys, made, code, exit_code):
+    (tmp_path / "same").mkdir()
+    pairs = enumerate(zip(made, "ab", strict=False), start=1)
+    lines = [{"step": n, "groups": [], "digest": digest, "expected": expected} for n, (digest, expected) in pairs]
+    (tmp_path / "same" / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert earlier_run.report(config_in(tmp_path, learner={"total_steps": 2}), code) == exit_code
+    assert json.loads(capsys.readouterr().out)["first_different"] == (2 if "x" in made else None)

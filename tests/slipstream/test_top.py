@@ -31,8 +31,15 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def note(run_dir: Path, address: str) -> None:
+    """What replay notes of itself."""
+    (run_dir / "processes").mkdir()
+    member = {"name": "replay", "pid": 1, "host": "h", "started": 0, "replay": address, "keys": None}
+    (run_dir / "processes" / "replay.json").write_text(json.dumps(member))
+
+
 def test_a_run_that_has_ended_shows_what_it_came_to(run_dir, capsys):
-    (run_dir / "logs" / "replay.log").write_text("replay ready at tcp://127.0.0.1:9\n")
+    note(run_dir, "tcp://127.0.0.1:9")
     assert top.main([str(run_dir)]) == 0
     said = capsys.readouterr().out.splitlines()
     assert said[0] == "learner-0: guard: step 2: (limits.ess) low"
@@ -68,7 +75,7 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
     monkeypatch.setattr(top, "LOOK_S", 0.01)
     monkeypatch.setattr(top, "ANSWER_S", 20.0)
     with served_replay.served(load_keys(tmp_path / "keys")) as replay:
-        (run_dir / "logs" / "replay.log").write_text(f"replay ready at {replay.address}\n")
+        note(run_dir, replay.address)
         folder = top.Folder(run_dir)
         state = folder.status()
         assert state is not None and state["groups"]["max"] > 0
@@ -89,10 +96,18 @@ def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_
     assert f"replay at {replay.address} does not answer: the run has ended" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_run_that_has_ended_while_replay_still_answers_is_well_unless_it_failed(run_dir, monkeypatch, capsys, failed):
+    state = {"version": 3, "ended": "all steps are done", "failed": failed}
+    monkeypatch.setattr(top.Folder, "status", lambda _: state)
+    assert top.main(["--line", str(run_dir)]) == failed
+    assert capsys.readouterr().out == "version 3: the run has ended: all steps are done\n"
+
+
 @pytest.mark.parametrize(("code", "exit_code"), [(0, 0), (1, 1), (130, 0), (None, 1)])
 def test_status_says_in_one_line_how_a_run_ended(run_dir, monkeypatch, capsys, code, exit_code):
     monkeypatch.setattr(top, "ask_replay", lambda *_: None)
-    (run_dir / "logs" / "replay.log").write_text("replay ready at tcp://127.0.0.1:9\n")
+    note(run_dir, "tcp://127.0.0.1:9")
     if code is not None:
         ending.write(run_dir, code, "run stopped: no room [SLIP-CONFIG-10]")
     assert top.main(["--line", str(run_dir)]) == exit_code

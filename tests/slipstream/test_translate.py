@@ -20,6 +20,8 @@ from slipstream.translate.settings import Untranslatable
 from slipstream.translate.translation import Translation, translate
 
 VERL = "#!/bin/bash\npython3 -m verl.trainer.main_ppo {} $@\n"
+STEPS = " trainer.total_training_steps=9"
+TOTAL, WARM_UP = "learner.total_steps", "learner.warmup_steps"
 SLIME = "python3 train.py \\\n  {}\n"
 
 
@@ -169,17 +171,32 @@ def test_every_name_of_the_tables_leads_to_a_key_of_ours_once() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "undecided"),
     [
-        ("a.sh", VERL.format("reward_model.enable=True data.train_files=gsm8k.parquet"), ["reward.function"]),
-        ("a.sh", VERL.format("reward_model.reward_manager=prime"), ["reward.function"]),
+        ("a.sh", VERL.format("reward_model.enable=True data.train_files=gsm8k.parquet" + STEPS), ["reward.function"]),
+        ("a.sh", VERL.format("reward_model.reward_manager=prime" + STEPS), ["reward.function"]),
+        ("a.sh", VERL.format("reward_manager.name=prime" + STEPS), ["reward.function"]),
         ("a.sh", SLIME.format("--rm-type remote_rm"), ["reward.function"]),
         ("a.sh", SLIME.format("--rm-type math --custom-rm-path my.rewards.judge"), ["reward.function"]),
         ("a.sh", SLIME.format("--custom-rm-path my.rewards.judge"), ["reward.function"]),
         ("a.sh", SLIME.format("--optimizer muon --lr 2e-5"), ["learner.lr", "reward.function"]),
         ("a.toml", "[trainer.optim]\ntype = 'muon'\nlr = 2e-5\n", ["learner.lr", "reward.function"]),
-        ("a.py", "GRPOConfig(optim='adafactor', learning_rate=2e-5)", ["learner.lr", "reward.function"]),
-        ("a.sh", VERL.format("trainer.n_gpus_per_node=8 custom_reward_function.path=r.py"), ["placement.split"]),
-        ("a.sh", VERL.format("trainer.total_epochs=3 custom_reward_function.path=r.py"), ["learner.total_steps"]),
-        ("a.py", "GRPOTrainer('m', [], args=GRPOConfig(warmup_ratio=0.1), reward_funcs=[])", ["learner.warmup_steps"]),
+        (
+            "a.py",
+            "GRPOConfig(optim='adafactor', learning_rate=2e-5, max_steps=9, generation_batch_size=8)",
+            ["learner.lr", "reward.function"],
+        ),
+        (
+            "a.sh",
+            VERL.format("trainer.n_gpus_per_node=8 custom_reward_function.path=r.py" + STEPS),
+            ["placement.split"],
+        ),
+        ("a.sh", VERL.format("trainer.total_epochs=3 custom_reward_function.path=r.py"), [TOTAL]),
+        ("a.sh", VERL.format("custom_reward_function.path=r.py"), [TOTAL]),
+        ("a.py", "GRPOTrainer('m', f, reward_funcs=[])", [TOTAL, "rollout.groups_per_step"]),
+        (
+            "a.py",
+            "GRPOTrainer('m', [], args=GRPOConfig(warmup_ratio=0.1, generation_batch_size=8), reward_funcs=[])",
+            [TOTAL, WARM_UP],
+        ),
     ],
 )
 def test_what_does_not_follow_from_the_file_is_asked_for_and_never_chosen(name, text, undecided, tmp_path, capsys):
@@ -193,11 +210,12 @@ def test_what_does_not_follow_from_the_file_is_asked_for_and_never_chosen(name, 
 
 
 def test_bounds_of_gspo_for_recomputed_logprobs_are_refused_and_not_replaced(tmp_path, capsys):
-    words = "--advantage-estimator gspo --eps-clip 3e-4 --hf-checkpoint m --prompt-data d --n-samples-per-prompt 4"
+    words = "--advantage-estimator gspo --eps-clip 3e-4 --eps-clip-high 4e-4 --hf-checkpoint m --prompt-data d"
+    words += " --n-samples-per-prompt 4"
     (tmp_path / "a.sh").write_text(SLIME.format(words))
     arguments = [str(tmp_path / "a.sh"), "--out", str(tmp_path / "out.yaml"), "--set", "reward.function=math"]
     arguments += ["--set", "rollout.dtype=bfloat16"]
-    assert command.main(arguments) == 2 and "clip_low" in capsys.readouterr().err
+    assert command.main(arguments) == 2 and "'gspo': clip_low 0.0003 and clip_high 0.0004" in capsys.readouterr().err
 
 
 def test_a_decided_key_is_written_with_its_source(tmp_path: Path) -> None:
@@ -211,7 +229,7 @@ def test_a_decided_key_is_written_with_its_source(tmp_path: Path) -> None:
 
 
 def test_unknown_names_are_named_and_kept_in_the_file(tmp_path, capsys):
-    words = "data.train_files=d.jsonl actor_rollout_ref.model.path=m +trainer.frobnicate=3 rollout.n=4"
+    words = "data.train_files=d.jsonl actor_rollout_ref.model.path=m +trainer.frobnicate=3 rollout.n=4" + STEPS
     (tmp_path / "a.sh").write_text(VERL.format(words))
     out = tmp_path / "out.yaml"
     assert command.main([str(tmp_path / "a.sh"), "--out", str(out), "--set", "reward.function=math"]) == 0
@@ -230,7 +248,7 @@ def test_secrets_are_not_copied_and_a_value_of_several_lines_stays_a_comment(tmp
 
 
 def test_a_result_that_cannot_be_is_refused_and_nothing_is_overwritten(tmp_path, capsys):
-    (tmp_path / "a.sh").write_text(VERL.format("actor_rollout_ref.rollout.n=8 data.max_prompt_length=2k"))
+    (tmp_path / "a.sh").write_text(VERL.format("actor_rollout_ref.rollout.n=8 data.max_prompt_length=2k" + STEPS))
     arguments = [str(tmp_path / "a.sh"), "--out", str(tmp_path / "out.yaml"), "--set", "reward.function=math"]
     assert command.main(arguments) == 2
     said = capsys.readouterr().err
@@ -265,6 +283,9 @@ a.sh | actor.policy_loss.loss_mode=cispo | {algorithm.loss: cispo, CLIP_dual: nu
 a.sh | reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: null}
 a.sh | reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: 512}
 b.sh | --advantage-estimator gspo | {algorithm.loss: gspo, algorithm.advantage: grpo}
+b.sh | --advantage-estimator gspo --eps-clip 0.1 --eps-clip-c 3 | {algorithm.loss.gspo.clip_low: 0.1, CLIP_dual: null}
+b.sh | --advantage-estimator cispo --eps-clip-high 4 | {algorithm.loss: cispo, algorithm.loss.cispo.clip_high: null}
+b.sh | --rollout-batch-size 64 --global-batch-size 16 --rollout-batch-size 32 | {learner.minibatches: 2}
 b.sh | --calculate-per-token-loss | {algorithm.aggregation: token}
 b.sh | --eps-clip 0.3 | {CLIP_low: 0.3, CLIP_high: 0.3, algorithm.aggregation: sequence}
 b.sh | --use-tis | {algorithm.proximal: current, algorithm.correction: token_tis}

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.bus_receiver import CONFIG, Engine, Rollout, Weights, once, publish, servers, until
 from weight_bus import Event, Publisher, RemovedFromBus
+from weight_bus.coordinator import MAX_HOLD_S
 from weight_bus.membership import State
 from weight_bus.transports.base import PROTOCOL
 from weight_bus.transports.gloo import Collective
@@ -34,11 +35,12 @@ def evaluating(publisher: Publisher, limit_s: float) -> tuple[Rollout, threading
 def test_an_engine_that_holds_is_not_waited_for_and_becomes_live_afterwards(publisher):
     events: list[Event] = []
     publisher.on_event.append(events.append)
-    held, done = evaluating(publisher, limit_s=30.0)
+    held, done = evaluating(publisher, limit_s=1e9)
     (quick,) = servers(publisher, "quick", config=QUICK)
     report = publish(publisher, 1)
     assert (report.served, report.failed) == (["quick"], {}) and report.held.keys() == {"held"}
     assert "'held' (pid" in report.held["held"] and "evaluation of version 0" in report.held["held"]
+    assert publisher._board.membership.members["held"].deadline < time.monotonic() + MAX_HOLD_S
     report = publish(publisher, 2)
     assert (report.served, report.failed) == (["quick"], {}), "newer versions are not held up either"
     time.sleep(QUICK.deadline_s + 1.0)
@@ -54,7 +56,7 @@ def test_an_engine_that_holds_is_not_waited_for_and_becomes_live_afterwards(publ
 def test_a_hold_without_a_sensible_limit_changes_nothing(publisher, limit_s):
     _, done = evaluating(publisher, limit_s)
     report = publish(publisher, 1)
-    assert report.held == {} and "[slow]" in report.failed["held"]
+    assert report.held == {} and "is applying v1" in report.failed["held"] and "[slow]" in report.failed["held"]
     done.set()
 
 

@@ -42,8 +42,8 @@ class TorchEngine:
     """Implements `Engine`, whose docstrings hold here: one live lane, and one for each pinned version.
 
     Args:
-        folder: a Hugging Face folder of the Qwen2, Qwen3, Llama or Qwen2-VL family, with config.json and
-            safetensors; version 0.
+        folder: a Hugging Face folder of a family of slipstream/families, with config.json and safetensors; version
+            0.
         max_context: most tokens of prompt plus answer.
         max_running: answers decoded at once (per set of weights: live, and each pin).
         dtype: "float32" or "bfloat16"; the weights of the folder are cast to it.

@@ -1,6 +1,6 @@
 """Which models the torch engine serves: config.json -> `ModelSpec`, or a refusal by key.
 
-The engine implements three families exactly (Qwen2, Qwen3, Llama); everything a config can ask for beyond them
+The engine implements the families of slipstream/families exactly; everything a config can ask for beyond them
 is refused here, because a decoder that is nearly the model gives behaviour logprobs that are nearly right.
 """
 
@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rollout_server.engines.base import EngineError
-from slipstream.families.pictures import FAMILIES, Vision, decoder_of, vision_of
+from slipstream.families.decoders import FAMILIES, heads_of
+from slipstream.families.pictures import FAMILIES as WITH_PICTURES
+from slipstream.families.pictures import Vision, decoder_of, vision_of
 
-CONFIG_CLASSES: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelSpec:
-    """Shape of a decoder of the Qwen2, Qwen3 or Llama family."""
+    """Shape of a decoder."""
 
     family: str
     vocab_size: int
@@ -60,26 +61,26 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
     raw = json.loads(path.read_text(encoding="utf-8"))
     vision, raw = vision_of(raw), decoder_of(raw)
     model_type = raw.get("model_type")
-    if model_type not in CONFIG_CLASSES:
+    if model_type not in FAMILIES:
         raise EngineError(
             f"{path}: model_type {model_type!r} is not served by the torch engine "
-            f"(it serves {', '.join((*CONFIG_CLASSES, *FAMILIES))}); use rollout.engine: sglang"
+            f"(it serves {', '.join((*FAMILIES, *WITH_PICTURES))}); use rollout.engine: sglang"
         )
     if raw.get("quantization_config") is not None:
         raise EngineError(f"{path}: quantization_config is set, the torch engine serves unquantized weights only")
-    config = CONFIG_CLASSES[model_type].from_dict(raw)
+    config = CONFIG_MAPPING[model_type].from_dict(raw)
     _refuse_what_differs(path, config, max_context)
-    inv_freq, rope_scaling = _rope(path, config)
+    heads, (inv_freq, rope_scaling) = heads_of(config.to_dict()), _rope(path, config)
     qwen2 = model_type == "qwen2"
     attention_bias = bool(getattr(config, "attention_bias", False)) and not qwen2
     return ModelSpec(
-        family=model_type,
+        family=config.model_type,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         num_layers=config.num_hidden_layers,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=_head_dim(config),
+        num_heads=heads.query,
+        num_kv_heads=heads.key_value,
+        head_dim=heads.size,
         intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
         tied=bool(config.tie_word_embeddings),
@@ -98,13 +99,9 @@ def _axes(path: Path, config: Any) -> tuple[int, ...]:
     """Of M-RoPE, by its sections."""
     sections = (config.rope_parameters or {}).get("mrope_section") or ()
     axes = tuple(axis for axis, size in enumerate(sections) for _ in range(size))
-    if len(axes) * 2 != _head_dim(config) or len(sections) != 3:
+    if len(axes) * 2 != heads_of(config.to_dict()).size or len(sections) != 3:
         raise EngineError(f"{path}: mrope_section {list(sections)} is not of three axes that fill half a head")
     return axes
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _refuse_what_differs(path: Path, config: Any, max_context: int) -> None:
@@ -137,5 +134,6 @@ def _rope(path: Path, config: Any) -> tuple[torch.Tensor, float]:
     if rope_type != "default":
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, torch.device("cpu"))
         return inv_freq.float(), float(scaling)
-    exponents = torch.arange(0, _head_dim(config), 2, dtype=torch.int64).float() / _head_dim(config)
+    size = heads_of(config.to_dict()).size
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     return 1.0 / (parameters["rope_theta"] ** exponents), 1.0

@@ -62,9 +62,11 @@ class Stream:
 
     def grown(self, text: str) -> Iterator[bytes]:
         """Events of the text so far, of the first choice."""
+        if self.asked.form != "text" and THINK.startswith(text):
+            return  # it may begin reasoning
         reasoning, said = apart(text) if self.asked.form != "text" else ("", text)
         said = _before_a_call(said) if self.asked.tools else said
-        yield from self._more(0, {"reasoning_content": reasoning, "content": said})
+        yield from self._more(0, {"reasoning_content": _before(reasoning, THOUGHT).rstrip(), "content": said})
 
     def ended(self, turns: Sequence[Turn], pieces: Pieces) -> Iterator[bytes]:
         """Events of what is left, the closing one included."""
@@ -114,13 +116,20 @@ class ResponseStream(Stream):
     def __init__(self, name: str, asked: Asked) -> None:
         super().__init__(name, asked)
         self._numbers = itertools.count()
+        self._places: dict[str, int] = {}
+        """`output_index` of the items that have begun, by type."""
+        self._thinks = False
 
     def ended(self, turns: Sequence[Turn], pieces: Pieces) -> Iterator[bytes]:
         completion = _completion(self.name, self.asked, turns, pieces)
         body, message = _response(self.name, self.asked, completion), completion["choices"][0]["message"]
         yield from self._more(0, message)
-        for index, item in enumerate(item for item in body["output"] if item["type"] != "reasoning"):
+        body["output"].sort(key=lambda item: self._places.get(item["type"], len(self._places)))  # as they have begun
+        for index, item in enumerate(body["output"]):
             place = {"item_id": item["id"], "output_index": index}
+            if item["type"] == "reasoning":
+                yield from self._thought()
+                continue
             if item["type"] == "message":
                 if not message["content"]:
                     yield from self._grew(0, "content", "", is_first=True)
@@ -142,14 +151,36 @@ class ResponseStream(Stream):
         yield self._typed("response.in_progress", response=started)
 
     def _grew(self, index: int, key: str, delta: str, *, is_first: bool) -> Iterator[bytes]:
-        if key != "content":  # reasoning is an item of the whole answer
+        if key != "content":
+            yield from self._thinking(delta, is_first=is_first)
             return
-        place = {"item_id": f"msg_{self.name}", "output_index": 0, "content_index": 0}
+        yield from self._thought()
+        at = self._places.setdefault("message", len(self._places))
+        place = {"item_id": f"msg_{self.name}", "output_index": at, "content_index": 0}
         if is_first:
             item = _said(self.name, "", "in_progress")
-            yield self._typed("response.output_item.added", output_index=0, item={**item, "content": []})
+            yield self._typed("response.output_item.added", output_index=at, item={**item, "content": []})
             yield self._typed("response.content_part.added", **place, part=item["content"][0])
         yield self._typed("response.output_text.delta", **place, delta=delta, logprobs=[])
+
+    def _thinking(self, delta: str, *, is_first: bool) -> Iterator[bytes]:
+        at = self._places.setdefault("reasoning", len(self._places))
+        item, self._thinks = _reasoned(self.name, ""), True
+        place = {"item_id": item["id"], "output_index": at, "summary_index": 0}
+        if is_first:
+            yield self._typed("response.output_item.added", output_index=at, item={**item, "summary": []})
+            yield self._typed("response.reasoning_summary_part.added", **place, part=item["summary"][0])
+        yield self._typed("response.reasoning_summary_text.delta", **place, delta=delta)
+
+    def _thought(self) -> Iterator[bytes]:
+        """Events of the end of the reasoning, where some goes on."""
+        if self._thinks:
+            self._thinks, at = False, self._places["reasoning"]
+            item = _reasoned(self.name, text := self._sent[0]["reasoning_content"])
+            place = {"item_id": item["id"], "output_index": at, "summary_index": 0}
+            yield self._typed("response.reasoning_summary_text.done", **place, text=text)
+            yield self._typed("response.reasoning_summary_part.done", **place, part=item["summary"][0])
+            yield self._typed("response.output_item.done", output_index=at, item=item)
 
     def _typed(self, kind: str, **fields: Any) -> bytes:
         said = {"type": kind, "sequence_number": next(self._numbers), **fields}
@@ -163,8 +194,13 @@ def _before_a_call(text: str) -> str:
     """What of a growing text is certainly none."""
     if text.lstrip().startswith(BARE):
         return ""
-    text = text.partition(CALL)[0]
-    return text[: len(text) - next((size for size in range(len(CALL), 0, -1) if text.endswith(CALL[:size])), 0)]
+    return _before(text, CALL)
+
+
+def _before(text: str, mark: str) -> str:
+    """What of a growing text comes before `mark`, or before what may become it."""
+    text = text.partition(mark)[0]
+    return text[: len(text) - next((size for size in range(len(mark), 0, -1) if text.endswith(mark[:size])), 0)]
 
 
 def _head(name: str, asked: Asked, kind: str) -> Json:
@@ -214,8 +250,7 @@ def _response(name: str, asked: Asked, completion: Json | None) -> Json:
         (choice,), counts = completion["choices"], completion["usage"]
         message = choice["message"]
         if "reasoning_content" in message:
-            text = {"type": "summary_text", "text": message["reasoning_content"]}
-            output.append({"id": f"rs_{name}", "type": "reasoning", "summary": [text]})
+            output.append(_reasoned(name, message["reasoning_content"]))
         calls = message.get("tool_calls", ())
         if message["content"] or not calls:
             output.append(_said(name, message["content"] or "", "completed"))
@@ -241,6 +276,10 @@ def _response(name: str, asked: Asked, completion: Json | None) -> Json:
 def _said(name: str, text: str, status: str) -> Json:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
     return {"id": f"msg_{name}", "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+
+def _reasoned(name: str, text: str) -> Json:
+    return {"id": f"rs_{name}", "type": "reasoning", "summary": [{"type": "summary_text", "text": text}]}
 
 
 def _data(value: Json) -> bytes:

@@ -10,6 +10,8 @@ Read at verl b178a3cd (2026-01-29), slime 624b824a (2026-08-21) and AReaL v1.0.4
 text, or by sympy and math-verify (extra `math`) in a process that is killed after a while and then scores 0.
 """
 
+import functools
+import logging
 import re
 from collections.abc import Callable, Mapping
 from itertools import accumulate
@@ -307,6 +309,7 @@ def _number(text: str) -> float | None:
 MISSING = "needs math-verify, which is not installed; install the extra: pip install 'slipstream-rl[math]'"
 
 
+@functools.cache
 def _sympy() -> Callable[[str], Any]:
     """Text -> the simplified expression."""
     try:
@@ -321,12 +324,19 @@ def _sympy() -> Callable[[str], Any]:
         found = parser.parse_expr(text, local_dict={}, global_dict={"__builtins__": {}, **names}, transformations=rules)
         return sympy.simplify(found)
 
+    simplified("(x+1)-(sqrt(2))")  # what it loads at first, no comparison has to load in its own process
     return simplified
 
 
+@functools.cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
     try:
         from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
     except ImportError as error:
         raise RewardError(f"reward.function: AReaL's rule {MISSING}") from error
-    return parse, verify, (ExprExtractionConfig(try_extract_without_anchor=True), LatexExtractionConfig())
+    targets = (ExprExtractionConfig(try_extract_without_anchor=True), LatexExtractionConfig())
+    for name in ("math_verify.parser", "math_verify.grader"):  # they warn of every call without a limit of their own
+        logging.getLogger(name).setLevel(logging.ERROR)
+    first = parse(r"$\frac{1}{2}$ or \boxed{3}", targets, parsing_timeout=None)  # loads what comparisons need
+    verify(first, first, timeout_seconds=None)
+    return parse, verify, targets

@@ -10,7 +10,7 @@ Each host writes of its own processes: the control channel carries no stacks, an
 read the request. A report lists what runs on other hosts, and the command to run there.
 """
 
-from slipstream.runtime.hang.registry import begin
+from slipstream.runtime.hang.registry import begin, serves
 from slipstream.runtime.hang.report import expired
 
-__all__ = ["begin", "expired"]
+__all__ = ["begin", "expired", "serves"]

@@ -10,7 +10,7 @@ import logging
 import os
 import signal
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from slipstream.runtime.hang import processes
@@ -30,7 +30,7 @@ class Member:
     host: str
     started: int
     replay: str | None
-    """Address of replay, as this process knows it."""
+    """Address of replay, as this process knows it; replay's own from when it serves on."""
     keys: str | None
     """Folder of CURVE keys."""
 
@@ -77,18 +77,32 @@ def _begin(name: str, run_dir: Path, replay: str | None, keys: str | None) -> No
     # a bare descriptor, never closed: the handler writes to it until the process ends, and a fork must not close it
     stacks = os.open(folder / f"{name}.stacks", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     faulthandler.register(SIGNAL, file=stacks, all_threads=True)
-    noted = folder / f".{name}.{os.getpid()}"
-    noted.write_text(json.dumps(asdict(member)), encoding="utf-8")  # complete only after its signal is caught:
-    noted.replace(folder / f"{name}.json")  # without a handler, the signal would end the process
-    own = Own(run_dir, member)
+    own = _noted(run_dir, member)  # only after its signal is caught: without a handler, it would end the process
+
+
+def _noted(run_dir: Path, member: Member) -> Own:
+    noted = run_dir / FOLDER / f".{member.name}.{os.getpid()}"
+    noted.write_text(json.dumps(asdict(member)), encoding="utf-8")
+    noted.replace(run_dir / FOLDER / f"{member.name}.json")
+    return Own(run_dir, member)
+
+
+def serves(address: str) -> None:
+    """Note where this process, replay, listens: its launcher and views read it. Raises OSError."""
+    global own
+    if own is not None:
+        own = _noted(own.run_dir, replace(own.member, replay=address))
+
+
+def member(run_dir: Path, name: str) -> Member | None:
+    """The last process of this name, dead or alive; None where it was not noted."""
+    try:
+        return Member(**json.loads((run_dir / FOLDER / f"{name}.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None  # half written by a full disk, or of another version
 
 
 def members(run_dir: Path) -> list[Member]:
     """All that were noted in a run folder, the last of each name, dead or alive."""
-    found = []
-    for path in sorted((run_dir / FOLDER).glob("*.json")):
-        try:
-            found.append(Member(**json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
-            continue  # half written by a full disk, or of another version
-    return found
+    found = (member(run_dir, path.stem) for path in sorted((run_dir / FOLDER).glob("*.json")))
+    return [one for one in found if one is not None]

@@ -1,16 +1,20 @@
 """Bodies of requests without a server: whatever they hold is understood or refused, and answers have their parts."""
 
 import json
+from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
+from openai.types.responses import ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from configs import Config
 from examples.calculator import save_tokenizer
-from rollout_server.tasks.agents.answers import Stream, apart, message_of, whole
+from rollout_server.tasks.agents.answers import ResponseStream, Stream, apart, message_of, whole
 from rollout_server.tasks.agents.program import AgentFailed, play, reward_of
 from rollout_server.tasks.agents.requests import Asked, Form, Refused, Rules, read
 from rollout_server.tasks.environments import Turn
@@ -112,6 +116,49 @@ def test_a_stream_adds_up_to_the_whole() -> None:
     assert cut == {"role": "assistant", "content": call[:-12]}, "a call that was cut is no call"
     broken = f"{call}<tool_call>add 1</tool_call>"
     assert message_of(turn_of(broken), asked_with(tools=[TOOL])) == {"role": "assistant", "content": broken}
+
+
+CALLED = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "types"),
+    [
+        ("so, 3", ["message"]),
+        ("<think>\nwell, \n</think>\n\n3", ["reasoning", "message"]),
+        (f"<think>well</think>so: {CALLED}", ["reasoning", "message", "function_call"]),
+        (f"<think>well</think>{CALLED}{CALLED}", ["reasoning", "function_call", "function_call"]),
+        ("<think>well", ["reasoning", "message"]),
+        ("well</think>3", ["message", "reasoning"]),  # nothing says in time that it is reasoning
+    ],
+)
+def test_a_stream_of_a_response_counts_the_items_of_the_whole(text: str, types: list[str]) -> None:
+    """`output_index` is the place in the final `output`, whose items come one after the other."""
+    asked = asked_with("responses", tools=[{"type": "function", **TOOL["function"]}], stream=True)
+    stream, turn = ResponseStream("r", asked), turn_of(text)
+    sent = [event for size in range(len(text)) for event in stream.grown(text[:size])]
+    sent += stream.ended([turn], [[]])
+    events = [json.loads(event.partition(b"data: ")[2]) for event in sent]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    begun, done, grown = list[str](), list[Any](), defaultdict[str, str](str)
+    for event in events:
+        assert TypeAdapter(ResponseStreamEvent).validate_python(event).type == event["type"]  # as the openai package
+        kind, at = event["type"], event.get("output_index")
+        if kind == "response.output_item.added":
+            assert at == len(begun) and (len(done) == at or types[-1] == "reasoning"), "one after the other"
+            begun.append(event["item"]["id"])
+        elif kind == "response.output_item.done":
+            assert event["item"]["id"] == begun[at]
+            done.append((at, event["item"]))
+        elif at is not None:
+            assert event["item_id"] == begun[at]
+            grown[event["item_id"]] += event.get("delta", "")
+    output = events[-1]["response"]["output"]
+    assert [item["type"] for item in output] == types and output == [
+        item for _, item in sorted(done, key=itemgetter(0))
+    ]
+    if types[0] == "reasoning":
+        assert grown[begun[0]] == output[0]["summary"][0]["text"]
 
 
 def test_reasoning_stands_apart_and_may_be_left_out(tmp_path: Path) -> None:

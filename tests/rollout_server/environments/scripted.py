@@ -11,7 +11,7 @@ from rollout_server.tasks.workers.frames import pack
 class Scripted:
     """A client whose policy says what it was told to say."""
 
-    turn_timeout_s = 60.0
+    turn_timeout_s, finish_reason = 60.0, "stop"
 
     def __init__(self, answers: Sequence[str], options: Mapping[str, Any] | None = None) -> None:
         self.answers, self.options, self.temperature = list(answers), options or {}, 1.0
@@ -25,5 +25,6 @@ class Scripted:
         self.contexts.append(context)
         pack(context)
         text = self.answers[number]
-        ids: dict[str, Any] = {"token_ids": [1], "context_ids": bytes(4), "finish_reason": "stop", "room": 9}
-        return Turn(number=number, text=text, message=message_of(text, number), logprobs=[-1.0], versions=[0], **ids)
+        ids: dict[str, Any] = {"token_ids": [1], "context_ids": bytes(4), "logprobs": [-1.0], "versions": [0]}
+        how: dict[str, Any] = {"finish_reason": self.finish_reason, "room": 9}
+        return Turn(number=number, text=text, message=message_of(text, number), **ids, **how)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +17,11 @@ from rollout_server.engines.base import Completion, Sampling
 from rollout_server.tasks.environments import ContextFull, NoMoreTurns
 from rollout_server.tasks.environments.conversation import MARK, Conversation
 from rollout_server.tasks.environments.session import Limits, Session
+from rollout_server.tasks.failed import LeaseFailed
 from rollout_server.tasks.task import Task, TaskError
 from rollout_server.tasks.workers.frames import pack
 from tests.rollout_server.test_tasks import CHAT, row, save_tokenizer, task_of
+from tests.support.waiting import eventually
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
@@ -64,6 +67,7 @@ class Engine:
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.saw: list[tuple[list[int], list[int]]] = []
+        self.seeds: list[int] = []
 
     async def generate(self, ids: list[int], sampling: Sampling, n: int, **_: Any) -> list[Completion]:
         size = int(self.rng.integers(1, min(9, sampling.max_new_tokens + 1)))
@@ -72,6 +76,7 @@ class Engine:
         if stops:
             answer[-1] = END
         self.saw.append((ids, answer.tolist()))
+        self.seeds.append(sampling.seed)
         version = len(self.saw)
         return [completion(answer, -self.rng.random(size), version, "stop" if stops else "length")]
 
@@ -126,6 +131,7 @@ def check(session: Session, engine: Engine) -> None:
         ]
         assert len(homes) == 1, f"turn {turn} is trained {len(homes)} times as it was"
         trained.append(tuple(homes))
+    assert len(set(engine.seeds)) == len(engine.seeds), "each turn draws by itself"
     assert sum(int(sample.loss_mask.sum()) for sample in samples) == sum(len(answer) for _, answer in engine.saw)
 
 
@@ -208,6 +214,23 @@ async def test_a_sample_that_grows_under_a_turn_stays_within_its_limit(task: Tas
         await long
     sizes = [(sample.prompt_ids.size, sample.token_ids.size) for sample in session.recorder.samples()]
     assert sizes == [(2, 1), (3, 4)], "replay refuses a sample of 5 tokens"
+
+
+async def test_an_episode_that_is_called_off_samples_and_trains_nothing_more(task: Task) -> None:
+    """At any moment: before a turn is sampled, or when its answer is there and nothing has received it."""
+    with session_of(task, engine := Engine(0)) as session:
+        read, reading = threading.Event(), asyncio.create_task(session.turn([5, 6]))
+        session._read = lambda *_: read.wait(20)  # type: ignore[assignment,method-assign,return-value]
+        await eventually(lambda: session.recorder.num_turns == 1, "the answer")
+        reading.cancel()
+        read.set()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert session.recorder.samples() == [] and session.last is None
+        session.abort()
+        with pytest.raises(LeaseFailed, match="called off"):
+            await session.turn([5, 6])
+    assert len(engine.saw) == 1
 
 
 async def test_a_text_whose_answer_was_empty_is_sampled_again_from_its_own_end(task: Task) -> None:

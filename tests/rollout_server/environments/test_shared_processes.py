@@ -5,11 +5,18 @@ import os
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
+from configs.environment import Environment
+from configs.variants import Choice
 from replay.state.leases import INTERRUPTIONS
 from rollout_server.episodes import EpisodeGenerator
+from rollout_server.tasks.environments.pool import Suspects
+from rollout_server.tasks.environments.process import EnvironmentProcess
 from tests.rollout_server.environments.test_episodes import GROUP, ending_of, lease, playing
 from tests.support.waiting import eventually
 
@@ -37,6 +44,28 @@ async def test_the_death_of_a_process_is_one_error_of_all_its_leases(folder: Pat
             assert sorted(reasons) == ["aborted"] * 3 + ["environment_error"]
             assert reasons.index("environment_error") == attempt - 1, "another one each time"
     assert "aborted" in INTERRUPTIONS, "it says nothing about the prompt"
+
+
+def test_prompts_of_two_shared_deaths_run_alone() -> None:
+    suspects = Suspects()
+    for names in (["0/1/1/0", "0/2/1/0"], ["0/4/1/0", "0/4/1/1"], ["0/4/2/0"]):
+        suspects.charge(names)
+    assert not any(suspects.has(f"0/{index}") for index in range(5))
+    suspects.charge(["0/1/2/0", "0/3/1/0"])
+    assert [suspects.has(f"0/{index}") for index in (1, 2, 3, 4)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(("killed", "reason"), [("its loop is blocked", "aborted"), ("", "environment_error")])
+async def test_a_process_that_was_killed_for_one_episode_is_no_error_of_the_others(killed: str, reason: str) -> None:
+    environment = Environment(function=Choice("x.py:f", {}))
+    process = EnvironmentProcess(environment, "p", frozenset(), Suspects().charge, temperature=1.0)
+    gone = AsyncMock(side_effect=asyncio.IncompleteReadError(b"", 1))
+    process.worker = SimpleNamespace(receive=gone, autopsy=AsyncMock(return_value=(-9, False, "")))  # type: ignore
+    episode: Any = SimpleNamespace(session=SimpleNamespace(name="0/2/1/0"), has_ended=False, inbox=asyncio.Queue())
+    process._killed, process._episodes = killed, {0: episode}
+    await process._read()
+    _, failed = episode.inbox.get_nowait()
+    assert failed.reason == reason
 
 
 async def test_a_prompt_that_ends_its_processes_is_soon_found(folder: Path) -> None:

@@ -10,12 +10,13 @@ from typing import Any, Literal, Optional
 import pytest
 import textarena_games
 
-from rollout_server.tasks.environments import EnvironmentFailed, tool_loop, tools
+from rollout_server.tasks.environments import EnvironmentFailed, NoMoreTurns, tool_loop, tools
 from rollout_server.tasks.environments.tool_loop import NoThread
 from rollout_server.tasks.environments.tools import calculator, tool_of
 from rollout_server.tasks.sandbox import probe
-from rollout_server.tasks.sandbox.probe import Isolation, isolation
+from rollout_server.tasks.sandbox.probe import Isolation
 from tests.rollout_server.environments.scripted import Scripted
+from tests.rollout_server.reward_runs import needs_isolation
 
 ROW: dict[str, Any] = {"prompt": [{"role": "user", "content": "48+27"}], "columns": {}, "ground_truth": "75"}
 
@@ -110,9 +111,14 @@ async def slow() -> str:
     return "late"
 
 
-async def test_where_turns_end_what_was_said_last_is_judged() -> None:
+async def test_where_turns_end_what_was_said_last_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     _, trajectory = await converse([call("calculator", expression="1")] * 2)
     assert trajectory.reward is None and trajectory.metrics["episode/NoMoreTurns"] == 1.0
+    with pytest.raises(NoMoreTurns):
+        await converse([])  # nothing was said that could be judged
+    monkeypatch.setattr(Scripted, "finish_reason", "length")
+    client, trajectory = await converse([call("calculator", expression="1"), "1"])
+    assert len(client.contexts) == 1 and not trajectory.metrics["episode/tool_calls"], "a call that was cut is none"
 
 
 @pytest.mark.parametrize(
@@ -237,8 +243,7 @@ print(os.getcwd(), os.path.exists({file!r}), os.environ.get("SLIPSTREAM_WORD"))
 
 
 async def test_programs_of_the_python_tool_run_isolated(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not isolation().is_whole:
-        pytest.skip(f"this machine: {isolation()}")
+    needs_isolation()
     monkeypatch.setenv("SLIPSTREAM_WORD", "told")
     said = [call("python", code="print(6 * 7)"), call("python", code=LOOKS.format(file=__file__)), "42"]
     client, trajectory = await converse(said, tools=["python"])
