@@ -2,21 +2,25 @@
 
 import argparse
 import difflib
+import functools
 import hashlib
 import itertools
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from configs.base import ConfigError as ConfigError
 from configs.errors import BadFile, BadOption, BadValue, Contradiction, UnknownKey, coded
 from configs.errors import did_you_mean as did_you_mean
 from configs.schema import Config
+from configs.variants import SCHEMA
 
 PRESETS = Path(__file__).parent
 QUICKSTART = "quickstart"
@@ -210,21 +214,21 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set the value of a dotted key, in place. Raises BadOption."""
-    *parents, last = key.split(".")
-    node = tree
-    for part, below in itertools.pairwise([*parents, last]):
-        child = node.setdefault(part, {})
-        if child == below:  # a variant by name gets options
+    """Set the value of a dotted key, in place; below a key of variants it chooses one. Raises BadOption."""
+    parts, node = key.split("."), tree
+    for number, (part, below) in enumerate(itertools.pairwise(parts), 1):
+        whole, child = ".".join(parts[:number]), node.setdefault(part, {})
+        is_other = whole in VARIANTS and not (isinstance(child, dict) and below in child)
+        if child == below or is_other:  # a variant by name gets options
             child = node[part] = {below: {}}
         if not isinstance(child, dict):
-            whole = key.partition(f".{last}")[0]
+            given = functools.reduce(lambda inner, name: {name: inner}, reversed(parts[number:]), value)
             raise BadOption(
                 f"{part!r} is a value, not a section; give what is to stand there as a whole, such as --set"
-                f" '{whole}={{{last}: ...}}'"
+                f" {shlex.quote(f'{whole}={inline(given)}')}"
             )
         node = child
-    node[last] = value
+    node[parts[-1]] = value
 
 
 def validate(tree: dict[str, Any], source: str, overrides: Sequence[str] = ()) -> Config:
@@ -304,16 +308,24 @@ def suggestion(key: str) -> str:
     return f"; did you mean {close[0]!r}?" if close else "; every key stands in docs/configuration.md"
 
 
-def leaf_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
+def leaf_keys() -> list[str]:
     """All keys of the tree, dotted."""
-    keys: list[str] = []
+    return list(_leaf_fields(Config))
+
+
+def _leaf_fields(model: type[BaseModel], prefix: str = "") -> dict[str, FieldInfo]:
+    found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            keys += leaf_keys(kind, f"{prefix}{name}.")
+            found |= _leaf_fields(kind, f"{prefix}{name}.")
         else:
-            keys.append(f"{prefix}{name}")
-    return keys
+            found[f"{prefix}{name}"] = field
+    return found
+
+
+VARIANTS = frozenset(key for key, field in _leaf_fields(Config).items() if SCHEMA in field.metadata)
+"""Keys that name one of several variants."""
 
 
 def inline(value: Any) -> str:

@@ -111,6 +111,8 @@ class Guards:
         another bound, which these steps did not break."""
         self._step, self._counted = 0, set[str]()
         """The step that is judged, and what of it is counted: one of several updates counts once."""
+        self._kept = set[str]()
+        """Rules that an update of this step has kept: their streaks end with it, unless another one breaks them."""
         self.fired: Counter[str] = Counter()
         self.skipped = 0
         """Steps in a row whose updates were skipped."""
@@ -124,6 +126,7 @@ class Guards:
         """Look at an update of a step, which is not applied yet."""
         signals, step = self.memory.signals(sums, batch, is_first=is_first), batch.step
         if step != self._step:
+            self._end_streaks()
             self._step, self._counted = step, set()
         alarms = [alarm for guard in self.rules for alarm in self._alarms(step, guard, signals)]
         lowered = self._lower(step, alarms)
@@ -178,18 +181,22 @@ class Guards:
             return alarms
         for number, rule in enumerate(self.rules[guard]):
             place = f"{guard}/{number} {'above' if rule.is_above else 'below'} {rule.bound:g}"
-            is_known = place in self._counted  # by another update of this step
             if not rule.is_broken_by(value):
-                if not is_known:
-                    self.broken.pop(place, None)
+                self._kept.add(place)
                 continue
             before, first = self.broken.get(place, (0, step))
-            self.broken[place] = count, first = before + (not is_known), first
+            self.broken[place] = count, first = before + (place not in self._counted), first
             self._counted.add(place)
             if count >= rule.steps:
                 text = self._say(step, guard, rule, value, count)
                 alarms.append(Alarm(guard, rule.action, first, text))
         return alarms
+
+    def _end_streaks(self) -> None:
+        """Once all updates of a step are judged."""
+        for place in self._kept - self._counted:
+            self.broken.pop(place, None)
+        self._kept.clear()
 
     def _say(self, step: int, guard: str, rule: Rule, value: float, count: int) -> str:
         row = f"for {count} steps in a row " if count > 1 else ""
@@ -211,6 +218,7 @@ class Guards:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint, as plain data."""
+        self._end_streaks()
         return {
             "memory": self.memory.state(),
             "broken": {place: list(since) for place, since in self.broken.items()},

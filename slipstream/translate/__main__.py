@@ -1,8 +1,9 @@
-"""`python -m slipstream.translate FILE`: a run of verl, slime, prime-rl or TRL as a configuration, line by line.
+"""`python -m slipstream.translate FILE`: a run of another framework as a configuration, line by line.
 
-FILE is a YAML file of verl, a bash script that starts verl or slime, the TOML file or files of prime-rl, or a Python
-script around TRL's GRPOTrainer. Nothing of it is run. Every setting is printed with its key here, or why there is none;
-what does not follow from the file (the reward, the split, another optimizer's learning rate) is asked for with --set.
+FILE is a YAML file of verl or AReaL, a bash script that starts verl or slime, the TOML file or files of prime-rl, or a
+Python script around TRL's GRPOTrainer. Nothing of it is run. Every setting is printed with its key here, or why there
+is none; what does not follow from the file or from a default of its framework (the split, the number of steps, another
+optimizer's learning rate) is asked for with --set.
 The configuration is checked, and written to a file that can be trained as it is.
 """
 

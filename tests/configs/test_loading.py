@@ -2,6 +2,7 @@
 
 import argparse
 import operator
+import shlex
 from typing import Any
 
 import pytest
@@ -157,6 +158,31 @@ def test_set_never_fails_otherwise_than_with_a_config_error(key, value):
     except ConfigError:
         return
     assert yaml.safe_dump(tree)
+
+
+@pytest.mark.parametrize("there", [None, "none", "one", "other", {"other": {"size": 9}}, {"one": {"rate": 0.3}}, {}])
+@pytest.mark.parametrize(
+    "key", [*map("algorithm.".__add__, ("advantage", "correction", "dynamic_sampling", "loss")), "environment.function"]
+)
+def test_a_dotted_option_chooses_its_variant(key, there):
+    section, name = key.split(".")
+    tree: dict[str, Any] = {section: {name: there}}
+    for override in (f"{key}.one.size=2", f"{key}.one.shape=[3]"):
+        loading.apply_override(tree, override)
+    kept = {"rate": 0.3} if isinstance(there, dict) and "one" in there else {}
+    assert tree == {section: {name: {"one": {**kept, "size": 2, "shape": [3]}}}}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "override"),
+    [
+        ("reward.function", "exact", "reward.function.numeric.tolerance=0.01"),
+        ("data.eval", "a.jsonl", "data.eval.gsm8k.path='my 1: it''s.jsonl'"),
+    ],
+)
+def test_the_advice_for_a_value_that_is_no_section_works_as_it_stands(key, value, override):
+    advice, _code = shlex.split(refused(f"{key}={value}", override).partition("such as --set ")[2])
+    assert load("quickstart", [f"{key}={value}", advice]) == load("quickstart", [f"{key}={{}}", override])
 
 
 def test_evaluated_versions():

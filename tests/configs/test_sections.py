@@ -6,8 +6,10 @@ import pytest
 from configs import ConfigError, load
 from configs.learner import Checkpoint
 from configs.loading import PRESETS, dump, parse
-from configs.rewards import SECTIONS, BuiltIn, Endpoint
+from configs.rewards import SECTIONS, Endpoint
 from configs.shared import shared_values
+from rollout_server.tasks.rewards.built_in import FUNCTIONS
+from slipstream.check.functions import SURE
 
 # ---- data.eval ------------------------------------------------------------------------------------------
 
@@ -63,8 +65,12 @@ def test_a_mapping_resolves_to_parts_and_survives_the_run_folder():
     assert parse(dump(config), "config.yaml") == config
 
 
-def test_every_option_is_documented_and_every_built_in_reward_has_a_section():
-    assert set(SECTIONS) == set(BuiltIn.model_fields)
+def test_every_built_in_reward_has_a_section_a_function_and_a_word_on_whether_it_must_be_loaded():
+    loaded = {"reasoning_gym", "math", "code", "judge", "remote_model"}
+    assert set(SECTIONS) == set(FUNCTIONS) == SURE ^ loaded
+
+
+def test_every_option_of_a_reward_is_documented():
     lacking = [
         f"{name}.{option}"
         for name, section in SECTIONS.items()

@@ -308,6 +308,19 @@ def test_a_good_step_ends_a_streak():
     assert [bool(judge.judge(*of_ess(step, value)).alarms) for step, value in enumerate(values)] == [False] * 3 + [True]
 
 
+def test_a_step_breaks_a_rule_where_any_of_its_updates_does():
+    """At lag 0 the first one is always of the policy that has sampled. Between two steps the run is resumed."""
+    judge, stopped = guards(0, ess="stop below 0.5 for 3"), []
+    for step, values in enumerate([(1.0, 0.2), (1.0, 1.0), (1.0, 0.2, 1.0), (1.0, 0.2), (1.0, 0.2)], start=1):
+        verdicts = [judge.judge(*of_ess(step, value), is_first=not i) for i, value in enumerate(values)]
+        stopped += [(step, i, found.first_step) for i, v in enumerate(verdicts) if (found := v.first("stop"))]
+        state = json.loads(json.dumps(judge.state()))
+        assert bool(state["broken"]) is (step != 2)
+        judge = guards(0, ess="stop below 0.5 for 3")
+        judge.restore(state)
+    assert stopped == [(5, 1, 3)]
+
+
 RULES = "warn below 0.9, skip below 0.5 for 2, lower_lag below 0.6, stop below 0.1 for 3"
 
 
