@@ -7,13 +7,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from configs.base import Own, OwnPath, Section
+from configs.engines import ENGINES, EngineFacts
 from configs.variants import Choice, Chosen, ChosenOrNone
 
 
 class Rollout(Section):
     """Rollout servers: the engine and how it samples."""
 
-    engine: Literal["auto", "torch", "sglang"] = "auto"
+    engine: Literal["auto", *ENGINES] = "auto"  # type: ignore[valid-type]
     """`torch` is embedded and made for CPUs and small models, `sglang` the production engine; `auto` is torch on a CPU
     and sglang on GPUs."""
     group_size: int = Field(default=8, ge=1)
@@ -47,6 +48,11 @@ class Rollout(Section):
     """Wait before the first restart; doubles with each."""
     wait_for_servers_s: float = Field(default=300.0, gt=0)
     """How long the run waits for any rollout server before it stops with an error."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Of the engine, once `auto` is resolved."""
+        return ENGINES[self.engine]
 
 
 class Replay(Section):

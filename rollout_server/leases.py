@@ -144,6 +144,17 @@ class Leases:
         parts += [[*part, True] for part in self.evaluated]
         self.outbox.append(replace(renew, finished=[list(key) for key in self.unacked], evaluations=parts))
 
+    def tell(self, work: Working) -> None:
+        """Say all that running answers have got: this server is about to leave."""
+        working = [(key, request_id(key)) for key in self.working]
+        self.outbox += self._reports.rest(working, work.running_tokens(), work)
+
+    def hand_back(self, work: Working) -> tuple[int, int]:
+        """Leave: other servers go on from what is told here; how many answers and tokens that is."""
+        self.tell(work)
+        self.outbox.append(m.Goodbye(reason="stopped by signal"))
+        return self._reports.told()
+
     def alive(self, now: float, gauges: dict[str, float]) -> m.Heartbeat:
         """What this server does; also called in the thread of the pulse."""
         since_s, blocked = now - self.activity_since, "quarantined" if self.is_dark else ""

@@ -18,7 +18,7 @@ from configs.errors import SlipstreamError, Unexpected
 from configs.loading import ConfigError, Parser, add_arguments, from_arguments
 from configs.schema import Config
 from replay.channel import AsyncDealer, ChannelError, KeysError, PeerRefused, load_keys
-from replay.messages import FROM_REPLAY, Goodbye
+from replay.messages import FROM_REPLAY
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
 from rollout_server.engines.base import first_error
 from rollout_server.episodes import EpisodeGenerator
@@ -43,6 +43,11 @@ log = logging.getLogger(__name__)
 
 CHILDREN = {"rollout_server.tasks.rewards.worker": "reward", "rollout_server.tasks.environments.worker": "environment"}
 """Roles of child processes by their command line; others are the engine's."""
+
+HAND_BACK_S = 3.0
+"""How long replay has to take unfinished answers back."""
+LEAVE_S = 10
+"""After so many seconds a signal ends the process, whatever hangs: a machine that is taken away gives 30 at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +97,18 @@ async def run(
             gc.collect()
             gc.freeze()
             serving = asyncio.create_task(serve(server))
-            loop = asyncio.get_running_loop()
+            loop, leaving = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+
+            def stop() -> None:
+                if not leaving and not serving.done():
+                    signal.alarm(LEAVE_S)
+                    leaving.append(loop.create_task(leave(server, serving)))
+
             for sig in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(sig, serving.cancel)
+                loop.add_signal_handler(sig, stop)
             try:
                 return 0 if await serving else RUN_FAILED
             except asyncio.CancelledError:
-                await dealer.send(Goodbye(reason="stopped by signal"))  # so that its leases move at once
                 return 0
     finally:
         try:
@@ -106,6 +116,18 @@ async def run(
         except (EngineError, RuntimeError) as error:  # must not take the place of the reason why it closes
             log.error("%s: %s", name, error)
         dealer.close()
+
+
+async def leave(server: RolloutServer, serving: "asyncio.Task[bool]") -> None:
+    """Hand unfinished answers back; `serving` ends by replay's Goodbye, or after HAND_BACK_S."""
+    try:
+        async with asyncio.timeout(HAND_BACK_S):
+            await server.leave()
+            await asyncio.wait([serving])
+    except TimeoutError:
+        log.warning("%s: no goodbye of replay, or an update that does not end, for %g s", server.name, HAND_BACK_S)
+    finally:
+        serving.cancel()
 
 
 def readings(config: Config) -> Mapping[str, float]:

@@ -1,7 +1,7 @@
 """Partial rollouts: progress reports to replay, and prefixes from leases. No sockets."""
 
 import logging
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, cast
 
@@ -98,6 +98,22 @@ class ProgressReports:
             logprobs=np.concatenate([np.empty(0, np.float32), *(part.logprobs[:count] for part, count in new)]),
             versions=np.concatenate([np.empty(0, np.int32), *(part.versions[:count] for part, count in new)]),
         )
+
+    def rest(
+        self, working: Iterable[tuple[LeaseKey, str]], running: Mapping[str, int], source: Source
+    ) -> Iterator[m.Renew]:
+        """As `renew`, of a server that leaves: all that replay lacks, also without `partial_rollouts`."""
+        self._on, working = True, list(working)
+        while True:
+            renew = self.renew(working, running, source)
+            yield renew
+            if renew.token_ids.size < self._max_tokens:  # there was room for everything
+                return
+
+    def told(self) -> tuple[int, int]:
+        """Answers of which replay has tokens, and how many tokens."""
+        counts = [told.tokens for answers in self._told.values() for told in answers if told.tokens]
+        return len(counts), sum(counts)
 
 
 def prefixes_of(lease: m.Lease, n: int) -> list[Partial] | None:

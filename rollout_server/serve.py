@@ -38,5 +38,5 @@ async def serve(server: RolloutServer) -> bool:
         pulse.close()
         # In a thread: the follower may just be waiting for a coroutine on this very loop.
         await asyncio.to_thread(server.follower.stop)
-    log.info("the run ended: %s", ended)
+    log.info("replay said goodbye: %s", ended)
     return isinstance(ended, RunEnded) and not ended.failed

@@ -25,6 +25,9 @@ from weight_bus import Subscriber
 
 log = logging.getLogger(__name__)
 
+SETTLE_S = 0.1
+"""An answer that ends is in no report for a moment: the engine has forgotten it, and the generator has not got it."""
+
 
 class RolloutServer:
     """One engine and its leases."""
@@ -138,6 +141,16 @@ class RolloutServer:
             await self.flush()
             if self.recorder.on and self._probe.ask(time.time()):
                 await self.dealer.send(m.StatusRequest(clock=True))
+
+    async def leave(self) -> None:
+        """Hand unfinished answers back to replay and say Goodbye; replay's own then ends `serve`."""
+        self.leases.tell(self.generator)
+        await self.flush()
+        await asyncio.sleep(SETTLE_S)
+        leases, (answers, tokens) = len(self.leases.working), self.leases.hand_back(self.generator)
+        what = "%s leaves by signal: %d answers with %d tokens of %d leases are handed back to replay"
+        log.info(what, self.name, answers, tokens, leases)
+        await self.flush()
 
     def pulse(self) -> Pulse:
         """Stands in for `beat` while the loop is held up, for as long as a lease lives; to be closed."""

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from setuptools import find_packages
 
+from configs.engines import ENGINES
+from rollout_server.engines import BUILDERS
+
 ROOT = Path(__file__).parents[1]
 SHARED = ("configs", "slipstream.families", "slipstream.runtime")
 MAY_IMPORT = {
@@ -94,6 +97,18 @@ def test_no_import_leads_back_to_its_module() -> None:
         graph[name] = {module for module in found if module in modules} - {name}
     assert len(graph) > 150 and sum(map(len, graph.values())) > 500
     list(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the circle
+
+
+def test_an_engine_is_chosen_by_its_name_and_asked_for_facts() -> None:
+    assert BUILDERS.keys() == ENGINES.keys()
+    offences = [
+        f"{name_of(path)}:{node.lineno} compares the name of an engine; ask configs/engines.py for a fact"
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Compare)
+        if any(dotted(side).endswith("rollout.engine") for side in (node.left, *node.comparators))
+    ]
+    assert offences == []
 
 
 def test_torch_and_sglang_stay_where_they_belong() -> None:

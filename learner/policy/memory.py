@@ -161,7 +161,7 @@ def available_bytes(config: Config) -> int | None:
     given = config.placement.gpu_gib
     device = int(given * GIB) if given is not None else gpu_bytes()
     engine = 0.0
-    if config.engines_share_gpus and config.rollout.engine == "sglang":
+    if config.engines_share_gpus and config.rollout.facts.fills_gpus:
         if "mem_fraction_static" not in config.rollout.sglang:
             raise NoRoom(
                 "placement.share_gpus: SGLang fills the GPU that it shares with the learner; leave room by"

@@ -1,7 +1,7 @@
 """Engines, chosen once by name."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from configs.schema import Config
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rollout_server.engines.sglang.receiver_link import SGLangStaging
 
 __all__ = [
+    "BUILDERS",
     "Completion",
     "Engine",
     "EngineError",
@@ -24,30 +25,39 @@ __all__ = [
 ]
 
 
-def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = None) -> Engine:
+def _torch(config: Config) -> Engine:
+    from rollout_server.engines.torch.engine import TorchEngine
+
+    return TorchEngine(
+        config.model.path,
+        max_context=config.max_context,
+        max_running=config.rollout.max_running,
+        dtype=config.rollout.dtype,
+        num_threads=config.rollout.num_threads,
+        seed=config.run.seed,
+        lora=config.learner.lora if config.learner.lora.rank else None,
+    )
+
+
+def _sglang(config: Config) -> Engine:
+    from rollout_server.engines.sglang.engine import SGLangEngine
+
+    return SGLangEngine(config)
+
+
+Builders = Mapping[str, Callable[[Config], Engine]]
+BUILDERS: Builders = {"torch": _torch, "sglang": _sglang}
+
+
+def build_engine(config: Config, builders: Builders = BUILDERS) -> Engine:
     """The engine that `rollout.engine` names, with the weights of `model.path` as version 0.
 
-    SGLang needs the running event loop on which it will be used, and blocks it until it serves. `sglang` makes a
-    variant of `SGLangEngine` in its place.
+    SGLang needs the running event loop on which it will be used, and blocks it until it serves.
 
     Raises EngineError where the model folder cannot be served, the engine's package is not installed, or no interface
     has the address of network.host; EngineStartFailed where SGLang did not start.
     """
-    if config.rollout.engine == "torch":
-        from rollout_server.engines.torch.engine import TorchEngine
-
-        return TorchEngine(
-            config.model.path,
-            max_context=config.max_context,
-            max_running=config.rollout.max_running,
-            dtype=config.rollout.dtype,
-            num_threads=config.rollout.num_threads,
-            seed=config.run.seed,
-            lora=config.learner.lora if config.learner.lora.rank else None,
-        )
-    from rollout_server.engines.sglang.engine import SGLangEngine
-
-    # What the schedulers inherit, where they are members of the bus's group.
+    # What the engine's processes inherit, where they are members of the bus's group.
     if config.weight_bus.stage_in == "engine":
         try:
             bind_collectives(os.environ, config.network.host)
@@ -57,7 +67,7 @@ def build_engine(config: Config, *, sglang: Callable[[Config], Engine] | None = 
             from weight_bus.transports import set_nccl_defaults
 
             set_nccl_defaults(config.weight_bus)
-    return (sglang or SGLangEngine)(config)
+    return builders[config.rollout.engine](config)
 
 
 def staging_in(config: Config, engine: Engine) -> "SGLangStaging | None":

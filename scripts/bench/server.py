@@ -21,7 +21,7 @@ from configs.schema import Config
 from replay import messages as m
 from replay.data import stream_seed
 from rollout_server import main as rollout_server
-from rollout_server.engines import Completion, EngineError, Health, Partial, Sampling, build_engine
+from rollout_server.engines import BUILDERS, Completion, EngineError, Health, Partial, Sampling, build_engine
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import Part
@@ -176,7 +176,7 @@ class ProbedEngine(SGLangEngine):
         return replace(found, detail={**found.detail, **self.sglang.gaps.detail()})
 
 
-make_engine = partial(build_engine, sglang=ProbedEngine)
+make_engine = partial(build_engine, builders={**BUILDERS, "sglang": ProbedEngine})
 """The configuration's engine, probed where it is SGLang."""
 
 

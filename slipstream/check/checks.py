@@ -247,10 +247,11 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
             resolve_ucc()
         except WeightBusError as error:
             raise PackageMissing(str(error)) from error
-    if runs_servers and config.rollout.engine == "sglang" and importlib.util.find_spec("sglang") is None:
+    package = config.rollout.facts.package
+    if runs_servers and package is not None and importlib.util.find_spec(package) is None:
         raise PackageMissing(
-            "rollout.engine: 'sglang' is not installed here; install the extra: pip install 'slipstream-rl[sglang]', or"
-            " take 'torch' for a small model"
+            f"rollout.engine: {config.rollout.engine!r} is not installed here; install the extra: pip install"
+            f" 'slipstream-rl[{package}]', or take 'torch' for a small model"
         )
 
 

@@ -81,12 +81,12 @@ def disk(config: Config, sizes: Sizes | None) -> Finding:
 
 
 def staged_bytes(config: Config, sizes: Sizes | None) -> int:
-    """Of an engine's update in /dev/shm: what a server has in host memory for SGLang's processes to map.
+    """Of an engine's update in /dev/shm: what a server has in host memory for the engine's processes to map.
 
     What lies on GPUs is handed over by CUDA IPC handles.
     """
     bus, lora = config.weight_bus, config.learner.lora
-    if sizes is None or bus.on_gpus or config.rollout.engine != "sglang" or bus.stage_in != "server":
+    if sizes is None or bus.on_gpus or not config.rollout.facts.has_processes or bus.stage_in != "server":
         return 0
     carried = sizes.adapter_parameters(lora) if lora.rank else sizes.parameters
     return carried * DTYPE_BYTES[config.rollout.dtype]
@@ -160,7 +160,7 @@ def needed_kernels(config: Config, role: str) -> list[str]:
     if not on_gpus(config):
         return []  # SGLang takes stand-ins there, and the learner compiles nothing
     if role == "rollout":
-        return ["sgl_kernel", "triton"] if config.rollout.engine == "sglang" else []
+        return list(config.rollout.facts.kernels)
     return ["triton"] if config.learner.compile else []
 
 

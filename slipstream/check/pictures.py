@@ -13,15 +13,13 @@ from slipstream.families.pictures import PictureError, decode, grid_of, opened, 
 from slipstream.runtime.fingerprint import read_json
 
 MIB, GIB = 1024**2, 1024**3
-SGLANG_VALUES = 1176
-"""Of a patch of Qwen2.5-VL: 3 colours, 2 frames, 14 x 14 pixels."""
 
 
 def problem_with_pictures(config: Config, model: Mapping[str, Any]) -> str:
     """What of the configuration does not go with a model that takes pictures (by its config.json), or nothing."""
     if vision_of(model) is None:
         return ""
-    kind, mesh = model["model_type"], config.learner.mesh
+    kind, mesh, engine = model["model_type"], config.learner.mesh, config.rollout.engine
     for key, value, instead, why in (
         ("learner.mesh.tensor", mesh.tensor, 1, "pictures are not divided over tensor ranks"),
         ("algorithm.kl", config.algorithm.kl, "none", "a reference model sees no pictures"),
@@ -29,16 +27,16 @@ def problem_with_pictures(config: Config, model: Mapping[str, Any]) -> str:
         if value != instead:
             said = "null" if instead is None else instead
             return f"{key}: {value!r} with a {kind} model: {why}; take {key}={said}"
-    if config.learner.lora.rank and config.rollout.engine == "sglang":
+    if config.learner.lora.rank and not config.rollout.facts.adapts_with_pictures:
         return (
-            f"learner.lora.rank: {config.learner.lora.rank} with a {kind} model and rollout.engine 'sglang': updates of"
-            " adapters there are made for models of text; take learner.lora.rank=0, or rollout.engine=torch"
+            f"learner.lora.rank: {config.learner.lora.rank} with a {kind} model and rollout.engine {engine!r}: updates"
+            " of adapters there are made for models of text; take learner.lora.rank=0, or rollout.engine=torch"
         )
     values = pixel_bytes((1, 1, 1), model.get("vision_config") or {}) // 4
-    if config.rollout.engine == "sglang" and kind == "qwen2_5_vl" and values != SGLANG_VALUES:
+    if (wanted := config.rollout.facts.patch_values.get(kind, values)) != values:
         return (
-            f"rollout.engine: 'sglang' with a {kind} model whose patches have {values} values: SGLang takes patches of"
-            f" other than {SGLANG_VALUES} for features, unseen by the tower; take rollout.engine=torch"
+            f"rollout.engine: {engine!r} with a {kind} model whose patches have {values} values: it takes patches of"
+            f" other than {wanted} for features, unseen by the tower; take rollout.engine=torch"
         )
     if facts_of(config.algorithm).needs_critic:
         name = config.algorithm.advantage.name

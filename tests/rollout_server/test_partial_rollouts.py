@@ -308,3 +308,18 @@ def test_the_prefixes_of_a_lease_are_not_told_again() -> None:
     assert reports.renew([key], {}, source).progress == [[0, 0, 2, 2, 0], [0, 1, 0, 2, 0]]
     assert reports.renew([], {}, source).leases == []
     assert len(reports.renew([key], {}, source).progress) == 3, "a lease that was gone is told from the start"
+
+
+def test_a_server_that_leaves_tells_all_in_as_many_messages_as_it_takes_also_where_the_key_is_off() -> None:
+    source, reports = Growing(2), ProgressReports(GROUP, partial_rollouts=False, max_tokens=4)
+    for name, index, count, reason in (("0", 0, 5, ""), ("0", 2, 3, "stop"), ("1", 1, 6, "length")):
+        source.grow(name, index, count, reason)
+    renews = list(reports.rest([((0, i, 1), f"{i}") for i in range(2)], {}, source))
+    assert [renew.token_ids.size for renew in renews] == [4, 4, 4, 2] and reports.told() == (3, 14)
+    partials, slots = Partials(GROUP, CAP, Counter()), {i: Slot((0, i), {}, min_version=0, attempt=1) for i in range(2)}
+    assert [problem for renew in renews for problem in partials.take(renew, slots, Bounds(9, None))] == []
+    for i, (lengths, ended) in enumerate(
+        (([5, 0, 3, 0], ["", "", "stop", ""]), ([0, 6, 0, 0], ["", "length", "", ""]))
+    ):
+        fields = partials.prefix((0, i), 0)
+        assert (fields["prefix_lengths"].tolist(), fields["prefix_finished"]) == (lengths, ended)

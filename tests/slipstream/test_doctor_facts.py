@@ -1,5 +1,6 @@
 """What doctor makes of facts: side by side, of devices, of links; and how it reads them from a machine."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,10 +9,13 @@ from typing import Any
 import pytest
 
 from configs import load
-from learner.policy.memory import GIB, Sizes
+from configs.errors import NoRoom, PackageMissing
+from learner.policy.memory import GIB, Sizes, available_bytes
 from slipstream.check import compare, facts, machine
+from slipstream.check.checks import check_available
 from slipstream.check.finding import Finding
 from slipstream.check.machine import disk as room
+from slipstream.check.pictures import problem_with_pictures
 from slipstream.check.places import Place
 from slipstream.launch.doctor import places_of
 from slipstream.launch.hosts.host_file import read_hosts
@@ -139,6 +143,20 @@ SIZES = Sizes.of(
     | {"num_attention_heads": 32, "num_key_value_heads": 8}
 )  # 8B
 ON_GPUS = ("placement.device=cuda", "rollout.engine=sglang")
+
+
+@pytest.mark.parametrize(("engine", "kernels"), [("torch", []), ("sglang", ["sgl_kernel", "triton"])])
+def test_an_engine_says_what_it_needs(monkeypatch, engine: str, kernels: list[str]):
+    named = ["placement.device=cuda", f"rollout.engine={engine}", "weight_bus.backend=gloo"]
+    config = load("quickstart", [*named, "placement.share_gpus=true", "placement.gpu_gib=80"])
+    assert machine.needed_kernels(config, "rollout") == kernels
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with contextlib.nullcontext() if not kernels else pytest.raises(PackageMissing, match=rf"\[{engine}\]"):
+        check_available(config, runs_servers=True)
+    with contextlib.nullcontext() if not kernels else pytest.raises(NoRoom, match="mem_fraction_static"):
+        available_bytes(config)
+    adapters = load("pictures", [*named, "learner.lora.rank=8"])
+    assert problem_with_pictures(adapters, {"model_type": "qwen2_vl"}).startswith("learner.lora.rank") == bool(kernels)
 
 
 def test_shared_memory_and_disks_are_held_against_what_a_run_writes(tmp_path: Path):

@@ -115,7 +115,7 @@ class Pods:
         data = {"config.yaml": dump(config), "hosts": hosts}
         metadata = {"name": self.config_map}
         config_map = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": data}
-        extra = "[sglang]" if config.rollout.engine == "sglang" else ""
+        extra = f"[{package}]" if (package := config.rollout.facts.package) else ""
         names = {"name": run.name, "run_dir": f"{run.dir}/{self.run_name}", "folder": folder, "work": WORK}
         head = HEAD.format(**names, claim=self.claim, image=self.image, extra=extra)
         jobset = head + _yaml(config_map) + "---\n" + _yaml(self._jobset(roles))
