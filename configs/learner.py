@@ -69,6 +69,8 @@ class LearnerSettings(Section):
     """Linear warm-up."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the learning rate after the warm-up (cosine and linear end at 10 % of the peak)."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Step at which cosine and linear end, for a run that is to go on longer or shorter; 0: total_steps."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW betas."""
     adam_epsilon: float = Field(default=1e-8, gt=0)

@@ -23,7 +23,8 @@ def lr_at(step: int, config: LearnerSettings, *, idle: int = 0) -> float:
     """Learning rate of step `step`, the first being 1.
 
     Linear warm-up that reaches the peak at step `warmup_steps`, then constant, or cosine or linear down to
-    FINAL_SHARE of the peak at step `total_steps`. In the first `idle` steps nothing is trained: all begins after them.
+    FINAL_SHARE of the peak at step `decay_steps`, or `total_steps`. In the first `idle` steps nothing is trained: all
+    begins after them.
 
         Example: lr 1.0, warmup_steps 4: steps 1, 2, 3, 4, 5 have 0.25, 0.5, 0.75, 1.0, 1.0 (constant).
     """
@@ -32,7 +33,8 @@ def lr_at(step: int, config: LearnerSettings, *, idle: int = 0) -> float:
     if config.schedule == "constant":
         return config.lr
     peak = idle + config.warmup_steps
-    progress = min(1.0, max(0.0, (step - peak) / max(1, config.total_steps - peak)))
+    end = config.decay_steps or config.total_steps
+    progress = min(1.0, max(0.0, (step - peak) / max(1, end - peak)))
     fall = (1 - math.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else progress
     return config.lr * (1 - (1 - FINAL_SHARE) * fall)
 

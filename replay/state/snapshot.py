@@ -24,9 +24,11 @@ DECIDING = ("algorithm.", "learner.", "limits.", "model.")
 
 def settings_of(config: Config) -> dict[str, Any]:
     """What a run must keep for its journal to go on, beside its data, and for its digests to come again."""
+    learner = config.learner
     deciding = {key: value for key, value in shared_values(config).items() if key.startswith(DECIDING)}
-    if config.learner.schedule == "constant":
-        deciding.pop("learner.total_steps")
+    deciding.pop("learner.total_steps")
+    end = 0 if learner.schedule == "constant" else learner.decay_steps or learner.total_steps
+    deciding["learner.decay_steps"] = str(end)
     return {
         "deciding": deciding,
         "groups_per_step": config.rollout.groups_per_step,

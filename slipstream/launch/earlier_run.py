@@ -160,10 +160,12 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
     steps = _last_step(run_dir)
     if steps == 0:
         raise BadRunFolder(f"--replay: {run_dir}/journal holds no step; name the folder of a run that has trained")
+    learner = load(path).learner
     fixed = {
         "run.name": f"{folder.name}-replay",
         "run.dir": folder.parent,
         "learner.total_steps": steps,
+        "learner.decay_steps": learner.decay_steps or learner.total_steps,
         "placement.local_rollouts": "false",
         "evaluation.every_steps": 0,
         "checkpoint.keep_best": 0,

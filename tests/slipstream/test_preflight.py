@@ -14,13 +14,15 @@ import torch
 from rich.console import Console
 
 from configs import Config, ConfigError, load
-from configs.loading import add_arguments
+from configs.loading import add_arguments, dump
 from examples import sort6
 from learner import main as launcher
 from learner.main import prepare
+from learner.optimizer import lr_at
 from learner.record.ledger import Ledger
 from replay import keys as make_keys
 from replay.journal import FolderLock
+from replay.state.snapshot import settings_of
 from slipstream.check import checks
 from slipstream.launch import earlier_run, quickstart
 from slipstream.launch.launcher import Launcher
@@ -344,3 +346,14 @@ def test_a_playback_ends_well_with_every_digest_of_the_journal(tmp_path, capsys,
     (tmp_path / "same" / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert earlier_run.report(config_in(tmp_path, learner={"total_steps": 2}), code) == exit_code
     assert json.loads(capsys.readouterr().out)["first_different"] == (2 if "x" in made else None)
+
+
+def test_a_run_that_was_ended_early_is_played_back_with_its_own_learning_rates(tmp_path, monkeypatch):
+    own = config_in(tmp_path, learner={"schedule": "cosine", "total_steps": 20, "warmup_steps": 2})
+    (tmp_path / "same").mkdir()
+    (tmp_path / "same" / "config.yaml").write_text(dump(own))
+    monkeypatch.setattr(earlier_run, "_last_step", lambda _: 7)
+    played = earlier_run.played_back(tmp_path / "same", [])
+    assert played.learner.total_steps == 7
+    rates = [[lr_at(step, config.learner) for step in range(1, 8)] for config in (own, played)]
+    assert rates[0] == rates[1] and settings_of(own)["deciding"] == settings_of(played)["deciding"]
