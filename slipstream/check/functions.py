@@ -57,7 +57,7 @@ def try_out(config: Config, parts: Chosen) -> None:
     loss, _ = build_loss(algorithm.loss)
     given = loss(
         LossInputs(
-            logprobs=logprobs.clone().requires_grad_(),
+            logprobs=logprobs.clone().requires_grad_() + 0,  # no leaf, as in a step: it may be changed in place
             proximal_logprobs=logprobs - moved,
             advantages=torch.tensor([1.0, -1.0, -1.0, 0.5, 0.5, 0.5]),
             lengths=lengths,

@@ -49,7 +49,7 @@ class Variant(Generic[Facts]):
             try:
                 value = self.call(given)
                 said = problem(value, given)
-            except Exception as error:  # code of the user, whatever it raises
+            except (Exception, SystemExit) as error:  # code of the user, whatever it raises
                 if type(error).__module__ == "torch":  # memory that ran out, a device that failed
                     raise
                 said = f"fails: {describe(error)}; correct it"

@@ -273,6 +273,8 @@ def test_a_loss_of_an_installed_package_is_chosen_by_its_entry_point(
     ("key", "own", "said"),
     [
         ("loss", "def own(one):\n    return one.logprobs * one.advantages", ""),
+        ("loss", "def own(one):\n    return one.logprobs.clamp_(min=-9)", ""),
+        ("loss", "def own(one):\n    raise SystemExit(3)", "fails: SystemExit: 3 at /.*own.py:2; correct it"),
         ("loss", "def own():\n    return 1", "one argument and its options .too many.*; take `def own.inputs, "),
         ("loss", "def own(one, two):\n    return 1", "one argument and its options .missing a required .*'two'"),
         ("loss", "class own:\n    def __init__(self, one): ...", "is a class; take `def own.inputs, "),
