@@ -23,6 +23,7 @@ from learner.policy.model import Policy
 from learner.rows import BatchError, Row, lay_out, minibatches_of
 from learner.step import Measure, StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch
+from slipstream.runtime.variants import VariantFails
 
 CRITIC_WARMUP = "critic_warmup"
 """Reason of an update that left the policy alone on purpose."""
@@ -107,9 +108,11 @@ def inputs_of(batch: Batch) -> AdvantageInputs:
 
 
 def check_rewards(batch: Batch, advantage: Advantage) -> None:
-    """Raises BatchError: algorithm.advantage does not take rewards of the batch."""
+    """Raises BatchError: algorithm.advantage does not take rewards of the batch. Raises VariantFails."""
     try:
         advantages_of(advantage, inputs_of(batch))
+    except VariantFails:  # no fault of the batch
+        raise
     except ValueError as error:
         raise BatchError(f"batch {batch.step}: {error}") from error
 

@@ -23,15 +23,18 @@ def _rewards_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
 
 def _score_of_verl(shown: str, value: Any, foreign: Foreign) -> Line:
     """Of what judges by `data_source`; a reward model, or another manager, judges otherwise."""
-    manager = foreign.value("reward_model.reward_manager", "reward_manager.name", default="naive")
-    if foreign.is_on("reward_model.enable") or manager not in TABLES["values"]["reward_manager"]:
+    managers, model = ("reward_model.reward_manager", "reward_manager.name"), "reward_model.enable"
+    is_other = foreign.value(*managers, default="naive") not in TABLES["values"]["reward_manager"]
+    if is_other or foreign.is_on(model) or foreign.is_open(*managers, model):
         return Line(shown, "open", note="a reward model or manager judges there", decides="reward.function")
     return Line(shown, "key", {"reward.function": f"{FOREIGN}:verl"}, BY_ITS_RULE)
 
 
 def _score_of_slime(shown: str, value: Any, foreign: Foreign) -> Line:
-    if foreign.value("custom_rm_path"):
+    if foreign.value("custom_rm_path") or foreign.is_open("custom_rm_path"):
         return Line(shown, "not needed", note="--custom-rm-path decides")
+    if foreign.value("reward_key", default="score") != "score" or foreign.is_open("reward_key"):
+        return Line(shown, "open", note="--reward-key takes another number than its score", decides="reward.function")
     if value not in RULES_OF_SLIME:
         why = f"its rule {value!r} is not here: write it to a file (docs/howto/rewards.md)"
         return Line(shown, "open", note=why, decides="reward.function")

@@ -102,16 +102,25 @@ class Foreign:
         """Whether one of several names of a switch is on; the last value of each counts."""
         return any(self._values(*names).values())
 
+    def is_open(self, *names: str) -> bool:
+        """Whether the file does not say what one of these is."""
+        return any(setting.open for _, setting in self._named(*names))
+
     def _values(self, *names: str) -> dict[str, Any]:
         """Full names and values, the one that was given last at the end."""
         found: dict[str, Any] = {}
-        for setting in self.settings:
-            name = setting.name.lstrip("-").replace("-", "_")
-            ends = (end for end in names if name == end or name.endswith(f".{end}"))
-            if not setting.open and any(can_mean(self.framework, name, end) for end in ends):
+        for name, setting in self._named(*names):
+            if not setting.open:
                 found.pop(name, None)
                 found[name] = setting.value
         return found
+
+    def _named(self, *names: str) -> Iterator[tuple[str, Setting]]:
+        for setting in self.settings:
+            name = setting.name.lstrip("-").replace("-", "_")
+            ends = (end for end in names if name == end or name.endswith(f".{end}"))
+            if any(can_mean(self.framework, name, end) for end in ends):
+                yield name, setting
 
 
 TOGETHER = (".env.taskset", ".env.args", ".env.agent")

@@ -74,7 +74,7 @@ def _of_the_loss(lines: Sequence[Line], foreign: Foreign) -> Iterator[Line]:
         if loss == "gspo":
             pairs = {re.sub(r"\.ppo_clip\.(clip_low|clip_high)$", r".gspo.\1", key): pairs[key] for key in pairs}
         others = [key for key in pairs if key.startswith("algorithm.loss.") and key.split(".")[2] != loss]
-        if others == ["algorithm.loss.ppo_clip.clip_high"] and loss == "cispo" and not foreign.is_whole:
+        if others == ["algorithm.loss.ppo_clip.clip_high"] and loss == "cispo":
             note = "frameworks differ in whether the bound is over 1 or over 0; here it is over 1"
             yield Line(line.shown, "open", note=note, decides="algorithm.loss.cispo.clip_high")
         elif others:

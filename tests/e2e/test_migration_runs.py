@@ -32,6 +32,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_translated_run_trains(page, tiny, monkeypatch, capsys):
     pytest.importorskip("math_verify", reason="needs the package math-verify (extra math)")
     monkeypatch.chdir(tiny)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # where it is installed
     write_files(page, tiny)
     settings = [word for key, value in HERE.items() for word in ("--set", f"{key}={value}")]
     if page.stem != "trl":

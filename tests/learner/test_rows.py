@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from configs import Config
+from learner.advantages import build_advantage
 from learner.learner import Learner
 from learner.rows import BatchError, Row, check, lay_out
 from replay.messages import Batch
+from slipstream.runtime.variants import VariantFails
 from tests.learner.recorded import batch_of
 from tests.learner.reference import Recorded
 from tests.learner.tiny_models import make_config
@@ -113,10 +116,22 @@ def test_groups_keep_the_bound_that_they_were_admitted_under() -> None:
         check(dataclasses.replace(old, async_lag=1), async_lag=0, vocab_size=64)
 
 
+def checking(config: Config) -> Any:
+    trainer = SimpleNamespace(advantage=build_advantage(config.algorithm))
+    return SimpleNamespace(config=config, policy=SimpleNamespace(vocab_size=64), trainer=trainer)
+
+
+def test_an_advantage_of_the_user_that_fails_is_no_fault_of_the_batch(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def own(inputs):\n    return inputs.rewards[:1]\n")
+    config = make_config(tmp_path, replay={"async_lag": 1}, algorithm={"advantage": f"{tmp_path}/own.py:own"})
+    with pytest.raises(VariantFails, match="one finite number for each"):
+        Learner.check(checking(config), batch_of(ONE, STEP))
+
+
 def test_rewards_that_the_advantage_does_not_take_are_refused_before_the_step() -> None:
     """Later every start of the learner would take the batch again, and break off again."""
     config = make_config(Path("unused"), replay={"async_lag": 1}, algorithm={"advantage": "maxrl"})
-    learner: Any = SimpleNamespace(config=config, policy=SimpleNamespace(vocab_size=64))
+    learner = checking(config)
     Learner.check(learner, batch_of(ONE, STEP))
     punished = [ONE[0], dataclasses.replace(ONE[1], reward=-1.0)]
     said = r"batch 5: reward of trajectory 1 is -1; .*'maxrl'.* takes rewards >= 0 .*REWARD-08"

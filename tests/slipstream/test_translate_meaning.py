@@ -120,6 +120,7 @@ MEANINGS = [
     ("a.yaml", RESOLVED + "rollout: {n_gpus_per_node: 2}\n", {"replay.async_lag": 1}),
     ("a.sh", SEPARATE, {"reward.function": None, FLAT: False}),
     ("a.sh", SLIME.format("--rm-type deepscaler"), {"reward.function": f"{FOREIGN}:slime_deepscaler"}),
+    ("a.sh", SLIME.format("--rm-type dapo --reward-key score"), {"reward.function": f"{FOREIGN}:slime_dapo"}),
     ("a.sh", SLIME.format("--lr 1e-6"), {"replay.async_lag": 0}),
     ("a.toml", HARNESS, {"data.train": "verifiers:a-task?rows=b/c%20d", "learner.max_tokens_per_microbatch": 4096}),
     ("a.toml", HARNESS, {"data.max_prompt_tokens": 1000, "replay.async_lag": 8, FLAT: None, GROUPS: 128}),
@@ -178,6 +179,15 @@ def test_prompts_that_verl_would_cut_are_no_counterpart_and_epochs_beside_steps_
         ("a.json", TRL.replace("4.0", "null"), "algorithm.correction"),
         ("a.yaml", RESOLVED.replace("n: ", "name: '???', n: "), "rollout.engine"),
         ("a.yaml", AREAL, "reward.function"),
+        ("a.sh", VERL.format("reward_model.reward_manager=$MANAGER"), "reward.function"),
+        ("a.sh", VERL.format("reward_model.enable=$IS_ON"), "reward.function"),
+        ("a.sh", SLIME.format("--rm-type math --custom-rm-path $RULE"), "reward.function"),
+        ("a.sh", SLIME.format("--rm-type dapo --reward-key acc"), "reward.function"),
+        (
+            "a.yaml",
+            RESOLVED.replace("actor: {", "actor: {policy_loss: {loss_mode: cispo}, clip_ratio_high: 0.3, "),
+            "algorithm.loss.cispo.clip_high",
+        ),
     ],
 )
 def test_what_does_not_divide_is_asked_for(tmp_path, name, text, key):
