@@ -1,6 +1,5 @@
 """Replay's view of the run as plain data, for the live view, for tests and for people."""
 
-import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Mapping
@@ -33,8 +32,9 @@ class StatusReport:
         self.run, self.peers, self.intake = run, peers, intake
         self.waits = Waits(run, peers, leasing, batching)
         self._cores = Cores()
-        self._idle: deque[list[float]] = deque([[]], maxlen=run.config.replay.async_lag + 1)
-        """Beats of servers, by batch, over a whole cycle: of the batches that may be made at once one is waited for."""
+        self._idle = deque([[0.0, 0]], maxlen=run.config.replay.async_lag + 1)
+        """Sum and number of beats of servers, by batch, over a whole cycle: of the batches that may be made at once one
+        is waited for."""
         self.latency = UpdateLatency()
         self.vitals: Vitals | None = None
         """The watch of this process, while it serves (replay/main.py)."""
@@ -85,12 +85,13 @@ class StatusReport:
     def note_beat(self, gauges: Mapping[str, float]) -> None:
         """A beat of a rollout server, each as long as the others."""
         if "idle_ratio" in gauges:
-            self._idle[-1].append(gauges["idle_ratio"])
+            total, count = self._idle[-1]
+            self._idle[-1] = [total + gauges["idle_ratio"], count + 1]
 
     def of_batch(self) -> dict[str, float]:
         """Numbers that go with a batch, once for each."""
         stats = self.batch_stats()
-        self._idle.append([])
+        self._idle.append([0.0, 0])
         return stats
 
     def measured(self) -> dict[str, float]:
@@ -108,7 +109,7 @@ class StatusReport:
         """Numbers about buffer and servers that go with every batch to metrics.jsonl."""
         servers, rates = self.peers.role("rollout_server"), self.intake.error_rates
         buffer, counters = self.run.buffer, self.run.counters
-        idle = [*itertools.chain(*self._idle)]
+        idle, beats = map(sum, zip(*self._idle, strict=True))
         counted = ("buffer/superseded", "buffer/stale_leased_again", "buffer/tokens_masked")
         stats = {
             "buffer/size": float(buffer.count(SlotState.BUFFERED)),
@@ -130,7 +131,7 @@ class StatusReport:
         }
         if self.run.config.environment.function is not None:
             stats["episode/error_rate"] = rates["environment_error"].share
-        if idle:
-            stats["rollout/idle_ratio"] = sum(idle) / len(idle)
+        if beats:
+            stats["rollout/idle_ratio"] = idle / beats
             stats["rollout/cores"] = sum(p.gauges.get("cores", 0.0) for p in servers)
         return stats | {f"rollout/groups/{p.name}": float(p.groups_accepted) for p in servers} | self.measured()

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgpack
 
+from configs.limits import GUARDS
 from configs.schema import Config
 from configs.shared import shared_values
 from replay.journal.format import Location
@@ -18,15 +19,20 @@ KEPT = ("min_version", "async_lag", "attempt", "server", "stale_retries", "failu
 """Of a slot, as it is."""
 
 
-DECIDING = ("algorithm.", "learner.", "limits.", "model.")
+DECIDING = ("algorithm.", "learner.", "model.", *(f"limits.{guard}" for guard in GUARDS))
 """Beginnings of the keys that decide which weights a step makes of its groups."""
+INDIFFERENT = {
+    *("learner.total_steps", "learner.restarts", "learner.batch_deadline_s", "learner.collective_deadline_s"),
+    "limits.nonfinite_steps",
+}
+"""Those of them that say only when a run ends, waits or starts again."""
 
 
 def settings_of(config: Config) -> dict[str, Any]:
     """What a run must keep for its journal to go on, beside its data, and for its digests to come again."""
     learner = config.learner
-    deciding = {key: value for key, value in shared_values(config).items() if key.startswith(DECIDING)}
-    deciding.pop("learner.total_steps")
+    shared = shared_values(config).items()
+    deciding = {key: value for key, value in shared if key.startswith(DECIDING) and key not in INDIFFERENT}
     end = 0 if learner.schedule == "constant" else learner.decay_steps or learner.total_steps
     deciding["learner.decay_steps"] = str(end)
     return {

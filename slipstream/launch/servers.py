@@ -128,9 +128,11 @@ class LocalServers:
         What computes for long still beats (rollout_server/server.py). Without restarts left, the process stays: it may
         be continued.
         """
-        pids = {one["pid"] for one in silent if one["host"] == socket.gethostname()}
-        for server in self.by_name.values():
-            if server.child.pid in pids and server.child.exit_code() is None and not server.restarts.are_used_up:
+        # Names are the run's own: containers of one host may share its name, and count their pids alike.
+        here = {(one["name"], one["pid"]) for one in silent if one["host"] == socket.gethostname()}
+        for name, server in self.by_name.items():
+            is_silent = (name, server.child.pid) in here and server.child.exit_code() is None
+            if is_silent and not server.restarts.are_used_up:
                 server.ended_as_silent = server.child
                 server.child.process.kill()
 

@@ -74,14 +74,15 @@ def own_class(folder: Path, rows: list[dict[str, Any]]) -> str:
         f"ROWS = {rows!r}\n\nclass Mine:\n    def __init__(self, first=0):\n        self.rows = ROWS[first:]\n"
         "    def __len__(self):\n        return len(self.rows)\n"
         "    def __getitem__(self, number):\n        return self.rows[number]\n\n"
-        "def listed(first: int = 0):\n    return ROWS[first:]\n\ndef lazy():\n    return iter(ROWS)\n"
+        "def listed(first: int = 0):\n    return ROWS[first:]\n\n"
+        "def any_options(**options):\n    return ROWS[options['first']:]\n\ndef lazy():\n    return iter(ROWS)\n"
     )
     return f"{folder / 'mine.py'}:Mine?first=0"
 
 
 def own_function(folder: Path, rows: list[dict[str, Any]]) -> str:
     own_class(folder, rows)
-    return f"{folder / 'mine.py'}:listed"
+    return f"{folder / 'mine.py'}:any_options?first=0"
 
 
 FORMS: list[Callable[[Path, list[dict[str, Any]]], str]] = [

@@ -255,14 +255,15 @@ def test_a_silent_server_is_ended_and_started_again_while_a_restart_is_left(tmp_
     local.add("a")
     first, stranger = local.children[0], begin("stranger")
 
-    def silent(pid, host):
-        local.end_silent([{"name": "a", "pid": pid, "host": host}])
+    def silent(pid, host, name="a"):
+        local.end_silent([{"name": name, "pid": pid, "host": host}])
         local.watch(run_is_over=False)
 
     try:
         first.process.send_signal(signal.SIGSTOP)
         silent(stranger.pid, socket.gethostname())
         silent(first.pid, "another-host")
+        silent(first.pid, socket.gethostname(), "of another container")
         time.sleep(0.1)
         assert (first.exit_code(), stranger.exit_code(), lines) == (None, None, [])
         silent(first.pid, socket.gethostname())

@@ -32,8 +32,10 @@ class Custom(Table):
         self._file, self._label = Path(location).expanduser(), name
         self.form = f"{'class' if isinstance(made, type) else 'function'} {name}"
         takes = inspect.signature(made).parameters.values()
-        names = [one.name for one in takes if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
-        options = checked(spec.text, spec.name, made, spec.options, names, DataError)
+        names = [one.name for one in takes if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        is_open = any(one.kind is one.VAR_KEYWORD for one in takes)
+        known = {key: value for key, value in spec.options.items() if key in names or not is_open}
+        options = spec.options | checked(spec.text, spec.name, made, known, names, DataError)
         self._made = _guarded(spec.text, f"{name}({', '.join(options)})", lambda: made(**options))
         if not hasattr(self._made, "__getitem__"):
             raise DataError(f"{self.source}: {name} gives {kind_of(self._made)} without __getitem__; {FORM}")
