@@ -70,9 +70,7 @@ def _of_the_loss(lines: Sequence[Line], foreign: Foreign) -> Iterator[Line]:
     """Bounds are of the loss that the file takes; those that it does not have are not needed."""
     loss = _merged(lines)[0].get("algorithm.loss", "ppo_clip")
     for line in lines:
-        pairs = line.pairs
-        if loss == "gspo":
-            pairs = {re.sub(r"\.ppo_clip\.(clip_low|clip_high)$", r".gspo.\1", key): pairs[key] for key in pairs}
+        pairs = _bounds_of(loss, line.pairs)
         others = [key for key in pairs if key.startswith("algorithm.loss.") and key.split(".")[2] != loss]
         if others == ["algorithm.loss.ppo_clip.clip_high"] and loss == "cispo":
             note = "frameworks differ in whether the bound is over 1 or over 0; here it is over 1"
@@ -81,6 +79,12 @@ def _of_the_loss(lines: Sequence[Line], foreign: Foreign) -> Iterator[Line]:
             yield Line(line.shown, "not needed", note=f"the loss is {loss}")
         else:
             yield replace(line, pairs=pairs)
+
+
+def _bounds_of(loss: str, pairs: Mapping[str, Any]) -> dict[str, Any]:
+    """Of gspo they are called as those of ppo_clip there, with the same defaults."""
+    old, new = r"\.ppo_clip\.(clip_low|clip_high)$", r".gspo.\1"
+    return {re.sub(old, new, key) if loss == "gspo" else key: value for key, value in pairs.items()}
 
 
 def _overruled(line: Line, pairs: Mapping[str, Any], sources: Mapping[str, str]) -> Line:
@@ -207,7 +211,7 @@ def _defaults(foreign: Foreign, decided: set[str], pairs: Mapping[str, Any]) -> 
         # a bound of the framework's default loss is none of another loss, where it would be refused
         missing = {
             key: one
-            for key, one in line.pairs.items()
+            for key, one in _bounds_of(loss, line.pairs).items()
             if key not in decided and (loss == "ppo_clip" or not key.startswith("algorithm.loss.ppo_clip"))
         }
         if missing:

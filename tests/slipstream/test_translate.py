@@ -280,6 +280,7 @@ a.sh | actor_rollout_ref.actor.optim.lr_warmup_steps=-1 | {learner.warmup_steps:
 a.sh | actor.optim.lr_warmup_steps=7 actor.optim.lr_warmup_steps_ratio=0.0 | {learner.warmup_steps: 7}
 a.sh | trainer.nothing=1 | {algorithm.advantage: gae, CLIP_dual: 3.0, rollout.group_size: 1}
 a.sh | actor.policy_loss.loss_mode=cispo | {algorithm.loss: cispo, CLIP_dual: null}
+a.sh | actor.policy_loss.loss_mode=gspo | {algorithm.loss.gspo.clip_low: 0.2, algorithm.loss.gspo.clip_high: 0.2}
 a.sh | reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: null}
 a.sh | reward_model.overlong_buffer.enable=True reward_model.overlong_buffer.len=512 | {algorithm.overlong_buffer: 512}
 b.sh | --advantage-estimator gspo | {algorithm.loss: gspo, algorithm.advantage: grpo}
