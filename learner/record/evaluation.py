@@ -190,7 +190,7 @@ def values(result: EvaluationResult, rows: Sequence[Row], one: PromptSet) -> dic
         own = labels == label
         answered = max(1, int((lengths[own] > 0).sum()))
         numbers[f"val-aux/{label}/{mode}/response_length"] = float(lengths[own].sum()) / answered
-        numbers[f"val-aux/{label}/{mode}/clip_ratio"] = float(is_cut[own].mean())
+        numbers[f"val-aux/{label}/{mode}/clip_ratio"] = float(is_cut[own].sum()) / answered
         numbers[f"val-aux/{label}/{mode}/seconds"] = result.seconds
         if not is_scored[own].all():
             numbers[f"val-aux/{label}/{mode}/not_scored"] = float((~is_scored[own]).sum())

@@ -99,10 +99,15 @@ def test_prompts_that_cannot_be_asked_do_not_void_an_evaluation(config, caplog):
     marks = np.array([1] * 8 + [0] * 4, np.uint8)
     errors = ["prompt_too_long"] * 4 + ["prompt_not_rendered"] * 4 + [""] * 4
     lengths = np.array([0] * 8 + [6] * 4, np.int32)
-    short = replace(part("aime", REWARDS), errors=errors, left_out=marks, lengths=lengths, error_detail="99 tokens")
+    answers = part("aime", [*REWARDS[:2], [0.0, 0.0, 1.0, 1.0]])
+    reasons = ["stop"] * 8 + answers.finish_reasons[8:]
+    short = replace(
+        answers, errors=errors, left_out=marks, lengths=lengths, finish_reasons=reasons, error_detail="99 tokens"
+    )
     ((_, _, numbers),) = Evaluations(config).news([short], {})
-    assert numbers["val-core/aime/reward/mean@4"] == 1.0 and numbers["val-aux/aime/sampled/not_scored"] == 8.0
+    assert numbers["val-core/aime/reward/mean@4"] == 0.5 and numbers["val-aux/aime/sampled/not_scored"] == 8.0
     assert numbers["val-aux/aime/sampled/response_length"] == 6.0
+    assert numbers["val-aux/aime/sampled/clip_ratio"] == 0.5
     assert "4 of 12 answers scored, 4 prompt_not_rendered, 4 prompt_too_long: 99 tokens" in caplog.text
 
 
