@@ -122,8 +122,7 @@ async def leave(server: RolloutServer, serving: "asyncio.Task[bool]") -> None:
     """Hand unfinished answers back; `serving` ends by replay's Goodbye, or after HAND_BACK_S."""
     try:
         async with asyncio.timeout(HAND_BACK_S):
-            await server.leave()
-            await asyncio.wait([serving])
+            await server.leave(serving)
     except TimeoutError:
         log.warning("%s: no goodbye of replay, or an update that does not end, for %g s", server.name, HAND_BACK_S)
     finally:

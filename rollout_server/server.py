@@ -142,15 +142,18 @@ class RolloutServer:
             if self.recorder.on and self._probe.ask(time.time()):
                 await self.dealer.send(m.StatusRequest(clock=True))
 
-    async def leave(self) -> None:
-        """Hand unfinished answers back to replay and say Goodbye; replay's own then ends `serve`."""
+    async def leave(self, serving: "asyncio.Future[bool]") -> None:
+        """Hand unfinished answers back to replay and say Goodbye; replay's own then ends `serving`."""
         self.leases.tell(self.generator)
         await self.flush()
-        await asyncio.sleep(SETTLE_S)
+        done, _ = await asyncio.wait([serving], timeout=SETTLE_S)
+        if done:
+            return  # the run has ended as well, as by Ctrl-C
         leases, (answers, tokens) = len(self.leases.working), self.leases.hand_back(self.generator)
         what = "%s leaves by signal: %d answers with %d tokens of %d leases are handed back to replay"
         log.info(what, self.name, answers, tokens, leases)
         await self.flush()
+        await asyncio.wait([serving])
 
     def pulse(self) -> Pulse:
         """Stands in for `beat` while the loop is held up, for as long as a lease lives; to be closed."""

@@ -21,7 +21,7 @@ from rollout_server.engines.sglang.requests import Answer, Part
 from rollout_server.generate import Generator
 from rollout_server.progress import ProgressReports
 from rollout_server.serve import serve
-from rollout_server.server import RolloutServer
+from rollout_server.server import SETTLE_S, RolloutServer
 
 SILENT_AFTER_S = 0.6
 
@@ -115,6 +115,17 @@ async def test_a_server_whose_follower_has_died_ends_with_its_reason() -> None:
     server.follower.failure = OSError("no route")
     with pytest.raises(EngineError, match="no route"):
         await asyncio.wait_for(server.beat(), 10)
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+async def test_answers_are_handed_back_only_where_the_run_goes_on(is_over: bool) -> None:
+    """Ctrl-C ends replay at the same time, whose Goodbye may be here first."""
+    loop, server = asyncio.get_running_loop(), server_of(sent := Wire())
+    server.generator.running_tokens = dict  # type: ignore[method-assign]
+    serving: asyncio.Future[bool] = loop.create_future()
+    loop.call_later(0.0 if is_over else 3 * SETTLE_S, serving.set_result, False)
+    await server.leave(serving)
+    assert serving.done() and any(isinstance(message, m.Goodbye) for message in sent) is not is_over
 
 
 @pytest.mark.parametrize(("lease_s", "least", "most"), [(120.0, 8, 99), (0.8, 1, 7)])
