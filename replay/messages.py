@@ -142,7 +142,7 @@ class Lease(OfLease):
 class Renew(Message):
     """All that a server holds, each beat (replay/channel/delivery.py); [pass, index, attempt, tokens so far] of leases.
 
-    With replay.partial_rollouts also what was sampled since the last one. Example: progress [[0, 1, 7, 2, 0]] says that
+    With replay.partial_rollouts, or before it leaves, also what is new. Example: progress [[0, 1, 7, 2, 0]] says that
     answer 1 of leases[0] had 7 tokens and has got the 2 in the arrays; 1 says that a stop token ended it, 2 its length.
     """
 

@@ -1,7 +1,8 @@
-"""What running answers have got so far, as their servers tell with each Renew (replay.partial_rollouts). No socket.
+"""What running answers have got so far, as their servers tell by Renew. No socket.
 
-When a lease comes back because its server died, the next lease of the prompt brings these tokens as prefixes. Nothing
-here is journalled: after a restart of replay the servers tell everything again.
+They do so at each beat with replay.partial_rollouts, and before they leave. When a lease comes back because its server
+is gone, the next lease of the prompt brings these tokens as prefixes. Nothing here is journalled: after a restart of
+replay the servers tell everything again.
 """
 
 from collections import Counter

@@ -29,7 +29,7 @@ class RunState:
         self.leases = Leases(config.replay.lease_s, config.replay.max_attempts)
         self.policies = Policies()
         self.partials = Partials(config.rollout.group_size, config.rollout.max_new_tokens, self.counters)
-        """What running answers have got so far; nothing without replay.partial_rollouts. Not journalled."""
+        """What running answers have got so far, as far as their servers have told it. Not journalled."""
         self.board = EvaluationBoard(parts, config.evaluation.deadline_s)
         self.bus_address: str | None = None
         self.started: list[str] = []
