@@ -26,6 +26,7 @@ from rollout_server.tasks.rewards import RewardError
 from slipstream.check import facts, functions, machine, memory, model_folders, prompts
 from slipstream.check.finding import Finding, Severity, ok, refused, warn
 from slipstream.runtime.fingerprint import FingerprintError
+from slipstream.runtime.variants import VariantFails
 
 REFUSALS = (ConfigError, DataError, FingerprintError, ChannelError)
 KINDS = {frozenset({"disk", "shared-memory"}): NoRoom, frozenset({"kernel"}): PackageMissing}
@@ -93,7 +94,14 @@ def algorithm(subject: Subject) -> Iterator[Finding]:
     parts = rules.chosen(subject.config)
     for problem in rules.problems(subject.config, parts):
         raise Contradiction(problem)
-    functions.try_out(subject.config, parts)
+    functions.try_advantage(subject.config, parts)
+    try:
+        functions.try_loss(subject.config, parts)
+    except VariantFails as error:
+        if not (machine.on_gpus(subject.config) and isinstance(error.__cause__, functions.ON_GPUS)):
+            raise
+        why = "it was tried on a CPU and alone; what is made for GPUs or for several ranks may fail only there"
+        yield warn("algorithm", str(error), why=why)
     names = [parts.loss.name, parts.advantage.name, *([parts.correction.name] if parts.correction else [])]
     yield ok("algorithm", ", ".join(names))
 

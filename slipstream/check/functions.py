@@ -14,6 +14,8 @@ from learner.rules import Chosen
 from rollout_server.tasks.rewards.pool import key_variables, rewards_of
 from slipstream.runtime.variants import VariantFails
 
+ON_GPUS = (RuntimeError, ValueError, AssertionError)
+"""What torch and Triton raise where code for GPUs, or for several ranks, is called on a CPU."""
 SURE = {"exact", "environment", "numeric", "format", "length", "regex"}
 """Built-in rewards that need nothing but their options, which the schema has checked."""
 
@@ -37,14 +39,20 @@ async def _load(config: Config) -> None:
         pass
 
 
-def try_out(config: Config, parts: Chosen) -> None:
-    """Call what is not built in on two made-up groups. Raises VariantFails."""
-    size, algorithm = config.rollout.group_size, config.algorithm
-    if not parts.advantage.is_built_in:
-        rewards = np.linspace(0, 1, 2 * size, dtype=np.float32)
-        groups, tokens = np.repeat(np.arange(2, dtype=np.int32), size), np.full(2 * size, 3, np.int32)
-        made_up = AdvantageInputs(rewards=rewards, groups=groups, loss_tokens=tokens)
-        advantages_of(build_advantage(algorithm), made_up)
+def try_advantage(config: Config, parts: Chosen) -> None:
+    """Call an advantage that is not built in on two made-up groups. Raises VariantFails."""
+    if parts.advantage.is_built_in:
+        return
+    size = config.rollout.group_size
+    rewards = np.linspace(0, 1, 2 * size, dtype=np.float32)
+    groups, tokens = np.repeat(np.arange(2, dtype=np.int32), size), np.full(2 * size, 3, np.int32)
+    made_up = AdvantageInputs(rewards=rewards, groups=groups, loss_tokens=tokens)
+    advantages_of(build_advantage(config.algorithm), made_up)
+
+
+def try_loss(config: Config, parts: Chosen) -> None:
+    """Call a loss and a correction that are not built in on made-up answers, on a CPU. Raises VariantFails."""
+    algorithm = config.algorithm
     if parts.loss.is_built_in and (parts.correction is None or parts.correction.is_built_in):
         return
     import torch  # here, because a run with built-in ones needs none in this process

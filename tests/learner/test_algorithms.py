@@ -312,6 +312,19 @@ def test_a_function_that_does_not_fit_is_refused_before_anything_starts(
         list(checks.algorithm(subject))
 
 
+def test_a_loss_for_gpus_that_fails_on_a_cpu_is_warned_of(tmp_path: Path) -> None:
+    own = "def own(one):\n    raise NotImplementedError('no kernel for CPUs')\n"
+    (tmp_path / "own.py").write_text(f"{own}\n\ndef wrong(one):\n    return one.logprob\n")
+    sets = ["replay.async_lag=0", "placement.device=cuda", "weight_bus.backend=gloo"]
+    found = {
+        name: checks.algorithm(checks.Subject(load("quickstart", [*sets, f"algorithm.loss={tmp_path}/own.py:{name}"])))
+        for name in ("own", "wrong")
+    }
+    assert [one.severity for one in found["own"]] == ["warn", "ok"]
+    with pytest.raises(ConfigError, match="no attribute 'logprob'"):
+        list(found["wrong"])
+
+
 def test_memory_that_runs_out_in_a_loss_is_no_fault_of_it(tmp_path: Path) -> None:
     """Nor is a device that fails: another start of the learner goes on."""
     raises = "import torch\n\n\ndef own(one):\n    raise torch.OutOfMemoryError('no room')\n"
