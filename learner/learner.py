@@ -11,7 +11,7 @@ from learner.batches import BatchReader
 from learner.beside.beside import build_beside
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.checkpoints.memory_plan import KEY, described, plan_memory
-from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
+from learner.guards import Alarm, Guards, GuardVerdict, SilentlyWrong
 from learner.guards.roll_back import RollBack, RollBacks
 from learner.optimizer import Optimizer
 from learner.policy.memory import OutOfMemory
@@ -233,7 +233,7 @@ class Learner:
         if alarm is not None:
             self._stop(alarm)
 
-    def _act(self, step: int, verdict: Verdict) -> None:
+    def _act(self, step: int, verdict: GuardVerdict) -> None:
         """What follows from a verdict once the step is committed; every rank does the same."""
         for alarm in verdict.alarms:
             if said := self.guards.said(alarm):

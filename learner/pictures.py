@@ -91,14 +91,14 @@ class Shown:
         return torch.from_numpy(positions)[:, None], pictures
 
 
-class Looker:
+class PictureDecoder:
     """Decodes the pictures of batches for one model."""
 
     def __init__(self, folder: Path, vision: Vision) -> None:
         self._vision, self._pixels = vision, Pixels(folder)
 
     @classmethod
-    def of(cls, folder: Path) -> "Looker | None":
+    def of(cls, folder: Path) -> "PictureDecoder | None":
         """None for a model that takes no pictures."""
         vision = vision_of(read_json(folder / "config.json"))
         return None if vision is None else cls(folder, vision)

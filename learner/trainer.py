@@ -14,11 +14,11 @@ from learner import rules
 from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage, need_tokens
 from learner.beside.advantages import Judged
 from learner.beside.beside import Beside
-from learner.guards import Guards, Verdict
+from learner.guards import Guards, GuardVerdict
 from learner.objective import Objective
 from learner.objective.aggregation import token_weights
 from learner.optimizer import Optimizer, lr_at
-from learner.pictures import Looker
+from learner.pictures import PictureDecoder
 from learner.policy.model import Policy
 from learner.rows import BatchError, Row, lay_out, minibatches_of
 from learner.step import Measure, StepSums, accumulate_gradients, apply_update
@@ -57,7 +57,7 @@ class Update:
     reason: str
     """Why the weights did not move; empty where they did."""
     applied_updates: int = 0
-    verdict: Verdict = field(default_factory=Verdict)
+    verdict: GuardVerdict = field(default_factory=GuardVerdict)
     """What the guards say."""
     beside: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the critic and the reference model."""
@@ -82,7 +82,7 @@ class Update:
         return not self.reason
 
 
-def prepare(batch: Batch, advantage: Advantage, config: Config, looker: Looker | None = None) -> Prepared:
+def prepare(batch: Batch, advantage: Advantage, config: Config, looker: PictureDecoder | None = None) -> Prepared:
     """Advantages of the whole batch, token weights of each mini-batch, and this rank's rows.
 
     Where advantages need forwards over the tokens, all trajectories are laid out, and advantages wait for those.
@@ -141,7 +141,7 @@ class Trainer:
         guards: Guards | None = None,
     ) -> None:
         self.config, self.policy, self.optimizer, self._span = config, policy, optimizer, span
-        self.guards, self.looker = guards, Looker.of(policy.source)
+        self.guards, self.looker = guards, PictureDecoder.of(policy.source)
         self.advantage = build_advantage(config.algorithm)
         self.objective: Measure = objective_of(config)
         self.beside = beside or Beside(config, policy)
@@ -167,7 +167,7 @@ class Trainer:
 
     def _train_policy(self, batch: Batch, judged: Judged, work: Prepared, lr: float) -> Update:
         """Each epoch an update on each mini-batch, until a guard ends the step or the policy has moved far enough."""
-        target, done, reasons, verdict = self.config.learner.target_kl, list[StepSums](), list[str](), Verdict()
+        target, done, reasons, verdict = self.config.learner.target_kl, list[StepSums](), list[str](), GuardVerdict()
         rows = self._against_start(judged.rows, work.global_tokens)
         for which, tokens in work.minibatches * self.config.learner.epochs:
             sums = self._gradients(rows[which], tokens)
@@ -200,9 +200,9 @@ class Trainer:
                 global_tokens=global_tokens,
             )
 
-    def _apply(self, sums: StepSums, batch: Batch, lr: float, *, is_first: bool) -> tuple[Verdict, str]:
+    def _apply(self, sums: StepSums, batch: Batch, lr: float, *, is_first: bool) -> tuple[GuardVerdict, str]:
         """One update, where the guards let it pass; why it was not applied."""
         with self._span("apply"):
-            verdict = Verdict() if self.guards is None else self.guards.judge(sums, batch, is_first=is_first)
+            verdict = GuardVerdict() if self.guards is None else self.guards.judge(sums, batch, is_first=is_first)
             norm, refusal = self.config.learner.max_grad_norm, verdict.refusal
             return verdict, apply_update(self.policy, self.optimizer, sums, max_grad_norm=norm, lr=lr, refusal=refusal)

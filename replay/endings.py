@@ -3,37 +3,37 @@
 from configs.errors import SlipstreamError
 
 
-class Ending(SlipstreamError):
+class RunFailure(SlipstreamError):
     """A run that cannot go on. Replay states it in Goodbye, and raises nothing."""
 
 
-class NoServer(Ending, code="SLIP-RUN-03"):
+class NoServer(RunFailure, code="SLIP-RUN-03"):
     """There was no rollout server for rollout.wait_for_servers_s."""
 
 
-class NoLearner(Ending, code="SLIP-RUN-04"):
+class NoLearner(RunFailure, code="SLIP-RUN-04"):
     """There was no learner for replay.wait_for_learner_s."""
 
 
-class Diverged(Ending, code="SLIP-RUN-05"):
+class Diverged(RunFailure, code="SLIP-RUN-05"):
     """A resumed learner does not reproduce the journal."""
 
 
-class StrayCommit(Ending, code="SLIP-RUN-06"):
+class StrayCommit(RunFailure, code="SLIP-RUN-06"):
     """The learner commits a step whose batch it has not taken."""
 
 
-class RewardsFail(Ending, code="SLIP-REWARD-07"):
+class RewardsFail(RunFailure, code="SLIP-REWARD-07"):
     """The reward function fails for too many answers."""
 
 
-class EnvironmentsFail(Ending, code="SLIP-ENV-04"):
+class EnvironmentsFail(RunFailure, code="SLIP-ENV-04"):
     """The environment fails for too many groups."""
 
 
-class FilterFails(Ending, code="SLIP-DATA-05"):
+class FilterFails(RunFailure, code="SLIP-DATA-05"):
     """A filter of groups raises, or says neither yes nor no."""
 
 
-class NothingToTrain(Ending, code="SLIP-DATA-03"):
+class NothingToTrain(RunFailure, code="SLIP-DATA-03"):
     """No prompt of the data can be trained on."""

@@ -8,7 +8,7 @@ from replay.journal import Journal, JournalError, JournalReader, Location, Recor
 from replay.messages import EvaluationResult, Group
 from replay.state.apply import check_boot
 from replay.state.leases import GroupId
-from replay.state.line import LineStep, PolicyLine, Taken
+from replay.state.line import LineStep, PolicyLine, TakenGroup
 from replay.state.run import RunState
 from replay.state.snapshot import group_id_of, line_from
 
@@ -33,7 +33,7 @@ def play(run: RunState, journal: "PlayedJournal", run_dir: Path) -> None:
 
 def whole_line(run: RunState, records: Iterable[Record]) -> None:
     """The line of policies from the first file on; steps without a commit are left out."""
-    line, found = run.buffer.line, dict[GroupId, Taken]()
+    line, found = run.buffer.line, dict[GroupId, TakenGroup]()
     for record in records:
         if record.kind == "boot":
             check_boot(run, record)
@@ -43,7 +43,7 @@ def whole_line(run: RunState, records: Iterable[Record]) -> None:
         del line.steps[step]
 
 
-def _note(line: PolicyLine, record: Record, found: dict[GroupId, Taken]) -> None:
+def _note(line: PolicyLine, record: Record, found: dict[GroupId, TakenGroup]) -> None:
     fields = record.fields
     if record.kind == "snapshot" and not line.steps and line.initial is None:
         line_from(line, fields)
@@ -61,15 +61,15 @@ def _note(line: PolicyLine, record: Record, found: dict[GroupId, Taken]) -> None
         line.steps[fields["step"]].digest = fields["digest"]
 
 
-def _groups(record: Record) -> dict[GroupId, Taken]:
+def _groups(record: Record) -> dict[GroupId, TakenGroup]:
     """Groups that a record names: the last accepted answer of a prompt is the one that a batch takes."""
     if record.kind == "group":
         group_id = group_id_of(record.fields["group"])
-        return {group_id: Taken(group_id, record.fields["attempt"], 0, record.location)}
+        return {group_id: TakenGroup(group_id, record.fields["attempt"], 0, record.location)}
     if record.kind != "snapshot":
         return {}
     slots = [plain for plain in record.fields["slots"] if plain["location"] is not None]
-    found = [Taken(group_id_of(p["group"]), p["attempt"], 0, Location.of(p["location"])) for p in slots]
+    found = [TakenGroup(group_id_of(p["group"]), p["attempt"], 0, Location.of(p["location"])) for p in slots]
     line = PolicyLine()
     line_from(line, record.fields)
     found += line.groups_ahead(0)

@@ -23,17 +23,17 @@ from rollout_server.generate import (
     result_of,
     together,
 )
-from rollout_server.tasks.environments.pool import Environments
-from rollout_server.tasks.environments.process import FAILED, Outcome
-from rollout_server.tasks.environments.recorder import Sample
-from rollout_server.tasks.environments.session import Limits, Session
+from rollout_server.tasks.environments.pool import EnvironmentPool
+from rollout_server.tasks.environments.process import FAILED, EpisodeResult
+from rollout_server.tasks.environments.recorder import EpisodeSample
+from rollout_server.tasks.environments.session import EpisodeLimits, Session
 from rollout_server.tasks.pictures import Seen
 from rollout_server.tasks.task import TaskError
 from slipstream.families.pictures import packed
 
 Begin = Callable[[int], Session]
 """Makes the session of an episode, by the number of the attempt."""
-Played = tuple[Session, Outcome | Verdict]
+Played = tuple[Session, EpisodeResult | Verdict]
 BETWEEN = "\n--------\n"
 """Between the texts of two samples."""
 
@@ -42,7 +42,7 @@ BETWEEN = "\n--------\n"
 class Episode:
     """What an episode has left."""
 
-    samples: list[Sample]
+    samples: list[EpisodeSample]
     verdict: Verdict
     text: str
     finish_reason: str
@@ -57,7 +57,7 @@ class Episode:
 class EpisodeGenerator(Generator):
     """As a Generator; what samples are is up to the environment."""
 
-    environments: Environments = field(kw_only=True)
+    environments: EnvironmentPool = field(kw_only=True)
     _sessions: dict[str, list[Session]] = field(default_factory=dict)
     """By the request id of a lease: its episodes."""
 
@@ -172,7 +172,7 @@ class EpisodeGenerator(Generator):
     def _session(
         self, name: str, sampling: Sampling, prompt_seed: int, seen: Seen | None, pinned: int | None = None
     ) -> Session:
-        limits = Limits(
+        limits = EpisodeLimits(
             max_new_tokens=sampling.max_new_tokens,
             max_context=self.config.data.max_prompt_tokens + sampling.max_new_tokens,
             max_turns=self.config.environment.max_turns,
@@ -192,11 +192,11 @@ class EpisodeGenerator(Generator):
         for attempt in range(tries):
             session = begin(attempt)
             outcome = await self._played(row, session)
-            if isinstance(outcome, Outcome) or outcome.error in PROMPT_ERRORS:
+            if isinstance(outcome, EpisodeResult) or outcome.error in PROMPT_ERRORS:
                 break
         return session, outcome
 
-    async def _played(self, row: dict[str, Any], session: Session) -> Outcome | Verdict:
+    async def _played(self, row: dict[str, Any], session: Session) -> EpisodeResult | Verdict:
         """What an episode's function has returned, or how this one failed. Raises LeaseFailed, EngineError."""
         try:
             outcome = await self.environments.run(row, session)
@@ -221,7 +221,7 @@ class EpisodeGenerator(Generator):
         """The function's own reward of each episode, else what reward.function says of the last answer."""
         asked: dict[int, Completion] = {}
         for number, (session, outcome) in enumerate(played):
-            if isinstance(outcome, Outcome) and outcome.reward is None and session.last is not None:
+            if isinstance(outcome, EpisodeResult) and outcome.reward is None and session.last is not None:
                 asked[number] = session.last
         _, said = await self.score([rows[n] for n in asked], list(asked.values()), tries=tries) if asked else ([], [])
         found = dict(zip(asked, said, strict=True))
@@ -230,15 +230,15 @@ class EpisodeGenerator(Generator):
             for number, (_, outcome) in enumerate(played)
         ]
 
-    def _episode(self, session: Session, played: Outcome | Verdict, verdict: Verdict) -> Episode:
-        samples = session.recorder.samples(played.leave_out if isinstance(played, Outcome) else ())
+    def _episode(self, session: Session, played: EpisodeResult | Verdict, verdict: Verdict) -> Episode:
+        samples = session.recorder.samples(played.leave_out if isinstance(played, EpisodeResult) else ())
         counted = {
             "episode/turns": float(session.recorder.num_turns),
             "episode/samples": float(len(samples)),
             "episode/environment_tokens": float(sum(int((sample.loss_mask == 0).sum()) for sample in samples)),
         }
         own: dict[str, float] = {}
-        if isinstance(played, Outcome):
+        if isinstance(played, EpisodeResult):
             counted |= {"episode/environment_s": played.environment_s, "episode/blocked_s": played.blocked_s}
             own = played.metrics
         return Episode(
@@ -256,7 +256,7 @@ def _itself(session: Session, _attempt: int) -> Session:
     return session
 
 
-def joined(samples: Sequence[Sample]) -> dict[str, Any]:
+def joined(samples: Sequence[EpisodeSample]) -> dict[str, Any]:
     """The token arrays of a group: those of all samples, one after the other."""
     kinds = {"token_ids": np.int32, "loss_mask": np.uint8, "logprobs": np.float32, "versions": np.int32}
     return {
@@ -265,7 +265,7 @@ def joined(samples: Sequence[Sample]) -> dict[str, Any]:
     }
 
 
-def prompts_of(samples: Sequence[Sample], most: int) -> tuple[m.Int32, m.Int32]:
+def prompts_of(samples: Sequence[EpisodeSample], most: int) -> tuple[m.Int32, m.Int32]:
     """`prompt_ids` and `prompt_lengths` of a group: one prompt where all samples have the same, of at most `most`."""
     if not samples:
         return np.empty(0, np.int32), np.empty(0, np.int32)

@@ -15,7 +15,7 @@ from configs.errors import SlipstreamError
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import ChannelError, Message, PeerRefused, Repeat
-from rollout_server.progress import LeaseKey, ProgressReports, Source, lease_key
+from rollout_server.progress import LeaseKey, ProgressReports, ProgressSource, lease_key
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ WELCOME_BEATS = 2.0
 EvaluationKey = tuple[int, str, bool, int]
 
 
-class RunEnded(Exception):
+class GoodbyeReceived(Exception):
     """Replay said Goodbye. `failed` tells how the run ended."""
 
     def __init__(self, reason: str, failed: bool) -> None:
@@ -54,7 +54,7 @@ class Jobs(Protocol):
         """Take weights from the bus at this address."""
 
 
-class Working(Source, Protocol):
+class Working(ProgressSource, Protocol):
     """What is known of running requests, by name."""
 
     def running_tokens(self) -> Mapping[str, int]: ...
@@ -62,7 +62,7 @@ class Working(Source, Protocol):
     def queued(self) -> Container[str]: ...
 
 
-class Leases:
+class HeldLeases:
     """Leases and evaluations in progress, and their results until replay has them.
 
     `hello` introduces this server.
@@ -102,7 +102,7 @@ class Leases:
         self._ask(self._capacity)
 
     def hear(self, message: Message, now: float) -> None:
-        """React to one message. Raises RunEnded on Goodbye, ChannelError when replay refuses this server."""
+        """React to one message. Raises GoodbyeReceived on Goodbye, ChannelError when replay refuses this server."""
         match message:
             case m.Welcome() if message.bus_address is not None:
                 self._joining = None
@@ -126,7 +126,7 @@ class Leases:
             case m.Refused():
                 raise ChannelError(f"replay refused {self._hello.name!r}: {message.reason}", "closed")
             case m.Goodbye():
-                raise RunEnded(message.reason, message.failed)
+                raise GoodbyeReceived(message.reason, message.failed)
 
     def beat(self, now: float, gauges: dict[str, float], work: Working, *, sampled: int) -> None:
         """Say everything that may have been lost: the standing wish, and all that is held here.

@@ -19,7 +19,7 @@ FLAGS = {None: 0, "stop": 1, "length": 2}
 """How Renew.progress writes a finish reason."""
 
 
-class Source(Protocol):
+class ProgressSource(Protocol):
     """Provides the running answers of a lease."""
 
     def progress(self, request_id: str, since: Sequence[int]) -> Sequence[Partial]:
@@ -62,7 +62,7 @@ class ProgressReports:
         self,
         working: Iterable[tuple[LeaseKey, str]],
         running: Mapping[str, int],
-        source: Source,
+        source: ProgressSource,
         *,
         queued: Container[str] = (),
         sampled: int = 0,
@@ -100,7 +100,7 @@ class ProgressReports:
         )
 
     def rest(
-        self, working: Iterable[tuple[LeaseKey, str]], running: Mapping[str, int], source: Source
+        self, working: Iterable[tuple[LeaseKey, str]], running: Mapping[str, int], source: ProgressSource
     ) -> Iterator[m.Renew]:
         """As `renew`, of a server that leaves: all that replay lacks, also without `partial_rollouts`."""
         self._on, working = True, list(working)

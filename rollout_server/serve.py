@@ -10,7 +10,7 @@ import asyncio
 import logging
 
 from rollout_server.engines.base import first_error
-from rollout_server.leases import RunEnded
+from rollout_server.leases import GoodbyeReceived
 from rollout_server.server import RolloutServer
 
 log = logging.getLogger(__name__)
@@ -32,11 +32,11 @@ async def serve(server: RolloutServer) -> bool:
             while True:
                 message = await server.next_message()
                 await server.handle(message, tasks)
-    except* RunEnded as group:
+    except* GoodbyeReceived as group:
         ended = first_error(group)
     finally:
         pulse.close()
         # In a thread: the follower may just be waiting for a coroutine on this very loop.
         await asyncio.to_thread(server.follower.stop)
     log.info("replay said goodbye: %s", ended)
-    return isinstance(ended, RunEnded) and not ended.failed
+    return isinstance(ended, GoodbyeReceived) and not ended.failed

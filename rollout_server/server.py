@@ -15,7 +15,7 @@ from replay.channel import AsyncDealer, ChannelError, Message, Pulse, WireError,
 from rollout_server.engines.base import Engine, EngineError
 from rollout_server.follower import WeightFollower
 from rollout_server.generate import Generator, LeaseFailed
-from rollout_server.leases import EvaluationKey, Leases, evaluation_key, request_id
+from rollout_server.leases import EvaluationKey, HeldLeases, evaluation_key, request_id
 from rollout_server.progress import LeaseKey, lease_key
 from slipstream.runtime.hang import expired
 from slipstream.runtime.lifeline import Cores
@@ -66,7 +66,7 @@ class RolloutServer:
         hello = m.Hello(
             role="rollout_server", name=name, pid=os.getpid(), host=socket.gethostname(), fingerprint=fingerprint
         )
-        self.leases = Leases(config, hello, self)
+        self.leases = HeldLeases(config, hello, self)
         self.tasks: asyncio.TaskGroup | None = None
         """Of what is worked on; set before the first message is handled."""
         self._evaluations: dict[EvaluationKey, asyncio.Task[None]] = {}
@@ -114,7 +114,7 @@ class RolloutServer:
                 self.recorder.clock(self._probe.ahead_s, self._probe.error_s)
 
     async def handle(self, message: Message, tasks: asyncio.TaskGroup) -> None:
-        """React to one message. Raises RunEnded on Goodbye, ChannelError when replay refuses this server."""
+        """React to one message. Raises GoodbyeReceived on Goodbye, ChannelError when replay refuses this server."""
         self.tasks = tasks
         self.leases.hear(message, time.monotonic())
         while self._unpin:  # before an evaluation of the same version begins

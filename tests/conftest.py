@@ -46,7 +46,7 @@ def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], st
     """This process as a member of a run: the second line of its only hang report, which says what was waited for."""
     run_dir = tmp_path / "the-run"
     (run_dir / "logs").mkdir(parents=True)
-    made = registry.Member(name="me", pid=os.getpid(), host="here", started=0, replay=None, keys=None)
+    made = registry.RegisteredProcess(name="me", pid=os.getpid(), host="here", started=0, replay=None, keys=None)
     monkeypatch.setattr(registry, "own", registry.Own(run_dir, made))
 
     def second_line() -> str:

@@ -70,7 +70,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
-class Admission:
+class JoinResult:
     """Answer to a Join: a member and the one that it replaced, or why it is refused."""
 
     member: Member | None = None
@@ -94,21 +94,21 @@ class Membership:
         # outlives a session, so that leaving and joining anew does not reset the count
         self._faults: dict[str, int] = {}
 
-    def join(self, join: Join, identity: str, now: float, *, version: int, digest: str, sender: str = "") -> Admission:
+    def join(self, join: Join, identity: str, now: float, *, version: int, digest: str, sender: str = "") -> JoinResult:
         """Admit a subscriber while `version` with `digest` is published. The newest instance of a name wins; while
         a name has a member, only the key of that one (`sender`) may join under it."""
         if join.instance in self._fenced:
             reason = f"another instance of {join.name!r} has taken its place, or it was removed for good"
-            return Admission(refused=reason)
+            return JoinResult(refused=reason)
         owner = self._by_session.get(join.session)
         if owner is not None and owner.name != join.name:
-            return Admission(refused=f"session {join.session!r} is that of {owner.name!r}")
+            return JoinResult(refused=f"session {join.session!r} is that of {owner.name!r}")
         old = self.members.get(join.name)
         if old is not None and old.sender != sender:
-            return Admission(refused=f"the name {join.name!r} belongs to key {old.sender!r}, not to {sender!r}")
+            return JoinResult(refused=f"the name {join.name!r} belongs to key {old.sender!r}, not to {sender!r}")
         if old is not None and old.session == join.session:
             old.heard_at = now
-            return Admission(member=old)
+            return JoinResult(member=old)
         if old is not None:
             self.remove(old, rejoin=old.instance == join.instance)
         member = Member(
@@ -126,7 +126,7 @@ class Membership:
         if version >= 0 and (join.version, join.digest) == (version, digest):
             member.state, member.version = State.LIVE, version
         self.members[join.name] = self._by_session[join.session] = member
-        return Admission(member=member, replaced=old)
+        return JoinResult(member=member, replaced=old)
 
     def find(self, session: str) -> Member | None:
         """The member of a session; None when the session has ended."""

@@ -12,7 +12,7 @@ from weight_bus.delta.changes import Change
 from weight_bus.errors import LATE
 from weight_bus.manifest import Manifest
 from weight_bus.membership import Member, Membership
-from weight_bus.packing import Progress
+from weight_bus.packing import PackingProgress
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Offer:
     started_at: float  # of `start_publish`
     manifest: Manifest
     buckets: list[torch.Tensor]
-    progress: Progress
+    progress: PackingProgress
     posted_at: float = 0.0
     deadline: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)

@@ -33,7 +33,7 @@ class Pieces:
         return torch.cat(list(self.parts)).to(self.dtype).view(self.shape)
 
 
-class Progress:
+class PackingProgress:
     """How far a version is packed: the bus sends bucket after bucket behind the packing. For any thread."""
 
     def __init__(self, buckets: int, packed: int) -> None:

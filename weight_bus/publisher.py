@@ -20,7 +20,7 @@ from weight_bus.errors import WeightBusError
 from weight_bus.manifest import alignment_of
 from weight_bus.membership import Membership
 from weight_bus.offer import Board, Offer, PublishReport
-from weight_bus.packing import Named, Packer, Progress
+from weight_bus.packing import Named, Packer, PackingProgress
 from weight_bus.staging import HOST
 from weight_bus.transports import TransportFactory, make_transport
 
@@ -129,7 +129,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             buffer=spare,
             manifest=layout.with_digests(digests, self._kept),
             buckets=buckets,
-            progress=Progress(len(buckets), 0 if room else len(buckets)),
+            progress=PackingProgress(len(buckets), 0 if room else len(buckets)),
             started_at=started,
         )
         packed = offer.spend("gather", started)

@@ -92,7 +92,7 @@ HELLO = registry(Hosting, Over)
 ANSWERS: dict[type[Message], Registry] = {Begin: registry(Taken, NotTaken, Over), Forget: registry(Done, Over)}
 
 
-class Line:
+class ReceiverConnection:
     """One end. Used by one thread at a time, except `close`, which wakes a thread that waits."""
 
     def __init__(self, connection: socket.socket, peer: str = RECEIVER) -> None:
@@ -102,7 +102,7 @@ class Line:
         self._lost: TransportError | None = None
 
     @classmethod
-    def connect(cls, path: Path) -> "Line":
+    def connect(cls, path: Path) -> "ReceiverConnection":
         """To the rollout server, which listens at `path`. Raises TransportError."""
         line = cls(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), "the rollout server")
         line._socket.settimeout(SEND_S)
@@ -113,7 +113,7 @@ class Line:
         return line
 
     @classmethod
-    def accept(cls, listener: socket.socket, limit_s: float) -> "Line":
+    def accept(cls, listener: socket.socket, limit_s: float) -> "ReceiverConnection":
         """From a receiver that connects and says what its transport is; `limit_s` for each.
 
         Raises TransportError: none came, or it ended; NotAvailable: it lacks what it would receive with.
@@ -239,11 +239,17 @@ class RemoteIntake:
     """
 
     def __init__(
-        self, connect: Callable[[], Line], config: WeightBus, run_id: str, load: RemoteLoad, *, slack_s: float = SLACK_S
+        self,
+        connect: Callable[[], ReceiverConnection],
+        config: WeightBus,
+        run_id: str,
+        load: RemoteLoad,
+        *,
+        slack_s: float = SLACK_S,
     ) -> None:
         self._connect, self._config, self._run_id, self._load = connect, config, run_id, load
         self._slack_s = slack_s
-        self._line: Line | None = None
+        self._line: ReceiverConnection | None = None
         self._memory: list[Any] = []
         self.seconds: dict[str, float] = {}
         self.manifest = Manifest((), ())
@@ -284,7 +290,7 @@ class RemoteIntake:
         """Drop the group. The receiver stays, for a later subscriber."""
         self.forget()
 
-    def _connected(self) -> Line:
+    def _connected(self) -> ReceiverConnection:
         if self._line is None:
             self._line = self._connect()
         return self._line

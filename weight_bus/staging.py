@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from replay.channel import WireError
-from weight_bus.digest import Digester, Launched, Part
+from weight_bus.digest import Digester, Launched, TensorSlice
 from weight_bus.manifest import Entry, Manifest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -46,7 +46,7 @@ class Staging:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # kernels of other streams may still use what this was before
         if not self._digesters or manifest.entries != self.manifest.entries:
-            views = [[Part(view_of(self.buckets, entry)) for entry in bucket] for bucket in manifest.by_bucket()]
+            views = [[TensorSlice(view_of(self.buckets, entry)) for entry in bucket] for bucket in manifest.by_bucket()]
             self._digesters = [Digester(parts) for parts in views]
         self.manifest = manifest
 

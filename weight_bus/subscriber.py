@@ -23,7 +23,7 @@ from weight_bus.intake import Intake, Load
 from weight_bus.manifest import alignment_of
 from weight_bus.remote import RemoteIntake
 from weight_bus.staging import Staging
-from weight_bus.subscription import Activate, Engine, OnSilence, Quarantine, Subscription
+from weight_bus.subscription import Activate, EngineCallbacks, OnSilence, Quarantine, Subscription
 from weight_bus.transports import TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
             BusClosed: stop() was called or the publisher said goodbye.
             RemovedFromBus: the publisher gave this subscriber up; the engine must not serve.
         """
-        engine, entered, subscription = Engine(load, activate, quarantine), time.monotonic(), self.subscription
+        engine, entered, subscription = EngineCallbacks(load, activate, quarantine), time.monotonic(), self.subscription
         while True:
             subscription.advance(time.monotonic())
             self._flush()

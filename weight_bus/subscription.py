@@ -32,7 +32,7 @@ Quarantine = Callable[[int, str], None]
 """(version, reason): the engine holds something else and must not serve; a refill follows."""
 
 
-class Engine(NamedTuple):
+class EngineCallbacks(NamedTuple):
     """What is done with a version."""
 
     load: Load
@@ -122,7 +122,7 @@ class Subscription:
                 self.name, quiet, self.address, said,
             )  # fmt: skip
 
-    def hear(self, message: Message, engine: Engine) -> bool:
+    def hear(self, message: Message, engine: EngineCallbacks) -> bool:
         """React to one message; True when a version has been activated.
 
         Raises:
@@ -214,7 +214,7 @@ class Subscription:
         self._staged = None
         return staged
 
-    def _commit(self, commit: m.Commit, engine: Engine) -> bool:
+    def _commit(self, commit: m.Commit, engine: EngineCallbacks) -> bool:
         """Apply, then hold what the engine holds against the manifest."""
         staged = self._decided(commit)
         if staged is None or commit.digest != staged.digest:

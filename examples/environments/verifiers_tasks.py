@@ -29,7 +29,7 @@ from rollout_server.tasks.environments.client import Client
 from rollout_server.tasks.environments.protocol import shown
 
 if TYPE_CHECKING:
-    from rollout_server.tasks.agents.endpoint import Access, Endpoint
+    from rollout_server.tasks.agents.endpoint import Access, OpenAIEndpoint
 
 KEY = "environment.function.*"
 OPTIONS = {"taskset", "env", "seat", "sampling", "allow_unisolated"}
@@ -47,7 +47,7 @@ class _Played:
     env: Any
     seat: str
     ignores: bool
-    endpoint: "Endpoint | None" = None
+    endpoint: "OpenAIEndpoint | None" = None
 
 
 _played: list[_Played] = []
@@ -120,14 +120,14 @@ def _check_isolation(vf: Any, config: Any) -> None:
             )
 
 
-async def _endpoint(temperature: float) -> "Endpoint":
+async def _endpoint(temperature: float) -> "OpenAIEndpoint":
     """The endpoint of this process, started for its first episode together with verifiers' servers."""
-    from rollout_server.tasks.agents.endpoint import Endpoint
+    from rollout_server.tasks.agents.endpoint import OpenAIEndpoint
 
     (played,) = _played
     async with _starting:
         if played.endpoint is None:
-            endpoint = Endpoint(Rules(temperature=temperature, ignores=played.ignores))
+            endpoint = OpenAIEndpoint(Rules(temperature=temperature, ignores=played.ignores))
             await endpoint.start()
             direct = variables(endpoint.url, "", MODEL)
             os.environ |= {name: direct[name] for name in ("NO_PROXY", "no_proxy")} | {RELAY_KEY: endpoint.relay_key}

@@ -12,7 +12,7 @@ from typing import Any
 from configs.limits import GUARDS, Action, Rule
 from configs.schema import Config
 from learner.guards.errors import BY_GUARD, SilentlyWrong
-from learner.guards.signals import MADE_HERE, NAMES, Memory, Signals
+from learner.guards.signals import MADE_HERE, NAMES, SignalHistory, Signals
 from learner.step import StepSums
 from replay.messages import Batch
 
@@ -64,7 +64,7 @@ class Alarm:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GuardVerdict:
     """What the guards say of one step; nothing by default."""
 
     alarms: tuple[Alarm, ...] = ()
@@ -73,12 +73,12 @@ class Verdict:
     async_lag: int | None = None
     """New bound of the lag, where it is lowered."""
 
-    def and_then(self, other: "Verdict") -> "Verdict":
+    def and_then(self, other: "GuardVerdict") -> "GuardVerdict":
         """Of both updates of a step: what a guard said of the first of them, it need not say again."""
         said = {(alarm.guard, alarm.action) for alarm in self.alarms}
         new = tuple(alarm for alarm in other.alarms if (alarm.guard, alarm.action) not in said)
         lag = other.async_lag if self.async_lag is None else self.async_lag
-        return Verdict(self.alarms + new, {**self.values, **other.values}, lag)
+        return GuardVerdict(self.alarms + new, {**self.values, **other.values}, lag)
 
     def first(self, *actions: Action) -> Alarm | None:
         """The first alarm that asks for one of these actions."""
@@ -96,7 +96,7 @@ class Guards:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.memory = Memory(config)
+        self.memory = SignalHistory(config)
         limits = config.limits
         diff = "max_logprob_diff_16bit" if self.memory.is_16bit else "max_logprob_diff"
         self._keys = {"max_logprob_diff": diff}
@@ -122,7 +122,7 @@ class Guards:
         self.lowered_at = 0
         """Step that lowered the lag last."""
 
-    def judge(self, sums: StepSums, batch: Batch, *, is_first: bool = True) -> Verdict:
+    def judge(self, sums: StepSums, batch: Batch, *, is_first: bool = True) -> GuardVerdict:
         """Look at an update of a step, which is not applied yet."""
         signals, step = self.memory.signals(sums, batch, is_first=is_first), batch.step
         if step != self._step:
@@ -149,7 +149,7 @@ class Guards:
         self._counted |= fired
         values = {f"guards/{guard}": float(count) for guard, count in self.fired.items()}
         values |= {NAMES[guard]: found for guard in MADE_HERE if (found := signals[guard]) is not None}
-        return Verdict(tuple(alarms), values, lowered)
+        return GuardVerdict(tuple(alarms), values, lowered)
 
     def said(self, alarm: Alarm) -> str:
         """What the log says of an alarm: its text the first time and every tenth power of times, else nothing.

@@ -70,7 +70,7 @@ class Moving:
         return (value - self.mean) / deviation if deviation else 0.0
 
 
-class Memory:
+class SignalHistory:
     """What a run has been like so far; `state` goes into checkpoints."""
 
     def __init__(self, config: Config) -> None:

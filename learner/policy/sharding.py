@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard as Sharded
 
 from configs.errors import SlipstreamError
 from learner.policy.meshes import Meshes
-from weight_bus.digest import Digester, Part
+from weight_bus.digest import Digester, TensorSlice
 from weight_bus.packing import Pieces
 
 GATHER_BYTES = 64 * 1024 * 1024
@@ -217,7 +217,7 @@ def _carrier(held: torch.Tensor, group: dist.ProcessGroup) -> torch.device:
 def digester(shards: Iterable[Shard], dtype: torch.dtype) -> Digester:
     """For the local blocks of shards whose memory stays where it is."""
     return Digester(
-        Part(s.local, s.shape, (s.first_row, s.first_column, *(0,) * (len(s.shape) - 2))[: len(s.shape)], dtype)
+        TensorSlice(s.local, s.shape, (s.first_row, s.first_column, *(0,) * (len(s.shape) - 2))[: len(s.shape)], dtype)
         for s in shards
     )
 

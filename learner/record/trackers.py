@@ -32,7 +32,7 @@ class MetricsError(SlipstreamError, RuntimeError, code="SLIP-REPORT-01"):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TrackerContext:
     """What a service is started with."""
 
     folder: Path
@@ -43,10 +43,10 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class TrackerService:
     """How one service differs from the others."""
 
-    start: Callable[[Place], dict[str, Any]]
+    start: Callable[[TrackerContext], dict[str, Any]]
     """Arguments of accelerate's tracker."""
     id: Callable[[Any], str | None] = lambda _: None
     """Of the run, from what the tracker wraps."""
@@ -55,58 +55,58 @@ class Service:
     """It refuses a step that goes back, so steps and versions travel as axes of their own."""
 
 
-def _wandb(place: Place) -> dict[str, Any]:
+def _wandb(place: TrackerContext) -> dict[str, Any]:
     named = {"name": place.folder.name, "dir": str(place.folder), "id": place.id, "resume": "allow"}
     return {"run_name": place.project, **named}
 
 
-def _tensorboard(place: Place) -> dict[str, Any]:
+def _tensorboard(place: TrackerContext) -> dict[str, Any]:
     purge = None if place.resume_step is None else place.resume_step + 1
     return {"run_name": "tensorboard", "logging_dir": str(place.folder), "purge_step": purge, "flush_secs": 10}
 
 
-def _mlflow(place: Place) -> dict[str, Any]:
+def _mlflow(place: TrackerContext) -> dict[str, Any]:
     return {"experiment_name": place.project, "run_id": place.id, "run_name": place.folder.name}
 
 
-def _trackio(place: Place) -> dict[str, Any]:
+def _trackio(place: TrackerContext) -> dict[str, Any]:
     return {"run_name": place.project, "name": place.folder.name, "resume": "allow"}
 
 
-def _swanlab(place: Place) -> dict[str, Any]:
+def _swanlab(place: TrackerContext) -> dict[str, Any]:
     known = {"id": place.id, "resume": "allow"} if place.id else {}
     named = {"experiment_name": place.folder.name, "logdir": str(place.folder / "swanlab")}
     return {"run_name": place.project, **named, **known}
 
 
-def _comet(place: Place) -> dict[str, Any]:
+def _comet(place: TrackerContext) -> dict[str, Any]:
     known = {"experiment_key": place.id, "mode": "get"} if place.id else {}
     return {"run_name": place.project, **known}
 
 
-def _aim(place: Place) -> dict[str, Any]:
+def _aim(place: TrackerContext) -> dict[str, Any]:
     return {"run_name": place.folder.name, "logging_dir": str(place.folder), "run_hash": place.id}
 
 
-def _clearml(place: Place) -> dict[str, Any]:
+def _clearml(place: TrackerContext) -> dict[str, Any]:
     known = {"continue_last_task": place.id} if place.id else {}
     return {"run_name": place.folder.name, "project_name": place.project, **known}
 
 
-def _dvclive(place: Place) -> dict[str, Any]:
+def _dvclive(place: TrackerContext) -> dict[str, Any]:
     return {"dir": str(place.folder / "dvclive"), "resume": place.resume_step is not None}
 
 
-SERVICES: Mapping[Tracker, Service] = {
-    "aim": Service(_aim, lambda run: str(run.hash)),
-    "clearml": Service(_clearml, lambda task: str(task.id)),
-    "comet_ml": Service(_comet, lambda experiment: str(experiment.get_key())),
-    "dvclive": Service(_dvclive),
-    "mlflow": Service(_mlflow, lambda run: str(run.info.run_id)),
-    "swanlab": Service(_swanlab, lambda run: str(run.id)),
-    "tensorboard": Service(_tensorboard, takes_config=False),
-    "trackio": Service(_trackio),
-    "wandb": Service(_wandb, lambda run: str(run.id), has_axes=True),
+SERVICES: Mapping[Tracker, TrackerService] = {
+    "aim": TrackerService(_aim, lambda run: str(run.hash)),
+    "clearml": TrackerService(_clearml, lambda task: str(task.id)),
+    "comet_ml": TrackerService(_comet, lambda experiment: str(experiment.get_key())),
+    "dvclive": TrackerService(_dvclive),
+    "mlflow": TrackerService(_mlflow, lambda run: str(run.info.run_id)),
+    "swanlab": TrackerService(_swanlab, lambda run: str(run.id)),
+    "tensorboard": TrackerService(_tensorboard, takes_config=False),
+    "trackio": TrackerService(_trackio),
+    "wandb": TrackerService(_wandb, lambda run: str(run.id), has_axes=True),
 }
 
 
@@ -147,7 +147,7 @@ class Trackers:
         self._running: dict[Tracker, _Running] = {}
         ids = read_ids(folder) if self.wanted else {}
         for name in tracking.trackers:
-            place = Place(folder, tracking.project, ids.get(name), resume_step)
+            place = TrackerContext(folder, tracking.project, ids.get(name), resume_step)
             self._running[name] = start(name, place, tracking.tracker_options.get(name, {}), run_config)
             if (found := SERVICES[name].id(self._running[name].tracker.tracker)) is not None:
                 ids[name] = found
@@ -187,7 +187,7 @@ class Trackers:
         log.error("tracker %s failed and gets no more rows, metrics.jsonl has them all: %s", name, problem)
 
 
-def start(name: Tracker, place: Place, options: Mapping[str, Any], run_config: Mapping[str, Any]) -> _Running:
+def start(name: Tracker, place: TrackerContext, options: Mapping[str, Any], run_config: Mapping[str, Any]) -> _Running:
     """One tracker, in a thread of its own. Raises MetricsError."""
     thread = ThreadPoolExecutor(1, thread_name_prefix=f"tracker {name}")
     started = thread.submit(_start, name, place, options, run_config)
@@ -204,7 +204,7 @@ def start(name: Tracker, place: Place, options: Mapping[str, Any], run_config: M
     return _Running(started.result(), thread)
 
 
-def _start(name: Tracker, place: Place, options: Mapping[str, Any], run_config: Mapping[str, Any]) -> Any:
+def _start(name: Tracker, place: TrackerContext, options: Mapping[str, Any], run_config: Mapping[str, Any]) -> Any:
     from accelerate import tracking
 
     # Rank 0 alone comes here. To find the main process, and to log, accelerate would set up a process state of its own,

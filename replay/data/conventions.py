@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from configs.errors import kind_of
-from replay.data.rows import EMPTY, DataError, Place, Row, RowError, plain
+from replay.data.rows import EMPTY, DataError, Row, RowError, RowLocation, plain
 
 ROLES = ("system", "user", "assistant", "tool")
 BOX = re.compile(r"\\(?:boxed|fbox)\s*")
@@ -128,7 +128,7 @@ def detect(raw: Raw, source: str) -> Convention:
     )
 
 
-def normalize(raw: Raw, convention: Convention, place: Place) -> Row:
+def normalize(raw: Raw, convention: Convention, place: RowLocation) -> Row:
     """A raw row as a `Row`. Raises RowError: a column is missing or unusable."""
     extra, data_source = raw.get(convention.extra), raw.get("data_source")
     if extra is not None and not isinstance(extra, Mapping):
@@ -145,7 +145,7 @@ def normalize(raw: Raw, convention: Convention, place: Place) -> Row:
     }
 
 
-def _prompt(raw: Raw, convention: Convention, place: Place) -> str | list[dict[str, str]]:
+def _prompt(raw: Raw, convention: Convention, place: RowLocation) -> str | list[dict[str, str]]:
     column, value = convention.prompt, raw.get(convention.prompt)
     if value is None:
         raise RowError(
@@ -163,7 +163,7 @@ def _prompt(raw: Raw, convention: Convention, place: Place) -> str | list[dict[s
     return [_message(message, f"{column}[{number}]", place) for number, message in enumerate(value)]
 
 
-def _message(message: Any, column: str, place: Place) -> dict[str, str]:
+def _message(message: Any, column: str, place: RowLocation) -> dict[str, str]:
     if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
         raise place.error(column, message, 'expected a message {"role": ..., "content": ...}')
     role, content = message["role"], message["content"]
@@ -178,13 +178,13 @@ def _message(message: Any, column: str, place: Place) -> dict[str, str]:
     return {"role": role, "content": _text(content, f"{column}.content", place)}
 
 
-def _text(value: str, column: str, place: Place) -> str:
+def _text(value: str, column: str, place: RowLocation) -> str:
     if not value.strip():
         raise place.error(column, value, EMPTY)
     return str(plain(value, column, place))
 
 
-def _ground_truth(raw: Raw, convention: Convention, place: Place) -> Any:
+def _ground_truth(raw: Raw, convention: Convention, place: RowLocation) -> Any:
     column = convention.truth
     if column is None:
         return None
@@ -197,7 +197,7 @@ def _ground_truth(raw: Raw, convention: Convention, place: Place) -> Any:
     return plain(value, column, place)
 
 
-def _told(ask: Callable[[Raw], Any], raw: Raw, column: str | None, place: Place) -> Any:
+def _told(ask: Callable[[Raw], Any], raw: Raw, column: str | None, place: RowLocation) -> Any:
     try:
         return ask(raw)
     except ValueError as error:

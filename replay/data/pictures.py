@@ -20,7 +20,7 @@ import numpy as np
 
 from configs.errors import kind_of
 from replay.data.conventions import Convention, normalize
-from replay.data.rows import Place, Row
+from replay.data.rows import Row, RowLocation
 
 COLUMNS = ("images", "image")
 KEYS = ("image", "image_url", "path", "url")
@@ -38,7 +38,7 @@ Source = str | bytes
 """Absolute path, or encoded bytes."""
 
 
-def row_of(raw: Mapping[str, Any], convention: Convention, place: Place) -> Row:
+def row_of(raw: Mapping[str, Any], convention: Convention, place: RowLocation) -> Row:
     """A raw row as a `Row`; one with pictures has messages of parts, and `images` in the order of the parts.
 
     Raises:
@@ -96,7 +96,7 @@ def _text_of(parts: list[dict[str, str]]) -> str:
     return "".join(part.get("text", MARK) for part in parts)
 
 
-def _of_columns(raw: Mapping[str, Any], place: Place) -> list[Source]:
+def _of_columns(raw: Mapping[str, Any], place: RowLocation) -> list[Source]:
     found: list[Source] = []
     for column in COLUMNS:
         value = raw.get(column)
@@ -109,7 +109,7 @@ def _of_columns(raw: Mapping[str, Any], place: Place) -> list[Source]:
     return found
 
 
-def _parts(message: Any, column: str, place: Place, inside: list[Source]) -> list[dict[str, str]]:
+def _parts(message: Any, column: str, place: RowLocation, inside: list[Source]) -> list[dict[str, str]]:
     """Parts of one message, with `<image>` cut out of its text; pictures that stand in them are added to `inside`."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, str):
@@ -140,7 +140,7 @@ def _cut(text: str) -> list[dict[str, str]]:
 
 
 def _place_the_rest(
-    messages: list[dict[str, Any]], contents: list[list[dict[str, str]]], images: list[Source], place: Place
+    messages: list[dict[str, Any]], contents: list[list[dict[str, str]]], images: list[Source], place: RowLocation
 ) -> None:
     """Where no message says where pictures stand, they stand before the first user message's text."""
     marks = sum(part["type"] == "image" for parts in contents for part in parts)
@@ -156,7 +156,7 @@ def _place_the_rest(
     contents[user][:0] = [{"type": "image"} for _ in images]
 
 
-def source_of(value: Any, column: str, place: Place) -> Source:
+def source_of(value: Any, column: str, place: RowLocation) -> Source:
     """One picture as a row has it: a path, a `file://` or `data:` URL, bytes, or a mapping with one of these.
 
     Raises RowError: of another machine, not there, no picture, or too large to travel.
@@ -184,7 +184,7 @@ def _first(value: Mapping[str, Any], keys: Sequence[str]) -> Any:
     return next((value[key] for key in keys if value.get(key) is not None), None)
 
 
-def _decoded(url: str, column: str, place: Place) -> bytes:
+def _decoded(url: str, column: str, place: RowLocation) -> bytes:
     head, _, body = url.partition(",")
     if not head.endswith(";base64"):
         raise place.error(column, url, "expected data:image/...;base64,...")
@@ -194,7 +194,7 @@ def _decoded(url: str, column: str, place: Place) -> bytes:
         raise place.error(column, url, f"not base64: {error}") from error
 
 
-def _inline(data: bytes, column: str, place: Place) -> bytes:
+def _inline(data: bytes, column: str, place: RowLocation) -> bytes:
     if not data.startswith(MAGIC):
         raise place.error(column, data[:16], "these bytes are no PNG, JPEG, WebP, GIF or BMP picture")
     if len(data) > INLINE_BYTES:

@@ -33,7 +33,7 @@ Example: {"prompt": "312=", "ground_truth": "123", "data_source": "train", "extr
 """
 
 
-class Place(NamedTuple):
+class RowLocation(NamedTuple):
     """Where a value stands, for errors."""
 
     source: str
@@ -52,7 +52,7 @@ def shorten(value: object, limit: int = 120) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def plain(value: Any, column: str, place: Place, depth: int = 0) -> Any:
+def plain(value: Any, column: str, place: RowLocation, depth: int = 0) -> Any:
     """The value in types that msgpack carries: numpy becomes Python, dates become ISO text, decimals become text.
 
     Raises DataError: NaN, infinity, integers beyond 64 bits, keys that are no text, unpaired surrogates, other types.
@@ -75,7 +75,7 @@ def plain(value: Any, column: str, place: Place, depth: int = 0) -> Any:
     raise place.error(column, value, f"{kind_of(value)} cannot be sent; store text, numbers, lists or mappings")
 
 
-def _scalar(value: Any, column: str, place: Place) -> Any:
+def _scalar(value: Any, column: str, place: RowLocation) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, (datetime.date, datetime.time)):
@@ -89,13 +89,13 @@ def _scalar(value: Any, column: str, place: Place) -> Any:
     return value
 
 
-def _key(key: Any, column: str, place: Place) -> str:
+def _key(key: Any, column: str, place: RowLocation) -> str:
     if not isinstance(key, str):
         raise place.error(column, key, f"{kind_of(key)} is the key of a mapping; keys must be text")
     return _checked_text(key, column, place)
 
 
-def _checked_text(value: str, column: str, place: Place) -> str:
+def _checked_text(value: str, column: str, place: RowLocation) -> str:
     if not value.isascii():
         try:
             value.encode("utf-8")

@@ -16,7 +16,7 @@ from replay.journal.format import Frames
 from replay.state.answers import ERRORS, ErrorRate, counts_of, kept
 from replay.state.apply import record
 from replay.state.leases import GroupId, Slot, SlotState
-from replay.state.line import Policy
+from replay.state.line import PolicyVersion
 from replay.state.peers import Peer, Peers
 from replay.state.run import RunState
 from replay.state.validation import Bounds, problem_with
@@ -128,9 +128,9 @@ class GroupIntake:
     def _judge(self, peer: Peer, slot: Slot, group: m.Group, frames: Frames) -> None:
         """Accept the group if its policies are on the line; one without a commit yet is passed over."""
         buffer, known = self.run.buffer, self.run.policies
-        policies = [Policy(incarnation, version) for incarnation, version in group.policies]
+        policies = [PolicyVersion(incarnation, version) for incarnation, version in group.policies]
         if not policies:
-            policies = [Policy(peer.incarnation, int(group.versions.max()))]
+            policies = [PolicyVersion(peer.incarnation, int(group.versions.max()))]
         if any(known.is_lost(policy) for policy in policies):
             self.run.counters["superseded"] += 1
             self._ack(peer, group, "superseded", "its policy is not on the learner's line any more")

@@ -12,9 +12,9 @@ from replay.data.source import SETTINGS
 from replay.journal.format import Frames, JournalError, Location, Record
 from replay.state.answers import count
 from replay.state.evaluation_parts import EvaluationPart
-from replay.state.evaluations import Result
+from replay.state.evaluations import PartResult
 from replay.state.leases import INTERRUPTIONS, Slot, SlotState
-from replay.state.line import LineStep, Taken
+from replay.state.line import LineStep, TakenGroup
 from replay.state.run import RunState
 from replay.state.snapshot import group_id_of, settings_of, take_over
 
@@ -139,7 +139,7 @@ def _take(run: RunState, decision: Record, _: float) -> None:
     run.flat_drops = 0
     if step not in buffer.line.steps:
         slots = [buffer.slots.pop(group_id_of(group)) for group in decision.fields["groups"]]
-        taken = [Taken(s.group_id, s.attempt, s.min_version, s.location) for s in slots if s.location is not None]
+        taken = [TakenGroup(s.group_id, s.attempt, s.min_version, s.location) for s in slots if s.location is not None]
         buffer.line.steps[step] = LineStep(taken, decision.fields["async_lag"], decision.fields["masked"])
 
 
@@ -224,7 +224,7 @@ def _checkpoint(run: RunState, decision: Record, _: float) -> None:
 def _evaluated(run: RunState, decision: Record, _: float) -> None:
     fields = decision.fields
     part = EvaluationPart(fields["set"], fields["greedy"], fields["first"])
-    run.board.done(fields["version"], part, Result(decision.location, fields["asked"]))
+    run.board.done(fields["version"], part, PartResult(decision.location, fields["asked"]))
 
 
 _HANDLERS: dict[str, Callable[[RunState, Record, float], None]] = {

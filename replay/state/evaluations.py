@@ -30,7 +30,7 @@ class Evaluation:
     """Servers that were asked, each as often as it was."""
 
 
-class Result(NamedTuple):
+class PartResult(NamedTuple):
     """What came of a part."""
 
     place: Location
@@ -47,7 +47,7 @@ class EvaluationBoard:
         self.holders: dict[int, dict[str, None]] = {}
         """Servers by version, in the order in which they reported it."""
         self.closed: dict[int, str] = {}
-        self.results: dict[int, dict[EvaluationPart, Result]] = {}
+        self.results: dict[int, dict[EvaluationPart, PartResult]] = {}
         """What came, by version and part."""
 
     def request(self, version: int, now: float) -> None:
@@ -80,7 +80,7 @@ class EvaluationBoard:
         evaluation = self.open.get(version)
         return evaluation is not None and server in evaluation.tried and part in evaluation.open_parts
 
-    def done(self, version: int, part: EvaluationPart, result: Result) -> None:
+    def done(self, version: int, part: EvaluationPart, result: PartResult) -> None:
         evaluation = self.open.get(version)
         if evaluation is not None and part in evaluation.open_parts:
             evaluation.open_parts.remove(part)

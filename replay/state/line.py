@@ -15,7 +15,7 @@ from replay.journal.format import Location
 from replay.state.leases import GroupId
 
 
-class Taken(NamedTuple):
+class TakenGroup(NamedTuple):
     """A group of a batch in the journal; `attempt` is the last that was leased."""
 
     group_id: GroupId
@@ -28,7 +28,7 @@ class Taken(NamedTuple):
 class LineStep:
     """The batch of one step, and the digest of the weights that it made; empty before its commit."""
 
-    groups: list[Taken]
+    groups: list[TakenGroup]
     async_lag: int
     """Bound of the lag that its groups were admitted under."""
     is_masked: bool
@@ -76,7 +76,7 @@ class PolicyLine:
     def ahead(self, version: int) -> list[int]:
         return sorted(step for step in self.steps if step > version)
 
-    def groups_ahead(self, version: int) -> list[Taken]:
+    def groups_ahead(self, version: int) -> list[TakenGroup]:
         """Groups of the steps after `version`, in order."""
         return [taken for step in self.ahead(version) for taken in self.steps[step].groups]
 
@@ -98,8 +98,8 @@ class PolicyLine:
         return min((taken.location.segment for made in self.steps.values() for taken in made.groups), default=None)
 
 
-class Policy(NamedTuple):
-    """Weights that one incarnation of the learner has made. Example: Policy(incarnation=2, version=17)."""
+class PolicyVersion(NamedTuple):
+    """Weights that one incarnation of the learner has made. Example: PolicyVersion(incarnation=2, version=17)."""
 
     incarnation: int
     version: int
@@ -112,7 +112,7 @@ class Lost(NamedTuple):
     last: int
     version: int
 
-    def covers(self, policy: Policy) -> bool:
+    def covers(self, policy: PolicyVersion) -> bool:
         return self.first <= policy.incarnation <= self.last and policy.version >= self.version
 
 
@@ -138,10 +138,10 @@ class Policies:
         others = [old for old in self.lost if not (first <= old.first and old.last <= last and version <= old.version)]
         self.lost = [*others, Lost(first, last, version)]
 
-    def is_lost(self, policy: Policy) -> bool:
+    def is_lost(self, policy: PolicyVersion) -> bool:
         return any(lost.covers(policy) for lost in self.lost)
 
-    def is_unproven(self, policy: Policy, *, version: int, last_committed: int) -> bool:
+    def is_unproven(self, policy: PolicyVersion, *, version: int, last_committed: int) -> bool:
         """Whether no commit has named the digest of this policy: its publication may overtake its commit.
 
         `version` is the last that the present learner has committed, `last_committed` that any incarnation has.

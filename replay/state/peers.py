@@ -8,7 +8,7 @@ from configs.shared import concerns
 from replay.channel import Inventory, Message
 from replay.channel.keys import SHARED
 from replay.messages import FROM_RANK_0, FROM_SERVERS, Hello, Role
-from replay.state.line import Policy
+from replay.state.line import PolicyVersion
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class Peer:
     """Leases (pass, index, attempt) and parts of evaluations (version, set, greedy, first) that it says to hold."""
 
     @property
-    def policy(self) -> Policy:
-        return Policy(self.incarnation, self.version)
+    def policy(self) -> PolicyVersion:
+        return PolicyVersion(self.incarnation, self.version)
 
     @property
     def name(self) -> str:

@@ -10,9 +10,9 @@ from configs.schema import Config
 from configs.shared import shared_values
 from replay.journal.format import Location
 from replay.state.evaluation_parts import EvaluationPart
-from replay.state.evaluations import Evaluation, Result
+from replay.state.evaluations import Evaluation, PartResult
 from replay.state.leases import GroupId, Slot, SlotState
-from replay.state.line import LineStep, Lost, PolicyLine, Taken
+from replay.state.line import LineStep, Lost, PolicyLine, TakenGroup
 from replay.state.run import RunState
 
 KEPT = ("min_version", "async_lag", "attempt", "server", "stale_retries", "failures", "interruptions", "voided")
@@ -99,7 +99,7 @@ def take_over(run: RunState, fields: dict[str, Any], now: float) -> None:
         board.open[version] = Evaluation(version, [EvaluationPart.of(part) for part in parts], now, server, list(tried))
     board.closed.update({version: reason for version, reason in fields["evaluations"]["closed"]})
     for version, part, place, asked in fields["evaluations"]["results"]:
-        board.results.setdefault(version, {})[EvaluationPart.of(part)] = Result(Location.of(place), asked)
+        board.results.setdefault(version, {})[EvaluationPart.of(part)] = PartResult(Location.of(place), asked)
 
 
 def line_from(line: PolicyLine, fields: dict[str, Any]) -> None:
@@ -126,9 +126,9 @@ def _slot_of(run: RunState, plain: dict[str, Any], now: float) -> Slot:
     return slot
 
 
-def taken_of(plain: list[Any]) -> Taken:
+def taken_of(plain: list[Any]) -> TakenGroup:
     group, attempt, min_version, location = plain
-    return Taken(group_id_of(group), attempt, min_version, Location.of(location))
+    return TakenGroup(group_id_of(group), attempt, min_version, Location.of(location))
 
 
 def group_id_of(plain: list[int]) -> GroupId:

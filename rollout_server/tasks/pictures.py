@@ -56,7 +56,7 @@ class Seen:
         return self.pictures
 
 
-class Looker:
+class PictureProcessor:
     """Reads pictures as one model's vision tower takes them."""
 
     def __init__(self, path: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema import Config
-from rollout_server.tasks.pictures import Looker, Prompt, Seen
+from rollout_server.tasks.pictures import PictureProcessor, Prompt, Seen
 from rollout_server.tasks.pictures import TaskError as TaskError
 from rollout_server.tasks.rewards import Sample
 from rollout_server.tasks.stopping import first_stop
@@ -51,7 +51,7 @@ class Task:
             self._tokenizer = load_tokenizer(path)
         except Exception as error:  # the tokenizers library raises bare Exception on a broken file
             raise TaskError(f"model.path: {path}: the tokenizer cannot be loaded: {error}") from error
-        self._looker = Looker(path)
+        self._looker = PictureProcessor(path)
         self._max_prompt_tokens = config.data.max_prompt_tokens
         eos, bos = self._tokenizer.eos_token_id, self._tokenizer.bos_token_id
         self.stop_token_ids = tuple(sorted({*stops, *([] if eos is None else [eos])}))

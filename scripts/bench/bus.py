@@ -40,7 +40,7 @@ from scripts.chaos.report import conclude
 from slipstream.launch import children
 from slipstream.runtime.lifeline import die_with_parent, set_up_logging
 from weight_bus import Publisher
-from weight_bus.digest import Digester, Part
+from weight_bus.digest import Digester, TensorSlice
 from weight_bus.transports import set_nccl_defaults
 
 Version = dict[str, torch.Tensor]
@@ -111,7 +111,7 @@ def density(old: Version, new: Version) -> float:
 
 def publish_all(publisher: Publisher, made: list[Version], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Publish one version after the other; bytes and seconds of each. Raises CaseFailed when a receiver lacks one."""
-    digesters = [Digester(Part(tensor) for tensor in version.values()) for version in made]
+    digesters = [Digester(TensorSlice(tensor) for tensor in version.values()) for version in made]
     rows = []
     # to and fro: a jump from the last one back to the first would be a long step
     order = [*range(len(made)), *range(len(made) - 2, 0, -1)]

@@ -24,7 +24,7 @@ from rollout_server import main as rollout_server
 from rollout_server.engines import BUILDERS, Completion, EngineError, Health, Partial, Sampling, build_engine
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import Part
+from rollout_server.engines.sglang.requests import AnswerPart
 from rollout_server.generate import Generator, shown
 from rollout_server.progress import prefixes_of
 from rollout_server.tasks.pictures import Prompt
@@ -140,12 +140,12 @@ class ProbedProcess(SGLangProcess):
         self.gaps = TokenGaps()
         super().__init__(config)
 
-    def sampling_parameters(self, part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
+    def sampling_parameters(self, part: AnswerPart, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
         interval = {"stream_interval": 1} if self.gaps.probe == part.rid else {}
         return super().sampling_parameters(part, sampling, new_tokens) | interval
 
     async def generate(
-        self, part: Part, token_ids: list[int], sampling: Sampling, new_tokens: int, pictures: Any = None
+        self, part: AnswerPart, token_ids: list[int], sampling: Sampling, new_tokens: int, pictures: Any = None
     ) -> AsyncIterator[dict[str, Any]]:
         if not self.gaps.probe:
             self.gaps.watch(part.rid)

@@ -37,7 +37,7 @@ from weight_bus.intake import Load
 from weight_bus.manifest import Manifest
 from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
 from weight_bus.transports.base import ignore
-from weight_bus.transports.gloo import Collective
+from weight_bus.transports.gloo import GlooCollective
 from weight_bus.transports.meeting import HERE, Meeting
 
 
@@ -118,8 +118,10 @@ def applied(named: Sequence[tuple[str, torch.Tensor]], gate: Gate) -> Iterator[t
 def gated(gate: Gate) -> TransportFactory:
     def make(config: WeightBus, host: str) -> Transport:
         inner = make_transport(config, host)
-        if type(inner) is Collective:
-            inner = Collective(config, host, GatedMeeting(host, timedelta(seconds=config.collective_timeout_s), gate))
+        if type(inner) is GlooCollective:
+            inner = GlooCollective(
+                config, host, GatedMeeting(host, timedelta(seconds=config.collective_timeout_s), gate)
+            )
         return GatedTransport(inner, gate)
 
     return make

@@ -9,7 +9,7 @@ from configs.schema import Config
 from slipstream.check import compare, links, machine
 from slipstream.check.finding import Finding, stop
 from slipstream.check.memory import sizes_of
-from slipstream.check.places import Asked, Place, ProbeFailed, ended
+from slipstream.check.places import Place, ProbeFailed, RunningProbe, ended
 
 START_S = 60.0
 """Until a probe has started: ssh, an interpreter from a network disk."""
@@ -29,8 +29,8 @@ def of_places(
         has_input: whether the model is there; a quick start makes its own.
     """
     found: list[Finding] = []
-    probes: list[Asked] = []
-    answered: list[Asked] = []
+    probes: list[RunningProbe] = []
+    answered: list[RunningProbe] = []
     facts: dict[Place, dict[str, Any]] = {}
     clocks: dict[Place, tuple[float, float]] = {}
     firsts = {place.node: place for place in reversed(places)}
@@ -38,7 +38,7 @@ def of_places(
     with ended(probes):
         for place in places:
             try:
-                probes.append(Asked.at(place))
+                probes.append(RunningProbe.at(place))
             except ProbeFailed as error:
                 found.append(_no_probe(place, error))
         for probe in probes:

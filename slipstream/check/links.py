@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from configs.schema import Config
 from slipstream.check.finding import Finding, ok, stop, warn
-from slipstream.check.places import Asked, ProbeFailed
+from slipstream.check.places import ProbeFailed, RunningProbe
 from slipstream.check.probe import CONNECT_S, REFUSAL_S
 
 ORDER_S = 15.0
@@ -32,7 +32,7 @@ def backends(config: Config) -> list[str]:
     return [medium for medium in dict.fromkeys([config.weight_bus.medium, "gloo"]) if medium in MEND]
 
 
-def examined(config: Config, probes: Sequence[Asked], wanted: Sequence[str]) -> Iterator[Finding]:
+def examined(config: Config, probes: Sequence[RunningProbe], wanted: Sequence[str]) -> Iterator[Finding]:
     """All links, from the first place on.
 
     Args:
@@ -60,7 +60,7 @@ def examined(config: Config, probes: Sequence[Asked], wanted: Sequence[str]) -> 
             yield group(config, backend, first, probe)
 
 
-def control(probe: Asked, address: str) -> Finding:
+def control(probe: RunningProbe, address: str) -> Finding:
     """A connection to replay's node, with keys where the run has some."""
     try:
         found: Mapping[str, str] = probe.ask(
@@ -76,7 +76,7 @@ def control(probe: Asked, address: str) -> Finding:
     return stop("link", problem, why="leases, groups and orders of the bus go there", mend=mend, node=str(probe.place))
 
 
-def group(config: Config, backend: str, first: Asked, other: Asked) -> Finding:
+def group(config: Config, backend: str, first: RunningProbe, other: RunningProbe) -> Finding:
     """A group of two: formed, one broadcast proven, left."""
     code, between = f"{backend}-group", f"{first.place} and {other.place}"
     limit = IMPORT_S + (FORMS + 2) * config.weight_bus.collective_timeout_s
@@ -99,7 +99,7 @@ def group(config: Config, backend: str, first: Asked, other: Asked) -> Finding:
     return ok(code, f"between {between}: formed in {seconds:.2f} s, a broadcast arrived whole")
 
 
-def _both(first: Asked, other: Asked, limit_s: float) -> list[Mapping[str, float]]:
+def _both(first: RunningProbe, other: RunningProbe, limit_s: float) -> list[Mapping[str, float]]:
     """Answers of both; the second one is taken even where the first failed, so that orders and answers stay in step."""
     failures, answers = [], []
     for probe in (first, other):

@@ -47,7 +47,7 @@ class Place:
 
 
 @dataclass(slots=True)
-class Asked:
+class RunningProbe:
     """A probe that runs at a place; used by one thread."""
 
     place: Place
@@ -56,7 +56,7 @@ class Asked:
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     @classmethod
-    def at(cls, place: Place) -> "Asked":
+    def at(cls, place: Place) -> "RunningProbe":
         """Start it and give it the configuration. Raises ProbeFailed."""
         environment = {**os.environ, **place.environment} if place.is_here else dict(os.environ)
         try:
@@ -119,7 +119,7 @@ class Asked:
 
 
 @contextlib.contextmanager
-def ended(probes: Sequence[Asked]) -> Iterator[None]:
+def ended(probes: Sequence[RunningProbe]) -> Iterator[None]:
     """End all of them, whatever happens: their stdin first, then by pid."""
     try:
         yield

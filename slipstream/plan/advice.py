@@ -10,7 +10,7 @@ from configs.errors import BadOption
 from configs.schema import Config
 from learner.policy.memory import ENGINE_SHARE, GIB, Setup, Sizes, available_bytes, choose, usable
 from slipstream.plan.costs import Fitted, Workload
-from slipstream.plan.simulation import Outcome, SimulatedRun
+from slipstream.plan.simulation import SimulatedRun, SimulationResult
 
 ALL_SPLITS = 16
 """GPUs up to which every split is simulated; above, EIGHTHS of them."""
@@ -50,7 +50,7 @@ class Advised:
 
     split: Split
     refused: str = ""
-    outcome: Outcome | None = None
+    outcome: SimulationResult | None = None
     roll_s: float | None = None
     """T_roll: a step without its update."""
 
@@ -160,7 +160,7 @@ def _advised(config: Config, fitted: Fitted, memory: Memory | None, steps: int, 
     rollout = config.rollout.model_copy(update={"max_running": running})
     there = with_lag(config.model_copy(update={"rollout": rollout}), split.lag)
 
-    def outcome(*, trains: bool) -> Outcome:
+    def outcome(*, trains: bool) -> SimulationResult:
         run = SimulatedRun(there, split.rollout // tp, split.learner, fitted.costs.on(tp), workload, trains)
         return run.run(split.lag + WARM_STEPS, steps)
 

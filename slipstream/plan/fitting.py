@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from configs.errors import InputMissing
 from slipstream.plan.costs import Costs, Fitted
-from slipstream.plan.simulation import Outcome, SimulatedRun
+from slipstream.plan.simulation import SimulatedRun, SimulationResult
 from slipstream.plan.sources import Measured
 
 MISSING = 0.04
@@ -96,7 +96,7 @@ def _simulated(case: Measured, costs: Costs) -> SimulatedRun:
     return SimulatedRun(config, config.num_rollout_servers, config.num_learner_ranks, costs, case.workload)
 
 
-def _run(case: Measured, costs: Costs) -> Outcome:
+def _run(case: Measured, costs: Costs) -> SimulationResult:
     return _simulated(case, costs).run(case.config.replay.async_lag + 3, STEPS)
 
 

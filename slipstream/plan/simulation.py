@@ -17,7 +17,7 @@ from slipstream.plan.costs import Costs, Int64, Workload
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """What a simulated run came to, over its counted steps."""
 
     step_s: float
@@ -45,7 +45,7 @@ class Sampled:
 
 
 @dataclass(slots=True)
-class Engine:
+class SimulatedEngine:
     """Continuous batching: all running answers get a token with every decode step; the others wait in order."""
 
     costs: Costs
@@ -158,12 +158,12 @@ class SimulatedRun:
     workload: Workload
     trains: bool = True
 
-    def run(self, warmup: int, steps: int) -> Outcome:
+    def run(self, warmup: int, steps: int) -> SimulationResult:
         """Make so many steps; the first ones do not count."""
         costs, lag, more = self.costs, self.config.replay.async_lag, self.workload.prompt_tokens
         prefill_s = more * costs.prefill_token_s
         room = self.config.rollout.max_running, self.config.lease_capacity
-        engines = [Engine(costs, *room, prefill_s) for _ in range(self.num_engines)]
+        engines = [SimulatedEngine(costs, *room, prefill_s) for _ in range(self.num_engines)]
         lengths = [self._admit(engines, batch, 0.0) for batch in range(lag + 1)]
         taken, live, commits, busy = 0.0, 0.0, list[float](), list[float]()
         updates: list[tuple[float, float]] = []
@@ -185,7 +185,7 @@ class SimulatedRun:
             lengths.append(self._admit(engines, step + 1 + lag, live))
         seconds = commits[-1] - commits[warmup - 1]
         wall, alone = np.mean(updates[warmup:], axis=0)
-        return Outcome(
+        return SimulationResult(
             step_s=seconds / steps,
             train_s=float(alone),
             train_wall_s=float(wall),
@@ -195,7 +195,7 @@ class SimulatedRun:
             group_s=float(np.mean([each for engine in engines for each in engine.group_s])),
         )
 
-    def _admit(self, engines: Sequence[Engine], batch: int, at: float) -> list[Int64]:
+    def _admit(self, engines: Sequence[SimulatedEngine], batch: int, at: float) -> list[Int64]:
         """Have the groups of a batch sampled from this moment on; their tokens."""
         for engine in engines:
             engine.run(at)
@@ -222,7 +222,7 @@ class SimulatedRun:
         return costs.update_s + seconds * (1 + costs.exchange_share * (self.num_ranks > 1))
 
 
-def _beside(engines: Sequence[Engine], at: float, seconds: float, sharing: float) -> float:
+def _beside(engines: Sequence[SimulatedEngine], at: float, seconds: float, sharing: float) -> float:
     """What an update takes where engines share its GPUs, and takes from them: both are slower while both are busy."""
     if sharing == 1:
         return seconds

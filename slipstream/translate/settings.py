@@ -19,7 +19,7 @@ class Undecided(ConfigError, code="SLIP-CONFIG-15"):
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ModelSection:
     """A part of a file with settings of another model, which are named as those of the policy are."""
 
     model: str
@@ -29,14 +29,14 @@ class Section:
     """What turns a model on that there is none of here; empty of a teacher: its section alone."""
 
 
-SECTIONS: Mapping[str, Mapping[str, Section]] = {
-    framework: {start: Section(**section) for start, section in sections.items()}
+SECTIONS: Mapping[str, Mapping[str, ModelSection]] = {
+    framework: {start: ModelSection(**section) for start, section in sections.items()}
     for framework, sections in TABLES["sections"].items()
 }
 """By framework and beginning of the names."""
 
 
-def section_of(framework: str, name: str) -> Section | None:
+def section_of(framework: str, name: str) -> ModelSection | None:
     """The section of another model that a setting stands in; None: the name is the policy's, or the run's."""
     found = SECTIONS.get(framework, {}).items()
     return next((section for start, section in found if name == start or name.startswith(f"{start}.")), None)

@@ -34,7 +34,7 @@ LOST = {"poison", "interrupted", "too_slow", "broken_row", "prompt_too_long", "p
 
 
 @dataclass(slots=True)
-class Progress:
+class MetricRows:
     """The rows read so far."""
 
     total_steps: int
@@ -131,7 +131,7 @@ def sparkline(values: Iterable[float | None], width: int = 60) -> str:
     )
 
 
-def step_line(progress: Progress) -> str:
+def step_line(progress: MetricRows) -> str:
     """The line of the last step in plain mode."""
     row = progress.last
     return (
@@ -176,7 +176,7 @@ def evaluation_line(row: Row) -> str:
     return f"evaluation of version {row.get('version', NOTHING)}  {scores(evaluation_scores(row))}"
 
 
-def last_evaluation(progress: Progress) -> str:
+def last_evaluation(progress: MetricRows) -> str:
     """The newest evaluation beside the first one, in one line."""
     if not progress.evaluations:
         return NOTHING
@@ -185,7 +185,7 @@ def last_evaluation(progress: Progress) -> str:
     return text if newest == first else f"{text}  (version {first}: {scores(progress.evaluations[first])})"
 
 
-def facts(progress: Progress, status: Status) -> dict[str, str]:
+def facts(progress: MetricRows, status: Status) -> dict[str, str]:
     """What the panel says beside step and reward, by its title; what there is nothing to say of is left out."""
     row = progress.last
     idle = f"learner {percent(row.get('trainer/idle_ratio'))}, rollout {percent(row.get('rollout/idle_ratio'))}"
@@ -202,7 +202,7 @@ def facts(progress: Progress, status: Status) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def split_text(progress: Progress) -> str:
+def split_text(progress: MetricRows) -> str:
     """`idle learner 3%, rollout 41%: move a GPU ... (placement.split 6:2 -> 5:3)`, or empty."""
     recent = [row for row in progress.steps[-SPLIT_STEPS:] if row.get("rollout/idle_ratio") is not None]
     if progress.split is None or len(recent) < SPLIT_STEPS:
@@ -253,14 +253,14 @@ def _wait(wait: Mapping[str, Any]) -> str:
 PEER_COLUMNS = ("peer", "version", "doing", "for", "heard", "leases", "groups", "tok/s", "idle")
 
 
-def peer_rows(progress: Progress, status: Status) -> list[tuple[str, ...]]:
+def peer_rows(progress: MetricRows, status: Status) -> list[tuple[str, ...]]:
     """One row of PEER_COLUMNS per rollout server and learner rank, rollout servers first."""
     peers = [peer for peer in status.get("peers") or [] if peer.get("role") != "launcher"]
     peers.sort(key=lambda peer: (peer.get("role") != "rollout_server", str(peer.get("name"))))
     return [_peer(progress, peer) for peer in peers]
 
 
-def _peer(progress: Progress, peer: Mapping[str, Any]) -> tuple[str, ...]:
+def _peer(progress: MetricRows, peer: Mapping[str, Any]) -> tuple[str, ...]:
     gauges = peer.get("gauges") or {}
     serves = peer.get("role") == "rollout_server"
     idle = gauges.get("idle_ratio") if serves else progress.last.get("trainer/idle_ratio")
@@ -278,7 +278,7 @@ def _peer(progress: Progress, peer: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def closing_line(progress: Progress) -> str:
+def closing_line(progress: MetricRows) -> str:
     """What the run came to, in one line; empty when no step was made."""
     rewards: list[float] = [reward for _, reward in progress.rewards if reward is not None]
     if not rewards:

@@ -26,7 +26,7 @@ from configs.schema import Config
 from learner.record.metrics import evaluation_scores
 from slipstream.launch.terminal import EVENTS, encode_anything, silence, write_line
 from slipstream.view import live_text
-from slipstream.view.live_text import Progress, Row, Status
+from slipstream.view.live_text import MetricRows, Row, Status
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class LiveView:
         encode_anything(self.console.file)
         interactive = self.console.is_terminal and not self.console.is_dumb_terminal
         self.mode = ("rich" if interactive else "plain") if mode == "auto" else mode
-        self.progress = Progress(config.learner.total_steps, config.replay.async_lag, split=_split(config))
+        self.progress = MetricRows(config.learner.total_steps, config.replay.async_lag, split=_split(config))
         self.status: Status = {}
         self.events: deque[str] = deque(maxlen=EVENTS_SHOWN)
         self.warning = ""

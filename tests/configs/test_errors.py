@@ -33,7 +33,7 @@ NOT_OURS = {
     "OSError", "ProcessLookupError", "RuntimeError", "TypeError", "ValueError", "queue.Empty",
     "yaml.YAMLError", "yaml.constructor.ConstructorError",
     # never shown: they end an inner loop, or are answers in another protocol's form
-    "_Again", "_TooLong", "Refused", "Interrupted", "rollout_server/server.py:RunEnded",
+    "_Again", "_TooLong", "ApiError", "HttpError", "Interrupted", "GoodbyeReceived",
 }  # fmt: skip
 PLAIN_RAISES = 236
 """Most raises of such classes: what a user meets is none of them, so this number only falls."""
@@ -43,9 +43,8 @@ def classes() -> dict[str, tuple[set[str], bool]]:
     """By name of a class that is raised or derived from: its bases, and whether it has a code."""
     found: dict[str, tuple[set[str], bool]] = {"SlipstreamError": (set(), True)}
     for node in (node for _, nodes in trees() for node in nodes if isinstance(node, ast.ClassDef)):
-        if node.name != "RunEnded" or any(word.arg == "code" for word in node.keywords):
-            has_code = any(word.arg == "code" for word in node.keywords)
-            found[node.name] = {ast.unparse(base) for base in node.bases}, has_code
+        has_code = any(word.arg == "code" for word in node.keywords)
+        found[node.name] = {ast.unparse(base) for base in node.bases}, has_code
     return found
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from replay import messages as m
 from rollout_server import main as rollout_main
 from rollout_server.engines import Completion
-from rollout_server.engines.torch.lane import Lane
+from rollout_server.engines.torch.lane import DecodeLane
 from rollout_server.generate import Generator
 from rollout_server.progress import prefixes_of
 from rollout_server.tasks.pictures import Prompt
@@ -36,7 +36,7 @@ class Lengths(Generator):
         return await self._stopped(prompt, sampling, SIZE, request_id, **given)
 
 
-class Halting(Lane):
+class Halting(DecodeLane):
     file: Path
 
     def step(self, *, may_admit: bool) -> None:
@@ -69,6 +69,6 @@ if __name__ == "__main__":
         from rollout_server.engines.torch import engine
 
         Halting.file, Lengths.short = Path(sys.argv[1]), GROUPS
-        engine.Lane = Halting  # type: ignore[misc]
+        engine.DecodeLane = Halting  # type: ignore[misc]
     sys.argv = ["rollout_server", *sys.argv[2:]]
     sys.exit(rollout_main.main(parts=rollout_main.Parts(generator=Lengths)))

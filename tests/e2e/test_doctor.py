@@ -23,7 +23,7 @@ from replay.channel import load_keys
 from slipstream.check import checks, links, machine, memory
 from slipstream.check.examination import of_places
 from slipstream.check.finding import Finding, as_json, report, verdict
-from slipstream.check.places import Asked, ProbeFailed, ended
+from slipstream.check.places import ProbeFailed, RunningProbe, ended
 from slipstream.launch import doctor
 from slipstream.launch.doctor import places_of
 from slipstream.launch.hosts import here
@@ -246,7 +246,7 @@ def test_kernels_that_do_not_load_are_named(tmp_path, monkeypatch):
     (tmp_path / "sgl_kernel.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     (_, place) = places_of(load("quickstart", ["placement.device=cpu"]), None, sys.executable)
-    probe = Asked.at(place)
+    probe = RunningProbe.at(place)
     with ended([probe]):
         probe.answer(LIMIT_S)
         order = {"modules": ["sgl_kernel", "json"], "ports": {}, "is_first": False}

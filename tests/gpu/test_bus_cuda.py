@@ -13,7 +13,7 @@ import torch
 
 from tests.support.bus_receiver import CONFIG, HOST, RUN, Process, digests, printed, receiver_process, until, weights
 from weight_bus import NonFiniteWeights, Publisher, PublishReport
-from weight_bus.digest import Part, reference_digest, slice_digests
+from weight_bus.digest import TensorSlice, reference_digest, slice_digests
 from weight_bus.manifest import plan
 from weight_bus.packing import Packer, Pieces
 from weight_bus.staging import Staging, view_of
@@ -44,22 +44,22 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8, device=GPU).view(dtype).view(shape)
 
 
-def parts_of(tensor: torch.Tensor) -> list[Part]:
+def parts_of(tensor: torch.Tensor) -> list[TensorSlice]:
     """The whole, rows, columns, middles, transposed and strided ones."""
-    found = [Part(tensor)]
+    found = [TensorSlice(tensor)]
     shape, dims = tuple(tensor.shape), tensor.dim()
     if dims:
-        found += [Part(tensor[:0], shape), Part(tensor[::2])]
-        found.append(Part(tensor, (shape[0] + 1_000_003, *shape[1:]), (1_000_003, *(0,) * (dims - 1))))
+        found += [TensorSlice(tensor[:0], shape), TensorSlice(tensor[::2])]
+        found.append(TensorSlice(tensor, (shape[0] + 1_000_003, *shape[1:]), (1_000_003, *(0,) * (dims - 1))))
     if dims > 1:
         last = shape[-1]
         wide = (*shape[:-1], last + 9)
-        found += [Part(tensor[1:], shape, (1, *(0,) * (dims - 1))), Part(tensor.transpose(0, -1))]
-        found.append(Part(tensor, wide, (0,) * (dims - 1) + (5,)))
-        found.append(Part(tensor[..., 1:], shape, (0,) * (dims - 1) + (1,)))
-        found.append(Part(tensor[..., last // 4 : last // 2], shape, (0,) * (dims - 1) + (last // 4,)))
+        found += [TensorSlice(tensor[1:], shape, (1, *(0,) * (dims - 1))), TensorSlice(tensor.transpose(0, -1))]
+        found.append(TensorSlice(tensor, wide, (0,) * (dims - 1) + (5,)))
+        found.append(TensorSlice(tensor[..., 1:], shape, (0,) * (dims - 1) + (1,)))
+        found.append(TensorSlice(tensor[..., last // 4 : last // 2], shape, (0,) * (dims - 1) + (last // 4,)))
     if dims > 2:
-        found.append(Part(tensor[1:, 1:, 1:], shape, (1,) * dims))  # no arithmetic of rows: the slow path
+        found.append(TensorSlice(tensor[1:, 1:, 1:], shape, (1,) * dims))  # no arithmetic of rows: the slow path
     return found
 
 
@@ -77,17 +77,17 @@ def test_rounding_inside_the_kernel_is_the_rounding_of_a_cast(rounded: torch.dty
     every = torch.arange(0, 1 << 20, device=GPU, dtype=torch.int32).mul_(1 << 12).view(torch.float32)
     halves = every[every.isfinite()][: 1 << 19]  # subnormal numbers and ties among them; NaN has no bits of its own
     for values in (spread, halves, -halves):
-        (found,) = slice_digests([Part(values.view(-1, 8), (values.numel(), 8), (3, 0), rounded)])
-        assert found == slice_digests([Part(values.to(rounded).view(-1, 8), (values.numel(), 8), (3, 0))])[0]
+        (found,) = slice_digests([TensorSlice(values.view(-1, 8), (values.numel(), 8), (3, 0), rounded)])
+        assert found == slice_digests([TensorSlice(values.to(rounded).view(-1, 8), (values.numel(), 8), (3, 0))])[0]
 
 
 def test_indices_beyond_32_bits() -> None:
     small = random_bits((3, 4096), torch.bfloat16)
-    part = Part(small, (1 << 22, 1 << 14), ((1 << 22) - 3, 4096))
+    part = TensorSlice(small, (1 << 22, 1 << 14), ((1 << 22) - 3, 4096))
     assert slice_digests([part]) == [reference_digest(part)]
     large = torch.zeros((1 << 31) + 70_000, dtype=torch.uint8, device=GPU)
     large[-5:] = 7
-    assert slice_digests([Part(large)]) == [reference_digest(Part(large))]
+    assert slice_digests([TensorSlice(large)]) == [reference_digest(TensorSlice(large))]
 
 
 @pytest.mark.parametrize("where", [GPU, torch.device("cpu")], ids=["on the device", "in host memory"])

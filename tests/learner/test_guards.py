@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs.limits import Limits, rules_of
 from learner.checkpoints.folders import CheckpointError
-from learner.guards import Alarm, Guards, SilentlyWrong, Verdict
+from learner.guards import Alarm, Guards, GuardVerdict, SilentlyWrong
 from learner.guards.roll_back import RollBack, RollBacks
 from learner.guards.signals import MIN_TOKENS, WARM_UP
 from learner.learner import Learner
@@ -74,7 +74,7 @@ def shifted(trajectories: Sequence[Recorded], by: float) -> list[Recorded]:
     return [dataclasses.replace(t, logprobs=[min(0.0, x + by) for x in t.logprobs]) for t in trajectories]
 
 
-def said(verdict: Verdict) -> str:
+def said(verdict: GuardVerdict) -> str:
     return "; ".join(alarm.text for alarm in verdict.alarms)
 
 
@@ -439,7 +439,7 @@ def test_a_run_that_stops_completes_the_checkpoint_on_its_way_to_the_disk(fails:
     learner._settle = lambda *, wait: Learner._settle(learner, wait=wait)
     learner._stop = lambda alarm: Learner._stop(learner, alarm)
     with pytest.raises(SilentlyWrong, match="it broke"):
-        Learner._act(learner, 11, Verdict((Alarm("ess", "stop", 9, "it broke"),)))
+        Learner._act(learner, 11, GuardVerdict((Alarm("ess", "stop", 9, "it broke"),)))
     learner.checkpoints.settle.assert_called_once_with(wait=True)
     assert learner.batches.announce.called != fails and ("no room" in caplog.text) == fails
 

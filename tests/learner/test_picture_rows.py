@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples.pictures import IDS, save_model, save_pictures
-from learner.pictures import Looker
+from learner.pictures import PictureDecoder
 from learner.policy.model import Policy, build_policy
 from learner.rows import Row, lay_out
 from replay.messages import Batch
@@ -64,7 +64,7 @@ def same_size(folder: Path) -> Path:
 
 
 def rows_of(batch: Batch, folder: Path, share: bool) -> list[Row]:
-    looker = Looker.of(folder / "model")
+    looker = PictureDecoder.of(folder / "model")
     assert looker is not None
     ones = np.ones(len(batch.all_rewards), np.float32)
     return lay_out(batch, ones, ones, share, looker.look(batch))
@@ -75,7 +75,7 @@ def expected(folder: Path, batch: Batch) -> tuple[list[torch.Tensor], dict[str, 
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32).eval()
-    looker = Looker.of(folder / "model")
+    looker = PictureDecoder.of(folder / "model")
     assert looker is not None
     shown = looker.look(batch)
     assert shown is not None

@@ -13,7 +13,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from configs.data import Tracking
 from learner.record import trackers
 from learner.record.metrics import Metrics, MetricsError
-from learner.record.trackers import SERVICES, Place, read_ids
+from learner.record.trackers import SERVICES, TrackerContext, read_ids
 from tests.support.waiting import until
 
 CONFIG = {"run": {"seed": 7, "name": "a"}, "learner": {"betas": [0.9, 0.95], "mesh": {"tensor": 1}}}
@@ -126,7 +126,7 @@ def test_every_tracker_of_the_schema_is_one_of_accelerate_and_is_started_with_wh
     assert set(SERVICES) == set(LOGGER_TYPE_TO_CLASS)
     for known in (None, "abc"):
         for name, service in SERVICES.items():
-            arguments = service.start(Place(tmp_path / "a", "sums", known, 3))
+            arguments = service.start(TrackerContext(tmp_path / "a", "sums", known, 3))
             assert LOGGER_TYPE_TO_CLASS[name](**arguments).name == name
             resumes = {"tensorboard": "purge_step", "trackio": "resume", "dvclive": "resume"}
             assert known is None or "abc" in arguments.values() or resumes[name] in arguments

@@ -7,7 +7,7 @@ import pytest
 from replay import messages as m
 from replay.journal import Location
 from replay.state.leases import SlotState
-from replay.state.line import LineStep, PolicyLine, Taken
+from replay.state.line import LineStep, PolicyLine, TakenGroup
 from tests.replay.simulated_run import (
     answering,
     gives_back,
@@ -24,7 +24,7 @@ from tests.replay.simulation.samples import make_result
 
 def line_of(*steps):
     return PolicyLine(
-        {step: LineStep([Taken((0, step), 1, 0, Location(step, 0, ()))], 1, False, f"d{step}") for step in steps}
+        {step: LineStep([TakenGroup((0, step), 1, 0, Location(step, 0, ()))], 1, False, f"d{step}") for step in steps}
     )
 
 

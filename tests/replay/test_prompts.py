@@ -14,7 +14,7 @@ import pytest
 from pyarrow import parquet
 
 from replay.data import DataError, PromptSource, load_rows
-from replay.data.rows import Place, plain
+from replay.data.rows import RowLocation, plain
 from tests.replay.simulation.world import rows as rows_of
 
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1+1?"}]
@@ -161,7 +161,7 @@ def test_missing_pyarrow_names_the_extra(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_values_become_plain() -> None:
-    place = Place(source="f", row=1)
+    place = RowLocation(source="f", row=1)
     value = {"a": np.float32(0.5), "b": np.arange(3), "c": (np.int64(4), True), "d": np.array([["x"]], dtype=object)}
     assert plain(value, "c", place) == {"a": 0.5, "b": [0, 1, 2], "c": [4, True], "d": [["x"]]}
     for wrong, said in (

@@ -10,7 +10,7 @@ from replay.data import DataError, PromptSource, WeightedRows, load_rows
 from replay.journal import JournalError
 from replay.service import Service
 from replay.state.apply import boot_fields
-from replay.state.line import Taken
+from replay.state.line import TakenGroup
 from rollout_server.tasks.rewards.loading import load_function
 from tests.replay.simulated_run import config, group_message, joins, learner, lease, make_step
 from tests.replay.simulation.journal import SimulatedJournal
@@ -48,7 +48,7 @@ def again(made: Service, *, curriculum: str, from_start: bool, **more: Any) -> S
 @pytest.mark.parametrize("curriculum", ["none", "pass_rate"])
 def test_a_restart_goes_on_with_the_same_prompts(curriculum: str) -> None:
     made = started(served(SimulatedJournal(), source(curriculum)))
-    trained: list[Taken] = []
+    trained: list[TakenGroup] = []
     for step in range(1, 16):  # several passes, and a checkpoint in between
         made.handle("l", m.Take(step=step, rank=0), 0.0)
         for number, given in enumerate(lease(made, capacity=50, version=step - 1)):

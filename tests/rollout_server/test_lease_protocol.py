@@ -11,7 +11,7 @@ from replay import messages as m
 from replay.channel import ChannelError, PeerRefused
 from rollout_server.engines.base import Partial
 from rollout_server.generate import LeaseFailed
-from rollout_server.leases import Leases, RunEnded
+from rollout_server.leases import GoodbyeReceived, HeldLeases
 from tests.replay.simulation.samples import make_group, make_result
 
 HELLO = m.Hello(role="rollout_server", name="r0", pid=1, host="h")
@@ -64,9 +64,9 @@ def work() -> Work:
 
 
 @pytest.fixture
-def leases(work: Work) -> Leases:
+def leases(work: Work) -> HeldLeases:
     """Of a server that serves version 3 of incarnation 1."""
-    made = Leases(CONFIG, HELLO, work)
+    made = HeldLeases(CONFIG, HELLO, work)
     made.went_live(3, 1)
     made.outbox.clear()
     return made
@@ -89,13 +89,13 @@ def group(index: int, versions: list[int], attempt: int = 1) -> m.Group:
     return make_group([1] * len(versions), index=index, attempt=attempt, versions=np.array(versions, np.int32))
 
 
-def said(leases: Leases, kind: type) -> list[Any]:
+def said(leases: HeldLeases, kind: type) -> list[Any]:
     found = [message for message in leases.outbox if type(message) is kind]
     leases.outbox.clear()
     return found
 
 
-def beat(leases: Leases, work: Work, now: float) -> list[m.Message]:
+def beat(leases: HeldLeases, work: Work, now: float) -> list[m.Message]:
     leases.outbox.clear()
     leases.beat(now, {"g": 1.0}, work, sampled=7)
     found = list(leases.outbox)
@@ -104,7 +104,7 @@ def beat(leases: Leases, work: Work, now: float) -> list[m.Message]:
 
 
 def test_hello_comes_first_and_again_until_a_welcome_names_the_bus(work: Work) -> None:
-    leases = Leases(CONFIG, HELLO, work)
+    leases = HeldLeases(CONFIG, HELLO, work)
     leases.join(10.0)
     assert leases.outbox == [HELLO], "and no wish for leases without a version"
     assert [type(x) for x in beat(leases, work, 11.0)] == [m.Heartbeat, m.Renew]
@@ -116,7 +116,7 @@ def test_hello_comes_first_and_again_until_a_welcome_names_the_bus(work: Work) -
     assert not any(isinstance(x, m.Hello) for now in (15.0, 20.0) for x in beat(leases, work, now))
 
 
-def test_every_beat_says_the_wish_and_all_that_is_held(leases: Leases, work: Work) -> None:
+def test_every_beat_says_the_wish_and_all_that_is_held(leases: HeldLeases, work: Work) -> None:
     for index in (1, 2, 3):
         leases.hear(lease(index), 0.0)
     leases.finish(group(3, [3]))
@@ -131,13 +131,13 @@ def test_every_beat_says_the_wish_and_all_that_is_held(leases: Leases, work: Wor
     assert renew.evaluations == [[3, "", True, 0, False], [2, "", True, 0, True]]
 
 
-def test_an_inventory_is_sent_where_nothing_is_held(leases: Leases, work: Work) -> None:
+def test_an_inventory_is_sent_where_nothing_is_held(leases: HeldLeases, work: Work) -> None:
     (renew,) = [x for x in beat(leases, work, 1.0) if isinstance(x, m.Renew)]
     assert (renew.leases, renew.finished, renew.evaluations) == ([], [], [])
 
 
 def test_a_lease_is_worked_on_once_while_it_runs_and_until_its_group_is_acknowledged(
-    leases: Leases, work: Work
+    leases: HeldLeases, work: Work
 ) -> None:
     for _ in range(2):
         leases.hear(lease(1), 0.0)
@@ -149,7 +149,7 @@ def test_a_lease_is_worked_on_once_while_it_runs_and_until_its_group_is_acknowle
     assert work == [("begin", 1)] * 2
 
 
-def test_a_group_is_sent_once_and_again_when_it_was_lost(leases: Leases, work: Work) -> None:
+def test_a_group_is_sent_once_and_again_when_it_was_lost(leases: HeldLeases, work: Work) -> None:
     leases.hear(lease(1), 0.0)
     leases.finish(group(1, [3]))
     assert len(said(leases, m.Group)) == 1
@@ -162,7 +162,7 @@ def test_a_group_is_sent_once_and_again_when_it_was_lost(leases: Leases, work: W
     assert not leases.unacked and not said(leases, m.Group)
 
 
-def test_a_group_names_the_policies_that_were_live_while_it_was_sampled(leases: Leases) -> None:
+def test_a_group_names_the_policies_that_were_live_while_it_was_sampled(leases: HeldLeases) -> None:
     leases.hear(lease(1), 0.0)
     leases.went_live(4, 1)
     leases.hear(lease(2), 0.0)
@@ -174,7 +174,7 @@ def test_a_group_names_the_policies_that_were_live_while_it_was_sampled(leases: 
     assert policies == [[[1, 2], [1, 3], [1, 4], [2, 4]], [[1, 4], [2, 4]], [[2, 4]]]
 
 
-def test_a_cancelled_lease_is_aborted_and_given_up_with_its_reason(leases: Leases, work: Work) -> None:
+def test_a_cancelled_lease_is_aborted_and_given_up_with_its_reason(leases: HeldLeases, work: Work) -> None:
     leases.hear(lease(1), 0.0)
     leases.hear(m.Cancel(pass_=0, index=9, attempt=1, reason="expired"), 1.0)
     leases.hear(m.Cancel(pass_=0, index=1, attempt=1, reason="expired"), 1.0)
@@ -184,7 +184,7 @@ def test_a_cancelled_lease_is_aborted_and_given_up_with_its_reason(leases: Lease
     assert not leases.working
 
 
-def test_a_quarantined_server_wants_no_lease_until_it_serves_again(leases: Leases, work: Work) -> None:
+def test_a_quarantined_server_wants_no_lease_until_it_serves_again(leases: HeldLeases, work: Work) -> None:
     leases.went_dark("a tensor differs", 5.0)
     assert said(leases, m.LeaseRequest) == [m.LeaseRequest(capacity=0, version=3, incarnation=1)]
     assert leases.version is None and leases.activity.startswith("quarantined") and leases.activity_since == 5.0
@@ -195,7 +195,7 @@ def test_a_quarantined_server_wants_no_lease_until_it_serves_again(leases: Lease
     assert said(leases, m.LeaseRequest) == [m.LeaseRequest(capacity=CAPACITY, version=4, incarnation=1)]
 
 
-def test_an_evaluation_runs_once_and_is_answered_with_what_it_came_to(leases: Leases, work: Work) -> None:
+def test_an_evaluation_runs_once_and_is_answered_with_what_it_came_to(leases: HeldLeases, work: Work) -> None:
     for asked in ("x", "x", "y"):
         leases.hear(part(asked=asked), 0.0)
     assert work == [("evaluate", 3, "x"), ("evaluate", 3, "y")]
@@ -207,7 +207,7 @@ def test_an_evaluation_runs_once_and_is_answered_with_what_it_came_to(leases: Le
     assert work[2:] == [("evaluate", 3, "z")] and not leases.evaluated
 
 
-def test_a_closed_evaluation_ends_and_its_weights_go(leases: Leases, work: Work) -> None:
+def test_a_closed_evaluation_ends_and_its_weights_go(leases: HeldLeases, work: Work) -> None:
     for version in (2, 3):
         leases.hear(part(version), 0.0)
     leases.evaluated_part(result(2))
@@ -219,7 +219,7 @@ def test_a_closed_evaluation_ends_and_its_weights_go(leases: Leases, work: Work)
 
 
 def test_what_was_evaluated_of_a_policy_of_before_is_not_told_for_one_of_the_next_learner(
-    leases: Leases, work: Work
+    leases: HeldLeases, work: Work
 ) -> None:
     for version in (2, 3, 4):
         leases.hear(part(version), 0.0)
@@ -231,7 +231,7 @@ def test_what_was_evaluated_of_a_policy_of_before_is_not_told_for_one_of_the_nex
     assert work == [("stop", 3)] and set(leases.evaluating) == {(2, "", True, 0)} and not leases.evaluated
 
 
-def test_an_evaluation_that_fails_says_so_and_may_be_asked_for_again(leases: Leases, work: Work) -> None:
+def test_an_evaluation_that_fails_says_so_and_may_be_asked_for_again(leases: HeldLeases, work: Work) -> None:
     leases.hear(part(), 0.0)
     leases.failed_part(part(), LeaseFailed("reward_error", "why"))
     (failed,) = said(leases, m.EvaluationFailed)
@@ -240,7 +240,7 @@ def test_an_evaluation_that_fails_says_so_and_may_be_asked_for_again(leases: Lea
     assert work == [("evaluate", 3, "x")] * 2
 
 
-def test_replay_decides_by_codes(leases: Leases) -> None:
+def test_replay_decides_by_codes(leases: HeldLeases) -> None:
     leases.hear(m.Refused(reason="any words", code="hello"), 1.0)
     assert [type(x) for x in leases.outbox] == [m.Hello, m.LeaseRequest]
     with pytest.raises(PeerRefused, match="any words"):
@@ -248,12 +248,12 @@ def test_replay_decides_by_codes(leases: Leases) -> None:
     with pytest.raises(ChannelError) as raised:
         leases.hear(m.Refused(reason="", code="message"), 2.0)
     assert not isinstance(raised.value, PeerRefused)
-    with pytest.raises(RunEnded) as ended:
+    with pytest.raises(GoodbyeReceived) as ended:
         leases.hear(m.Goodbye(reason="over", failed=True), 3.0)
     assert ended.value.failed
 
 
-def test_an_activity_lasts_from_its_beginning(leases: Leases, work: Work) -> None:
+def test_an_activity_lasts_from_its_beginning(leases: HeldLeases, work: Work) -> None:
     for now in (4.0, 6.0):
         leases.now_at("generating", now)
     heartbeat = beat(leases, work, 7.0)[0]
@@ -262,7 +262,7 @@ def test_an_activity_lasts_from_its_beginning(leases: Leases, work: Work) -> Non
 
 def test_prefixes_that_a_lease_brings_are_known_to_replay_until_it_starts_anew(work: Work) -> None:
     replay = CONFIG.replay.model_copy(update={"partial_rollouts": True})
-    leases = Leases(CONFIG.model_copy(update={"replay": replay}), HELLO, work)
+    leases = HeldLeases(CONFIG.model_copy(update={"replay": replay}), HELLO, work)
     tokens, logprobs = np.array([5, 6], np.int32), np.full(2, -1.0, np.float32)
     prefix: Any = {"prefix_finished": ["", ""], "prefix_lengths": np.array([2, 0], np.int32)}
     prefix |= {"prefix_token_ids": tokens, "prefix_logprobs": logprobs, "prefix_versions": np.zeros(2, np.int32)}

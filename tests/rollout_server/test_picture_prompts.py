@@ -19,7 +19,7 @@ from rollout_server.engines.base import Completion, EngineError, Partial, Sampli
 from rollout_server.engines.sglang import process
 from rollout_server.engines.sglang.process import image_data
 from rollout_server.engines.torch.engine import TorchEngine
-from rollout_server.tasks.pictures import Looker, Prompt
+from rollout_server.tasks.pictures import PictureProcessor, Prompt
 from rollout_server.tasks.task import Task, TaskError
 from slipstream.families.pictures import PictureError, grid_of, vision_of
 from slipstream.runtime.fingerprint import read_json
@@ -164,4 +164,4 @@ def test_sizes_are_those_of_the_image_processor(width: int, height: int, limits:
 def test_a_model_of_text_takes_no_pictures(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(TaskError, match=r"1 pictures, and model.path .* is a 'qwen3' model, which takes none"):
-        Looker(str(tmp_path)).look(["x.png"])
+        PictureProcessor(str(tmp_path)).look(["x.png"])

@@ -26,11 +26,21 @@ from tests.support.bus_receiver import HOST, Weights, digests
 from weight_bus import TransportError
 from weight_bus.messages import Begin, described
 from weight_bus.packing import Packer
-from weight_bus.remote import LENGTH, MAX_MESSAGE_BYTES, Done, Forget, Hosting, Line, RemoteIntake, RemoteUpdate, Taken
+from weight_bus.remote import (
+    LENGTH,
+    MAX_MESSAGE_BYTES,
+    Done,
+    Forget,
+    Hosting,
+    ReceiverConnection,
+    RemoteIntake,
+    RemoteUpdate,
+    Taken,
+)
 from weight_bus.staging import view_of
 from weight_bus.transports import Formation, TransportFactory, make_transport
 from weight_bus.transports.base import group_prefix
-from weight_bus.transports.gloo import Collective
+from weight_bus.transports.gloo import GlooCollective
 
 CONFIG = WeightBus(bucket_bytes=20_000, collective_timeout_s=1.0, heartbeat_s=0.25, deadline_s=8.0)
 RUN = "receiver-test"
@@ -62,7 +72,7 @@ class Pair:
             listener.listen(1)
             self.receiver = Receiver(order, CPU, after, factory)
             self.receiver.start()
-            self.link = Line.accept(listener, 5.0)
+            self.link = ReceiverConnection.accept(listener, 5.0)
         self._slack_s = slack_s
         self.live: Weights = {}
         self.intake = self.another()
@@ -102,7 +112,7 @@ class Sender(threading.Thread):
             change = {"base": base, "wire_bytes": 100, "change_bytes": 100}
         self._buckets[0][5] ^= flip
         self._lost_before, self._run = lost_before, run
-        self._transport = Collective(CONFIG, HOST)
+        self._transport = GlooCollective(CONFIG, HOST)
         self._epoch = next(EPOCHS)
         self.begin = Begin(
             session="s",
@@ -146,7 +156,7 @@ def check_next(pair: Pair, intake: RemoteIntake, version: int) -> None:
 
 def test_versions_are_staged_in_the_receiver_in_the_same_buffers(folder: Path) -> None:
     with Pair(folder) as pair:
-        assert pair.intake.facts == Collective(CONFIG, HOST).facts()
+        assert pair.intake.facts == GlooCollective(CONFIG, HOST).facts()
         check_next(pair, pair.intake, 1)
         first = pair.receiver.bucket(0, 1)
         with pytest.raises(ValueError, match="update 2 is not staged in this scheduler, which is at 1"):
@@ -182,7 +192,7 @@ def test_what_is_wrong_with_a_version_is_the_same_error_here_and_the_next_one_ar
         check_next(pair, pair.intake, 3)
 
 
-class Stuck(Collective):
+class Stuck(GlooCollective):
     """Stands still before the second bucket until it is let go, or fails there."""
 
     def __init__(self, config: WeightBus, host: str, go: threading.Event | None) -> None:
@@ -231,7 +241,7 @@ def test_a_receiver_that_does_not_come_is_named(folder: Path) -> None:
         listener.bind(str(folder / "nobody.sock"))
         listener.listen(1)
         with lost(r"did not connect in 0.2 s \[silent\]"):
-            Line.accept(listener, 0.2)
+            ReceiverConnection.accept(listener, 0.2)
 
 
 def test_handles_are_exported_once_for_each_bucket_and_hold_none() -> None:
@@ -266,7 +276,7 @@ ACCEPTED = registry(Done, Hosting)
 
 def test_a_line_carries_messages_of_any_length_and_refuses_what_is_none() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX)
-    line, other = Line(ours), Line(theirs)
+    line, other = ReceiverConnection(ours), ReceiverConnection(theirs)
     facts = {f"fact {i}": "x" * 1000 for i in range(3000)}
     thread = threading.Thread(target=lambda: other.send(Hosting(facts=facts), "run"))
     thread.start()

@@ -21,7 +21,7 @@ from rollout_server.tasks.rewards.built_in.numeric import reward as numeric
 from rollout_server.tasks.rewards.built_in.texts import exact
 from rollout_server.tasks.rewards.loading import adapt, load_function
 from rollout_server.tasks.rewards.process import REPLY_LIMITS, Call, read_answer, read_reply
-from rollout_server.tasks.rewards.worker import Judge, NotAReward, Part, Verdict, reward_of
+from rollout_server.tasks.rewards.worker import CompositeReward, NotAReward, Verdict, WeightedReward, reward_of
 from rollout_server.tasks.workers.frames import pack, unpack
 from tests.rollout_server.reward_runs import sample
 from tests.support.runs import ROOT
@@ -39,7 +39,7 @@ def test_a_neighbour_of_a_reward_file_hides_no_package_of_ours(tmp_path: Path) -
 
 
 def judged(function: Callable[..., Any], samples: list[Sample]) -> list[Verdict]:
-    return Judge([Part("", 1.0, adapt(function, "f"))]).judge_now(samples)
+    return CompositeReward([WeightedReward("", 1.0, adapt(function, "f"))]).judge_now(samples)
 
 
 def test_exact_is_to_the_letter() -> None:

@@ -14,7 +14,7 @@ import pytest
 from configs.data import Reward
 from configs.rewards import Judge, RemoteModel
 from rollout_server.tasks.rewards import NotScored, RewardError, RewardOutcome, Sample
-from rollout_server.tasks.rewards.built_in.endpoint import Asked, NoVerdict
+from rollout_server.tasks.rewards.built_in.endpoint import EndpointClient, NoVerdict
 from rollout_server.tasks.rewards.built_in.judge import Grading
 from rollout_server.tasks.rewards.built_in.remote_model import Scoring
 from rollout_server.tasks.rewards.pool import rewards_of
@@ -43,7 +43,7 @@ def scoring(url: str = "http://h/v1", **options: Any) -> Scoring:
     return Scoring(**RemoteModel(url=url, model="rm", **options).model_dump(exclude={"weight"}))
 
 
-def asked(one: Asked, *samples: Sample) -> list[dict[str, float]]:
+def asked(one: EndpointClient, *samples: Sample) -> list[dict[str, float]]:
     """In this process. Raises NotScored, as the first of them."""
 
     async def main() -> list[dict[str, float]]:

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from rollout_server.tasks.sandbox import SandboxError, box, memory, probe
-from rollout_server.tasks.sandbox.box import Ended, Limits, run
+from rollout_server.tasks.sandbox.box import Ended, ResourceLimits, run
 from tests.rollout_server.reward_runs import alive, needs_isolation
 
 SECRET = "slipstream-test-secret-f2b1"
-LIMITS = Limits(seconds=2.0)
+LIMITS = ResourceLimits(seconds=2.0)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,7 +32,7 @@ def isolated() -> None:
     needs_isolation()
 
 
-def boxed(program: str, stdin: str = "", limits: Limits = LIMITS, *, isolated: bool = True) -> Ended:
+def boxed(program: str, stdin: str = "", limits: ResourceLimits = LIMITS, *, isolated: bool = True) -> Ended:
     return run({"main.py": program}, ["main.py"], stdin.encode(), limits, isolated=isolated)
 
 
@@ -144,7 +144,7 @@ def test_every_escape_fails(isolated: None, around: dict[str, object], monkeypat
     command = [sys.executable, "-c", READS + TELL]
     plain = subprocess.run(command, input=json.dumps(around), capture_output=True, text=True, timeout=60)
     assert len(json.loads(plain.stdout)) == READS.count("tried(") - 1, plain.stdout + plain.stderr
-    ended = boxed(READS + ATTACKS + TELL, json.dumps(around), Limits(seconds=20.0))
+    ended = boxed(READS + ATTACKS + TELL, json.dumps(around), ResourceLimits(seconds=20.0))
     assert ended.code == 0, ended.err
     assert json.loads(ended.out) == {}
     assert Path(str(around["file"])).read_text() == "kept"
@@ -174,7 +174,7 @@ except OSError:
     time.sleep(60)
 """
     start = time.monotonic()
-    ended = boxed(bomb, limits=Limits(seconds=3.0, processes=12))
+    ended = boxed(bomb, limits=ResourceLimits(seconds=3.0, processes=12))
     assert (ended.how, ended.code) == ("timed_out", None) and time.monotonic() - start < 15
     assert 0 < int(ended.out) <= 12
     assert not alive(sleepers())
@@ -215,7 +215,7 @@ def sleepers() -> list[int]:
 )
 def test_what_takes_too_much_is_stopped(isolated: None, program: str, how: str, code: int | None) -> None:
     seconds = 0.4 if how == "timed_out" else 20.0
-    limits = Limits(seconds=seconds, memory_bytes=256 * 1024**2, file_bytes=32 * 1024**2, output_bytes=200_000)
+    limits = ResourceLimits(seconds=seconds, memory_bytes=256 * 1024**2, file_bytes=32 * 1024**2, output_bytes=200_000)
     ended = boxed(program, limits=limits)
     assert (ended.how, ended.code) == (how, code), ended.err
     assert len(ended.out) + len(ended.err) < 2 * 200_000 + 2 * box.CHUNK
@@ -231,12 +231,12 @@ if os.fork() == 0:
     time.sleep(60)
 print(sorted(os.environ), resource.getrlimit(resource.RLIMIT_AS)[0], os.listdir("."), flush=True)
 """
-    ended = boxed(program, limits=Limits(seconds=2.0, memory_bytes=10**9), isolated=False)
+    ended = boxed(program, limits=ResourceLimits(seconds=2.0, memory_bytes=10**9), isolated=False)
     names, rest = ended.out.decode().split("] ", 1)
     assert "SLIPSTREAM_TEST_KEY" not in names and rest == "1000000000 ['main.py']\n"
     assert not alive(sleepers())
     stays = "import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(60)\nwhile True: pass"
-    assert boxed(stays, limits=Limits(seconds=0.3), isolated=False).how == "timed_out"
+    assert boxed(stays, limits=ResourceLimits(seconds=0.3), isolated=False).how == "timed_out"
     assert not alive(sleepers())
 
 

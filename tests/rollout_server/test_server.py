@@ -17,7 +17,7 @@ from rollout_server.engines.base import EngineError, Sampling
 from rollout_server.engines.sglang import process as sglang_process
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import Answer, Part
+from rollout_server.engines.sglang.requests import AnswerPart, ResumableAnswer
 from rollout_server.generate import Generator
 from rollout_server.progress import ProgressReports
 from rollout_server.serve import serve
@@ -248,8 +248,8 @@ async def test_an_update_that_waits_too_long_in_sglang_names_the_key_of_its_wait
     engine = SGLangEngine(config, Process)
     await engine.pin(0)
     engine.hold(0)
-    answer = Answer("0/1/1", [3], Sampling(max_new_tokens=1), pinned=None)
-    answer.part = Part(rid="a", version=0)
+    answer = ResumableAnswer("0/1/1", [3], Sampling(max_new_tokens=1), pinned=None)
+    answer.part = AnswerPart(rid="a", version=0)
     engine._answers[answer] = None
     for mode, key in (("drain", "replay.lease_s"), ("keep_kv", "rollout.engine_deadline_s")):
         with pytest.raises(EngineError, match=rf"an update waited 0 s for .* \({key}\)"):

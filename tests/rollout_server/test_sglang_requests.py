@@ -22,17 +22,17 @@ from rollout_server.engines import staging_in
 from rollout_server.engines.base import EngineError, Partial, Sampling
 from rollout_server.engines.sglang.arguments import DECIDED, LOADER, memory_share, server_arguments
 from rollout_server.engines.sglang.requests import (
-    Answer,
-    Part,
+    AnswerPart,
+    ResumableAnswer,
     versions_from_boundaries,
     versions_from_spans,
 )
 from rollout_server.engines.sglang.update import loader
 from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
-from rollout_server.engines.sglang.update.live import LiveWeights, _covered
+from rollout_server.engines.sglang.update.live import RankWeights, _covered
 from rollout_server.engines.sglang.update.orders import FOLDER as FOLDER_VARIABLE
 from rollout_server.engines.sglang.update.orders import StagingFolder
-from weight_bus.digest import Part as Piece
+from weight_bus.digest import TensorSlice as Piece
 from weight_bus.digest import add, slice_digest, slice_digests
 
 TRUE_VERSIONS = st.lists(st.integers(0, 6), min_size=1, max_size=40).map(sorted)
@@ -75,7 +75,7 @@ def test_spans_that_say_too_little_are_refused(spans: list[dict[str, Any]], said
 @given(count=st.integers(1, 60), updates=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 16)), max_size=4))
 def test_without_spans_no_token_is_called_newer_than_it_is(count: int, updates: list[tuple[int, int]]) -> None:
     """`updates`: where each began, and how many tokens in doubt there were."""
-    part = Part(rid="a", version=3)
+    part = AnswerPart(rid="a", version=3)
     true = np.full(count, 3)
     for version, (began, doubt) in enumerate(sorted(updates), start=4):
         true[began:] = version
@@ -140,14 +140,14 @@ def ended(reason: dict[str, Any] | None, ids: list[int]) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": {"finish_reason": reason, "output_token_logprobs": pairs}}
 
 
-def an_answer() -> Answer:
-    return Answer("lease", [1, 2, 3], Sampling(max_new_tokens=8), pinned=None)
+def an_answer() -> ResumableAnswer:
+    return ResumableAnswer("lease", [1, 2, 3], Sampling(max_new_tokens=8), pinned=None)
 
 
 def test_parts_add_up_to_an_answer() -> None:
     answer = an_answer()
-    assert answer.take(Part(rid="a", version=3), ended({"type": "abort"}, [5, 6]), 0) == (2, "abort")
-    assert answer.take(Part(rid="b", version=4), ended({"type": "stop"}, [7]), 0) == (1, "stop")
+    assert answer.take(AnswerPart(rid="a", version=3), ended({"type": "abort"}, [5, 6]), 0) == (2, "abort")
+    assert answer.take(AnswerPart(rid="b", version=4), ended({"type": "stop"}, [7]), 0) == (1, "stop")
     done = answer.completion("stop")
     assert done.token_ids.tolist() == [5, 6, 7] and done.versions.tolist() == [3, 3, 4]
 
@@ -155,16 +155,16 @@ def test_parts_add_up_to_an_answer() -> None:
 def test_a_request_that_sglang_refuses_is_an_error_with_its_reason() -> None:
     refusal = {"type": "abort", "status_code": 400, "message": "too long for max_total_tokens"}
     with pytest.raises(EngineError, match="3 prompt tokens: too long for max_total_tokens"):
-        an_answer().take(Part(rid="a", version=0), ended(refusal, []), 0)
-    interrupted = Part(rid="b", version=0, interrupted=True)
+        an_answer().take(AnswerPart(rid="a", version=0), ended(refusal, []), 0)
+    interrupted = AnswerPart(rid="b", version=0, interrupted=True)
     assert an_answer().take(interrupted, ended(refusal, []), 0) == (0, "abort")
 
 
 def test_progress_reaches_over_prefix_parts_and_what_runs() -> None:
     begun = Partial(token_ids=np.array([9]), logprobs=np.array([-0.5]), versions=np.array([2]))
-    answer = Answer("lease", [1], Sampling(max_new_tokens=8), pinned=None, prefix=begun)
-    answer.take(Part(rid="a", version=3, interrupted=True), ended({"type": "abort"}, [5, 6]), 0)
-    answer.part = Part(rid="b", version=4, boundaries=[(1, 5)], output=ended(None, [7, 8]))
+    answer = ResumableAnswer("lease", [1], Sampling(max_new_tokens=8), pinned=None, prefix=begun)
+    answer.take(AnswerPart(rid="a", version=3, interrupted=True), ended({"type": "abort"}, [5, 6]), 0)
+    answer.part = AnswerPart(rid="b", version=4, boundaries=[(1, 5)], output=ended(None, [7, 8]))
     for since in range(7):
         part = answer.progress(since)
         assert part.token_ids.tolist() == [9, 5, 6, 7, 8][since:]
@@ -347,7 +347,7 @@ def test_what_an_update_does_not_name_is_not_covered() -> None:
 
 def test_slices_are_of_one_model_and_its_tensors() -> None:
     whole, (model,) = filled(1)
-    live = LiveWeights(model, FOLDER.items())
+    live = RankWeights(model, FOLDER.items())
     assert [digest for *_, digest in live.digests()] == [slice_digest(whole[name]) for name in FOLDER]
     assert live.are_of(model, FOLDER.items(), {})
     assert not live.are_of(filled(1)[1][0], FOLDER.items(), {})

@@ -25,7 +25,7 @@ from tests.support.waiting import eventually
 from weight_bus import Publisher, PublishReport, TransportError
 from weight_bus.errors import NotAvailable
 from weight_bus.transports import Formation
-from weight_bus.transports.gloo import Collective
+from weight_bus.transports.gloo import GlooCollective
 
 RUNS = itertools.count()
 TIMEOUT_S = 7.0
@@ -40,7 +40,7 @@ COMMON = (
 )
 
 
-class Staging(Collective):
+class Staging(GlooCollective):
     """Of a publisher: `fault` happens before the second bucket, once; once `broken`, it forms no group."""
 
     fault: Callable[[], None] | None = None

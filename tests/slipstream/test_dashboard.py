@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from configs.errors import ConfigError
 from slipstream.view.dashboard import pipeline, series
-from slipstream.view.dashboard.run import Run
+from slipstream.view.dashboard.run import RunReader
 from slipstream.view.dashboard.trajectories import SORTABLE, Trajectories
 from tests.support import dashboard_runs
 
@@ -32,14 +32,14 @@ def state_of(folder):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"no config.yaml and no metrics.jsonl .* name a run folder"):
-        Run(tmp_path)
+        RunReader(tmp_path)
 
 
 @pytest.mark.parametrize("section", ["learner", "replay", "rollout"])
 def test_a_configuration_without_the_keys_of_a_section_is_refused_by_name(folder, section):
     (folder / "config.yaml").write_text(f"{section}:\n")
     with pytest.raises(ConfigError, match=rf"config.yaml: {section}: None has no keys; restore"):
-        Run(folder)
+        RunReader(folder)
 
 
 def test_every_metric_that_is_drawn_is_documented():
@@ -49,7 +49,7 @@ def test_every_metric_that_is_drawn_is_documented():
 
 
 def test_curves_follow_the_file_and_begin_again_where_it_was_written_anew(folder):
-    run = Run(folder)
+    run = RunReader(folder)
     first = run.metrics()
     reward = first["panels"][0]["lines"][0]["mean"]
     assert (first["step"], first["axis"], len(reward)) == (10, list(range(1, 11)), 10)
@@ -66,7 +66,7 @@ def test_curves_follow_the_file_and_begin_again_where_it_was_written_anew(folder
 
 
 def test_any_metric_has_its_curve_and_not_too_many_at_once(folder):
-    run = Run(folder)
+    run = RunReader(folder)
     names = run.metrics()["names"]
     assert "timing_s/wait_batch" in names and not {"step", "time"} & set(names)
     found = run.series(["timing_s/wait_batch", "no such"])
@@ -79,14 +79,14 @@ def test_any_metric_has_its_curve_and_not_too_many_at_once(folder):
 def test_a_broken_line_is_named(folder):
     text = (folder / "metrics.jsonl").read_text().splitlines()
     (folder / "metrics.jsonl").write_text("\n".join([text[0], "<broken>", *text[1:]]) + "\n")
-    found = Run(folder).metrics()
+    found = RunReader(folder).metrics()
     assert found["broken"] == "metrics.jsonl, line 2: '<broken>' is no JSON object" and found["step"] == 10
 
 
 def test_a_row_whose_step_is_no_number_is_left_out_and_named(folder):
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"step": "x"}\n{"step": null}\n')
-    found = Run(folder).metrics()
+    found = RunReader(folder).metrics()
     lines = len((folder / "metrics.jsonl").read_text().splitlines())
     assert found["broken"] == f"metrics.jsonl, line {lines - 1}: step 'x' is no number" and found["step"] == 10
 
@@ -94,14 +94,14 @@ def test_a_row_whose_step_is_no_number_is_left_out_and_named(folder):
 def test_a_long_run_is_thinned_and_keeps_its_extremes(tmp_path):
     rows = [{"step": step, "time": step, "critic/score/mean": float(step == 4321)} for step in range(1, 10_001)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = Run(tmp_path).metrics()
+    found = RunReader(tmp_path).metrics()
     line = found["panels"][0]["lines"][0]
     assert len(found["axis"]) == len(line["mean"]) == series.MAX_POINTS and found["axis"][-1] == 10_000
     assert max(line["high"]) == 1 and max(line["mean"]) < 0.5 and max(line["low"]) == 0
 
 
 def test_the_learners_phases_stand_in_order_and_leave_their_bubble(folder):
-    found = Run(folder).pipeline(START + 0.99, START + 2.0)
+    found = RunReader(folder).pipeline(START + 0.99, START + 2.0)
     learner = next(lane for lane in found["lanes"] if lane["name"] == "learner")
     step_2 = [span for span in learner["spans"] if span[3].startswith("step 2")]
     times = [(round(start - START, 3), round(end - START, 3), kind) for start, end, kind, _ in step_2]
@@ -110,7 +110,7 @@ def test_the_learners_phases_stand_in_order_and_leave_their_bubble(folder):
 
 
 def test_the_longest_bubble_comes_first_and_a_lost_server_has_no_span(folder):
-    found = Run(folder).pipeline(None, None)
+    found = RunReader(folder).pipeline(None, None)
     waits = [bubble["seconds"] for bubble in found["bubbles"]]
     assert waits == sorted(waits, reverse=True) and waits[0] == pytest.approx(0.3, abs=0.01)
     server = next(lane for lane in found["lanes"] if lane["name"] == "rollout-0")
@@ -141,7 +141,7 @@ def test_bins_of_a_crowded_window_add_up_to_its_spans(drawn):
 
 def test_a_crowded_window_comes_as_shares(tmp_path, monkeypatch):
     monkeypatch.setattr(pipeline, "MAX_SPANS", 20)
-    found = Run(dashboard_runs.write(tmp_path / "run")).pipeline(None, None)
+    found = RunReader(dashboard_runs.write(tmp_path / "run")).pipeline(None, None)
     assert all("bins" in lane and "spans" not in lane for lane in found["lanes"])
 
 
@@ -152,7 +152,7 @@ def test_restarts_quarantines_and_the_end_are_counted(folder):
     again = "2026-01-01 10:00:02,1 launcher WARNING weights are not live\n"
     again += "2026-01-01 10:00:03,1 launcher ERROR it stops\n"
     (folder / "logs" / "launcher.log").write_text(again)
-    found = Run(folder).fleet()
+    found = RunReader(folder).fleet()
     (server,) = found["peers"]
     shown = {key: server[key] for key in ("restarts", "quarantines", "losses", "pid", "connected", "why", "groups")}
     assert shown == {

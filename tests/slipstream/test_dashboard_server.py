@@ -12,7 +12,7 @@ import threading
 import pytest
 
 from slipstream.view.dashboard.__main__ import main
-from slipstream.view.dashboard.run import Run
+from slipstream.view.dashboard.run import RunReader
 from slipstream.view.dashboard.server import FILES, STATIC, VIEWS, Dashboard
 from tests.support import chromium, dashboard_runs
 
@@ -21,7 +21,7 @@ TOKEN = "a-token-of-the-test"
 
 @contextlib.contextmanager
 def serving(*folders):
-    dashboard = Dashboard([Run(folder) for folder in folders], token=TOKEN)
+    dashboard = Dashboard([RunReader(folder) for folder in folders], token=TOKEN)
     thread = threading.Thread(target=dashboard.serve)
     thread.start()
     try:

@@ -98,9 +98,9 @@ def test_what_has_ended_is_sent_no_signal(run_dir, members, capsys):
 
 
 @pytest.fixture
-def member(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> registry.Member:
+def member(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> registry.RegisteredProcess:
     """This process as a member of a run."""
-    made = registry.Member(name="learner-0", pid=os.getpid(), host="here", started=0, replay=None, keys=None)
+    made = registry.RegisteredProcess(name="learner-0", pid=os.getpid(), host="here", started=0, replay=None, keys=None)
     monkeypatch.setattr(registry, "own", registry.Own(run_dir, made))
     return made
 
@@ -192,5 +192,5 @@ def test_a_disk_that_fills_up_under_a_report_is_named(run_dir, member, monkeypat
 def test_a_replay_that_does_not_answer_is_named():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        asks = registry.Member(name="a", pid=1, host="here", started=0, replay=address, keys=None)
+        asks = registry.RegisteredProcess(name="a", pid=1, host="here", started=0, replay=address, keys=None)
         assert report.ask_replay(asks) == {"problem": f"it did not answer at {address}"}

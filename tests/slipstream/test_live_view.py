@@ -13,7 +13,7 @@ from rich.console import Console
 
 from configs import load
 from slipstream.view import live_text
-from slipstream.view.live_text import Progress
+from slipstream.view.live_text import MetricRows
 from slipstream.view.live_view import LiveView
 from tests.support.runs import ROOT
 
@@ -76,8 +76,8 @@ def drawn(view: LiveView) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
-def progress_of(*rows: dict[str, Any]) -> Progress:
-    progress = Progress(80, 1)
+def progress_of(*rows: dict[str, Any]) -> MetricRows:
+    progress = MetricRows(80, 1)
     for row in rows:
         progress.add(row)
     return progress

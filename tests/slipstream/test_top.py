@@ -12,7 +12,7 @@ from replay import keys as make_keys
 from replay.channel import load_keys
 from slipstream.runtime import ending
 from slipstream.view import top
-from slipstream.view.dashboard.run import Run
+from slipstream.view.dashboard.run import RunReader
 from tests.security import served_replay
 
 
@@ -115,7 +115,7 @@ def test_status_says_in_one_line_how_a_run_ended(run_dir, monkeypatch, capsys, c
     assert ("SLIP-CONFIG-10" in line) is (code is not None)
     assert top.main([str(run_dir), "--plain", "--once"]) == 0
     assert ("SLIP-CONFIG-10" in capsys.readouterr().out) is (code is not None)
-    metrics = Run(run_dir).metrics()
+    metrics = RunReader(run_dir).metrics()
     assert (metrics["failed"], bool(metrics["ending"])) == (code == 1, code is not None)
     assert (metrics["eta_s"] is None) is (code is not None), "a run that has ended has nothing left"
     ending.clear(run_dir)

@@ -13,7 +13,7 @@ from slipstream.runtime import trace
 from slipstream.runtime.trace import ClockProbe, Recorder
 from slipstream.view.trace.__main__ import main
 from slipstream.view.trace.merge import events, merge, tracks
-from slipstream.view.trace.sources import Lane, Process, Span, TraceError
+from slipstream.view.trace.sources import Span, TraceError, TraceProcess, Track
 from tests.support.dashboard_runs import START, write_lines
 from tests.support.traces import parsed, problems
 
@@ -80,10 +80,10 @@ spans = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), min_size=1, 
 
 @given(spans, st.booleans())
 def test_no_two_spans_of_a_track_overlap_and_none_is_lost(drawn, at_once):
-    lane = Lane([Span(start, start + length, str(i)) for i, (start, length) in enumerate(drawn)], at_once=at_once)
+    lane = Track([Span(start, start + length, str(i)) for i, (start, length) in enumerate(drawn)], at_once=at_once)
     found = tracks(lane)
     assert sorted(span.name for track in found for span in track) == sorted(span.name for span in lane.spans)
-    made = events([Process("x", "learner", lanes={"lane": lane})])
+    made = events([TraceProcess("x", "learner", lanes={"lane": lane})])
     assert problems([event for event in made if event["ph"] == "X"], nested=not at_once) == []
 
 

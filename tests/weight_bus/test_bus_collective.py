@@ -12,7 +12,7 @@ import pytest
 from scripts.chaos.probe import GatedStore
 from tests.support.bus_receiver import CONFIG, HOST, formation, together
 from weight_bus import TransportError
-from weight_bus.transports.gloo import Collective
+from weight_bus.transports.gloo import GlooCollective
 
 
 def listening() -> set[str]:
@@ -26,7 +26,7 @@ def listening() -> set[str]:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts ports in /proc")
 def test_a_member_that_connects_to_nobody_costs_a_timeout_and_leaves_no_port_open():
     """gloo would wait five timeouts, and hand a connection that comes late to what is freed by then."""
-    root, member = Collective(CONFIG, HOST), Collective(CONFIG, HOST)
+    root, member = GlooCollective(CONFIG, HOST), GlooCollective(CONFIG, HOST)
     endpoint, meet = root.serve(), member._meeting.at
     for epoch in range(1, 30):  # which of two connects to the other is up to their addresses
         go_on, before = threading.Event(), listening()
@@ -55,4 +55,4 @@ def test_a_member_that_connects_to_nobody_costs_a_timeout_and_leaves_no_port_ope
 @pytest.mark.parametrize("endpoint", ["nowhere", "127.0.0.1:", "127.0.0.1:port"])
 def test_an_endpoint_that_is_none_is_refused(endpoint):
     with pytest.raises(TransportError, match="not host:port"):
-        Collective(CONFIG, HOST).form(formation(endpoint, 1, 1, 2))
+        GlooCollective(CONFIG, HOST).form(formation(endpoint, 1, 1, 2))

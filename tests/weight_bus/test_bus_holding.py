@@ -10,7 +10,7 @@ from weight_bus import Event, Publisher, RemovedFromBus
 from weight_bus.coordinator import MAX_HOLD_S
 from weight_bus.membership import State
 from weight_bus.transports.base import PROTOCOL
-from weight_bus.transports.gloo import Collective
+from weight_bus.transports.gloo import GlooCollective
 
 QUICK = CONFIG.model_copy(update={"deadline_s": 1.5})
 
@@ -61,7 +61,7 @@ def test_a_hold_without_a_sensible_limit_changes_nothing(publisher, limit_s):
 
 
 def test_a_data_plane_that_does_not_fit_is_refused_before_anything_collective(publisher, caplog):
-    class Stating(Collective):
+    class Stating(GlooCollective):
         def facts(self) -> dict[str, str]:
             return {"backend": "gloo", "protocol": PROTOCOL, "NCCL_CUMEM_ENABLE": "1"}
 

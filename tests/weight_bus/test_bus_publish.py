@@ -10,7 +10,7 @@ import torch
 from configs.infrastructure import WeightBus
 from tests.support.bus_receiver import Engine, Rollout, digests, faulty, learner, once, publish, servers, until, weights
 from weight_bus import BusClosed, NonFiniteWeights, RemovedFromBus, WeightBusError
-from weight_bus.transports.gloo import Collective
+from weight_bus.transports.gloo import GlooCollective
 
 
 def test_two_subscribers_hold_every_version_and_share_one_epoch(publisher):
@@ -34,7 +34,7 @@ def test_a_version_that_is_live_before_its_sender_has_looked_up_has_all_its_phas
             until(lambda: publisher.members() == {"one": ("live", 1)}, "the version is live")
 
     (rollout,) = servers(publisher, "one")
-    monkeypatch.setattr(Collective, "finish", finish)
+    monkeypatch.setattr(GlooCollective, "finish", finish)
     report = publish(publisher, 1)
     assert report.served == ["one"] and rollout.engine.activated == [1]
     assert [phase for phase, _, _ in report.spans][-3:] == ["epoch", "send", "apply"]

@@ -277,7 +277,7 @@ def test_a_process_lost_in_a_transfer_costs_bounded_time(pair, rank, number, how
 @pytest.mark.parametrize("adds", [[0, 0], [1, 1]])
 def test_a_sum_that_lacks_a_member_or_a_bucket_is_no_end(monkeypatch, adds):
     """UCC was seen to return from a broadcast whose receiver was dead; the other member adds what is given here."""
-    group = process.Group(member.SharedBytes())
+    group = process.UccGroup(member.SharedBytes())
     group._size = 2
     monkeypatch.setattr(dist, "broadcast", lambda tensor, root: None)
     monkeypatch.setattr(dist, "all_reduce", lambda tensor: tensor.add_(torch.tensor(adds)))

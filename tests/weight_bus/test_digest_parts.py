@@ -15,8 +15,8 @@ from weight_bus.digest.definition import (
     HOST_CHUNK,
     SHARED_CHUNK,
     VIEWS,
-    Part,
-    Rows,
+    StridedRows,
+    TensorSlice,
     all_rows,
     host_digest,
 )
@@ -36,7 +36,7 @@ def mix(bits: int, index: int) -> int:
     return h - (1 << 32) if h >> 31 else h
 
 
-def walked(rows: Rows) -> int:
+def walked(rows: StridedRows) -> int:
     """What a kernel that walks these rows finds."""
     bits = rows.values.contiguous().view(VIEWS[rows.values.element_size()]).tolist()
     return add([mix(b, rows.base + r * rows.row_step + c) for r, row in enumerate(bits) for c, b in enumerate(row)])
@@ -60,7 +60,7 @@ def test_slices_of_all_kinds_are_walked_in_two_dimensions(shape, dtype, data):
     source = whole.transpose(0, -1).contiguous().transpose(0, -1) if flip else whole
     cuts = [sorted((data.draw(st.integers(0, n)), data.draw(st.integers(0, n)))) for n in shape]
     piece = source[tuple(slice(low, high) for low, high in cuts)]
-    part = Part(piece, shape, [low for low, _ in cuts])
+    part = TensorSlice(piece, shape, [low for low, _ in cuts])
     numbers = whole.reshape(-1).view(VIEWS[whole.element_size()]).tolist()
     places = itertools.product(*(range(n) for n in shape))
     taken = [all(low <= i < high for i, (low, high) in zip(place, cuts, strict=True)) for place in places]
@@ -88,8 +88,8 @@ def test_long_tensors_are_the_sum_of_their_pieces_at_any_place(first):
 def test_numpy_and_torch_agree_at_any_place(dtype, first, monkeypatch):
     """Whichever the number of threads chooses."""
     values = random_tensor((12_345,), dtype, 10)
-    part = Part(values, (1 << 34,), (first,))
-    rows = Rows(values.view(1, -1), first, 0)
+    part = TensorSlice(values, (1 << 34,), (first,))
+    rows = StridedRows(values.view(1, -1), first, 0)
     found = host_digest(rows, dtype, 5000)
     assert found == reference_digest(part) == host_digest(rows, dtype, 12_345) == host_digest(rows, dtype)
     for threads in (1, 8):
@@ -111,8 +111,11 @@ def test_threads_share_what_one_would_digest(threads, monkeypatch):
         return host_digest(rows, dtype, chunk)
 
     monkeypatch.setattr(digester, "host_digest", noted)
-    parts = [Part(random_tensor((size,), torch.bfloat16, size)) for size in (1, 999, 1000, 1001, 2000, 54_321)]
-    parts += [Part(random_tensor((30, 40), torch.int16, 3)[:, 7:20], (30, 40), (0, 7)), Part(torch.empty(0))]
+    parts = [TensorSlice(random_tensor((size,), torch.bfloat16, size)) for size in (1, 999, 1000, 1001, 2000, 54_321)]
+    parts += [
+        TensorSlice(random_tensor((30, 40), torch.int16, 3)[:, 7:20], (30, 40), (0, 7)),
+        TensorSlice(torch.empty(0)),
+    ]
     assert slice_digests(parts) == [reference_digest(part) for part in parts]
     assert len(begun) == 1 + 1 + 1 + 2 + 2 + 55
     assert (threading.get_ident() in begun) == (threads == 1)
@@ -122,5 +125,5 @@ def test_threads_share_what_one_would_digest(threads, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_rounded_part_is_digested_as_it_is_after_the_cast(dtype):
     master = torch.randn(300, 7, generator=torch.Generator().manual_seed(4))
-    (found,) = slice_digests([Part(master[5:], (300, 7), (5, 0), dtype)])
+    (found,) = slice_digests([TensorSlice(master[5:], (300, 7), (5, 0), dtype)])
     assert found == slice_digest(master[5:].to(dtype), (300, 7), (5, 0))

@@ -9,7 +9,7 @@ import pytest
 from configs.infrastructure import WeightBus
 from weight_bus import messages as m
 from weight_bus.errors import BusClosed, RemovedFromBus, TransportError, WeightBusError
-from weight_bus.subscription import Engine, Subscription
+from weight_bus.subscription import EngineCallbacks, Subscription
 
 BEAT_S, DEADLINE_S = 1.0, 20.0
 CONFIG = WeightBus.model_validate({"heartbeat_s": BEAT_S, "deadline_s": DEADLINE_S})
@@ -62,7 +62,7 @@ class Bench:
     def hear(self, message: Any) -> bool:
         activate = lambda version, evaluate: self.done.append(("activate", version, evaluate))  # noqa: E731
         quarantine = lambda version, reason: self.done.append(("quarantine", version, reason))  # noqa: E731
-        return self.subject.hear(message, Engine(self.load, activate, quarantine))
+        return self.subject.hear(message, EngineCallbacks(self.load, activate, quarantine))
 
     def said(self) -> list[Any]:
         found = list(self.subject.outbox)

@@ -39,7 +39,7 @@ MIX_2 = 0x846CA68B
 VIEWS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """A slice of a logical tensor."""
 
     tensor: torch.Tensor  # the elements held here, any dtype of 1, 2, 4 or 8 bytes, any device, any strides
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     """Digest the elements as they are after a cast to this dtype, such as a float32 master weight in bfloat16."""
 
 
-class Rows(NamedTuple):
+class StridedRows(NamedTuple):
     """A slice in two dimensions: element (r, c) has the flat index `base + r * row_step + c`."""
 
     values: torch.Tensor
@@ -58,10 +58,10 @@ class Rows(NamedTuple):
     row_step: int
 
 
-class Task(NamedTuple):
+class DigestTask(NamedTuple):
     """What the kernel is to digest."""
 
-    rows: Rows  # not empty
+    rows: StridedRows  # not empty
     slot: int  # which sum to add it to
     rounded: torch.dtype | None
     """Digest float32 elements as if they had been rounded to this dtype; None takes the bits as they are."""
@@ -97,13 +97,13 @@ def _lanes(device: torch.device, size: int) -> torch.Tensor:
     return torch.arange(size, dtype=torch.int32, device=device).mul_(_signed(INDEX_KEY))
 
 
-def reference_digest(part: Part) -> int:
+def reference_digest(part: TensorSlice) -> int:
     """`slice_digest` in torch operations, chunk by chunk. What the faster ways are tested against."""
     return add([rows_digest(rows, part.rounded or part.tensor.dtype) for rows in all_rows(part)])
 
 
-def rows_digest(rows: Rows, rounded: torch.dtype) -> int:
-    """The digest of rows, in torch on any device; `rounded`: see `Part`, the dtype of the values leaves them."""
+def rows_digest(rows: StridedRows, rounded: torch.dtype) -> int:
+    """The digest of rows, in torch on any device; `rounded`: see `TensorSlice`, the dtype of the values leaves them."""
     values, base, row_step = rows
     num_rows, cols = values.shape
     lanes, total, at_once = _lanes(values.device, CHUNK), 0, max(1, CHUNK // cols)
@@ -131,7 +131,7 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def host_digest(rows: Rows, rounded: torch.dtype, chunk: int = HOST_CHUNK) -> int:
+def host_digest(rows: StridedRows, rounded: torch.dtype, chunk: int = HOST_CHUNK) -> int:
     """`rows_digest` of a single row, in unsigned 32 bits, `chunk` elements at once."""
     (values,), first, _ = rows
     lanes, total = _lanes(values.device, chunk).numpy().view(np.uint32), 0
@@ -155,7 +155,7 @@ def host_digest(rows: Rows, rounded: torch.dtype, chunk: int = HOST_CHUNK) -> in
     return total & MASK
 
 
-def all_rows(part: Part) -> list[Rows]:
+def all_rows(part: TensorSlice) -> list[StridedRows]:
     """A part in as few rows as can be; none where it is empty."""
     if not part.tensor.numel():
         return []
@@ -166,11 +166,11 @@ def all_rows(part: Part) -> list[Rows]:
     return [
         inner._replace(base=inner.base + (begin[0] + number) * math.prod(shape[1:]))
         for number, values in enumerate(tensor)
-        for inner in all_rows(Part(values, shape[1:], begin[1:]))
+        for inner in all_rows(TensorSlice(values, shape[1:], begin[1:]))
     ]
 
 
-def rows_of(part: Part) -> Rows | None:
+def rows_of(part: TensorSlice) -> StridedRows | None:
     """A part in two dimensions, sharing its memory if its columns are contiguous there.
 
     None when more than one dimension besides the first is cut: then its flat indices are no arithmetic of rows.
@@ -187,7 +187,7 @@ def rows_of(part: Part) -> Rows | None:
     values = _flattened(tensor, math.prod(tensor.shape[:split]), math.prod(tensor.shape[split:]))
     if values.stride(0) == values.shape[1] == row_step:
         values = values.view(1, -1)
-    return Rows(values, base, row_step)
+    return StridedRows(values, base, row_step)
 
 
 def _flattened(tensor: torch.Tensor, num_rows: int, cols: int) -> torch.Tensor:
@@ -199,7 +199,7 @@ def _flattened(tensor: torch.Tensor, num_rows: int, cols: int) -> torch.Tensor:
     return flat if cols == 1 or flat.stride(1) == 1 else flat.contiguous()
 
 
-def _located(part: Part) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
+def _located(part: TensorSlice) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
     """Tensor, shape of the whole and begin, with at least one dimension."""
     shape = tuple(part.full_shape) if part.full_shape is not None else tuple(part.tensor.shape)
     begin = tuple(part.start) if part.start is not None else (0,) * len(shape)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from weight_bus.digest.definition import BITS_KEY, HIGH_KEY, INDEX_KEY, MIX_1, MIX_2, Task
+from weight_bus.digest.definition import BITS_KEY, HIGH_KEY, INDEX_KEY, MIX_1, MIX_2, DigestTask
 
 BLOCK, BLOCKS = tl.constexpr(1024), tl.constexpr(64)  # elements at once, and how often a program does so
 WARPS = 4
@@ -30,7 +30,7 @@ ROUNDED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ELEMENTS = {1: tl.uint8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
-class Kind(NamedTuple):
+class LaunchKind(NamedTuple):
     """Tasks of one kind share a launch."""
 
     width: int
@@ -94,26 +94,26 @@ def _digest_tasks(  # type: ignore[no-untyped-def]
     tl.atomic_add(sums + slot, tl.sum(total, axis=0), sem="relaxed")
 
 
-class Plan:
+class DigestPlan:
     """The same tasks again and again, into so many sums. Their table is made once, and kept on the device.
 
     All is on one CUDA device (in Triton's interpreter, the CPU), the columns contiguous.
     """
 
-    def __init__(self, tasks: Sequence[Task], slots: int, device: torch.device) -> None:
+    def __init__(self, tasks: Sequence[DigestTask], slots: int, device: torch.device) -> None:
         self._slots, self._device = slots, device
         self._tasks = tasks  # their memory must live as long as the table that names it
-        tables: dict[Kind, list[list[int]]] = defaultdict(list)
-        programs: dict[Kind, list[int]] = defaultdict(list)  # of each task
+        tables: dict[LaunchKind, list[list[int]]] = defaultdict(list)
+        programs: dict[LaunchKind, list[int]] = defaultdict(list)  # of each task
         for task in tasks:
             values, base, row_step = task.rows
             (num_rows, cols), width, stride = values.shape, values.element_size(), values.stride(0)
             aligned = values.data_ptr() % ALIGN == 0 and (num_rows == 1 or stride * width % ALIGN == 0)
-            kind, chunks = Kind(width, task.rounded, aligned), -(-cols // (BLOCK.value * BLOCKS.value))
+            kind, chunks = LaunchKind(width, task.rounded, aligned), -(-cols // (BLOCK.value * BLOCKS.value))
             first = tables[kind][-1][-1] + programs[kind][-1] if tables[kind] else 0
             tables[kind].append([values.data_ptr(), cols, stride, chunks, base, row_step, task.slot, first])
             programs[kind].append(num_rows * chunks)
-        self._launches: list[tuple[Kind, torch.Tensor, torch.Tensor]] = []
+        self._launches: list[tuple[LaunchKind, torch.Tensor, torch.Tensor]] = []
         """With the table, int64[tasks, 8], and the task of each program, int32[programs]."""
         for kind, table in tables.items():
             numbers = torch.arange(len(table), dtype=torch.int32)

@@ -20,9 +20,9 @@ import torch
 from weight_bus.digest.definition import (
     MASK,
     SHARED_CHUNK,
-    Part,
-    Rows,
-    Task,
+    DigestTask,
+    StridedRows,
+    TensorSlice,
     add,
     all_rows,
     host_digest,
@@ -30,7 +30,7 @@ from weight_bus.digest.definition import (
 )
 
 if TYPE_CHECKING:
-    from weight_bus.digest.device import Plan
+    from weight_bus.digest.device import DigestPlan
 
 log = logging.getLogger(__name__)
 
@@ -45,11 +45,11 @@ PIECE = 1 << 22
 def slice_digest(
     part: torch.Tensor, full_shape: Sequence[int] | None = None, start: Sequence[int] | None = None
 ) -> int:
-    """Digest of a slice, as in `Part`: a number below 2^64. Those of disjoint slices `add` up to the whole's."""
-    return slice_digests([Part(part, full_shape, start)])[0]
+    """Digest of a slice, as in `TensorSlice`: a number below 2^64. Those of disjoint slices `add` up to the whole's."""
+    return slice_digests([TensorSlice(part, full_shape, start)])[0]
 
 
-def slice_digests(parts: Iterable[Part]) -> list[int]:
+def slice_digests(parts: Iterable[TensorSlice]) -> list[int]:
     """`slice_digest` of each part, in order. On a CUDA device all are launched first and awaited once.
 
     What is on a device must stay unchanged until this returns; the device waits for earlier work on the current stream.
@@ -60,11 +60,11 @@ def slice_digests(parts: Iterable[Part]) -> list[int]:
 class Digester:
     """Digests of the same parts, again and again: what is worked out once takes longer than the kernel itself."""
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[TensorSlice]) -> None:
         self._parts = list(parts)
         self._copied: list[int] = []  # of which the kernel takes a copy, made anew each time
         self._without_kernel: list[int] = []
-        tasks: dict[torch.device, list[Task]] = defaultdict(list)
+        tasks: dict[torch.device, list[DigestTask]] = defaultdict(list)
         for number, part in enumerate(self._parts):
             if not part.tensor.is_cuda or _kernel() is None:
                 self._without_kernel.append(number)
@@ -86,15 +86,15 @@ class Digester:
             totals[number] = total
         return Launched(totals, sums)
 
-    def _tasks(self, number: int) -> list[Task]:
+    def _tasks(self, number: int) -> list[DigestTask]:
         """What the kernel is to do for a part."""
         part = self._parts[number]
         rounded = None if part.rounded == part.tensor.dtype else part.rounded
         if rounded is not None and (part.tensor.dtype, rounded.itemsize) != (torch.float32, 2):
             part, rounded = part._replace(tensor=part.tensor.to(rounded)), None  # the kernel only narrows float32
-        return [Task(rows, number, rounded) for rows in all_rows(part)]
+        return [DigestTask(rows, number, rounded) for rows in all_rows(part)]
 
-    def _plan(self, tasks: list[Task]) -> "Plan":
+    def _plan(self, tasks: list[DigestTask]) -> "DigestPlan":
         kernel = _kernel()
         assert kernel is not None
         return kernel(tasks, len(self._parts), tasks[0].rows.values.device)
@@ -115,20 +115,20 @@ class Launched(NamedTuple):
 
 
 @functools.cache
-def _kernel() -> "Callable[[Sequence[Task], int, torch.device], Plan] | None":
+def _kernel() -> "Callable[[Sequence[DigestTask], int, torch.device], DigestPlan] | None":
     """Plans for CUDA tensors; None where Triton is not installed."""
     try:
-        from weight_bus.digest.device import Plan
+        from weight_bus.digest.device import DigestPlan
     except ImportError as error:
         log.warning("digests of CUDA tensors take the slow path: Triton is not usable (%s); install triton", error)
         return None
-    return Plan
+    return DigestPlan
 
 
-def _plain_digests(parts: Sequence[Part]) -> list[int]:
+def _plain_digests(parts: Sequence[TensorSlice]) -> list[int]:
     """Digests of parts that no kernel takes."""
     numpy = torch.get_num_threads() < TORCH_THREADS * HOST_THREADS
-    totals, pieces = [0] * len(parts), list[tuple[int, Rows, torch.dtype]]()
+    totals, pieces = [0] * len(parts), list[tuple[int, StridedRows, torch.dtype]]()
     for number, part in enumerate(parts):
         rows, rounded = all_rows(part), part.rounded or part.tensor.dtype
         if numpy and part.tensor.device.type == "cpu" and all(len(row.values) == 1 for row in rows):
@@ -140,14 +140,14 @@ def _plain_digests(parts: Sequence[Part]) -> list[int]:
     return totals
 
 
-def _pieces(row: Rows) -> Iterator[Rows]:
+def _pieces(row: StridedRows) -> Iterator[StridedRows]:
     """A single row, cut for threads."""
     values, base, step = row
     for begin in range(0, values.shape[1], PIECE):
-        yield Rows(values[:, begin : begin + PIECE], base + begin, step)
+        yield StridedRows(values[:, begin : begin + PIECE], base + begin, step)
 
 
-def _host_digests(pieces: Sequence[tuple[int, Rows, torch.dtype]]) -> list[int]:
+def _host_digests(pieces: Sequence[tuple[int, StridedRows, torch.dtype]]) -> list[int]:
     rows, dtypes = [row for _, row, _ in pieces], [dtype for _, _, dtype in pieces]
     if HOST_THREADS == 1 or sum(row.values.numel() for row in rows) <= PIECE:
         return list(map(host_digest, rows, dtypes))

@@ -2,13 +2,13 @@
 
 from configs.infrastructure import WeightBus
 from weight_bus.transports.base import Formation, Transport, TransportFactory, differing
-from weight_bus.transports.disk import Disk
-from weight_bus.transports.gloo import Collective
+from weight_bus.transports.disk import DiskTransport
+from weight_bus.transports.gloo import GlooCollective
 from weight_bus.transports.nccl import NcclCollective, set_nccl_defaults
 from weight_bus.transports.ucc import resolve_ucc
 from weight_bus.transports.ucc.collective import UccCollective
 
-BACKENDS: dict[str, TransportFactory] = {"gloo": Collective, "nccl": NcclCollective, "ucc": UccCollective}
+BACKENDS: dict[str, TransportFactory] = {"gloo": GlooCollective, "nccl": NcclCollective, "ucc": UccCollective}
 """The collective transport, by weight_bus.backend."""
 
 
@@ -17,7 +17,7 @@ def make_transport(config: WeightBus, host: str) -> Transport:
 
     Raises WeightBusError: it is not available here.
     """
-    return Disk(config, host) if config.transport == "disk" else BACKENDS[config.backend](config, host)
+    return DiskTransport(config, host) if config.transport == "disk" else BACKENDS[config.backend](config, host)
 
 
 __all__ = [

@@ -37,7 +37,7 @@ INDEX = "model.safetensors.index.json"
 OWNER = "publisher.json"
 
 
-class Disk:
+class DiskTransport:
     """One member's end: rank 0 writes, the others read. Buckets live in host memory."""
 
     device = torch.device("cpu")

@@ -22,7 +22,7 @@ from weight_bus.transports.meeting import GroupTransport, formed, naming
 TRIES = 5  # timeouts for which gloo waits for a connection
 
 
-class Collective(GroupTransport):
+class GlooCollective(GroupTransport):
     """A gloo group per epoch. Buckets live in host memory."""
 
     backend = "gloo"

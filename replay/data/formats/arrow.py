@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from replay.data.formats.base import WHOLE_ROWS, Raw, Table, digest_of, package
-from replay.data.rows import DataError, Place
+from replay.data.rows import DataError, RowLocation
 from replay.data.spec import HUB, Spec
 
 ROWS_PER_BATCH = 4096
@@ -34,7 +34,7 @@ class Parquet(Table):
         return self._size
 
     def raw(self, number: int) -> Raw:
-        return Place(self.source, number + 1), self._table.slice(number, 1).to_pylist()[0]
+        return RowLocation(self.source, number + 1), self._table.slice(number, 1).to_pylist()[0]
 
     def rows(self) -> Iterator[Raw]:
         """A part of the file at a time."""
@@ -42,7 +42,7 @@ class Parquet(Table):
         with self._opened() as file:
             for batch in file.iter_batches(ROWS_PER_BATCH):
                 for number, raw in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020
-                    yield Place(self.source, number), raw
+                    yield RowLocation(self.source, number), raw
 
     def fingerprint(self) -> str:
         return digest_of(self._path)
@@ -94,7 +94,7 @@ class Saved(Table):
         # Saving a dataset again writes over the files that are mapped, so the rows in memory are the new ones.
         if self._state() != self._written:
             raise self.changed()
-        return Place(self.source, number + 1, self._label), self._rows[number]
+        return RowLocation(self.source, number + 1, self._label), self._rows[number]
 
     def fingerprint(self) -> str:
         """Of the Arrow files, and of the rows that are selected of them."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from replay.data.rows import DataError, Place
+from replay.data.rows import DataError, RowLocation
 
 Report = Callable[[str], None]
-Raw = tuple[Place, Mapping[str, Any]]
+Raw = tuple[RowLocation, Mapping[str, Any]]
 """A row as it is, and where it stands."""
 ENDLESS = 2**62
 """Length of a table whose rows are made as they are asked for."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.errors import kind_of
 from replay.data.formats.base import ENDLESS, WHOLE_ROWS, Raw, Table
-from replay.data.rows import DataError, Place, RowError
+from replay.data.rows import DataError, RowError, RowLocation
 from replay.data.spec import Spec
 from slipstream.runtime.loading import function_of
 from slipstream.runtime.variants import checked
@@ -48,7 +48,7 @@ class Custom(Table):
         return self._size
 
     def raw(self, number: int) -> Raw:
-        place = Place(self.source, number + 1, self._label)
+        place = RowLocation(self.source, number + 1, self._label)
         try:
             row = self._made[number]
         except Exception as error:  # code of the user: whatever it raises, this row is named

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from replay.data.formats.base import ENDLESS, Raw, Table, package
-from replay.data.rows import DataError, Place, RowError, plain
+from replay.data.rows import DataError, RowError, RowLocation, plain
 from replay.data.spec import GENERATED, Spec
 
 CHUNK = 500
@@ -39,7 +39,7 @@ class Generated(Table):
         self.family, self.form = spec.name, f"{GENERATED}'s {spec.name}"
         options = {key: value for key, value in spec.options.items() if key not in OWN}
         # As rows carry them: what these make, the reward makes again.
-        self._options: dict[str, Any] = plain(options, "options", Place(spec.text, 1))
+        self._options: dict[str, Any] = plain(options, "options", RowLocation(spec.text, 1))
         self._seed, self._level = spec.options.get("seed", 0), spec.options.get("level")
         self._as_text = spec.options.get("form", "chat") == "text"
         self._check(spec)
@@ -58,7 +58,7 @@ class Generated(Table):
 
     def raw(self, number: int) -> Raw:
         chunk, index = divmod(number, CHUNK)
-        seed, place = self._seed_of(chunk), Place(self.source, number + 1)
+        seed, place = self._seed_of(chunk), RowLocation(self.source, number + 1)
         try:
             entry = self._dataset(seed)[index]
         except Exception as error:  # of a hundred families: whatever one raises, this row is named

@@ -13,7 +13,7 @@ from typing import Any
 
 from configs.errors import kind_of
 from replay.data.formats.base import Raw, Report, Table
-from replay.data.rows import DataError, Place, RowError, shorten
+from replay.data.rows import DataError, RowError, RowLocation, shorten
 from slipstream.runtime.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -45,14 +45,14 @@ class JsonLines(Table):
         starts, _ = self._index
         if self._state() != self._written:
             raise self.changed()
-        place = Place(self.source, number + 1)
+        place = RowLocation(self.source, number + 1)
         return place, _object(os.pread(self._file, starts[number + 1] - starts[number], starts[number]), place)
 
     def rows(self) -> Iterator[Raw]:
         """Without the index."""
 
         def read(line: tuple[int, int, bytes]) -> Raw:
-            place = Place(self.source, line[0])
+            place = RowLocation(self.source, line[0])
             return place, _object(line[2], place)
 
         return map(read, self._lines())
@@ -90,7 +90,7 @@ class JsonLines(Table):
         return status.st_size, status.st_mtime_ns
 
 
-def _object(line: bytes, place: Place) -> Mapping[str, Any]:
+def _object(line: bytes, place: RowLocation) -> Mapping[str, Any]:
     try:
         found = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_once)
         if not isinstance(found, dict):

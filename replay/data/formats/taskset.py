@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from replay.data.formats.base import Raw, Table
-from replay.data.rows import DataError, Place
+from replay.data.rows import DataError, RowLocation
 from replay.data.spec import Spec
 
 UNUSABLE = (ImportError, AttributeError, TypeError, ValueError, OSError, yaml.YAMLError)
@@ -42,7 +42,7 @@ class Tasks(Table):
         return len(self._rows)
 
     def raw(self, number: int) -> Raw:
-        return Place(self.source, number + 1, "verifiers"), self._rows[number]
+        return RowLocation(self.source, number + 1, "verifiers"), self._rows[number]
 
     def fingerprint(self) -> str:
         return blake2b(repr(self._rows).encode(), digest_size=16).hexdigest()

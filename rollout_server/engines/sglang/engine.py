@@ -33,7 +33,7 @@ from rollout_server.engines.base import (
 )
 from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import Answer, Part
+from rollout_server.engines.sglang.requests import AnswerPart, ResumableAnswer
 from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, folder_tensors
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class SGLangEngine:
             raise
         self.version, self._paused, self._half_updated = 0, False, ""
         self._names = itertools.count()
-        self._answers: dict[Answer, None] = {}
+        self._answers: dict[ResumableAnswer, None] = {}
         """In progress, the oldest first."""
         self._slots = asyncio.Semaphore(config.rollout.max_running)
         self._open = asyncio.Event()
@@ -79,7 +79,7 @@ class SGLangEngine:
         self._tokens, self._busy_s, self._busy_since = 0, 0.0, 0.0
         self._progress_at = time.monotonic()
 
-    def _parts(self) -> list[Part]:
+    def _parts(self) -> list[AnswerPart]:
         """Those that run."""
         return [answer.part for answer in self._answers if answer.part is not None]
 
@@ -102,7 +102,8 @@ class SGLangEngine:
             raise EngineError(f"version {pinned} is not held here; version {self.version} is live")
         self.sglang.check_alive()
         answers = [
-            Answer(request_id, token_ids, sampling, pinned=pinned, prefix=prefix, pictures=pictures) for prefix in given
+            ResumableAnswer(request_id, token_ids, sampling, pinned=pinned, prefix=prefix, pictures=pictures)
+            for prefix in given
         ]
         if not self._answers:
             self._busy_since = self._progress_at = time.monotonic()
@@ -122,12 +123,12 @@ class SGLangEngine:
                 self._busy_s += time.monotonic() - self._busy_since
         return [task.result() for task in tasks]
 
-    async def _answer(self, answer: Answer) -> Completion:
+    async def _answer(self, answer: ResumableAnswer) -> Completion:
         if answer.ended is None:
             answer.ended = await self._to_its_end(answer)
         return answer.completion(answer.ended)
 
-    async def _to_its_end(self, answer: Answer) -> FinishReason:
+    async def _to_its_end(self, answer: ResumableAnswer) -> FinishReason:
         """Run part after part until the answer is whole or aborted; how it ended."""
         async with self._slots:
             while True:
@@ -135,7 +136,7 @@ class SGLangEngine:
                     await self._open.wait()
                 if answer.aborted:
                     return "abort"
-                part = answer.part = Part(rid=f"{os.getpid():x}-{next(self._names):012x}", version=self.version)
+                part = answer.part = AnswerPart(rid=f"{os.getpid():x}-{next(self._names):012x}", version=self.version)
                 reason = await self._run(answer, part)
                 answer.part = None
                 if not (reason == "abort" and part.interrupted):
@@ -145,7 +146,7 @@ class SGLangEngine:
                 if (ended := answer.at_its_end()) is not None:
                     return ended
 
-    async def _run(self, answer: Answer, part: Part) -> FinishReason:
+    async def _run(self, answer: ResumableAnswer, part: AnswerPart) -> FinishReason:
         """One part; its tokens are added to the answer."""
         tokens = answer.prompt + answer.taken.token_ids.tolist()
         left = answer.sampling.max_new_tokens - answer.num_tokens
@@ -166,7 +167,7 @@ class SGLangEngine:
     def abort(self, request_id: str) -> None:
         self._end([answer for answer in self._answers if answer.request_id == request_id])
 
-    def _end(self, answers: Iterable[Answer]) -> None:
+    def _end(self, answers: Iterable[ResumableAnswer]) -> None:
         for answer in answers:
             answer.aborted = True
             if answer.part is not None:

@@ -24,7 +24,7 @@ from configs.schema import Config
 from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, EngineStartFailed, Pictures, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
 from rollout_server.engines.sglang.cpu import prepare_cpu
-from rollout_server.engines.sglang.requests import Part
+from rollout_server.engines.sglang.requests import AnswerPart
 from slipstream.families.pictures import PictureError, Vision, vision_of
 from slipstream.runtime.fingerprint import read_json
 from slipstream.runtime.hang import expired
@@ -228,7 +228,7 @@ class SGLangProcess:
 
     async def generate(
         self,
-        part: Part,
+        part: AnswerPart,
         token_ids: list[int],
         sampling: Sampling,
         new_tokens: int,
@@ -267,7 +267,7 @@ class SGLangProcess:
             last = self._pictures = (pictures, token_ids, new_tokens, made)
         return dict(last[3])
 
-    def sampling_parameters(self, _part: Part, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
+    def sampling_parameters(self, _part: AnswerPart, sampling: Sampling, new_tokens: int) -> dict[str, Any]:
         """SGLang's sampling parameters of one request."""
         return {
             "max_new_tokens": new_tokens,

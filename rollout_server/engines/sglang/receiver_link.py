@@ -10,7 +10,7 @@ from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.update.orders import StagingFolder
 from weight_bus.errors import TransportError
-from weight_bus.remote import Line
+from weight_bus.remote import ReceiverConnection
 
 
 class SGLangStaging:
@@ -18,9 +18,9 @@ class SGLangStaging:
 
     def __init__(self, config: Config, engine: SGLangEngine) -> None:
         self._config, self._engine = config, engine
-        self._link: Line | None = None
+        self._link: ReceiverConnection | None = None
 
-    async def link(self) -> Line:
+    async def link(self) -> ReceiverConnection:
         """The connection to the receiver, which is started first where there is none.
 
         Raises EngineError where it cannot be reached, NotAvailable where it lacks what it would receive with.
@@ -29,7 +29,7 @@ class SGLangStaging:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
                 await self._engine.in_schedulers(partial(self._invite, listener))
                 try:
-                    accept = partial(Line.accept, listener, self._engine.sglang.deadline_s)
+                    accept = partial(ReceiverConnection.accept, listener, self._engine.sglang.deadline_s)
                     self._link = await asyncio.to_thread(accept)
                 except TransportError as error:
                     raise EngineError(str(error)) from error

@@ -11,7 +11,7 @@ from rollout_server.engines.base import Completion, EngineError, FinishReason, P
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Part:
+class AnswerPart:
     """One request to SGLang: an answer, or its rest after an interruption."""
 
     rid: str
@@ -27,7 +27,7 @@ class Part:
     """The last that came, with all tokens of the part so far."""
 
 
-class Answer:
+class ResumableAnswer:
     """One answer in progress: prefix and finished parts (`taken`), and the part that runs."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Answer:
         self.sampling = sampling
         self.pictures = pictures
         self.pinned = pinned
-        self.part: Part | None = None
+        self.part: AnswerPart | None = None
         self.aborted = False
         prefix = prefix or Partial()
         self.ended: FinishReason | None = prefix.finish_reason
@@ -56,7 +56,7 @@ class Answer:
         """Tokens so far, as far as they are known here."""
         return self.taken.token_ids.size + (self.part.seen if self.part is not None else 0)
 
-    def take(self, part: Part, output: Mapping[str, Any], late_tokens: int) -> tuple[int, FinishReason]:
+    def take(self, part: AnswerPart, output: Mapping[str, Any], late_tokens: int) -> tuple[int, FinishReason]:
         """Add the tokens of a finished part; their number and its finish reason.
 
         Raises EngineError where SGLang has refused the part, or what it returned is not consistent.
@@ -101,7 +101,7 @@ def _tokens(ids: list[int], logprobs: list[float], versions: NDArray[np.int32]) 
     return Partial(token_ids=np.array(ids, np.int32), logprobs=np.array(logprobs, np.float32), versions=versions)
 
 
-def versions_from_boundaries(part: Part, count: int) -> NDArray[np.int32]:
+def versions_from_boundaries(part: AnswerPart, count: int) -> NDArray[np.int32]:
     """[count] version of each token, where the engine records none (SGLang before 0.5.20).
 
     Example: a part that started at version 3 with boundaries [(2, 4)] and 4 tokens gives [3, 3, 4, 4].

@@ -23,7 +23,7 @@ from configs.learner import Lora
 from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Pictures, Sampling
 from rollout_server.engines.prefixes import check_request, settled
 from rollout_server.engines.torch.family import read_spec
-from rollout_server.engines.torch.lane import Lane
+from rollout_server.engines.torch.lane import DecodeLane
 from rollout_server.engines.torch.model import TorchModel
 from rollout_server.engines.torch.rows import Request
 from rollout_server.engines.torch.sampling import stream_key
@@ -83,15 +83,15 @@ class TorchEngine:
         self._lock = threading.Lock()
         """Held while rows or the tables below change, and while another thread reads them."""
         self._lane = partial(
-            Lane,
+            DecodeLane,
             TorchModel(self._spec, dtype=weights.dtype, max_context=max_context),
             max_running=max_running,
             max_context=max_context,
             lock=self._lock,
         )
         self.live = self._lane(weights, 0)
-        self._pins: dict[int, Lane] = {}
-        self._requests: dict[str, tuple[Request, Lane]] = {}
+        self._pins: dict[int, DecodeLane] = {}
+        self._requests: dict[str, tuple[Request, DecodeLane]] = {}
         self._mode: PauseMode | None = None
         self._half_updated: str | None = None
         self._loading, self._kv_is_old = False, False
@@ -371,13 +371,13 @@ class TorchEngine:
             if self._asking or self._draining() != draining:
                 return
 
-    def _lanes(self) -> list[Lane]:
+    def _lanes(self) -> list[DecodeLane]:
         return [self.live, *self._pins.values()]
 
     def _draining(self) -> bool:
         return self._mode == "drain" and self.live.rows.running > 0
 
-    def _moving(self) -> list[Lane]:
+    def _moving(self) -> list[DecodeLane]:
         """Lanes that may decode."""
         return self._lanes() if self._mode is None or self._draining() else [*self._pins.values()]
 

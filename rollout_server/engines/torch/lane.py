@@ -19,7 +19,7 @@ MAX_PREFILL_TOKENS = 16384
 """Padded prompt tokens of one forward; bounds its memory and how long a pause can wait for it."""
 
 
-class Lane:
+class DecodeLane:
     """Continuous batching by the decode thread; others read `rows` under `lock`."""
 
     def __init__(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rollout_server.tasks.agents.requests import Asked, Form
+from rollout_server.tasks.agents.requests import Form, SamplingRequest
 from rollout_server.tasks.environments import Turn
 
 DONE = b"data: [DONE]\n\n"
@@ -30,7 +30,7 @@ def apart(text: str) -> tuple[str, str]:
     return (text.removeprefix(THINK).lstrip(), "") if text.startswith(THINK) else ("", text)
 
 
-def message_of(turn: Turn, asked: Asked) -> Json:
+def message_of(turn: Turn, asked: SamplingRequest) -> Json:
     """What the assistant says. Calls are read where tools are offered, and if all can be read and none was cut."""
     if asked.form == "text":
         return {"content": turn.text}
@@ -43,7 +43,7 @@ def message_of(turn: Turn, asked: Asked) -> Json:
     return message | ({"tool_calls": calls} if has_calls else {})
 
 
-def whole(name: str, asked: Asked, turns: Sequence[Turn], pieces: Pieces) -> Json:
+def whole(name: str, asked: SamplingRequest, turns: Sequence[Turn], pieces: Pieces) -> Json:
     """The body of an answer that is not streamed."""
     completion = _completion(name, asked, turns, pieces)
     if asked.form == "responses":
@@ -54,7 +54,7 @@ def whole(name: str, asked: Asked, turns: Sequence[Turn], pieces: Pieces) -> Jso
 class Stream:
     """Server-sent events of one answer: text as it comes, and the rest once it is whole."""
 
-    def __init__(self, name: str, asked: Asked) -> None:
+    def __init__(self, name: str, asked: SamplingRequest) -> None:
         self.name, self.asked = name, asked
         self._sent: dict[int, dict[str, str]] = {}
         """By choice: what was sent of its texts."""
@@ -113,7 +113,7 @@ class Stream:
 class ResponseStream(Stream):
     """As a Stream, in the typed events of /responses."""
 
-    def __init__(self, name: str, asked: Asked) -> None:
+    def __init__(self, name: str, asked: SamplingRequest) -> None:
         super().__init__(name, asked)
         self._numbers = itertools.count()
         self._places: dict[str, int] = {}
@@ -203,11 +203,11 @@ def _before(text: str, mark: str) -> str:
     return text[: len(text) - next((size for size in range(len(mark), 0, -1) if text.endswith(mark[:size])), 0)]
 
 
-def _head(name: str, asked: Asked, kind: str) -> Json:
+def _head(name: str, asked: SamplingRequest, kind: str) -> Json:
     return {"id": name, "object": kind, "created": int(time.time()), "model": asked.model}
 
 
-def _completion(name: str, asked: Asked, turns: Sequence[Turn], pieces: Pieces) -> Json:
+def _completion(name: str, asked: SamplingRequest, turns: Sequence[Turn], pieces: Pieces) -> Json:
     choices = []
     for number, (turn, texts) in enumerate(zip(turns, pieces, strict=True)):
         message = message_of(turn, asked)
@@ -242,7 +242,7 @@ def _as_text(completion: Json) -> Json:
     return {**completion, "object": "text_completion", "choices": choices}
 
 
-def _response(name: str, asked: Asked, completion: Json | None) -> Json:
+def _response(name: str, asked: SamplingRequest, completion: Json | None) -> Json:
     """A chat completion as /responses has it; without one, while it is sampled."""
     output: list[Json] = []
     status, usage = "in_progress", None

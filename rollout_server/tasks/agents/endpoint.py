@@ -19,7 +19,7 @@ from typing import Any
 from aiohttp import web
 
 from rollout_server.tasks.agents.answers import STREAMS, message_of, whole
-from rollout_server.tasks.agents.requests import MAX_BODY_BYTES, Asked, Form, Refused, Rules, read
+from rollout_server.tasks.agents.requests import MAX_BODY_BYTES, ApiError, Form, Rules, SamplingRequest, read
 from rollout_server.tasks.environments import ContextFull, EpisodeOver, NoMoreTurns, Turn
 from rollout_server.tasks.environments.client import Client
 
@@ -87,7 +87,7 @@ class Access:
     responses: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     """Conversations by the id of the response that ended them, for previous_response_id."""
 
-    def ask(self, asked: Asked, key: bytes, *, is_retried: bool) -> Pending:
+    def ask(self, asked: SamplingRequest, key: bytes, *, is_retried: bool) -> Pending:
         """The turns of a request: those of one before it with the same body whose client has gone, or new ones."""
         for found in self.pending:
             if found.key == key and (is_retried or not found.waiting) and not found.has_failed:
@@ -113,14 +113,14 @@ class Access:
         if pending in self.pending:
             self.pending.remove(pending)
 
-    def remember(self, name: str, asked: Asked, turns: list[Turn]) -> None:
+    def remember(self, name: str, asked: SamplingRequest, turns: list[Turn]) -> None:
         """For requests that name this response as the one before them."""
         if asked.form == "responses" and isinstance(asked.context, list):
             said = {key: value for key, value in message_of(turns[0], asked).items() if key != "reasoning_content"}
             self.responses[name] = [*asked.context, {**said, "content": said["content"] or ""}]
 
-    async def _sampled(self, asked: Asked, told: Callable[[str], None] | None) -> list[Turn]:
-        """The choices of an answer, a turn of the episode each. Raises Refused."""
+    async def _sampled(self, asked: SamplingRequest, told: Callable[[str], None] | None) -> list[Turn]:
+        """The choices of an answer, a turn of the episode each. Raises ApiError."""
         given: dict[str, Any] = {name: getattr(asked, name) for name in ("tools", "max_new_tokens", "stop", "begins")}
         try:
             async with asyncio.TaskGroup() as group:
@@ -131,16 +131,16 @@ class Access:
             error = failed.exceptions[0]
             if isinstance(error, EpisodeOver):
                 self.over = error
-                raise Refused(400, str(error), code=CODES[type(error)], param="messages") from error
+                raise ApiError(400, str(error), code=CODES[type(error)], param="messages") from error
             if isinstance(error, ValueError | OverflowError):  # the chat template's, or what no frame can carry
-                raise Refused(400, str(error), param="messages") from error
+                raise ApiError(400, str(error), param="messages") from error
             raise
         turns = [task.result() for task in tasks]
         self.turns += [turn.number for turn in turns]
         return turns
 
 
-class Endpoint:
+class OpenAIEndpoint:
     """Answers /v1/models, /v1/chat/completions, /v1/completions and /v1/responses."""
 
     def __init__(self, rules: Rules) -> None:
@@ -191,31 +191,31 @@ class Endpoint:
         """Every answer that is an error has OpenAI's form."""
         try:
             return await handler(request)
-        except Refused as error:
+        except ApiError as error:
             refused = error
         except web.HTTPRequestEntityTooLarge:
-            refused = Refused(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
+            refused = ApiError(413, f"the body is longer than {MAX_BODY_BYTES} bytes", code="request_too_large")
         except web.HTTPException as error:
-            refused = Refused(
+            refused = ApiError(
                 error.status, f"{request.method} {request.path[:200]}: {error.reason}", code="unknown_url"
             )
         except Exception as error:  # a client of OpenAI's reads JSON; the log has the stack
             log.exception("%s %s failed", request.method, request.path[:200])
-            refused = Refused(500, f"{type(error).__name__}: {error}", code="internal_error")
+            refused = ApiError(500, f"{type(error).__name__}: {error}", code="internal_error")
         return web.json_response(refused.body(), status=refused.status)
 
     def _admitted(self, request: web.Request) -> Access:
-        """The episode of a request's key. Raises Refused: 401."""
+        """The episode of a request's key. Raises ApiError: 401."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         key = key if scheme.lower() == "bearer" else ""
         if _same(key, self.relay_key):
             if (named := self._sessions.get(request.headers.get(SESSION, ""))) is not None:
                 return named
-            raise Refused(401, f"{SESSION} names no session that runs", code="invalid_api_key")
+            raise ApiError(401, f"{SESSION} names no session that runs", code="invalid_api_key")
         access = self._episodes.get(key.removeprefix("slipstream-").partition("-")[0])
         if access is not None and _same(key, access.api_key):
             return access
-        raise Refused(401, "the key is not that of an episode that runs", code="invalid_api_key")
+        raise ApiError(401, "the key is not that of an episode that runs", code="invalid_api_key")
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._admitted(request)
@@ -229,7 +229,7 @@ class Endpoint:
     async def _answer(self, request: web.Request, *, form: Form) -> web.StreamResponse:
         access = self._admitted(request)  # before the body is read
         if len(access.running) >= MAX_REQUESTS:
-            raise Refused(429, f"the episode has {MAX_REQUESTS} requests at once", code="rate_limit_exceeded")
+            raise ApiError(429, f"the episode has {MAX_REQUESTS} requests at once", code="rate_limit_exceeded")
         task = asyncio.current_task()
         assert task is not None
         access.running.add(task)
@@ -252,7 +252,7 @@ class Endpoint:
             access.running.discard(task)
 
     async def _whole(
-        self, request: web.Request, access: Access, pending: Pending, asked: Asked, name: str
+        self, request: web.Request, access: Access, pending: Pending, asked: SamplingRequest, name: str
     ) -> web.StreamResponse:
         turns, pieces = await self._ended(access, pending, asked, name)
         response = web.json_response(whole(name, asked, turns, pieces))
@@ -261,7 +261,7 @@ class Endpoint:
         return response
 
     async def _streamed(
-        self, request: web.Request, access: Access, pending: Pending, asked: Asked, name: str
+        self, request: web.Request, access: Access, pending: Pending, asked: SamplingRequest, name: str
     ) -> web.StreamResponse:
         """Text as it comes. Where a turn fails before any, its status says so; after that, an event."""
         stream = STREAMS[asked.form](name, asked)
@@ -280,7 +280,7 @@ class Endpoint:
                 await send(stream.grown(pending.text))
         try:
             turns, pieces = await self._ended(access, pending, asked, name)
-        except Refused as refused:
+        except ApiError as refused:
             if not response.prepared:
                 raise
             await send([stream.failed(refused.body())])
@@ -290,9 +290,9 @@ class Endpoint:
         return response
 
     async def _ended(
-        self, access: Access, pending: Pending, asked: Asked, name: str
+        self, access: Access, pending: Pending, asked: SamplingRequest, name: str
     ) -> tuple[list[Turn], list[list[str]]]:
-        """The turns of a request, and the texts of their tokens where logprobs are asked for. Raises Refused."""
+        """The turns of a request, and the texts of their tokens where logprobs are asked for. Raises ApiError."""
         turns = await asyncio.shield(pending.turns)
         access.remember(name, asked, turns)
         return turns, [await access.client.pieces(turn.token_ids) if asked.logprobs else [] for turn in turns]

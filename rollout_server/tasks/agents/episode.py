@@ -24,7 +24,7 @@ from rollout_server.tasks.environments.client import Client
 from slipstream.runtime.loading import function_of, is_asynchronous
 
 if TYPE_CHECKING:
-    from rollout_server.tasks.agents.endpoint import Endpoint
+    from rollout_server.tasks.agents.endpoint import OpenAIEndpoint
 
 KEY = "environment.function.agent"
 OPTIONS = {"command", "function", "models", "sampling"}
@@ -38,7 +38,7 @@ class _Agent:
     function: Rollout | None
     models: tuple[str, ...]
     ignores: bool
-    endpoint: "Endpoint | None" = None
+    endpoint: "OpenAIEndpoint | None" = None
 
 
 _agents: list[_Agent] = []
@@ -96,13 +96,13 @@ def _function(spec: str) -> Rollout:
     return function
 
 
-async def _endpoint(agent: _Agent, temperature: float) -> "Endpoint":
+async def _endpoint(agent: _Agent, temperature: float) -> "OpenAIEndpoint":
     """The endpoint of this process, started for its first episode."""
-    from rollout_server.tasks.agents.endpoint import Endpoint
+    from rollout_server.tasks.agents.endpoint import OpenAIEndpoint
 
     async with _starting:
         if agent.endpoint is None:
-            endpoint = Endpoint(Rules(temperature=temperature, models=agent.models, ignores=agent.ignores))
+            endpoint = OpenAIEndpoint(Rules(temperature=temperature, models=agent.models, ignores=agent.ignores))
             await endpoint.start()
             agent.endpoint = endpoint
     return agent.endpoint

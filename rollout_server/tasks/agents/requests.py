@@ -91,7 +91,7 @@ PARAMETERS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 """By parameter: which values are taken, also with environment.function.agent.sampling: ignore, and their names."""
 
 
-class Refused(Exception):
+class ApiError(Exception):
     """An error answer in OpenAI's form; the client package makes its own exceptions of it."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
@@ -115,9 +115,9 @@ class Rules:
     """Sampling parameters that are not the run's are ignored, not refused."""
 
     def check_model(self, name: Any) -> None:
-        """Raises Refused: 404."""
+        """Raises ApiError: 404."""
         if name not in self.models:
-            raise Refused(
+            raise ApiError(
                 404,
                 f"the model {shown(name)} does not exist; there are {', '.join(self.models)}. Further names are given"
                 " in environment.function.agent.models",
@@ -126,27 +126,27 @@ class Rules:
             )
 
     def check(self, name: str, value: Any) -> None:
-        """Whether a parameter may have a value. Raises Refused: 400."""
+        """Whether a parameter may have a value. Raises ApiError: 400."""
         ignore = "or have such parameters ignored with environment.function.agent.sampling: ignore"
         own = self.temperature if name == "temperature" else PLAIN.get(name)
         if name in PARAMETERS and not PARAMETERS[name][0](value):
             raise _wrong(name, value, PARAMETERS[name][1])
         if name in EMPTY and value:
-            raise Refused(400, f"{name}: it cannot be used here; leave it out", param=name)
+            raise ApiError(400, f"{name}: it cannot be used here; leave it out", param=name)
         if own is not None and value != own and not self.ignores:
             key = f"rollout.temperature {own:g}" if name == "temperature" else f"{own!r}"
-            raise Refused(
+            raise ApiError(
                 400,
                 f"{name}: {shown(value)} is not the run's own {key}: answers are trained with the logprobs under which"
                 f" they were sampled. Leave {name} out, {ignore}",
                 param=name,
             )
         if name not in READ | NO_EFFECT | EMPTY | PARAMETERS.keys() | PLAIN.keys() and not self.ignores:
-            raise Refused(400, f"{shown(name)} is not known here; leave it out, {ignore}", param=name[:100])
+            raise ApiError(400, f"{shown(name)} is not known here; leave it out, {ignore}", param=name[:100])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SamplingRequest:
     """A request that may be sampled."""
 
     form: Form
@@ -163,14 +163,14 @@ class Asked:
     """How the answer has to begin: with a call, where one is required."""
 
 
-def read(body: bytes, rules: Rules, form: Form, history: History) -> Asked:
-    """Check a body. Raises Refused."""
+def read(body: bytes, rules: Rules, form: Form, history: History) -> SamplingRequest:
+    """Check a body. Raises ApiError."""
     try:
         said = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {error}") from error
+        raise ApiError(400, f"the body is no JSON: {error}") from error
     if not isinstance(said, dict):
-        raise Refused(400, f"the body is {shown(said)}, not a JSON object")
+        raise ApiError(400, f"the body is {shown(said)}, not a JSON object")
     given = {name: value for name, value in said.items() if value is not None}
     rules.check_model(given.get("model"))
     for name, value in given.items():
@@ -181,7 +181,7 @@ def read(body: bytes, rules: Rules, form: Form, history: History) -> Asked:
     if (name := _chosen(choice)) and name not in [_function(tool).get("name") for tool in offered]:
         raise _wrong("tool_choice", name, "a function of tools")
     context = _input(given, history) if form == "responses" else _prompt(given) if form == "text" else _messages(given)
-    return Asked(
+    return SamplingRequest(
         form=form,
         model=given["model"],
         context=context,
@@ -230,7 +230,7 @@ def _input(given: Mapping[str, Any], history: History) -> list[dict[str, Any]]:
     """Items of /responses as messages: calls stand in the assistant's message, as it was answered."""
     before, items = given.get("previous_response_id"), given.get("input")
     if before is not None and (not isinstance(before, str) or before not in history):
-        raise Refused(404, f"there is no response {shown(before)} in this episode", param="previous_response_id")
+        raise ApiError(404, f"there is no response {shown(before)} in this episode", param="previous_response_id")
     messages = [*history[before]] if before is not None else []
     if isinstance(given.get("instructions"), str):  # those of the response before are not carried over
         said_before = messages[1:] if messages and messages[0]["role"] == "system" else messages
@@ -269,5 +269,5 @@ def _prompt(given: Mapping[str, Any]) -> str | list[int]:
     raise _wrong("prompt", prompt, "text or token ids, of one prompt")
 
 
-def _wrong(name: str, value: Any, wanted: str) -> Refused:
-    return Refused(400, f"{name}: {shown(value)} is not supported; take {wanted}", param=name)
+def _wrong(name: str, value: Any, wanted: str) -> ApiError:
+    return ApiError(400, f"{name}: {shown(value)} is not supported; take {wanted}", param=name)

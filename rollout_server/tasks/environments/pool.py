@@ -10,7 +10,7 @@ from typing import Any
 
 from configs.environment import Environment
 from rollout_server.tasks.environments import EnvironmentFailed
-from rollout_server.tasks.environments.process import FAILED, EnvironmentProcess, Outcome
+from rollout_server.tasks.environments.process import FAILED, EnvironmentProcess, EpisodeResult
 from rollout_server.tasks.environments.session import Session
 from rollout_server.tasks.failed import LeaseFailed
 
@@ -89,7 +89,7 @@ class Suspects:
         return self._shared[prompt] >= SHARED_DEATHS
 
 
-class Environments:
+class EnvironmentPool:
     """Runs episodes in environment.workers processes, at most environment.max_episodes at once.
 
     One more process starts once prompts have to run alone (Suspects).
@@ -113,7 +113,7 @@ class Environments:
         if failures := [result for result in results if isinstance(result, BaseException)]:
             raise failures[0]
 
-    async def run(self, row: dict[str, Any], session: Session) -> Outcome:
+    async def run(self, row: dict[str, Any], session: Session) -> EpisodeResult:
         """One episode, in the process with the fewest. Raises LeaseFailed, EngineError, TaskError: it has failed."""
         prompt = prompt_of(session.name)
         async with AsyncExitStack() as places:
@@ -141,7 +141,7 @@ class Environments:
 @asynccontextmanager
 async def environments_of(
     environment: Environment, hidden: frozenset[str], *, temperature: float = 1.0
-) -> AsyncIterator[Environments | None]:
+) -> AsyncIterator[EnvironmentPool | None]:
     """The environments of a run until the end of the block; None without environment.function.
 
     Functions see none of the `hidden` variables, which hold keys of services, and rollout.temperature.
@@ -151,7 +151,7 @@ async def environments_of(
     if environment.function is None:
         yield None
         return
-    environments = Environments(environment, hidden, temperature=temperature)
+    environments = EnvironmentPool(environment, hidden, temperature=temperature)
     try:
         await environments.start()
         yield environments

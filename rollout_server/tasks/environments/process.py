@@ -38,7 +38,7 @@ NAMES = {kind: name for name, kind in OVER.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class EpisodeResult:
     """What an episode's function has returned."""
 
     reward: float | None
@@ -115,7 +115,7 @@ class EnvironmentProcess:
             self._killed = ""
             self._reading = asyncio.create_task(self._read())
 
-    async def run(self, row: dict[str, Any], session: Session) -> Outcome:
+    async def run(self, row: dict[str, Any], session: Session) -> EpisodeResult:
         """One episode. Raises LeaseFailed, EngineError: it has failed."""
         episode = _Episode(next(self._numbers), session)
         self._episodes[episode.number] = episode
@@ -138,7 +138,7 @@ class EnvironmentProcess:
                 self._leaving[episode.number] = episode
                 episode.leaving = asyncio.create_task(self._call_off(episode))
 
-    async def _played(self, episode: _Episode) -> Outcome:
+    async def _played(self, episode: _Episode) -> EpisodeResult:
         """What the function comes to; meanwhile it is given what it asks for. Raises as `run`, and for garbage."""
         own_s, loop = 0.0, asyncio.get_running_loop()
         while True:
@@ -152,7 +152,7 @@ class EnvironmentProcess:
             elif kind == "leave":
                 self._take_back(episode, *rest)
             elif kind == "done":
-                return Outcome(**read_outcome(rest[0]), environment_s=own_s)
+                return EpisodeResult(**read_outcome(rest[0]), environment_s=own_s)
             elif kind == "failed":
                 raise LeaseFailed(FAILED, str(rest[0]))
             elif kind == "cancelled":

@@ -12,7 +12,7 @@ Int32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class EpisodeSample:
     """One sequence that the learner computes."""
 
     prompt_ids: Int32
@@ -36,7 +36,7 @@ class _Growing:
     """By order: (number of the turn, its answer), or (None, what the environment added)."""
 
 
-class Recorder:
+class EpisodeRecorder:
     """The samples of one episode.
 
     Example: turns with contexts [1, 2] and [1, 2, 3, 4] that were answered by [3] and [5] are one sample with prompt
@@ -96,7 +96,7 @@ class Recorder:
                     sample.ids = sample.ids[: sample.ids.size - given.token_ids.size]
         self._samples = [sample for sample in self._samples if sample.parts]
 
-    def samples(self, leave_out: Collection[int] = ()) -> list[Sample]:
+    def samples(self, leave_out: Collection[int] = ()) -> list[EpisodeSample]:
         """All samples in order; those of which no token is trained only where there is no other.
 
         `leave_out` are numbers of turns whose answers stay as context.
@@ -115,11 +115,11 @@ class Recorder:
         return max(found, key=lambda sample: sample.ids.size, default=None)
 
 
-def _made(sample: _Growing, turns: Collection[int]) -> Sample:
+def _made(sample: _Growing, turns: Collection[int]) -> EpisodeSample:
     answers = [part for _, part in sample.parts]
     sizes = [part.token_ids.size for part in answers]
     trained = [number in turns for number, _ in sample.parts]
-    return Sample(
+    return EpisodeSample(
         prompt_ids=sample.prompt,
         token_ids=np.concatenate([part.token_ids for part in answers]),
         loss_mask=np.repeat(np.array(trained, np.uint8), sizes),

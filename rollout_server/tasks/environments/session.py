@@ -16,7 +16,7 @@ from replay.data import stream_seed
 from rollout_server.engines.base import Completion, Engine, Pictures, Sampling
 from rollout_server.tasks.environments import ContextFull, NoMoreTurns, Turn
 from rollout_server.tasks.environments.conversation import Context, Conversation, Tools
-from rollout_server.tasks.environments.recorder import Int32, Recorder
+from rollout_server.tasks.environments.recorder import EpisodeRecorder, Int32
 from rollout_server.tasks.environments.tool_calls import message_of
 from rollout_server.tasks.failed import LeaseFailed
 from rollout_server.tasks.pictures import Seen
@@ -25,7 +25,7 @@ from rollout_server.tasks.task import Task, TaskError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class EpisodeLimits:
     """What an episode may use; tokens and numbers."""
 
     max_new_tokens: int
@@ -39,7 +39,7 @@ class Session:
     """The turns of one episode."""
 
     def __init__(
-        self, name: str, engine: Engine, task: Task, texts: Executor, *, sampling: Sampling, limits: Limits,
+        self, name: str, engine: Engine, task: Task, texts: Executor, *, sampling: Sampling, limits: EpisodeLimits,
         pinned: int | None = None, prompt_seed: int = 0, seen: Seen | None = None,
     ) -> None:  # fmt: skip
         """`sampling.seed` is the episode's: each turn has a stream of its own. `texts` encodes and decodes, one thread.
@@ -49,7 +49,7 @@ class Session:
         The engine knows the turns as `name`/0, `name`/1 and so on.
         """
         self.name, self.seed, self.prompt_seed, self.task = name, sampling.seed, prompt_seed, task
-        self.recorder = Recorder(limits.max_new_tokens)
+        self.recorder = EpisodeRecorder(limits.max_new_tokens)
         self.on_abort: Callable[[], object] = lambda: None
         """Called once when the episode is called off; whatever runs it sets this."""
         self.too_long: str | None = None

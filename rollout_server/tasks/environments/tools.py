@@ -12,7 +12,7 @@ from typing import Any
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.tool_calls import Tool
 from rollout_server.tasks.sandbox import SandboxError
-from rollout_server.tasks.sandbox.box import Limits, run
+from rollout_server.tasks.sandbox.box import ResourceLimits, run
 from rollout_server.tasks.sandbox.probe import isolation, require
 from slipstream.runtime.loading import function_of
 
@@ -150,7 +150,7 @@ def _power(base: Any, exponent: Any) -> Any:
 
 def python(code: str) -> str:
     """Run a Python program in a sandbox; what it prints is the answer."""
-    limits = Limits(seconds=PYTHON_S)
+    limits = ResourceLimits(seconds=PYTHON_S)
     ended = run({"main.py": code}, ["main.py"], b"", limits, isolated=isolation().is_whole)
     said = (ended.out + ended.err).decode("utf-8", "replace").strip()
     if ended.how != "ended":

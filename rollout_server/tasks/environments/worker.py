@@ -93,7 +93,7 @@ def named_alike(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any)
     return asyncio.Task(coroutine, loop=loop, **options)
 
 
-class Worker:
+class EpisodeWorker:
     """Runs episodes until the server closes the channel."""
 
     def __init__(self, function: Rollout, order: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -209,7 +209,7 @@ async def _work(channel: socket.socket) -> int:
         await writer.drain()
         return 1
     writer.write(pack({"ready": True}))
-    worker = Worker(function, order, writer)
+    worker = EpisodeWorker(function, order, writer)
     try:
         while True:
             worker.take(await receive(reader, MAX_BYTES, LIMITS))

@@ -39,7 +39,7 @@ class NotAReward(SlipstreamError, ValueError, code="SLIP-REWARD-02"):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WeightedReward:
     """One function of a reward. One without a label stands alone: its metrics have no prefix."""
 
     label: str
@@ -88,10 +88,10 @@ class Part:
         return describe(error) + limit
 
 
-class Judge:
+class CompositeReward:
     """All parts of a reward as one."""
 
-    def __init__(self, parts: Sequence[Part], timeout_s: float = math.inf) -> None:
+    def __init__(self, parts: Sequence[WeightedReward], timeout_s: float = math.inf) -> None:
         """`timeout_s` bounds asynchronous calls, after which the process lives on; the pool kills it for others."""
         self._parts, self._timeout_s = parts, timeout_s
         self.is_async = any(part.function.is_async for part in parts)
@@ -134,10 +134,12 @@ class Judge:
                 task.add_done_callback(running.discard)
 
 
-def load(order: dict[str, Any]) -> Judge:
+def load(order: dict[str, Any]) -> CompositeReward:
     """What judges by all parts. Raises RewardError: one cannot be loaded."""
-    parts = [Part(label, weight, load_function(spec, options)) for label, spec, weight, options in order["parts"]]
-    return Judge(parts, order["timeout_s"])
+    parts = [
+        WeightedReward(label, weight, load_function(spec, options)) for label, spec, weight, options in order["parts"]
+    ]
+    return CompositeReward(parts, order["timeout_s"])
 
 
 def work(channel: socket.socket) -> int:

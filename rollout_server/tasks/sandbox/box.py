@@ -38,7 +38,7 @@ How = Literal["ended", "timed_out", "flooded"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ResourceLimits:
     """What a program may take."""
 
     seconds: float = 5.0
@@ -69,7 +69,7 @@ class Ended:
 
 
 def run(
-    files: Mapping[str, str], arguments: Sequence[str], stdin: bytes, limits: Limits, *, isolated: bool = True
+    files: Mapping[str, str], arguments: Sequence[str], stdin: bytes, limits: ResourceLimits, *, isolated: bool = True
 ) -> Ended:
     """Run `python arguments...` in a fresh folder with these files, and nothing else of the caller's.
 
@@ -107,7 +107,7 @@ def visible_paths() -> list[str]:
     return found
 
 
-def _run(order: bytes, stdin: bytes, limits: Limits) -> Ended:
+def _run(order: bytes, stdin: bytes, limits: ResourceLimits) -> Ended:
     status, theirs = os.pipe()
     with os.fdopen(status, "rb", 0), contextlib.ExitStack() as open_files:
         told, into, out, err = (open_files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
@@ -140,7 +140,7 @@ def _run(order: bytes, stdin: bytes, limits: Limits) -> Ended:
 
 
 def _watched(
-    process: "subprocess.Popen[bytes]", status: int, printed: Sequence[int], limits: Limits
+    process: "subprocess.Popen[bytes]", status: int, printed: Sequence[int], limits: ResourceLimits
 ) -> tuple[How, float, bytes]:
     """(how, seconds, what it said of its start) of a program that has ended, or is past a limit."""
     start, waiting, said = time.monotonic(), select.poll(), b""

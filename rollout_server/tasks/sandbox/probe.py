@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 
 from rollout_server.tasks.sandbox import SandboxError
-from rollout_server.tasks.sandbox.box import Limits, run
+from rollout_server.tasks.sandbox.box import ResourceLimits, run
 
 ATTEMPTS = {
     "files": "read and write files of this user",
@@ -45,7 +45,7 @@ print(json.dumps({
     "memory": tried(lambda: os.memfd_create("probe") + 1),
 }))
 """
-LIMITS = Limits(seconds=5.0)
+LIMITS = ResourceLimits(seconds=5.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

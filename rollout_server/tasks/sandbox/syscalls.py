@@ -27,7 +27,7 @@ NAMESPACES = 0x7E020080
 clone."""
 
 
-class Refused(NamedTuple):
+class DeniedSyscall(NamedTuple):
     """Numbers of a system call on x86_64 and aarch64, and what it answers."""
 
     x86_64: int
@@ -37,31 +37,31 @@ class Refused(NamedTuple):
 
 REFUSED = {
     # memory outside of RLIMIT_AS and of the files' limit
-    "memfd_create": Refused(319, 279),
-    "memfd_secret": Refused(447, 447),
-    "shmget": Refused(29, 194),
-    "msgget": Refused(68, 186),
-    "semget": Refused(64, 190),
-    "mq_open": Refused(240, 180),
+    "memfd_create": DeniedSyscall(319, 279),
+    "memfd_secret": DeniedSyscall(447, 447),
+    "shmget": DeniedSyscall(29, 194),
+    "msgget": DeniedSyscall(68, 186),
+    "semget": DeniedSyscall(64, 190),
+    "mq_open": DeniedSyscall(240, 180),
     # much of the kernel for few programs
-    "io_uring_setup": Refused(425, 425, errno.ENOSYS),
-    "bpf": Refused(321, 280),
-    "perf_event_open": Refused(298, 241),
-    "userfaultfd": Refused(323, 282),
-    "add_key": Refused(248, 217),
-    "request_key": Refused(249, 218),
-    "keyctl": Refused(250, 219),
-    "clone3": Refused(435, 435, errno.ENOSYS),
-    "unshare": Refused(272, 97),
-    "setns": Refused(308, 268),
-    "mount": Refused(165, 40),
-    "fsopen": Refused(430, 430),
-    "open_tree": Refused(428, 428),
-    "ptrace": Refused(101, 117),
-    "pidfd_getfd": Refused(438, 438),
-    "open_by_handle_at": Refused(304, 265),
-    "fanotify_init": Refused(300, 262),
-    "kexec_load": Refused(246, 104),
+    "io_uring_setup": DeniedSyscall(425, 425, errno.ENOSYS),
+    "bpf": DeniedSyscall(321, 280),
+    "perf_event_open": DeniedSyscall(298, 241),
+    "userfaultfd": DeniedSyscall(323, 282),
+    "add_key": DeniedSyscall(248, 217),
+    "request_key": DeniedSyscall(249, 218),
+    "keyctl": DeniedSyscall(250, 219),
+    "clone3": DeniedSyscall(435, 435, errno.ENOSYS),
+    "unshare": DeniedSyscall(272, 97),
+    "setns": DeniedSyscall(308, 268),
+    "mount": DeniedSyscall(165, 40),
+    "fsopen": DeniedSyscall(430, 430),
+    "open_tree": DeniedSyscall(428, 428),
+    "ptrace": DeniedSyscall(101, 117),
+    "pidfd_getfd": DeniedSyscall(438, 438),
+    "open_by_handle_at": DeniedSyscall(304, 265),
+    "fanotify_init": DeniedSyscall(300, 262),
+    "kexec_load": DeniedSyscall(246, 104),
 }
 CLONE = {"x86_64": 56, "aarch64": 220}
 SOCKET = {"x86_64": (41, 53), "aarch64": (198, 199)}

@@ -44,7 +44,7 @@ HEAD = """# Run {name} as a JobSet (https://jobset.sigs.k8s.io). Written by slip
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PodGroup:
     """Pods of one replicated job: nodes of one role with the same number of devices."""
 
     role: NodeRole
@@ -53,12 +53,12 @@ class Group:
     devices: int
 
 
-def groups(config: Config, role: NodeRole) -> list[Group]:
+def groups(config: Config, role: NodeRole) -> list[PodGroup]:
     """The replicated jobs of a role, in the order of the placement."""
     sizes = [(share.node, len(share.devices(role))) for share in config.shares]
     parts = [list(part) for _, part in groupby([pair for pair in sizes if pair[1]], key=lambda pair: pair[1])]
     return [
-        Group(role, role if len(parts) == 1 else f"{role}-{number}", tuple(node for node, _ in part), part[0][1])
+        PodGroup(role, role if len(parts) == 1 else f"{role}-{number}", tuple(node for node, _ in part), part[0][1])
         for number, part in enumerate(parts)
     ]
 
@@ -136,7 +136,7 @@ class Pods:
         kind = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet"}
         return {**kind, "metadata": {"name": self.name}, "spec": spec}
 
-    def _job(self, group: Group) -> dict[str, Any]:
+    def _job(self, group: PodGroup) -> dict[str, Any]:
         count, is_learner = len(group.nodes), group.role == "learner"
         spec: dict[str, Any] = {
             "completionMode": "Indexed",
@@ -150,7 +150,7 @@ class Pods:
             spec["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
         return {"name": group.name, "replicas": 1, "template": {"spec": spec}}
 
-    def _pod(self, group: Group) -> dict[str, Any]:
+    def _pod(self, group: PodGroup) -> dict[str, Any]:
         volumes: list[tuple[str, str, dict[str, Any]]] = [
             ("work", WORK, {"persistentVolumeClaim": {"claimName": self.claim}}),
             ("files", FILES, {"configMap": {"name": self.config_map}}),
@@ -168,7 +168,7 @@ class Pods:
             "volumes": [{"name": name, **source} for name, _, source in volumes],
         }
 
-    def _container(self, group: Group, mounts: list[dict[str, Any]]) -> dict[str, Any]:
+    def _container(self, group: PodGroup, mounts: list[dict[str, Any]]) -> dict[str, Any]:
         spec = ["--role", group.role, "--node", ",".join(group.nodes)]
         spec += ["--hosts", f"{FILES}/hosts", "--config", f"{FILES}/config.yaml"]
         spec += ["--renumber", "--set", f"run.name={self.run_name}"]
@@ -211,10 +211,10 @@ def _flat(path: str) -> str:
 
 
 def _yaml(tree: dict[str, Any]) -> str:
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, width=1000)
+    return yaml.dump(tree, Dumper=_BlockDumper, sort_keys=False, width=1000)
 
 
-class _Dumper(yaml.SafeDumper):
+class _BlockDumper(yaml.SafeDumper):
     """Several lines of text as a block, so that a configuration can be read."""
 
 
@@ -222,4 +222,4 @@ def _block(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _block)
+_BlockDumper.add_representer(str, _block)

@@ -28,7 +28,7 @@ from slipstream.launch import children
 from slipstream.launch.children import Child, Tail
 from slipstream.launch.hosts.key_files import write_keys
 from slipstream.launch.hosts.node_spec import (
-    Assignment,
+    NodeAssignment,
     add_spec_arguments,
     read_spec,
     resolve,
@@ -97,7 +97,7 @@ def check_address(config: Config, node: str) -> None:
 class Node:
     """The processes of one role on this machine."""
 
-    def __init__(self, assignment: Assignment, *, lifeline: bool) -> None:
+    def __init__(self, assignment: NodeAssignment, *, lifeline: bool) -> None:
         check_available(assignment.config, runs_servers=assignment.spec.role == "rollout")
         self.assignment, self.config = assignment, assignment.config
         self._lifeline = lifeline

@@ -61,7 +61,7 @@ def read_spec(line: str) -> NodeSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class NodeAssignment:
     """What a node spec means on this machine."""
 
     spec: NodeSpec
@@ -111,7 +111,7 @@ def spec_of_arguments(args: argparse.Namespace) -> NodeSpec:
     return NodeSpec(role=args.role, node=node, config=config, hosts=hosts, replay=args.replay, resume_if_begun=begun)
 
 
-def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, write: bool = True) -> Assignment:
+def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, write: bool = True) -> NodeAssignment:
     """Make the plan for this machine, and with `write` its configuration in `<run folder>/launch/`.
 
     Args:
@@ -147,7 +147,7 @@ def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, 
     if write:
         config_file.parent.mkdir(parents=True, exist_ok=True)
         config_file.write_text(spec.config, encoding="utf-8")
-    return Assignment(spec, config, config_file, plan)
+    return NodeAssignment(spec, config, config_file, plan)
 
 
 def config_of(text: str, overrides: Sequence[str] = ()) -> Config:

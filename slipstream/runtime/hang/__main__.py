@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slipstream.runtime.hang import registry, report
-from slipstream.runtime.hang.registry import Member
+from slipstream.runtime.hang.registry import RegisteredProcess
 from slipstream.runtime.program import program
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{run_dir}: no process of a run is noted there; name the folder of a run that was started\n")
         return 2
     knows = next((member for member in there if member.replay is not None and member.is_here()), None)
-    by = Member(
+    by = RegisteredProcess(
         name="python -m slipstream.runtime.hang",
         pid=os.getpid(),
         host=socket.gethostname(),

@@ -19,8 +19,8 @@ STUCK = "DTtZX"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """One process. Example: Process(pid=71, parent=70, name="python", state="T", cpu_s=3.2, started=81723)."""
+class ProcessStatus:
+    """One process. Example: ProcessStatus(pid=71, parent=70, name="python", state="T", cpu_s=3.2, started=81723)."""
 
     pid: int
     parent: int
@@ -45,19 +45,19 @@ class Process:
         return " ".join(_read(PROC / str(self.pid) / "cmdline").replace("\0", " ").split())[:160]
 
 
-def all_processes() -> dict[int, Process]:
+def all_processes() -> dict[int, ProcessStatus]:
     """By pid."""
     found = (of(int(path.name)) for path in PROC.glob("[0-9]*"))
     return {process.pid: process for process in found if process is not None}
 
 
-def of(pid: int) -> Process | None:
+def of(pid: int) -> ProcessStatus | None:
     """One process, or None where there is none."""
     name, _, rest = _read(PROC / str(pid) / "stat").rpartition(")")
     fields = rest.split()
     if len(fields) < 20:
         return None
-    return Process(
+    return ProcessStatus(
         pid=pid,
         parent=int(fields[1]),
         name=name.partition("(")[2],
@@ -67,9 +67,9 @@ def of(pid: int) -> Process | None:
     )
 
 
-def descendants(roots: Iterable[int], processes: Mapping[int, Process]) -> list[Process]:
+def descendants(roots: Iterable[int], processes: Mapping[int, ProcessStatus]) -> list[ProcessStatus]:
     """Children of these processes, their children and so on, without the roots themselves."""
-    children: defaultdict[int, list[Process]] = defaultdict(list)
+    children: defaultdict[int, list[ProcessStatus]] = defaultdict(list)
     for process in processes.values():
         children[process.parent].append(process)
     found, level = dict.fromkeys(roots), [*roots]

@@ -22,8 +22,8 @@ SIGNAL = signal.SIGUSR1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """A process of the run. Example: Member(name="rollout-0", pid=71, host="node1", started=81723, ...)."""
+class RegisteredProcess:
+    """A process of the run. Example: RegisteredProcess(name="rollout-0", pid=71, host="node1", started=81723, ...)."""
 
     name: str
     pid: int
@@ -45,7 +45,7 @@ class Own:
     """This process within its run."""
 
     run_dir: Path
-    member: Member
+    member: RegisteredProcess
 
 
 own: Own | None = None
@@ -66,7 +66,7 @@ def _begin(name: str, run_dir: Path, replay: str | None, keys: str | None) -> No
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     found = processes.of(os.getpid())
-    member = Member(
+    member = RegisteredProcess(
         name=name,
         pid=os.getpid(),
         host=socket.gethostname(),
@@ -80,7 +80,7 @@ def _begin(name: str, run_dir: Path, replay: str | None, keys: str | None) -> No
     own = _noted(run_dir, member)  # only after its signal is caught: without a handler, it would end the process
 
 
-def _noted(run_dir: Path, member: Member) -> Own:
+def _noted(run_dir: Path, member: RegisteredProcess) -> Own:
     noted = run_dir / FOLDER / f".{member.name}.{os.getpid()}"
     noted.write_text(json.dumps(asdict(member)), encoding="utf-8")
     noted.replace(run_dir / FOLDER / f"{member.name}.json")
@@ -94,15 +94,15 @@ def serves(address: str) -> None:
         own = _noted(own.run_dir, replace(own.member, replay=address))
 
 
-def member(run_dir: Path, name: str) -> Member | None:
+def member(run_dir: Path, name: str) -> RegisteredProcess | None:
     """The last process of this name, dead or alive; None where it was not noted."""
     try:
-        return Member(**json.loads((run_dir / FOLDER / f"{name}.json").read_text(encoding="utf-8")))
+        return RegisteredProcess(**json.loads((run_dir / FOLDER / f"{name}.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None  # half written by a full disk, or of another version
 
 
-def members(run_dir: Path) -> list[Member]:
+def members(run_dir: Path) -> list[RegisteredProcess]:
     """All that were noted in a run folder, the last of each name, dead or alive."""
     found = (member(run_dir, path.stem) for path in sorted((run_dir / FOLDER).glob("*.json")))
     return [one for one in found if one is not None]

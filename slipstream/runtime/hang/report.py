@@ -15,8 +15,8 @@ from typing import Any
 from replay import status_client
 from replay.channel import ChannelError
 from slipstream.runtime.hang import processes, registry, stacks
-from slipstream.runtime.hang.processes import STUCK, Process
-from slipstream.runtime.hang.registry import Member
+from slipstream.runtime.hang.processes import STUCK, ProcessStatus
+from slipstream.runtime.hang.registry import RegisteredProcess
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def _note(path: Path, wait: Wait, more: Sequence[str]) -> str:
 
 
 def _write_or_say(
-    path: Path, wait: Wait, by: Member, status: Mapping[str, Any] | None, more: Sequence[str]
+    path: Path, wait: Wait, by: RegisteredProcess, status: Mapping[str, Any] | None, more: Sequence[str]
 ) -> OSError | None:
     """A disk that is full, or gone, counts less than what has expired."""
     try:
@@ -126,7 +126,9 @@ def _write_or_say(
     return None
 
 
-def write(path: Path, wait: Wait, by: Member, status: Mapping[str, Any] | None, more: Sequence[str] = ()) -> list[str]:
+def write(
+    path: Path, wait: Wait, by: RegisteredProcess, status: Mapping[str, Any] | None, more: Sequence[str] = ()
+) -> list[str]:
     """Fill the file; returns the lines of its suspects. Raises OSError."""
     run_dir, noted = path.parent, registry.members(path.parent)
     here = {member.pid: member for member in noted if member.is_here()}
@@ -171,7 +173,10 @@ def _fill(path: Path, text: str) -> None:
 
 
 def _suspects(
-    here: Mapping[int, Member], known: Mapping[int, Process], seen: Mapping[int, str], status: Mapping[str, Any]
+    here: Mapping[int, RegisteredProcess],
+    known: Mapping[int, ProcessStatus],
+    seen: Mapping[int, str],
+    status: Mapping[str, Any],
 ) -> Iterator[str]:
     """Processes that cannot go on by themselves, and what they owe."""
     peers = {peer["name"]: peer for peer in status.get("peers", ())}
@@ -213,7 +218,7 @@ def _waits(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"{peer['name']}: {peer['activity'] or '-'} for {peer['since_s']:.1f} s; {heard}"
 
 
-def ask_replay(member: Member) -> Mapping[str, Any]:
+def ask_replay(member: RegisteredProcess) -> Mapping[str, Any]:
     """The state of the run, or `problem`, within STATUS_S."""
     if member.replay is None:
         return {"problem": "its address is not known here"}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from slipstream.runtime.hang.registry import FOLDER, SIGNAL, Member
+from slipstream.runtime.hang.registry import FOLDER, SIGNAL, RegisteredProcess
 
 ANSWER_S = 1.0
 """An answer takes a few milliseconds; a busy machine may take longer."""
@@ -47,7 +47,7 @@ def py_spy(pids: Sequence[int]) -> dict[int, str]:
     return found
 
 
-def ask(members: Iterable[Member], run_dir: Path) -> dict[int, str]:
+def ask(members: Iterable[RegisteredProcess], run_dir: Path) -> dict[int, str]:
     """By pid, the stacks of those that answer the signal within ANSWER_S; the others are left out."""
     asked: dict[int, tuple[Path, int]] = {}
     for member in members:

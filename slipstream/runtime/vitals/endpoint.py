@@ -23,7 +23,7 @@ NAMESPACE = "slipstream"
 EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
-class Endpoint:
+class MetricsEndpoint:
     """Serves the last numbers that were shown, and the gauges; from threads of its own."""
 
     def __init__(self, config: Config, name: str, role: str, gauges: Callable[[], Mapping[str, float]]) -> None:

@@ -24,7 +24,7 @@ import psutil
 from configs.schema import Config
 from slipstream.runtime.lifeline import BoundedLog
 from slipstream.runtime.vitals.busy import Busy
-from slipstream.runtime.vitals.endpoint import Endpoint
+from slipstream.runtime.vitals.endpoint import MetricsEndpoint
 from slipstream.runtime.vitals.growth import COUNT_PER_H, MIB, Growth, Series
 from slipstream.runtime.vitals.processes import Use, by_role
 
@@ -90,7 +90,7 @@ class Vitals(AbstractContextManager["Vitals"]):
         self._log = BoundedLog(log)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="vitals", daemon=True)
-        self._endpoint = Endpoint(config, name, role, self.gauges)
+        self._endpoint = MetricsEndpoint(config, name, role, self.gauges)
 
     def __enter__(self) -> Self:
         self._endpoint.start()

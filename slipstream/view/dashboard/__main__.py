@@ -13,7 +13,7 @@ from pathlib import Path
 
 from configs.errors import ConfigError
 from slipstream.runtime.program import program
-from slipstream.view.dashboard.run import Run
+from slipstream.view.dashboard.run import RunReader
 from slipstream.view.dashboard.server import Dashboard
 
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"slipstream: {len(args.run_dirs)} run folders given; name one, or two to compare\n")
         return 2
     try:
-        runs = [Run(Path(folder)) for folder in args.run_dirs]
+        runs = [RunReader(Path(folder)) for folder in args.run_dirs]
         dashboard = Dashboard(runs, args.port)
     except ConfigError as error:
         sys.stderr.write(f"slipstream: {error}\n")

@@ -18,7 +18,7 @@ from slipstream.runtime.ending import read
 from slipstream.runtime.trace import FOLDER as TRACES
 from slipstream.view.dashboard import fleet, pipeline, series
 from slipstream.view.dashboard.trajectories import Trajectories
-from slipstream.view.live_text import Progress, Row
+from slipstream.view.live_text import MetricRows, Row
 from slipstream.view.logs import Warned, Warnings
 
 SECTIONS = ("learner", "replay", "rollout")
@@ -69,7 +69,7 @@ class Lines:
         return f"{self.tail.inode}-{self.tail.offset}"
 
 
-class Run:
+class RunReader:
     """A run folder. Safe to use from several threads; nothing in the folder is changed."""
 
     def __init__(self, folder: Path) -> None:
@@ -105,8 +105,8 @@ class Run:
             broken = self._metrics.broken or self._timeline.broken
             return {**head, **facts, "broken": broken, **series.of(progress, rows)}
 
-    def _progress(self, rows: Sequence[Row]) -> Progress:
-        progress = Progress(self._of("learner", "total_steps"), self._of("replay", "async_lag"), kept=None)
+    def _progress(self, rows: Sequence[Row]) -> MetricRows:
+        progress = MetricRows(self._of("learner", "total_steps"), self._of("replay", "async_lag"), kept=None)
         for row in rows:
             progress.add(row)
         return progress

@@ -9,7 +9,7 @@ import numpy as np
 
 from learner.record.metrics import tokens_by_lag
 from learner.record.summary import curves
-from slipstream.view.live_text import Progress, Row
+from slipstream.view.live_text import MetricRows, Row
 
 MAX_POINTS = 1500
 MAX_CHOSEN = 60
@@ -41,7 +41,7 @@ PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
 """Title, unit, and metrics with their labels (docs/metrics.md)."""
 
 
-def of(progress: Progress, rows: Sequence[Row]) -> dict[str, Any]:
+def of(progress: MetricRows, rows: Sequence[Row]) -> dict[str, Any]:
     """What the overview shows of a run.
 
     `panels` have a `step` axis, and per line mean values, with `low` and `high` beside them where a point stands for

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from slipstream.view.dashboard.run import Run
+from slipstream.view.dashboard.run import RunReader
 from slipstream.view.dashboard.trajectories import SORTABLE
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ TIMEOUT_S = 30.0
 Query = Mapping[str, str]
 
 
-class Refused(Exception):
+class HttpError(Exception):
     """A request that gets no answer but its status and why."""
 
     def __init__(self, status: HTTPStatus, why: str) -> None:
@@ -61,7 +61,7 @@ class Refused(Exception):
 class Dashboard:
     """Serves one run or two. `url` has the token."""
 
-    def __init__(self, runs: Sequence[Run], port: int = 0, token: str | None = None) -> None:
+    def __init__(self, runs: Sequence[RunReader], port: int = 0, token: str | None = None) -> None:
         """Bind to the loopback interface. Raises OSError: the port is taken."""
         self.runs = list(runs)
         self.token = token or secrets.token_urlsafe(24)
@@ -91,22 +91,22 @@ class Dashboard:
         self._http.shutdown()
 
     def check(self, host: str, fetch_site: str, tokens: Sequence[str]) -> None:
-        """Raises Refused: the request did not come from this page, or has not the token."""
+        """Raises HttpError: the request did not come from this page, or has not the token."""
         if _name_in(host) not in HOSTS:
-            raise Refused(HTTPStatus.FORBIDDEN, f"Host {host!r} is not this machine's loopback")
+            raise HttpError(HTTPStatus.FORBIDDEN, f"Host {host!r} is not this machine's loopback")
         if fetch_site in ("cross-site", "same-site"):
-            raise Refused(HTTPStatus.FORBIDDEN, "the page of another site asks")
+            raise HttpError(HTTPStatus.FORBIDDEN, "the page of another site asks")
         mine = self.token.encode()
         if not any([hmac.compare_digest(token.encode("utf-8", "replace"), mine) for token in tokens]):
-            raise Refused(HTTPStatus.UNAUTHORIZED, "open the whole URL, with ?token=, that the dashboard has printed")
+            raise HttpError(HTTPStatus.UNAUTHORIZED, "open the whole URL, with ?token=, that the dashboard has printed")
 
     def answer(self, path: str, query: Query) -> Any:
-        """What an address of the interface gives. Raises Refused."""
+        """What an address of the interface gives. Raises HttpError."""
         if path == "/api/runs":
             return [{"name": run.name, "age_s": run.age_s(), **run.ending()} for run in self.runs]
         view = VIEWS.get(path)
         if view is None:
-            raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")
+            raise HttpError(HTTPStatus.NOT_FOUND, "there is no such page")
         try:
             return view(self.run(query), query)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -115,20 +115,20 @@ class Dashboard:
                 log.exception("dashboard: %s cannot be shown", path)
                 status = HTTPStatus.INTERNAL_SERVER_ERROR
                 why = f"a file of the run holds what this view cannot show: {error}; the terminal says where it failed"
-            raise Refused(status, why) from error
+            raise HttpError(status, why) from error
 
-    def run(self, query: Query) -> Run:
-        """The one that is asked about. Raises Refused."""
+    def run(self, query: Query) -> RunReader:
+        """The one that is asked about. Raises HttpError."""
         number = query.get("run", "0")
         if not number.isdecimal() or len(number) > 1 or int(number) >= len(self.runs):
-            raise Refused(HTTPStatus.NOT_FOUND, f"run={number[:20]}: there are {len(self.runs)}, counted from 0")
+            raise HttpError(HTTPStatus.NOT_FOUND, f"run={number[:20]}: there are {len(self.runs)}, counted from 0")
         return self.runs[int(number)]
 
     def trace(self, query: Query) -> bytes:
-        """A merged trace, for Perfetto. Raises Refused: the run has none of this name."""
+        """A merged trace, for Perfetto. Raises HttpError: the run has none of this name."""
         path = self.run(query).traces().get(query.get("name", ""))
         if path is None:
-            raise Refused(HTTPStatus.NOT_FOUND, "there is no such trace; the pipeline view lists those of the run")
+            raise HttpError(HTTPStatus.NOT_FOUND, "there is no such trace; the pipeline view lists those of the run")
         return path.read_bytes()
 
 
@@ -149,7 +149,7 @@ def _number(query: Query, name: str) -> float | None:
     return value
 
 
-def _page(run: Run, query: Query) -> dict[str, Any]:
+def _page(run: RunReader, query: Query) -> dict[str, Any]:
     filters = {}
     for column in SORTABLE:
         low, high = _number(query, f"{column}_min"), _number(query, f"{column}_max")
@@ -166,7 +166,7 @@ def _page(run: Run, query: Query) -> dict[str, Any]:
     )
 
 
-VIEWS: Mapping[str, Callable[[Run, Query], Any]] = {
+VIEWS: Mapping[str, Callable[[RunReader, Query], Any]] = {
     "/api/metrics": lambda run, query: run.metrics(query.get("stamp", "")),
     "/api/series": lambda run, query: run.series([name for name in query.get("names", "").split(",") if name]),
     "/api/pipeline": lambda run, query: run.pipeline(_number(query, "start"), _number(query, "end")),
@@ -207,7 +207,7 @@ class _Handler(BaseHTTPRequestHandler):
                 return
             body = json.dumps(_finite(dashboard.answer(address.path, query)), allow_nan=False)
             self._send(HTTPStatus.OK, "application/json", body.encode())
-        except Refused as refusal:
+        except HttpError as refusal:
             self._send(refusal.status, "text/plain; charset=utf-8", f"{refusal}\n".encode())
         except OSError as error:  # of the run folder: a file that has gone meanwhile, a disk
             text = f"the run folder cannot be read: {error}\n"

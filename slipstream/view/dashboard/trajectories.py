@@ -45,7 +45,7 @@ class GoneError(SlipstreamError, ValueError, code="SLIP-REPORT-04"):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TrajectoryFile:
     """One file of lines."""
 
     path: Path
@@ -62,8 +62,8 @@ class Trajectories:
     def __init__(self, folder: Path, max_new_tokens: int) -> None:
         self.folder, self.max_new_tokens = folder, max_new_tokens
         self._lock = threading.Lock()
-        self._parts: dict[Path, tuple[Source, Array]] = {}
-        self._table: tuple[list[Source], Array, Array] | None = None
+        self._parts: dict[Path, tuple[TrajectoryFile, Array]] = {}
+        self._table: tuple[list[TrajectoryFile], Array, Array] | None = None
         """Of all parts; None where they have changed."""
         self._files, self._looked_at = 0, 0
         """Of the scan that runs, or of the last one."""
@@ -152,7 +152,7 @@ class Trajectories:
             "line": self._line(sources[number], int(offset)),
         }
 
-    def _samples(self, sources: Sequence[Source], rows: Array, files: Array, row: Array) -> list[str]:
+    def _samples(self, sources: Sequence[TrajectoryFile], rows: Array, files: Array, row: Array) -> list[str]:
         """Ids of all samples of a line's trajectory, the line itself included: one, mostly."""
         if row["kind"] != KINDS.index("trained"):
             return []
@@ -161,7 +161,7 @@ class Trajectories:
         found = sorted((self._relative(sources[files[i]]), int(rows["offset"][i])) for i in places)
         return [f"{file}:{offset}" for file, offset in found]
 
-    def _joined(self) -> tuple[list[Source], Array, Array]:
+    def _joined(self) -> tuple[list[TrajectoryFile], Array, Array]:
         """Sources, and the lines of all of them with their source's number; newest file last."""
         with self._lock:
             if self._table is None:
@@ -171,7 +171,7 @@ class Trajectories:
                 self._table = ([source for source, _ in parts], rows, files)
             return self._table
 
-    def _line(self, source: Source, offset: int) -> dict[str, Any]:
+    def _line(self, source: TrajectoryFile, offset: int) -> dict[str, Any]:
         """Raises GoneError: it is no longer where the index has it."""
         try:
             with source.path.open("rb") as file:
@@ -185,7 +185,7 @@ class Trajectories:
             return found if isinstance(found, dict) else {}
         raise GoneError(f"{self._relative(source)} {why}")
 
-    def _brief(self, source: Source, row: Array, gone: list[str]) -> dict[str, Any]:
+    def _brief(self, source: TrajectoryFile, row: Array, gone: list[str]) -> dict[str, Any]:
         """A line of a page; of one that is no longer in its file the numbers, and why among the `gone`."""
         line: Mapping[str, Any] = {}
         try:
@@ -195,13 +195,13 @@ class Trajectories:
         prompt, text = _prompt(line), str(line.get("text", ""))
         return {**self._numbers(source, row), "prompt": prompt[:TEXT_CHARS], "text": text[:TEXT_CHARS]}
 
-    def _numbers(self, source: Source, row: Array) -> dict[str, Any]:
+    def _numbers(self, source: TrajectoryFile, row: Array) -> dict[str, Any]:
         numbers = {column: _plain(row[column]) for column in SORTABLE}
         words = {"kind": KINDS[int(row["kind"])], "problem": PROBLEMS[int(row["problem"])]}
         file = self._relative(source)
         return {"id": f"{file}:{row['offset']}", **numbers, **words, "file": file}
 
-    def _relative(self, source: Source) -> str:
+    def _relative(self, source: TrajectoryFile) -> str:
         return str(source.path.relative_to(self.folder))
 
     def _scan(self) -> None:
@@ -229,7 +229,7 @@ class Trajectories:
     def _take_in(self, path: Path, kind: int, step: int) -> None:
         """Index a file that is new or another one than before. Raises OSError, BAD_LINE."""
         stat = path.stat()
-        source = Source(path, kind, step, (stat.st_size, stat.st_mtime_ns))
+        source = TrajectoryFile(path, kind, step, (stat.st_size, stat.st_mtime_ns))
         with self._lock:
             before = self._parts.get(path)
         if before is None or before[0] != source:
@@ -249,7 +249,7 @@ class Trajectories:
                 else:
                     yield int(match[1]), kind, path
 
-    def _read(self, source: Source) -> Array:
+    def _read(self, source: TrajectoryFile) -> Array:
         rows: list[tuple[float, ...]] = []
         offset = 0
         with source.path.open("rb") as file:
@@ -262,7 +262,7 @@ class Trajectories:
                 offset += len(line)
         return np.array(rows, COLUMNS)
 
-    def _measure(self, line: Mapping[str, Any], source: Source) -> tuple[float, ...]:
+    def _measure(self, line: Mapping[str, Any], source: TrajectoryFile) -> tuple[float, ...]:
         """The columns from `reward` to `problem` of a line."""
         reward = float(line["reward"])
         if source.kind == 1:

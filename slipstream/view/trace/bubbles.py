@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from slipstream.view.trace.merge import STEP
-from slipstream.view.trace.sources import TORCH, Process, Span
+from slipstream.view.trace.sources import TORCH, Span, TraceProcess
 
 WAIT = "wait_batch"
 PHASES = (WAIT, "update_actor", "publish_wait", "param_sync")
 GPU = f"{TORCH}GPU"
 
 
-def summary(processes: Sequence[Process], steps: range) -> str:
+def summary(processes: Sequence[TraceProcess], steps: range) -> str:
     """One line a process, and one about the longest wait of the first rank."""
     first = next(process for process in processes if process.name == "learner-0")
     spans = first.lanes["steps"].spans
@@ -26,7 +26,7 @@ def summary(processes: Sequence[Process], steps: range) -> str:
     return "\n".join(lines)
 
 
-def _shares(process: Process, begin: int, end: int) -> str:
+def _shares(process: TraceProcess, begin: int, end: int) -> str:
     lanes = {name: lane.spans for name, lane in process.lanes.items()}
     found: list[tuple[str, int]] = []
     if process.role == "learner":
@@ -54,7 +54,7 @@ def _covered(spans: Sequence[Span], begin: int, end: int) -> int:
     return total
 
 
-def _bubble(wait: Span, steps: Sequence[Span], processes: Sequence[Process]) -> str:
+def _bubble(wait: Span, steps: Sequence[Span], processes: Sequence[TraceProcess]) -> str:
     """A wait of the learner, and what each rollout server did for most of it."""
     step = next((s.name for s in steps if s.start <= wait.start and wait.end <= s.end), "a step")
     doing = []

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.runtime.trace import FOLDER
-from slipstream.view.trace.sources import Lane, Process, Span, TraceError, read
+from slipstream.view.trace.sources import Span, TraceError, TraceProcess, Track, read
 
 STEP = re.compile(r"step (\d+)")
 ORDER = ("learner", "replay", "rollout_server")
 MICRO = 1000
 
 
-def merge(run_dir: Path) -> tuple[Path, list[Process], range]:
+def merge(run_dir: Path) -> tuple[Path, list[TraceProcess], range]:
     """Write the trace of a run folder; where it is, the processes cut to its window, and the steps.
 
     Raises:
@@ -41,7 +41,7 @@ def merge(run_dir: Path) -> tuple[Path, list[Process], range]:
     return path, processes, range(numbers[0], numbers[-1] + 1)
 
 
-def _steps(processes: Sequence[Process], run_dir: Path) -> dict[int, Span]:
+def _steps(processes: Sequence[TraceProcess], run_dir: Path) -> dict[int, Span]:
     """Steps of the first rank: those that are whole; of one that was trained again, the last time."""
     first = next((process for process in processes if process.name == "learner-0"), None)
     spans = first.lanes["steps"].spans if first is not None and "steps" in first.lanes else []
@@ -51,12 +51,12 @@ def _steps(processes: Sequence[Process], run_dir: Path) -> dict[int, Span]:
     return found
 
 
-def _about(processes: Sequence[Process], begin: int) -> dict[str, Any]:
+def _about(processes: Sequence[TraceProcess], begin: int) -> dict[str, Any]:
     clocks = {process.name: process.clock for process in processes}
     return {"unix_ns_of_first_step": str(begin), "clock": "Unix time of replay's machine", "clocks": clocks}
 
 
-def events(processes: Sequence[Process]) -> Iterator[dict[str, Any]]:
+def events(processes: Sequence[TraceProcess]) -> Iterator[dict[str, Any]]:
     """Chrome's events, in microseconds from the first span on: no two of a track overlap, but they nest."""
     spans = [span for process in processes for lane in process.lanes.values() for span in lane.spans]
     origin = min(span.start for span in spans)
@@ -82,7 +82,7 @@ def _events(span: Span, origin: int, *, pid: int, tid: int) -> Iterator[dict[str
         yield {**event, **({"args": dict(span.args)} if span.args and name == span.name else {})}
 
 
-def tracks(lane: Lane) -> list[list[Span]]:
+def tracks(lane: Track) -> list[list[Span]]:
     """A lane's spans divided so that those of a track nest or lie apart; with `at_once` they lie apart."""
     found: list[list[Span]] = []
     open_: list[list[int]] = []

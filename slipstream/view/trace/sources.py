@@ -34,7 +34,7 @@ class Span:
 
 
 @dataclass(slots=True)
-class Lane:
+class Track:
     """Spans of a process that nest like calls, or with `at_once` overlap in any way."""
 
     spans: list[Span] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Lane:
 
 
 @dataclass(slots=True)
-class Process:
+class TraceProcess:
     """One process of the run, over its restarts."""
 
     name: str
@@ -50,12 +50,12 @@ class Process:
     host: str = "?"
     clock: str = ""
     """How its times were brought onto replay's clock."""
-    lanes: dict[str, Lane] = field(default_factory=dict)
+    lanes: dict[str, Track] = field(default_factory=dict)
 
     def add(self, lane: str, span: Span, *, at_once: bool = False) -> None:
         """Append to a lane, unless the span is negative: a clock that was set back meanwhile."""
         if span.end >= span.start:
-            self.lanes.setdefault(lane, Lane(at_once=at_once)).spans.append(span)
+            self.lanes.setdefault(lane, Track(at_once=at_once)).spans.append(span)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def starts(path: Path) -> list[Start]:
     return found
 
 
-def read(run_dir: Path) -> list[Process]:
+def read(run_dir: Path) -> list[TraceProcess]:
     """Every process of trace/, and what replay saw of rollout servers (timeline.jsonl).
 
     Raises:
@@ -116,8 +116,8 @@ def read(run_dir: Path) -> list[Process]:
     return list(found.values())
 
 
-def _process(name: str, of: Sequence[Start], reference: Mapping[str, Any] | None) -> Process:
-    process = Process(name, str(of[-1].head.get("role", "?")), str(of[-1].head.get("host", "?")))
+def _process(name: str, of: Sequence[Start], reference: Mapping[str, Any] | None) -> TraceProcess:
+    process = TraceProcess(name, str(of[-1].head.get("role", "?")), str(of[-1].head.get("host", "?")))
     for start in of:
         shift, process.clock = _shift(start, reference)
         for line in start.lines:
@@ -142,7 +142,7 @@ def _shift(start: Start, reference: Mapping[str, Any] | None) -> tuple[int, str]
     return own + round(ahead * 1e9), said
 
 
-def _add_states(found: dict[str, Process], path: Path) -> None:
+def _add_states(found: dict[str, TraceProcess], path: Path) -> None:
     """What replay saw of its peers; of a server whose spans are on another host's disk it is all there is."""
     events = list(lines_of(path)) if path.exists() else []
     roles = {event["name"]: event for event in events if event.get("event") == "joined"}
@@ -150,7 +150,7 @@ def _add_states(found: dict[str, Process], path: Path) -> None:
         about = roles.get(lane.name, {})
         if lane.name not in found:
             role, host = about.get("role", "?"), about.get("host", "?")
-            found[lane.name] = Process(lane.name, role, host, "replay's, from timeline.jsonl")
+            found[lane.name] = TraceProcess(lane.name, role, host, "replay's, from timeline.jsonl")
         elif found[lane.name].role == "learner":
             continue
         for start, end, kind, label in lane.spans:
@@ -158,7 +158,7 @@ def _add_states(found: dict[str, Process], path: Path) -> None:
             found[lane.name].add("state", Span(round(start * 1e9), round(end * 1e9), label, args=args))
 
 
-def add_torch(process: Process, path: Path, *, shift: int) -> None:
+def add_torch(process: TraceProcess, path: Path, *, shift: int) -> None:
     """Torch's profile as lanes of a rank: a thread or a stream each. Flows and counters are left out.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rollout servers with the real Leases over a simulated engine, which generates token by token."""
+"""Rollout servers with the real HeldLeases over a simulated engine, which generates token by token."""
 
 import random
 from collections.abc import Container, Mapping, Sequence
@@ -11,14 +11,14 @@ import numpy as np
 from configs import Config
 from replay import messages as m
 from rollout_server.engines.base import EngineError, Partial
-from rollout_server.leases import EvaluationKey, Leases, evaluation_key, request_id
+from rollout_server.leases import EvaluationKey, HeldLeases, evaluation_key, request_id
 from rollout_server.progress import LeaseKey, lease_key, prefixes_of
 from tests.replay.simulation.books import Books
 from tests.replay.simulation.bus import NOBODY, SimulatedIntake
 from tests.replay.simulation.network import Network
 from tests.replay.simulation.samples import make_group, make_result
 from weight_bus.messages import Heartbeat, Join
-from weight_bus.subscription import Engine, Subscription
+from weight_bus.subscription import EngineCallbacks, Subscription
 
 FLAT = 0.2
 """Share of groups without a difference in reward."""
@@ -35,7 +35,7 @@ class Running:
 
 
 class SimulatedServer:
-    """An engine under real Leases and a real Subscription; it is `Jobs` and `Working` of rollout_server/leases.py."""
+    """An engine under HeldLeases and a Subscription; it is `Jobs` and `Working` of rollout_server/leases.py."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class SimulatedServer:
         self.running: dict[LeaseKey, Running] = {}
         self.evaluations: list[m.EvaluationLease] = []
         hello = m.Hello(role="rollout_server", name=identity, pid=1, host="h")
-        self.leases = Leases(config, hello, self)
+        self.leases = HeldLeases(config, hello, self)
         network.connect(identity)
         bus.connect(identity)
         self.leases.join(now)
@@ -81,7 +81,7 @@ class SimulatedServer:
         if self.subscription is not None:
             quarantine = partial(self._quarantine, now)
             self.subscription.watch(now, heard=True, entered=now)
-            self.subscription.hear(message, Engine(self._load, self._activate, quarantine))
+            self.subscription.hear(message, EngineCallbacks(self._load, self._activate, quarantine))
             self._flush()
 
     def act(self, now: float, *, brisk: bool = False) -> None:

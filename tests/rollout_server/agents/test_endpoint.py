@@ -294,10 +294,10 @@ def test_an_agent_that_cannot_be_used_is_refused_at_the_start(options: dict[str,
 
 
 async def test_a_relay_names_the_session_of_each_request() -> None:
-    from rollout_server.tasks.agents.endpoint import Endpoint
+    from rollout_server.tasks.agents.endpoint import OpenAIEndpoint
     from rollout_server.tasks.agents.requests import Rules
 
-    endpoint = Endpoint(Rules(temperature=1.0))
+    endpoint = OpenAIEndpoint(Rules(temperature=1.0))
     await endpoint.start()
     access = endpoint.open(None, "trace-1")  # type: ignore[arg-type]
 

@@ -16,7 +16,7 @@ from configs import Config
 from examples.calculator import save_tokenizer
 from rollout_server.tasks.agents.answers import ResponseStream, Stream, apart, message_of, whole
 from rollout_server.tasks.agents.program import AgentFailed, play, reward_of
-from rollout_server.tasks.agents.requests import Asked, Form, Refused, Rules, read
+from rollout_server.tasks.agents.requests import ApiError, Form, Rules, SamplingRequest, read
 from rollout_server.tasks.environments import Turn
 from rollout_server.tasks.environments import tool_calls as parsing
 from rollout_server.tasks.environments.conversation import Conversation
@@ -58,13 +58,13 @@ def test_any_body_is_understood_or_refused(body: dict[str, Any], form: Any, is_v
         body = {**body, "model": "policy", "messages": [USER], "prompt": "1+2", "input": [USER]}
     try:
         asked = read(json.dumps(body).encode(), RULES, form, {})
-    except Refused as refused:
+    except ApiError as refused:
         assert refused.status in (400, 404) and refused.body()["error"]["message"]
     else:
         assert asked.context and 1 <= asked.n <= 64 and (asked.max_new_tokens is None or asked.max_new_tokens >= 1)
 
 
-def asked_with(form: Form = "chat", **changes: Any) -> Asked:
+def asked_with(form: Form = "chat", **changes: Any) -> SamplingRequest:
     body = {"model": "policy", "messages": [USER], "input": "1+2", **changes}
     return read(json.dumps(body).encode(), RULES, form, {})
 
@@ -74,11 +74,11 @@ def test_what_is_the_run_s_own_is_taken_and_may_be_ignored() -> None:
     assert asked_with(max_tokens=9, max_completion_tokens=5).max_new_tokens == 5
     assert asked_with(tools=[TOOL], tool_choice="none").tools is None and asked_with(tools=[TOOL]).tools == [TOOL]
     body = json.dumps({"model": "policy", "messages": [USER], "temperature": 0, "beam_width": 4}).encode()
-    with pytest.raises(Refused, match=r"temperature: 0 is not the run's own rollout.temperature 0\.8"):
+    with pytest.raises(ApiError, match=r"temperature: 0 is not the run's own rollout.temperature 0\.8"):
         read(body, RULES, "chat", {})
     lenient = Rules(temperature=0.8, ignores=True)
     assert read(body, lenient, "chat", {}).context == [USER]
-    with pytest.raises(Refused, match="stop"):
+    with pytest.raises(ApiError, match="stop"):
         read(body.replace(b'"beam_width": 4', b'"stop": ""'), lenient, "chat", {})
 
 
@@ -194,7 +194,7 @@ def test_a_required_call_begins_the_answer() -> None:
     assert named.begins == '<tool_call>\n{"name": "add", "arguments":'
     assert parsing.message_of(named.begins + ' {"a": 1}}', 0)["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
     assert asked_with(stop="x").stop == ("x",) and asked_with(stop=["x", "y"]).stop == ("x", "y")
-    with pytest.raises(Refused, match="tool_choice"):
+    with pytest.raises(ApiError, match="tool_choice"):
         asked_with(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "sub"}})
 
 

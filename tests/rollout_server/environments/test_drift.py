@@ -16,7 +16,7 @@ from configs import Config
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.tasks.environments import ContextFull, NoMoreTurns
 from rollout_server.tasks.environments.conversation import MARK, Conversation
-from rollout_server.tasks.environments.session import Limits, Session
+from rollout_server.tasks.environments.session import EpisodeLimits, Session
 from rollout_server.tasks.failed import LeaseFailed
 from rollout_server.tasks.task import Task, TaskError
 from rollout_server.tasks.workers.frames import pack
@@ -30,8 +30,8 @@ CHATML = (
 """It leaves out the reasoning of earlier answers, as templates of reasoning models do."""
 SPECIAL = ("<|im_end|>", "<|im_start|>")
 END = 0
-LIMITS = Limits(max_new_tokens=400, max_context=600, max_turns=9)
-SMALL = Limits(max_new_tokens=4, max_context=9, max_turns=2)
+LIMITS = EpisodeLimits(max_new_tokens=400, max_context=600, max_turns=9)
+SMALL = EpisodeLimits(max_new_tokens=4, max_context=9, max_turns=2)
 WORDS = ("ab", "abab", "b a", "</think>", " ba", "a\n", "", "aab")
 
 
@@ -82,7 +82,7 @@ class Engine:
 
 
 @contextlib.contextmanager
-def session_of(task: Task, engine: Any, seed: int = 0, limits: Limits = LIMITS) -> Iterator[Session]:
+def session_of(task: Task, engine: Any, seed: int = 0, limits: EpisodeLimits = LIMITS) -> Iterator[Session]:
     with ThreadPoolExecutor(1) as texts:
         yield Session("e", engine, task, texts, sampling=Sampling(max_new_tokens=1, seed=seed), limits=limits)
 

@@ -16,7 +16,7 @@ from replay.state.leases import Slot
 from replay.state.validation import Bounds, problem_with
 from rollout_server.engines.base import Completion, Engine, Sampling
 from rollout_server.tasks.environments.conversation import Conversation
-from rollout_server.tasks.environments.session import Limits, Session
+from rollout_server.tasks.environments.session import EpisodeLimits, Session
 from rollout_server.tasks.pictures import Prompt
 from rollout_server.tasks.task import Task, TaskError
 from tests.rollout_server.environments.test_episodes import playing
@@ -91,7 +91,8 @@ def test_a_context_shows_pictures_of_its_row(folder: Path, content: Any, has_pic
 
 
 async def test_a_context_shows_all_pictures_or_none(folder: Path) -> None:
-    task, limits = Task(config_of(folder / "model", GROUP, 8)), Limits(max_new_tokens=8, max_context=64, max_turns=3)
+    task = Task(config_of(folder / "model", GROUP, 8))
+    limits = EpisodeLimits(max_new_tokens=8, max_context=64, max_turns=3)
     with ThreadPoolExecutor(1) as texts:
         seen, engine = task.look(lease(folder).prompt), cast(Engine, None)  # nothing is sampled
         session = Session("a", engine, task, texts, sampling=Sampling(max_new_tokens=8), limits=limits, seen=seen)

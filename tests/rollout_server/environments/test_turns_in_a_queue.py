@@ -15,7 +15,7 @@ from configs.variants import Choice
 from rollout_server.engines.base import Completion, Sampling
 from rollout_server.engines.torch.engine import TorchEngine
 from rollout_server.tasks.environments.pool import environments_of
-from rollout_server.tasks.environments.session import Limits, Session
+from rollout_server.tasks.environments.session import EpisodeLimits, Session
 from rollout_server.tasks.task import Task
 from tests.rollout_server.environments.test_drift import task as task
 from tests.rollout_server.environments.test_episodes import FUNCTIONS, GROUP, ending_of, lease, playing
@@ -77,7 +77,7 @@ async def answered(ids: list[int], sampling: Sampling, n: int, **_: Any) -> list
 async def test_1024_episodes_leave_the_loop_to_the_engine(task: Task) -> None:
     """A turn each 10 s, at 16k tokens, by ids and by messages: below 30 % of a core."""
     engine: Any = SimpleNamespace(generate=answered, running_tokens=dict, abort=lambda _: None)
-    limits = Limits(max_new_tokens=9 * CONTEXT, max_context=9 * CONTEXT, max_turns=2 * TURNS)
+    limits = EpisodeLimits(max_new_tokens=9 * CONTEXT, max_context=9 * CONTEXT, max_turns=2 * TURNS)
     shares = {}
     with ThreadPoolExecutor(1) as texts:
         environment = Environment(function=Choice(f"{FUNCTIONS}:long_contexts", {"tokens": CONTEXT}), workers=1)

@@ -12,7 +12,7 @@ from learner.dialog import RunEnded as LearnerRunEnded
 from replay import messages as m
 from replay.channel import AsyncDealer, ChannelError, WireError
 from rollout_server.generate import LeaseFailed
-from rollout_server.leases import RunEnded
+from rollout_server.leases import GoodbyeReceived
 from rollout_server.server import RolloutServer
 from tests.replay.simulated_run import config
 from tests.security.fuzz.targets import PATIENCE_S, DealerTarget, Vanished
@@ -54,7 +54,7 @@ class RolloutTarget(DealerTarget):
                 if envelope is None:
                     raise Vanished(f"{count - number} of {count} messages")
                 self.accepted += 1
-                with contextlib.suppress(RunEnded, ChannelError):  # Goodbye and Refused
+                with contextlib.suppress(GoodbyeReceived, ChannelError):  # Goodbye and Refused
                     await self._reader.handle(envelope.message, tasks)
 
     def close(self) -> None:

@@ -28,7 +28,7 @@ from weight_bus.errors import TransportError
 from weight_bus.transports.base import Formation, ignore
 from weight_bus.transports.meeting import GroupTransport, formed
 from weight_bus.transports.ucc import resolve_ucc
-from weight_bus.transports.ucc.member import HOPELESS_S, REAP_S, Member, SharedBytes, Starter
+from weight_bus.transports.ucc.member import HOPELESS_S, REAP_S, SharedBytes, Starter, UccProcess
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class UccCollective(GroupTransport):
     backend = "ucc"
     device = torch.device("cpu")
     _rank = 0
-    _member: Member | None = None
+    _member: UccProcess | None = None
 
     def __init__(self, config: WeightBus, host: str) -> None:
         super().__init__(config, host)

@@ -90,7 +90,7 @@ class Starter:
             raise TransportError(f"{self._name} {_ending(self._process.returncode)}", "closed")
         self._ready = True
 
-    def fork(self, limit_s: float) -> "Member":
+    def fork(self, limit_s: float) -> "UccProcess":
         """A process for a group. Raises TransportError: there is none, and this one is gone."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -98,7 +98,7 @@ class Starter:
         if answer is None:
             ours.close()
             raise TransportError(f"{self._name} is gone", "closed")
-        return Member(self, ours, int(answer["pid"]))
+        return UccProcess(self, ours, int(answer["pid"]))
 
     def end(self) -> int | None:
         """Kill the process of the group and reap it; its exit code. None if it had to go with this one."""
@@ -126,7 +126,7 @@ class Starter:
         return answer
 
 
-class Member:
+class UccProcess:
     """The process of one group, seen from the transport."""
 
     def __init__(self, starter: Starter, channel: socket.socket, pid: int) -> None:

@@ -44,7 +44,7 @@ MAX_ORDER_BYTES = 64 * 1024
 MAX_REASON = 2000
 
 
-class Group:
+class UccGroup:
     """The UCC group of this process: torch.distributed's default group, unused otherwise here."""
 
     def __init__(self, memory: SharedBytes) -> None:
@@ -107,10 +107,10 @@ def main(parent: int, channel_fd: int, memory_fd: int) -> int:
                 channel.send(msgpack.packb({"code": code}))
     die_with_parent(me)
     with socket.socket(fileno=fds[0]) as channel:
-        return serve(channel, Group(SharedBytes(memory_fd)))
+        return serve(channel, UccGroup(SharedBytes(memory_fd)))
 
 
-def serve(channel: socket.socket, group: Group) -> int:
+def serve(channel: socket.socket, group: UccGroup) -> int:
     """Carry out the orders for a group until one fails or there are no more; the exit code."""
     while body := channel.recv(MAX_ORDER_BYTES):
         order = msgpack.unpackb(body)

@@ -18,7 +18,7 @@ import torch
 from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
 from rollout_server.engines.sglang.update.live import Digested, Shapes, Staged, check_addresses, synchronize
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
-from weight_bus.digest import Part, slice_digest, slice_digests
+from weight_bus.digest import TensorSlice, slice_digest, slice_digests
 from weight_bus.digest.definition import MASK
 
 
@@ -104,8 +104,8 @@ class AdaptedWeights:
         return [*found, (SCALE, (0,), 1, scale_digest(self._lora["scale"]))]
 
 
-def _part(piece: LiveSlice) -> Part:
-    return Part(piece.view, piece.full_shape, piece.start)
+def _part(piece: LiveSlice) -> TensorSlice:
+    return TensorSlice(piece.view, piece.full_shape, piece.start)
 
 
 def _on_host(view: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
-from weight_bus.digest import Digester, Launched, Part
+from weight_bus.digest import Digester, Launched, TensorSlice
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
 Digested = list[tuple[str, tuple[int, ...], int, int]]
@@ -30,7 +30,7 @@ _addresses: tuple[Any, dict[str, int]] = (None, {})
 """A model, and where its parameters lay when captured graphs were made to read them."""
 
 
-class LiveWeights:
+class RankWeights:
     """What a model holds of these tensors on this rank. Raises as `live_slices`."""
 
     def __init__(self, model: Any, shapes: Shapes) -> None:
@@ -38,7 +38,9 @@ class LiveWeights:
         self._shapes = list(shapes)
         self.slices = list(live_slices(model, self._shapes))
         self._groups = _grouped(self.slices)
-        self._digesters = [Digester(Part(p.view, p.full_shape, p.start) for p in group) for group in self._groups]
+        self._digesters = [
+            Digester(TensorSlice(p.view, p.full_shape, p.start) for p in group) for group in self._groups
+        ]
         self._loaded = False
         """By the model's own code, once."""
         self._copies: tuple[Staged, list[list[torch.Tensor]]] | None = None

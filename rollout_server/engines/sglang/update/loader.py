@@ -16,13 +16,13 @@ import torch
 
 from rollout_server.engines.sglang.update import receiver
 from rollout_server.engines.sglang.update.adapted import AdaptedWeights
-from rollout_server.engines.sglang.update.live import LiveWeights, check_addresses, synchronize
+from rollout_server.engines.sglang.update.live import RankWeights, check_addresses, synchronize
 from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, REQUEST, in_bytes, replace
 from weight_bus.staging import DTYPES
 
 _mapped: dict[int, tuple[dict[str, Any], torch.Tensor]] = {}
 """Memory of other processes that this one has mapped, by its number, with what describes it."""
-_weights: LiveWeights | AdaptedWeights | None = None
+_weights: RankWeights | AdaptedWeights | None = None
 _staged: tuple[list[Any], list[torch.Tensor], list[tuple[str, torch.Tensor]]] = ([], [], [])
 """The last update: what names its tensors and their memory, the memory itself, and the tensors."""
 
@@ -60,7 +60,7 @@ def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, An
     return {"slices": slices, "seconds": seconds}
 
 
-def _weights_of(model: Any, request: dict[str, Any]) -> LiveWeights | AdaptedWeights:
+def _weights_of(model: Any, request: dict[str, Any]) -> RankWeights | AdaptedWeights:
     """What is loaded into: updates are whole tensors, or adapters. The same as the last time while it holds."""
     global _weights
     lora = request["lora"]
@@ -69,7 +69,7 @@ def _weights_of(model: Any, request: dict[str, Any]) -> LiveWeights | AdaptedWei
         shapes = [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]]
     if _weights is None or not _weights.are_of(model, shapes, lora):
         check_addresses(model)
-        _weights = AdaptedWeights(model, shapes, lora) if lora else LiveWeights(model, shapes)
+        _weights = AdaptedWeights(model, shapes, lora) if lora else RankWeights(model, shapes)
     return _weights
 
 

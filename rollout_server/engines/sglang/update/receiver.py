@@ -23,7 +23,7 @@ from weight_bus.errors import NotAvailable, TransportError
 from weight_bus.intake import Intake
 from weight_bus.manifest import alignment_of
 from weight_bus.messages import Begin
-from weight_bus.remote import ORDERS, Done, Forget, Hosting, Line, NotTaken, Over, Taken
+from weight_bus.remote import ORDERS, Done, Forget, Hosting, NotTaken, Over, ReceiverConnection, Taken
 from weight_bus.staging import Staging
 from weight_bus.transports import Transport, TransportFactory, make_transport
 
@@ -86,7 +86,7 @@ class Receiver(threading.Thread):
             self._before = None  # and with it what it has staged
         wake_quickly()
         try:
-            with closing(Line.connect(self._path)) as line, ExitStack() as stack:
+            with closing(ReceiverConnection.connect(self._path)) as line, ExitStack() as stack:
                 try:
                     if self._device.type == "cuda":  # a stream that waits for no kernels of others
                         torch.cuda.set_device(self._device)
@@ -102,7 +102,7 @@ class Receiver(threading.Thread):
         finally:
             self._drop()
 
-    def _serve(self, line: Line) -> None:
+    def _serve(self, line: ReceiverConnection) -> None:
         transport = self._factory(self._config, self._host)
         line.send(Hosting(facts=transport.facts()))
         while (order := line.receive(ORDERS, None)) is not None:

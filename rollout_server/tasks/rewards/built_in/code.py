@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from rollout_server.tasks.rewards import RewardError, Sample
-from rollout_server.tasks.rewards.built_in.code_tests import Checks, Result, Test, read_tests
+from rollout_server.tasks.rewards.built_in.code_tests import CaseResult, Checks, Test, read_tests
 from rollout_server.tasks.sandbox import SandboxError
-from rollout_server.tasks.sandbox.box import Limits, run
+from rollout_server.tasks.sandbox.box import ResourceLimits, run
 from rollout_server.tasks.sandbox.probe import isolation, require
 
 FENCE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
@@ -74,7 +74,7 @@ def reward(
     if program is None:
         return {"score": 0.0, "passed": 0.0, **marks}
     limits = {"cpu_s": timeout_s, "total_s": total_s, "wall_s": wall_s, "partial": partial}
-    box = Limits(seconds=wall_s, memory_bytes=memory_bytes, processes=processes + 1, output_bytes=OUTPUT)
+    box = ResourceLimits(seconds=wall_s, memory_bytes=memory_bytes, processes=processes + 1, output_bytes=OUTPUT)
     passed = total = 0
     for test, result in zip(tests, _results(program, tests, limits, box), strict=True):
         of_test = test.passed(result)
@@ -117,7 +117,7 @@ def _blocks(answer: str) -> list[tuple[str, str]]:
     return blocks
 
 
-def _results(program: str, tests: Sequence[Test], limits: dict[str, Any], box: Limits) -> list[Result]:
+def _results(program: str, tests: Sequence[Test], limits: dict[str, Any], box: ResourceLimits) -> list[CaseResult]:
     """How the program went in each test; in those that were not begun as in the last one, or as it was ended."""
     files = {"main.py": INSIDE, "answer.py": program}
     order = {"tests": [test.order() for test in tests], "output_bytes": TEST_OUTPUT, **limits}
@@ -128,15 +128,15 @@ def _results(program: str, tests: Sequence[Test], limits: dict[str, Any], box: L
     found = list(
         itertools.takewhile(bool, map(_result, ended.out.decode("utf-8", "replace").split("\n")[: len(tests)]))
     )
-    left = Result("timed_out" if (ended.how, ended.code) == ("ended", 0) else ended.how, 1, "")
+    left = CaseResult("timed_out" if (ended.how, ended.code) == ("ended", 0) else ended.how, 1, "")
     return [one for one in found if one] + [left] * (len(tests) - len(found))
 
 
-def _result(line: str) -> Result | None:
+def _result(line: str) -> CaseResult | None:
     """From a line of code_inside.py, which the program may have written; None where it is none."""
     match _json(line):
         case [("ended" | "timed_out" | "flooded") as how, int(code), str(out)]:
-            return Result(how, code, out)
+            return CaseResult(how, code, out)
     return None
 
 

@@ -14,7 +14,7 @@ CHECK, CANDIDATE = "check", "candidate"
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class CaseResult:
     """How the program went in one test."""
 
     how: str
@@ -36,7 +36,7 @@ class Streams:
         """What the sandbox gets of it (code_inside.py)."""
         return {"stdin": self.given}
 
-    def passed(self, result: Result) -> int:
+    def passed(self, result: CaseResult) -> int:
         """1 for the expected lines, white space at their ends and after them aside, and exit code 0."""
         ended = (result.how, result.code) == ("ended", 0)
         return int(ended and _lines(result.out) == _lines(self.expected))
@@ -74,7 +74,7 @@ class Checks:
         setup = self.imports + (f"\ncandidate = {self.candidate}" if self.candidate else "")
         return {**order, "setup": setup, "stdin": f"{self.word}\n"}
 
-    def passed(self, result: Result) -> int:
+    def passed(self, result: CaseResult) -> int:
         """How many values are the expected ones."""
         values = self.values(result)
         found = sum(
@@ -83,7 +83,7 @@ class Checks:
         )
         return found + int(bool(self.whole) and values[len(self.expressions) :] == [Value("word", self.word)])
 
-    def rest(self, result: Result) -> "Checks | None":
+    def rest(self, result: CaseResult) -> "Checks | None":
         """The conditions with the values that the answer has computed, for an empty program; None without any."""
         values, conditions = self.values(result)[len(self.expected) :], []
         for one in self.rests:
@@ -98,7 +98,7 @@ class Checks:
             expressions=tuple(conditions), expected=(Same(True),) * len(conditions), imports=f"{NAMES}{self.imports}"
         )
 
-    def values(self, result: Result) -> list[Value]:
+    def values(self, result: CaseResult) -> list[Value]:
         """Of the expressions as far as they were computed; none where there are more than were asked for."""
         lines = result.out.split("\n")[:-1] if result.how != "flooded" else []
         if len(lines) > len(self.expressions) + bool(self.whole):

@@ -42,7 +42,7 @@ class _Again(RuntimeError):
         self.pause_s = pause_s
 
 
-class Asked:
+class EndpointClient:
     """Asks an endpoint of each answer: a limit of time for each try, and retries where they help."""
 
     name = path = ""

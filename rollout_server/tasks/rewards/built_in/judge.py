@@ -10,7 +10,7 @@ import secrets
 from typing import Any
 
 from rollout_server.tasks.rewards import Sample
-from rollout_server.tasks.rewards.built_in.endpoint import Asked, NoVerdict
+from rollout_server.tasks.rewards.built_in.endpoint import EndpointClient, NoVerdict
 
 GRADE = re.compile(r"^\W{0,8}grade\W{0,8}?([-−]?(?:\d{1,9}(?:\.\d{1,9})?|\.\d{1,9}))", re.IGNORECASE | re.MULTILINE)
 MAX_VERDICT_CHARS = 8000
@@ -23,7 +23,7 @@ this form, with a number from {low:g} (worst) to {high:g} (best):
 Grade: <number>"""
 
 
-class Grading(Asked):
+class Grading(EndpointClient):
     """Asks for a chat completion."""
 
     name, path = "judge", "/chat/completions"

@@ -6,12 +6,12 @@ from typing import Any
 import jinja2
 
 from rollout_server.tasks.rewards import NotScored, RewardError, Sample
-from rollout_server.tasks.rewards.built_in.endpoint import Asked, NoVerdict
+from rollout_server.tasks.rewards.built_in.endpoint import EndpointClient, NoVerdict
 from rollout_server.tasks.workers.frames import is_number
 from slipstream.runtime.fingerprint import TEMPLATE_ERRORS, template_failure
 
 
-class Scoring(Asked):
+class Scoring(EndpointClient):
     """Asks for an embedding or a class of prompt and answer as one text."""
 
     name = "remote_model"
