@@ -20,8 +20,10 @@ OPTIONS = {"replay__async_lag": 2}
 
 
 def state_of(service: Service) -> dict[str, Any]:
-    """What must survive, as JSON has it."""
-    return dict(json.loads(json.dumps(comparable(service), default=str, sort_keys=True)))
+    """What must survive, as JSON has it; not the keys that decide weights, which are today's and grow."""
+    state = dict(json.loads(json.dumps(comparable(service), default=str, sort_keys=True)))
+    del state["run"]["deciding"]
+    return state
 
 
 def test_the_frozen_journal_gives_back_its_state(tmp_path: Path) -> None:
