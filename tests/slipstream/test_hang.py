@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.runtime.hang import __main__ as by_hand
-from slipstream.runtime.hang import expired, registry, report, stacks
+from slipstream.runtime.hang import expired, processes, registry, report, stacks
 from tests.support.waiting import until
 
 
@@ -66,6 +66,7 @@ def test_a_report_names_the_stopped_process_and_shows_where_all_are(run_dir, mem
         pytest.skip("py-spy is not installed, or has no right")
     stopped = members["rollout-0"]
     os.kill(stopped, signal.SIGSTOP)
+    until(lambda: (found := processes.of(stopped)) is not None and found.state == "T", "the stop")
     began = time.monotonic()
     assert by_hand.main([str(run_dir)]) == 0
     assert time.monotonic() - began < stacks.ANSWER_S + stacks.PY_SPY_S
