@@ -24,7 +24,9 @@ FAILED = 1
 """Exit code of pytest, and of the simulation, when a test fails; others say that nothing was tested."""
 FINDING = r"^(?:(?:FAILED|ERROR) \S*::|(?:\S+\.)?(?=\w*(?:Violation|Error)\b))(\S.*)$"
 """The name of a failed test, or the last line of a traceback."""
-SKIPPED = r"^\d+ skipped\b"
+SKIPPED = "skipped"
+"""What notices a mutant whose tests are not for this machine."""
+ALL_SKIPPED = r"^\d+ skipped\b"
 """How pytest sums up what has no other outcome."""
 
 
@@ -93,7 +95,7 @@ class Bench:
         source = path.read_text(encoding="utf-8")
         path.write_text(source.replace(mutant.old, mutant.new), encoding="utf-8")
         try:
-            return self.fails(mutant.tests) or ("skipped" if self._all_skipped else None)
+            return self.fails(mutant.tests) or (SKIPPED if self._all_skipped else None)
         finally:
             path.write_text(source, encoding="utf-8")
 
@@ -108,7 +110,7 @@ class Bench:
                 command = ["pytest", "-x", "-p", "no:cacheprovider", *words]
             code, output = self._run(command)
             found = re.findall(FINDING, output, re.MULTILINE)
-            self._all_skipped &= re.search(SKIPPED, output, re.MULTILINE) is not None
+            self._all_skipped &= re.search(ALL_SKIPPED, output, re.MULTILINE) is not None
             if code == FAILED:
                 return f"{arguments}: {found[-1][:120] if found else output[-120:]}"
             if code != 0:

@@ -2,7 +2,7 @@
 
 The tree stays as it is: mutants are made in a copy of it. The last line is JSON:
 
-    {"mutants": 200, "caught": 200, "survived": []}
+    {"mutants": 200, "caught": 198, "skipped": 2, "survived": []}
 
 The exit code is 1 when one survives.
 """
@@ -16,22 +16,22 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-from tests.mutants import Bench, Mutant, all_mutants, count
+from tests.mutants import SKIPPED, Bench, Mutant, all_mutants, count
 
 
-def tried(mutants: Sequence[Mutant]) -> list[str]:
-    """Mutants that nothing notices. Raises SystemExit: a test fails without any."""
-    survived = []
+def tried(mutants: Sequence[Mutant]) -> list[tuple[str, str | None]]:
+    """Of each mutant its name and what notices it. Raises SystemExit: a test fails without any."""
+    noticed = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, closing(Bench(Path(folder))) as bench:
         for tests in sorted({tests for mutant in mutants for tests in mutant.tests}):
             if (problem := bench.fails([tests])) is not None:
                 raise SystemExit(f"without any mutant: {problem}")
         for mutant in mutants:
             found = bench.notices(mutant)
-            survived += [mutant.name] if found is None else []
+            noticed.append((mutant.name, found))
             sys.stdout.write(f"{mutant.name}: {found or 'SURVIVED'}\n")
             sys.stdout.flush()
-    return survived
+    return noticed
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,8 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise SystemExit(f"what these replace is not there once: {stale}")
     shares = [chosen[i :: args.processes] for i in range(args.processes)]
     with ThreadPoolExecutor(args.processes) as pool:
-        survived = [name for names in pool.map(tried, shares) for name in names]
-    result = {"mutants": len(chosen), "caught": len(chosen) - len(survived), "survived": survived}
+        noticed = [one for found in pool.map(tried, shares) for one in found]
+    survived, skipped = [name for name, by in noticed if by is None], sum(by == SKIPPED for _, by in noticed)
+    caught = len(chosen) - len(survived) - skipped
+    result = {"mutants": len(chosen), "caught": caught, "skipped": skipped, "survived": survived}
     sys.stdout.write(json.dumps(result) + "\n")
     return 1 if survived else 0
 
