@@ -113,8 +113,8 @@ class Served:
         return await self.start_sample(prompt, n, **sampling)
 
     async def under_way(self, task: "asyncio.Task[Any]") -> None:
-        """Wait until the engine has shown so many tokens of this request that each of its answers has begun."""
-        while self.engine.running_tokens().get(task.get_name(), 0) < 16:
+        """Wait until the engine has shown tokens of each answer of this request."""
+        while not (begun := self.engine.progress(task.get_name())) or not all(len(one.token_ids) for one in begun):
             assert not task.done(), f"ended before it could be watched: {task}"
             await asyncio.sleep(0.002)
 
