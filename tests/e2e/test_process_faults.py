@@ -132,7 +132,9 @@ def test_an_interrupted_run_is_resumed_and_trains_nothing_twice(story, launch):
     ended_by(run, signal.SIGINT)
     made, again = line_of(run), run.ledger()[done:]
     assert {line["incarnation"] for line in again} == {2} and again[0]["step"] == story.checkpoint + 1
-    assert sorted(made) == [row["training/global_step"] for row in run.steps()] == list(range(1, max(made) + 1))
+    rows = [row["training/global_step"] for row in run.steps()]  # the end may fall between a step's line and its row
+    assert sorted(made) == list(range(1, max(made) + 1)) and rows == sorted(made)[: len(rows)]
+    assert len(made) - len(rows) <= 1
 
 
 @pytest.mark.slow
