@@ -13,7 +13,7 @@ BUDGET = {
     "configs": 2_649,
     "slipstream/runtime": 2_374,
     "slipstream/families": 344,
-    "slipstream/launch": 3_227,
+    "slipstream/launch": 3_229,
     "slipstream/check": 2_102,
     "slipstream/view": 2_475,
     "slipstream/translate": 1_575,
