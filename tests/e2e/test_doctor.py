@@ -24,9 +24,8 @@ from slipstream.check import checks, links, machine, memory
 from slipstream.check.examination import of_places
 from slipstream.check.finding import Finding, as_json, report, verdict
 from slipstream.check.places import ProbeFailed, RunningProbe, ended
-from slipstream.launch import doctor
+from slipstream.launch import doctor, here
 from slipstream.launch.doctor import places_of
-from slipstream.launch.hosts import here
 from tests.security import served_replay
 from tests.support.namespaces import switched
 from tests.support.runs import ROOT

@@ -80,7 +80,7 @@ def is_ready(run, tmp_path, switch, node):
     """What Kubernetes would ask, on that host."""
     words = ["--role", "rollout", "--node", node, "--hosts", str(tmp_path / "hosts")]
     words += ["--config", str(run.folder / "config.yaml")]
-    line = shlex.join([sys.executable, "-m", "slipstream.launch.hosts.ready", *words])
+    line = shlex.join([sys.executable, "-m", "slipstream.launch.ready", *words])
     command = [str(tmp_path / "enter"), switch.host(node), f"cd {ROOT} && {line}"]
     return subprocess.run(command, capture_output=True, check=False, timeout=150).returncode == 0
 

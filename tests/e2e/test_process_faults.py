@@ -133,8 +133,7 @@ def test_an_interrupted_run_is_resumed_and_trains_nothing_twice(story, launch):
     made, again = line_of(run), run.ledger()[done:]
     assert {line["incarnation"] for line in again} == {2} and again[0]["step"] == story.checkpoint + 1
     rows = [row["training/global_step"] for row in run.steps()]  # the end may fall between a step's line and its row
-    assert sorted(made) == list(range(1, max(made) + 1)) and rows == sorted(made)[: len(rows)]
-    assert len(made) - len(rows) <= 1
+    assert sorted(made) == list(range(1, max(made) + 1)) and rows in (sorted(made), sorted(made)[:-1])
 
 
 @pytest.mark.slow

@@ -18,11 +18,10 @@ from configs.loading import dump
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from replay.channel import ChannelError, KeysError
 from replay.status_client import StatusReply
-from slipstream.launch import children
-from slipstream.launch.hosts import fleet, here, node
-from slipstream.launch.hosts.host_file import Host
-from slipstream.launch.hosts.key_files import write_keys
-from slipstream.launch.hosts.node_spec import NodeSpec, read_spec, renumbered, resolve
+from slipstream.launch import children, fleet, here, node
+from slipstream.launch.host_file import Host
+from slipstream.launch.key_files import write_keys
+from slipstream.launch.node_spec import NodeSpec, read_spec, renumbered, resolve
 from slipstream.plan.processes import Machine
 from tests.support.runs import ROOT, environment, left_over, processes
 from tests.support.waiting import until

@@ -18,8 +18,8 @@ import pytest
 from configs import load
 from learner import main
 from slipstream.launch import terminal
-from slipstream.launch.hosts.fleet import Remote
-from slipstream.launch.hosts.host_file import Host
+from slipstream.launch.fleet import Remote
+from slipstream.launch.host_file import Host
 from slipstream.launch.launcher import Launcher
 from slipstream.view.live_view import LiveView
 from tests.support.runs import ROOT
