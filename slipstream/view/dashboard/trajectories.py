@@ -126,8 +126,8 @@ class Trajectories:
             row = self._table.execute("SELECT * FROM lines WHERE file || ':' || offset = ?", [name]).fetchone()
             if row is None:
                 raise KeyError(f"{name}: no line there; if it was, its file was deleted or written anew since")
-            alike = "SELECT file, offset FROM lines WHERE kind = 'trained' AND step = ? AND trajectory = ? ORDER BY 1, 2"
-            samples = self._table.execute(alike, [row["step"], row["trajectory"]]).fetchall()
+            same = "SELECT file, offset FROM lines WHERE kind = 'trained' AND step = ? AND trajectory = ? ORDER BY 1, 2"
+            samples = self._table.execute(same, [row["step"], row["trajectory"]]).fetchall()
         # all samples of its trajectory, itself included: one, mostly
         ids = [_id(each) for each in samples] if row["kind"] == "trained" else []
         return {**_numbers(row), "samples": ids, "line": self._line(row)}
