@@ -89,7 +89,9 @@ class Placement(Section):
     """Memory of a learner GPU in GiB, which the dry run holds the learner's budget against; unset: what this machine's
     GPUs have."""
     rendezvous_port: int = Field(default=29400, ge=1, le=65535)
-    """Port of the first learner node where learner ranks of several nodes meet (torchrun)."""
+    """Port of the first learner node where learner ranks of several nodes meet."""
+    give_up_after_s: float = Field(default=600.0, gt=0)
+    """How long a learner node may be away before the run ends by its name. Runs on one node need none of it."""
 
     @field_validator("split", mode="before")
     @classmethod

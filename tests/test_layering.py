@@ -127,7 +127,7 @@ def test_torch_and_sglang_stay_where_they_belong() -> None:
     [
         "configs, configs.loading, configs.schema",
         "replay.messages, replay.channel, replay.serve, replay.main",
-        "slipstream.launch.__main__, slipstream.launch.hosts.node",
+        "slipstream.launch.__main__, slipstream.launch.node",
         "learner.main, slipstream.view.live_view, slipstream.view.plot, learner.record.metrics",
     ],
 )

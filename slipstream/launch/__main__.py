@@ -20,13 +20,14 @@ from configs.errors import BadHosts, BadOption
 from configs.loading import add_arguments, digest_of, dump, from_arguments, overrides_of, parse
 from configs.schema import Config
 from slipstream.check.checks import REFUSALS, require_elsewhere
-from slipstream.launch import earlier_run
-from slipstream.launch.hosts import allocation, fleet, here, kubernetes, slurm
-from slipstream.launch.hosts.host_file import Host, read_hosts
-from slipstream.launch.hosts.job_files import JobFiles
-from slipstream.launch.hosts.key_files import keys_for
-from slipstream.launch.hosts.node_spec import ROLES, NodeRole, NodeSpec, config_of, hosts_of
+from slipstream.launch import earlier_run, fleet, here
+from slipstream.launch.files import kubernetes, slurm
+from slipstream.launch.files.job_files import JobFiles
+from slipstream.launch.host_file import Host, read_hosts
+from slipstream.launch.key_files import keys_for
+from slipstream.launch.node_spec import ROLES, NodeRole, NodeSpec, config_of, hosts_of
 from slipstream.launch.quickstart import input_is_missing
+from slipstream.launch.reach import srun
 from slipstream.launch.terminal import say
 from slipstream.plan.processes import Machine, Plan, Process, Role, assign, table
 from slipstream.runtime.program import program
@@ -58,7 +59,7 @@ def main() -> int:
         if args.hosts is not None:
             return _on_hosts(args, config, hosts_of(config, read_hosts(args.hosts)), fleet.over_ssh)
         if args.srun:
-            there = allocation.of_this_process(config)
+            there = srun.of_this_process(config)
             hosts = there.hosts(config, only_rollouts=args.role == "rollout")
             return _on_hosts(args, config, hosts, there.over_srun)
         has_input = not (args.dry_run and input_is_missing(config, args.config))

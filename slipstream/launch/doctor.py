@@ -28,12 +28,12 @@ from slipstream.check.examination import of_places
 from slipstream.check.finding import Finding, as_json, ok, refused, report, stop, verdict
 from slipstream.check.places import Place
 from slipstream.check.probe import unreachable
-from slipstream.launch.hosts.allocation import of_this_process
-from slipstream.launch.hosts.fleet import Over, over_ssh
-from slipstream.launch.hosts.host_file import FORM, Host, read_hosts
-from slipstream.launch.hosts.node_spec import ROLES, config_of, hosts_of
+from slipstream.launch.fleet import Over, over_ssh
+from slipstream.launch.host_file import FORM, Host, read_hosts
 from slipstream.launch.machine import this_machine
+from slipstream.launch.node_spec import ROLES, config_of, hosts_of
 from slipstream.launch.quickstart import input_is_missing
+from slipstream.launch.reach.srun import of_this_process
 from slipstream.plan.processes import Process, assign
 from slipstream.runtime.program import program
 

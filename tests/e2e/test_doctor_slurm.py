@@ -14,9 +14,9 @@ import pytest
 
 from configs import ConfigError, load
 from slipstream.launch import doctor
-from slipstream.launch.hosts import allocation
-from slipstream.launch.hosts.allocation import Allocation
-from slipstream.launch.hosts.host_file import Host
+from slipstream.launch.host_file import Host
+from slipstream.launch.reach import srun
+from slipstream.launch.reach.srun import Allocation
 
 pytestmark = [pytest.mark.e2e]
 TWO = ("placement.split=null", "placement.learner='node0:0'", "placement.rollout='node1:0'", "network.insecure=true")
@@ -79,11 +79,10 @@ def test_a_probe_runs_on_every_node_of_the_allocation(slurm_commands: Path, exam
     assert {"clock", "versions", "link"} <= {each["code"] for each in found["findings"]}, lines
     steps = slurm_commands.read_text().splitlines()
     probes = [step for step in steps if "slipstream.check.probe" in step]
-    assert [step.split("--nodelist=")[1].split()[0] for step in probes] == ["m1", "m2"]
+    assert sorted(step.split("--nodelist=")[1].split()[0] for step in probes) == ["m1", "m2"]  # both at once
     for step in steps:
         assert (
-            all(word in step for word in (*allocation.STEP, "--unbuffered", "--cpus-per-task=2"))
-            and "--gpus" not in step
+            all(word in step for word in (*srun.STEP, "--unbuffered", "--cpus-per-task=2")) and "--gpus" not in step
         ), step
 
 
@@ -110,11 +109,11 @@ def test_what_is_no_allocation_for_the_run_is_named(
 
 
 def test_a_step_that_is_held_back_is_named(slurm_commands: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allocation, "STEP_S", 0.3)
+    monkeypatch.setattr(srun, "STEP_S", 0.3)
     (slurm_commands.parent / "bin" / "srun").write_text("#!/bin/sh\nexec sleep 30\n")
     config, began = load("quickstart", list(TWO)), time.monotonic()
     with pytest.raises(ConfigError, match=r"m1 was not asked for its address: srun was not done within 0\.3 s"):
-        allocation.of_this_process(config).hosts(config)
+        srun.of_this_process(config).hosts(config)
     assert time.monotonic() - began < 15
 
 
@@ -129,8 +128,8 @@ def test_steps_ask_for_the_gpus_of_their_node() -> None:
         return ["m1", "m2"]
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(allocation, "_said", said)
-        made = allocation.allocation(load("quickstart", settings), variables)
+        patched.setattr(srun, "_said", said)
+        made = srun.allocation(load("quickstart", settings), variables)
     assert made == Allocation(("m1", "m2"), 8, "") and asked == [["scontrol", "show", "hostnames", "m[1-2]"]]
     step = made.over_srun(Host("node1", "10.0.0.2", "m2"), ["true"])
     assert "--gpus-per-node=8" in step and "--nodelist=m2" in step and step[-1] == "true"
@@ -139,7 +138,7 @@ def test_steps_ask_for_the_gpus_of_their_node() -> None:
 
 def test_the_address_is_that_of_the_interface_that_is_named() -> None:
     """Bash and awk as they stand in the file for sbatch and in a step of doctor."""
-    command = ["bash", "-c", allocation.ADDRESS]
+    command = ["bash", "-c", srun.ADDRESS]
     variables = {**os.environ, "SLIPSTREAM_INTERFACE": "lo"}
     if subprocess.run(["ip", "-V"], capture_output=True, check=False).returncode != 0:
         pytest.skip("ip is not installed")

@@ -18,7 +18,7 @@ from slipstream.check.machine import disk as room
 from slipstream.check.pictures import problem_with_pictures
 from slipstream.check.places import Place
 from slipstream.launch.doctor import places_of
-from slipstream.launch.hosts.host_file import read_hosts
+from slipstream.launch.host_file import read_hosts
 
 CONFIG = load("quickstart", ["placement.device=cpu", "weight_bus.backend=gloo"])
 OVER_NCCL = load("quickstart", ["placement.device=cuda", "weight_bus.backend=nccl"])

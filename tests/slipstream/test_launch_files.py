@@ -15,9 +15,10 @@ from configs import ConfigError
 from configs.loading import PRESETS, dump
 from examples import sort6
 from replay import keys as make_keys
+from slipstream.launch import node_spec
 from slipstream.launch.__main__ import main
-from slipstream.launch.hosts import kubernetes, node_spec
-from slipstream.launch.hosts.host_file import parse_hosts
+from slipstream.launch.files import kubernetes
+from slipstream.launch.host_file import parse_hosts
 from tests.learner.tiny_models import save_model
 
 FOUR = "qwen3-14b-4nodes"
@@ -85,7 +86,7 @@ def test_a_dry_run_over_four_hosts_shows_what_would_run_where(tmp_path, launch, 
         ["node0", "10.0.0.1", "learner ranks 0-7", "0-7", "weight bus 29600, rendezvous 29400"],
         ["node1", "10.0.0.2", "learner ranks 8-15", "0-7", "-"],
     ]
-    assert "ubuntu@gpu0 'cd " in shown and "-m slipstream.launch.hosts.node --stdin --role learner" in shown
+    assert "ubuntu@gpu0 'cd " in shown and "-m slipstream.launch.node --stdin --role learner" in shown
     assert len(re.findall(r"-o ConnectTimeout=\d+ ", shown)) == 2, "a host that drops packets is named soon"
     of_node0, of_node1 = shown.split("ubuntu@gpu0 '")[1].split("\nnode1: ssh")
     assert "server.key_secret (mode 0600)" in of_node0 and "clients/learner.key_secret" in of_node0
@@ -166,7 +167,7 @@ def test_the_slurm_file_gives_every_node_its_order(tmp_path, launch, four):
         "SLURM_RESTART_COUNT": "1",
     }
     variables = {**os.environ, **slurm, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "STEPS": f"{tmp_path}/steps"}
-    done = subprocess.run(["bash", str(file)], env=variables, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(["bash", str(file)], env=variables, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == 1 and "node0 (10.1.0.1) failed: exit code 7" in done.stderr, (done.stdout, done.stderr)
     steps = [line.partition(": ")[::2] for line in sorted((tmp_path / "steps").read_text().splitlines())]
     orders = {machine: node_spec.read_spec(text) for machine, text in steps}
@@ -224,7 +225,7 @@ def test_kubernetes(tmp_path, launch, four):
         assert re.fullmatch(rf"run\.name={FOUR}-\d{{8}}-\d{{6}}", options["--set"])
         assert (options["--role"], options["--index"]) == (role, "$(JOB_COMPLETION_INDEX)")
         probe = container["readinessProbe"]["exec"]["command"]
-        assert probe[:2] == ["sh", "-c"] and '"$POD_IP"' in probe[2] and "slipstream.launch.hosts.ready" in probe[2]
+        assert probe[:2] == ["sh", "-c"] and '"$POD_IP"' in probe[2] and "slipstream.launch.ready" in probe[2]
         assert {volume["name"] for volume in pod["volumes"]} == {each["name"] for each in container["volumeMounts"]}
         secret = yaml.safe_load((folder / f"keys-{role}.yaml").read_text())
         (volume,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "keys"]

@@ -18,11 +18,10 @@ from configs.loading import dump
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from replay.channel import ChannelError, KeysError
 from replay.status_client import StatusReply
-from slipstream.launch import children
-from slipstream.launch.hosts import fleet, here, node
-from slipstream.launch.hosts.host_file import Host
-from slipstream.launch.hosts.key_files import write_keys
-from slipstream.launch.hosts.node_spec import NodeSpec, read_spec, renumbered, resolve
+from slipstream.launch import children, fleet, here, node
+from slipstream.launch.host_file import Host
+from slipstream.launch.key_files import write_keys
+from slipstream.launch.node_spec import NodeSpec, read_spec, renumbered, resolve
 from slipstream.plan.processes import Machine
 from tests.support.runs import ROOT, environment, left_over, processes
 from tests.support.waiting import until
@@ -64,7 +63,7 @@ def start(tmp_path):
 )
 def test_a_node_that_fails_is_named_with_its_reason(start, ssh, settings, reason):
     process = start("start_learner", ssh, *settings)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=150)[0]
     assert process.returncode == 1
     assert f"[node0] {reason.partition(': ')[2]}" in said
     assert f"node0 (10.0.0.1) failed: {reason}" in said
@@ -75,7 +74,7 @@ def test_an_address_that_is_a_loopback_one_on_its_node_is_refused_there(start, t
     (tmp_path / "hosts").write_text(HOSTS.replace("10.0.0.1", "127.0.1"))
     began = time.monotonic()
     process = start("start_learner", 'exec bash -c "$2"', "placement.device=cpu")
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=150)[0]
     assert process.returncode == 1 and time.monotonic() - began < 30
     line = said.splitlines()[-1]
     assert line.startswith(
@@ -109,7 +108,7 @@ def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_ar
     assert read_spec(order.read_text()).node == "node2"
     assert process.poll() is None and not (tmp_path / "bye").exists()
     process.send_signal(signal.SIGINT)
-    assert "SIGINT received: ending node1, node2" in process.communicate(timeout=60)[0]
+    assert "SIGINT received: ending node1, node2" in process.communicate(timeout=150)[0]
     assert process.returncode == 130 and (tmp_path / "bye").exists(), "its stdin has ended"
 
 

@@ -1,4 +1,4 @@
-"""`python -m slipstream.launch.hosts.ready`: 0 once this node's processes take part in the run.
+"""`python -m slipstream.launch.ready`: 0 once this node's processes take part in the run.
 
 A rollout server takes part when it serves proven weights; a learner node when its ranks have said Hello.
 """
@@ -8,14 +8,14 @@ import sys
 
 from configs.placement import ranks_of
 from replay.status_client import ask_replay
-from slipstream.launch.hosts.node_spec import add_spec_arguments, resolve, spec_of_arguments
+from slipstream.launch.node_spec import add_spec_arguments, resolve, spec_of_arguments
 
 ANSWER_S = 3.0
 
 
 def main() -> int:
     """Entry point."""
-    parser = argparse.ArgumentParser(prog="python -m slipstream.launch.hosts.ready", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m slipstream.launch.ready", description=__doc__)
     add_spec_arguments(parser)
     args = parser.parse_args()
     assignment = resolve(spec_of_arguments(args), host=args.host, renumber=args.renumber, write=False)

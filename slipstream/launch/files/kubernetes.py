@@ -17,8 +17,8 @@ import yaml
 
 from configs.loading import digest_of, dump
 from configs.schema import Config
-from slipstream.launch.hosts.job_files import JobFiles
-from slipstream.launch.hosts.node_spec import ROLES, NodeRole
+from slipstream.launch.files.job_files import JobFiles
+from slipstream.launch.node_spec import ROLES, NodeRole
 from slipstream.plan.processes import Machine
 from slipstream.runtime.lifeline import CANNOT_GO_ON
 
@@ -32,7 +32,7 @@ ROLLOUT_RETRIES = 100
 RESTARTS = 10
 """How often all pods are made again when a learner pod was lost (preempted, its node gone): the run resumes."""
 
-HEAD = """# Run {name} as a JobSet (https://jobset.sigs.k8s.io). Written by slipstream/launch/hosts/kubernetes.py.
+HEAD = """# Run {name} as a JobSet (https://jobset.sigs.k8s.io). Written by slipstream/launch/files/kubernetes.py.
 #
 #   kubectl apply -f {folder}
 #
@@ -176,13 +176,13 @@ class Pods:
         # of its pod: Kubernetes fills in $(X) in a command, and only a shell $X in a probe
         own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)", "--resume-if-begun"]
         own_in_shell = '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"'
-        ready = f"python -m slipstream.launch.hosts.ready {shlex.join(spec)} {own_in_shell}"
+        ready = f"python -m slipstream.launch.ready {shlex.join(spec)} {own_in_shell}"
         probe = {"command": ["sh", "-c", ready]}
         container: dict[str, Any] = {
             "name": group.role,
             "image": self.image,
             "workingDir": WORK,
-            "command": ["python", "-m", "slipstream.launch.hosts.node", *spec, *own],
+            "command": ["python", "-m", "slipstream.launch.node", *spec, *own],
             "env": [
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                 *({"name": key, "value": value} for key, value in self.config.network.env.items()),

@@ -16,7 +16,7 @@ from configs.errors import BadHosts, BadOption
 from configs.loading import dump, parse
 from configs.placement import ONLY_NODE, most_devices
 from configs.schema import Config
-from slipstream.launch.hosts.host_file import Host, parse_hosts
+from slipstream.launch.host_file import Host, parse_hosts
 from slipstream.launch.machine import this_machine
 from slipstream.plan.processes import Machine, Plan, assign, replay_address
 

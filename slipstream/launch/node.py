@@ -1,4 +1,4 @@
-"""`python -m slipstream.launch.hosts.node`: one node's part of a run, under whatever started it.
+"""`python -m slipstream.launch.node`: one node's part of a run, under whatever started it.
 
 Over ssh and srun its order comes as the first line of stdin, and the end of stdin (the session or the start script is
 gone) ends everything here. Kubernetes gives it files instead, and ends it itself.
@@ -26,8 +26,8 @@ from replay.status_client import ask_replay
 from slipstream.check.checks import check_available
 from slipstream.launch import children
 from slipstream.launch.children import Child, Tail
-from slipstream.launch.hosts.key_files import write_keys
-from slipstream.launch.hosts.node_spec import (
+from slipstream.launch.key_files import write_keys
+from slipstream.launch.node_spec import (
     NodeAssignment,
     add_spec_arguments,
     read_spec,
@@ -50,7 +50,7 @@ STARTED = "launch/start.json"
 
 def main() -> int:
     """Entry point: 0 when this node's part ended well."""
-    parser = argparse.ArgumentParser(prog="python -m slipstream.launch.hosts.node", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m slipstream.launch.node", description=__doc__)
     parser.add_argument("--stdin", action="store_true", help="the order is the first line of stdin; its end ends all")
     add_spec_arguments(parser)
     args = parser.parse_args()

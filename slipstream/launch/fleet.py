@@ -1,6 +1,6 @@
 """Run each node's part over ssh or srun, show what the nodes say, and end all of it with this process.
 
-One ssh or step per node and role runs slipstream.launch.hosts.node, which takes its node spec from stdin and ends with
+One ssh or step per node and role runs slipstream.launch.node, which takes its node spec from stdin and ends with
 it: nothing outlives this process, the session or the connection.
 """
 
@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.launch.children import wait_or_kill
-from slipstream.launch.hosts.host_file import Host
-from slipstream.launch.hosts.node_spec import NodeRole, NodeSpec
+from slipstream.launch.host_file import Host
+from slipstream.launch.node_spec import NodeRole, NodeSpec
 from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, say, write_line
 from slipstream.runtime import hang
 
@@ -86,7 +86,7 @@ class Remote:
 
 def command_line(spec: NodeSpec, host: Host, over: Over) -> list[str]:
     """What runs on the node, in the same folder and interpreter; the node spec comes on stdin."""
-    words = [sys.executable, "-m", "slipstream.launch.hosts.node", "--stdin", "--role", spec.role, "--node", spec.node]
+    words = [sys.executable, "-m", "slipstream.launch.node", "--stdin", "--role", spec.role, "--node", spec.node]
     return over(host, words)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path, PurePosixPath
 
 from replay.channel import KeysError, load_keys
 from replay.channel.keys import CLIENTS, LEARNER, PUBLIC, SECRET, SERVER
-from slipstream.launch.hosts.job_files import write_private
+from slipstream.launch.files.job_files import write_private
 
 SHARED = "nodes"
 """The client key of every node that has none of its own name."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from configs.errors import BadHosts
 from configs.placement import most_devices
 from configs.schema import Config
-from slipstream.launch.hosts.host_file import Host
+from slipstream.launch.host_file import Host
 from slipstream.plan.processes import Machine, uses_gpus
 
 STEP = ("--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none")

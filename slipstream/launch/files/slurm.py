@@ -7,12 +7,12 @@ from pathlib import Path
 from configs.loading import digest_of, dump
 from configs.placement import most_devices
 from configs.schema import Config
-from slipstream.launch.hosts.job_files import JobFiles
-from slipstream.launch.hosts.node_spec import NodeRole
+from slipstream.launch.files.job_files import JobFiles
+from slipstream.launch.node_spec import NodeRole
 from slipstream.plan.processes import Machine, Plan, uses_gpus
 
 JOB = """#!/usr/bin/env bash
-# {what} of run {name}. Written by slipstream/launch/hosts/slurm.py; edit it as you need.
+# {what} of run {name}. Written by slipstream/launch/files/slurm.py; edit it as you need.
 #
 #   sbatch {file}
 #

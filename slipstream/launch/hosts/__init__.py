@@ -1,1 +1,0 @@
-"""Starting a run on several machines: over ssh, under Slurm, in Kubernetes. All run hosts/node.py."""
