@@ -15,21 +15,21 @@ BUDGET = {
     "slipstream/families": 344,
     "slipstream/launch": 3_229,
     "slipstream/check": 2_102,
-    "slipstream/view": 2_475,
-    "slipstream/translate": 1_575,
+    "slipstream/view": 2_420,
+    "slipstream/translate": 1_522,
     "slipstream/plan": 1_301,
     "slipstream/command": 158,
-    "replay": 9_644,
-    "weight_bus": 5_078,
-    "rollout_server/engines": 3_890,
+    "replay": 9_594,
+    "weight_bus": 5_050,
+    "rollout_server/engines": 3_877,
     "rollout_server/tasks": 7_625,
-    "rollout_server": 13_413,
-    "learner": 9_460,
+    "rollout_server": 13_400,
+    "learner": 9_443,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 54_127
+PRODUCT = 53_911
 SCRIPTS = 6_213
-TESTS = 44_704
+TESTS = 44_701
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
