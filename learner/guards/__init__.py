@@ -10,3 +10,5 @@ The policy in training, its optimizer and the channels know nothing of them.
 
 from learner.guards.errors import SilentlyWrong
 from learner.guards.judge import Alarm, Guards, GuardVerdict
+
+__all__ = ["Alarm", "GuardVerdict", "Guards", "SilentlyWrong"]
