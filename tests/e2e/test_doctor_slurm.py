@@ -131,7 +131,7 @@ def test_steps_ask_for_the_gpus_of_their_node() -> None:
         patched.setattr(srun, "_said", said)
         made = srun.allocation(load("quickstart", settings), variables)
     assert made == Allocation(("m1", "m2"), 8, "") and asked == [["scontrol", "show", "hostnames", "m[1-2]"]]
-    step = made.over_srun(Host("node1", "10.0.0.2", "m2"), ["true"])
+    step = made.command(Host("node1", "10.0.0.2", "m2"), ["true"])
     assert "--gpus-per-node=8" in step and "--nodelist=m2" in step and step[-1] == "true"
     assert not any(word.startswith("--cpus-per-task") for word in step)
 
