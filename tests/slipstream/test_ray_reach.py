@@ -3,12 +3,12 @@
 import subprocess
 import sys
 
-import psutil
 import pytest
 
 from configs.errors import PackageMissing
 from slipstream.launch.reach import actor
 from slipstream.launch.reach.actor import NOT_STARTED, NodeActor
+from slipstream.runtime.hang import processes
 from tests.support.waiting import until
 
 NODE = """
@@ -32,7 +32,8 @@ def all_news(held):
 
 
 def ended(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    found = processes.of(pid)
+    return found is None or found.state == "Z"
 
 
 def test_a_node_gets_its_line_and_ends_in_order_with_its_stdin(tmp_path):
