@@ -9,7 +9,6 @@ PORT (default 5757) is replay's port where network.replay_port is 0; REPLAY is i
 import argparse
 import logging
 import os
-import secrets
 import shlex
 import sys
 import time
@@ -29,6 +28,7 @@ from slipstream.launch.node_spec import ROLES, NodeRole, NodeSpec, config_of
 from slipstream.launch.quickstart import input_is_missing
 from slipstream.launch.reach import Reach, srun
 from slipstream.launch.reach.commands import Ssh
+from slipstream.launch.run_folder import new_job
 from slipstream.launch.terminal import say
 from slipstream.plan.processes import Machine, Plan, Process, Role, assign, table
 from slipstream.runtime.program import program
@@ -163,7 +163,7 @@ def _plan(args: argparse.Namespace, config: Config, machines: Mapping[str, Machi
 
 
 def _on_hosts(args: argparse.Namespace, config: Config, reach: Reach) -> int:
-    given, sides, job = forwarded(args.forward_env), SIDES[args.side], secrets.token_hex(8)
+    given, sides, job = forwarded(args.forward_env), SIDES[args.side], new_job()
     hosts = reach.hosts(config, only_rollouts=args.side == "rollout")
     for name, host in hosts.items():  # each will bind its own address
         parse(dump(config), name, [f"network.host={host.address}"])

@@ -26,7 +26,7 @@ from slipstream.launch import children
 from slipstream.launch.announcements import Announcements
 from slipstream.launch.children import Child, RowTail
 from slipstream.launch.machine import this_machine
-from slipstream.launch.run_folder import RunFolder
+from slipstream.launch.run_folder import JOB, RunFolder, new_job
 from slipstream.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
 from slipstream.plan.processes import Machine, Plan, assign
 from slipstream.runtime import ending
@@ -137,7 +137,8 @@ class Launcher:
             (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         self._metrics = RowTail(self.run_dir / "metrics.jsonl", newest=self._started_at)
         self._announcements = Announcements(self.run_dir / "logs")
-        self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
+        # the same for all starts of a job, so that rollout servers go on with the next one
+        self._run_id = f"{self.config.run.name}-{os.environ.get(JOB) or new_job()}"
         parent = ("--parent", str(os.getpid()))
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
         self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
