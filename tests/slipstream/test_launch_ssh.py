@@ -362,9 +362,9 @@ def test_a_node_that_is_lost_is_started_again_and_one_that_ended_by_intent_is_no
     monkeypatch.setattr(fleet, "RETRY_S", 0.1)
     back = tmp_path / "back"
     node1 = once(tmp_path, "began", first=first, then=f"{UP}; touch {back}; exec cat")
-    ends = f"until [[ -e {back} ]]; do sleep 0.05; done"
     is_final = code != 0 or "goes on" in said
-    commands = {"node0": f"{UP}; exec cat" if code else "sleep 0.3" if is_final else ends, "node1": node1}
+    ends = f"until [[ -e {tmp_path / 'began' if is_final else back} ]]; do sleep 0.05; done; sleep {int(is_final)}"
+    commands = {"node0": f"{UP}; exec cat" if code else ends, "node1": node1}
     monkeypatch.setattr(fleet, "FAREWELL_S", 0.2)
     ended, way = run_fleet(tmp_path, rollouts=() if is_learner else ("node1",), **commands)
     assert way.starts == ["node0", "node1"] if is_final else way.starts == ["node0", "node1", "node1"]
