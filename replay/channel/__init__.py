@@ -1,7 +1,6 @@
 """The channel: wire frames and ZeroMQ sockets. Torch-free; the weight bus uses it for its control plane."""
 
 from replay.channel.admission import (
-    Arrivals,
     DuplicateMessage,
     may_be,
     routing_id,
@@ -10,7 +9,6 @@ from replay.channel.admission import (
 )
 from replay.channel.delivery import Inventory, Repeat
 from replay.channel.frames import Envelope, Message, Registry, WireError, decode, encode, registry
-from replay.channel.gate import Gate
 from replay.channel.keys import ChannelError, Keys, KeysError, PeerRefused, load_keys
 from replay.channel.pulse import Pulse
-from replay.channel.sockets import MAX_MESSAGE_BYTES, AsyncDealer, AsyncRouter, Dealer, bind, configure
+from replay.channel.sockets import MAX_MESSAGE_BYTES, AsyncDealer, AsyncRouter, Dealer, Hub, configure
