@@ -31,7 +31,7 @@ from slipstream.plan.processes import Role, table
 from slipstream.runtime import ending as endings
 from slipstream.runtime import hang, packages
 from slipstream.runtime.fingerprint import FingerprintError
-from slipstream.runtime.lifeline import die_with_parent
+from slipstream.runtime.lifeline import TRY_AGAIN, die_with_parent
 from slipstream.runtime.program import program
 from slipstream.runtime.vitals.watch import Vitals
 from slipstream.translate.refusals import AnsweringParser, refused
@@ -86,7 +86,7 @@ def main() -> int:
         return 2
     except RunFailed as failure:
         say(f"not resumed: {failure}")
-        return 1
+        return TRY_AGAIN
 
 
 def prepare(args: argparse.Namespace) -> Config:

@@ -36,17 +36,17 @@ def below(root: int) -> dict[int, str]:
 
 
 def commands(processes: Iterable[psutil.Process]) -> dict[int, str]:
-    """Command line by pid, a space behind each word, of those that live."""
-    found = {}
+    """Command line by pid, a space behind each word, of those that live, the eldest first: pids begin anew."""
+    found = []
     for process in processes:
         with suppress(psutil.Error):
-            found[process.pid] = "".join(f"{word} " for word in process.cmdline())
-    return found
+            found.append((process.create_time(), process.pid, "".join(f"{word} " for word in process.cmdline())))
+    return {pid: command for _, pid, command in sorted(found)}
 
 
 def of_role(root: int, role: str) -> list[int]:
     """Pids of replay, or of the learner ranks in the order of their start, below the launcher."""
-    return sorted(pid for pid, command in below(root).items() if re.search(ROLES[role], command))
+    return [pid for pid, command in below(root).items() if re.search(ROLES[role], command)]
 
 
 def send(pid: int, sig: signal.Signals) -> bool:

@@ -81,7 +81,7 @@ def versions() -> dict[str, str]:
 
 
 def broken_pins() -> list[str]:
-    """`slipstream-rl wants numpy>=1.26, 1.21 is installed`: pins of ours, and of SGLang on what it is built for."""
+    """`slipstream-rl[mcp] wants mcp>=2.3, 2.0 is installed`: pins of ours, and of SGLang on what it is built for."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     broken = []
@@ -98,7 +98,8 @@ def broken_pins() -> list[str]:
             if owner == "sglang" and wanted.name not in PINNED_BY_SGLANG:
                 continue
             if not wanted.specifier.contains(there, prereleases=True):
-                broken.append(f"{owner} wants {wanted.name}{wanted.specifier}, {there} is installed")
+                of = f"{owner}[{extra[1]}]" if extra else owner
+                broken.append(f"{of} wants {wanted.name}{wanted.specifier}, {there} is installed")
     return broken
 
 

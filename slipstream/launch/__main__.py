@@ -1,6 +1,6 @@
-"""`python -m slipstream.launch learner|rollout`: one side of a run: here, over ssh, under Slurm, in Kubernetes.
+"""`python -m slipstream.launch run|learner|rollout`: a run or one side of it, on hosts that ssh or a scheduler reaches.
 
-Without --hosts, --slurm, --srun or --kubernetes it is this host's: `learner` takes the arguments of
+Without --hosts, --slurm, --srun or --kubernetes it is this host's: `run` and `learner` take the arguments of
 `python -m learner.main`, `rollout` starts `--servers N` with the arguments of `python -m rollout_server.main`.
 `--dry-run` shows what would run.
 PORT (default 5757) is replay's port where network.replay_port is 0; REPLAY is its address for rollout servers.
@@ -9,10 +9,11 @@ PORT (default 5757) is replay's port where network.replay_port is 0; REPLAY is i
 import argparse
 import logging
 import os
+import secrets
 import shlex
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,17 +24,18 @@ from slipstream.check.checks import REFUSALS, require_elsewhere
 from slipstream.launch import earlier_run, fleet, here
 from slipstream.launch.files import kubernetes, slurm
 from slipstream.launch.files.job_files import JobFiles
-from slipstream.launch.host_file import Host, read_hosts
 from slipstream.launch.key_files import keys_for
-from slipstream.launch.node_spec import ROLES, NodeRole, NodeSpec, config_of, hosts_of
+from slipstream.launch.node_spec import ROLES, NodeRole, NodeSpec, config_of
 from slipstream.launch.quickstart import input_is_missing
-from slipstream.launch.reach import srun
+from slipstream.launch.reach import Reach, srun
+from slipstream.launch.reach.commands import Ssh
 from slipstream.launch.terminal import say
 from slipstream.plan.processes import Machine, Plan, Process, Role, assign, table
 from slipstream.runtime.program import program
 from slipstream.translate.refusals import AnsweringParser, refused
 
 DEFAULT_PORT = "5757"
+SIDES: dict[str, tuple[NodeRole, ...]] = {"run": ROLES, "learner": ("learner",), "rollout": ("rollout",)}
 SHOWN: dict[NodeRole, tuple[Role, ...]] = {"learner": ("replay", "learner"), "rollout": ("rollout",)}
 EVERYTHING: tuple[Role, ...] = ("replay", "learner", "rollout")
 
@@ -44,24 +46,21 @@ def main() -> int:
     args, unknown = parser.parse_known_args()
     port = os.environ.get("PORT", DEFAULT_PORT)
     if args.hosts is None and not (args.srun or args.slurm or args.kubernetes):
-        if sys.argv[1] != args.role:
-            parser.error(f"{args.role!r} comes first: python -m slipstream.launch {args.role} ...")
+        if sys.argv[1] != args.side:
+            parser.error(f"{args.side!r} comes first: python -m slipstream.launch {args.side} ...")
         words = sys.argv[2:]
-        if args.role == "learner":
-            here.become_learner(words, port)
-        return here.run_servers(words, os.environ.get("REPLAY", f"tcp://127.0.0.1:{port}"))
+        if args.side == "rollout":
+            return here.run_servers(words, os.environ.get("REPLAY", f"tcp://127.0.0.1:{port}"))
+        here.become_learner(words, port if args.side == "learner" else None)
     if unknown:
         parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
     args.replay = args.replay or os.environ.get("REPLAY") or None
     try:
         config = _configuration(args, port)
-        if args.hosts is not None:
-            return _on_hosts(args, config, hosts_of(config, read_hosts(args.hosts)), fleet.over_ssh)
-        if args.srun:
-            there = srun.of_this_process(config)
-            hosts = there.hosts(config, only_rollouts=args.role == "rollout")
-            return _on_hosts(args, config, hosts, there.over_srun)
+        reach = _reach(args, config)
+        if reach is not None:
+            return _on_hosts(args, config, reach)
         has_input = not (args.dry_run and input_is_missing(config, args.config))
         # a cluster's disk is shared, a claim is not seen here
         require_elsewhere(config, say, sees_files=args.slurm, has_input=has_input)
@@ -79,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("role", choices=["learner", "rollout"], help="which side to start")
+    add("side", choices=list(SIDES), help="both sides, or which one")
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--hosts", metavar="FILE", type=Path, help="over ssh: lines `name address [ssh=user@host] [gpus=8]`"
@@ -92,11 +91,25 @@ def _parser() -> argparse.ArgumentParser:
     add("--replay", help="address of replay (default: first learner node and network.replay_port)")
     add("--resume", metavar="RUN_DIR", help="go on from the newest complete checkpoint of this run")
     add("--gpus-per-node", type=int, help="Slurm: GPUs of a node (default: as placed)")
+    add(
+        "--forward-env",
+        metavar="NAME",
+        action="append",
+        default=[],
+        help="a secret that every process gets (again for another); it is in no file, log or argument",
+    )
     add("--digest", metavar="HEX", help="refuse another content of --config")
     add("--image", default="slipstream:latest", help="Kubernetes: container image (default: %(default)s)")
     add("--claim", default="slipstream", help="Kubernetes: PersistentVolumeClaim (default: %(default)s)")
     add_arguments(parser)
     return parser
+
+
+def _reach(args: argparse.Namespace, config: Config) -> Reach | None:
+    """The way to the hosts; none writes files for a scheduler. Raises ConfigError."""
+    if args.hosts is not None:
+        return Ssh(args.hosts)
+    return srun.of_this_process(config) if args.srun else None
 
 
 def _configuration(args: argparse.Namespace, port: str) -> Config:
@@ -113,12 +126,11 @@ def _configuration(args: argparse.Namespace, port: str) -> Config:
                 "placement.device: 'auto' with placement.split would take the device of this machine for that of the"
                 " run's; give --set placement.device=cuda, or cpu"
             )
-    elif args.hosts is not None:
+    elif not (args.slurm or args.kubernetes):
         config = earlier_run.resumed(Path(args.resume), overrides_of(args))
     else:
         raise BadOption(
-            "--resume: only with --hosts, or on the first learner node with `python -m learner.main --resume`; the"
-            " files for Slurm and Kubernetes always begin a new run"
+            "--resume: the files for Slurm and Kubernetes always begin a new run; give it to --hosts or --srun"
         )
     overrides = ["placement.local_rollouts=false", "network.host=127.0.0.1"]
     if config.network.replay_port == 0:
@@ -139,44 +151,50 @@ def _plan(args: argparse.Namespace, config: Config, machines: Mapping[str, Machi
     return replace(plan, processes=tuple(map(with_own_file, plan.processes)))
 
 
-def _on_hosts(args: argparse.Namespace, config: Config, hosts: Mapping[str, Host], over: fleet.Over) -> int:
+def _on_hosts(args: argparse.Namespace, config: Config, reach: Reach) -> int:
+    given, sides, job = forwarded(args.forward_env), SIDES[args.side], secrets.token_hex(8)
+    hosts = reach.hosts(config, only_rollouts=args.side == "rollout")
     for name, host in hosts.items():  # each will bind its own address
         parse(dump(config), name, [f"network.host={host.address}"])
     plan = _plan(args, config, {name: host.machine() for name, host in hosts.items()}, sys.executable)
-    roles = ROLES if args.srun and args.role == "learner" else (args.role,)
     specs = [
-        (_spec_of(args, config, plan, role, name, hosts), hosts[name]) for role in roles for name in plan.nodes(role)
+        NodeSpec(
+            role=role,
+            node=node,
+            config=dump(config),
+            hosts="".join(f"{host.name} {host.address}\n" for host in hosts.values()),
+            replay=args.replay,
+            resume=args.resume,
+            resume_if_begun=args.srun,
+            job=job,
+            # a rollout server beside replay finds the learner's keys there, and takes them
+            keys={} if reach.shares_files else keys_for(config.network.keys, node, serves=node == plan.first_node),
+            environment=given,
+        )
+        for role in sides
+        for node in plan.nodes(role)
     ]
     if not args.dry_run:
-        return fleet.run(specs, over, config.run_dir)
-    _show(table(plan, sum((SHOWN[role] for role in roles), ())))
-    for spec, host in specs:
-        _show(f"\n{spec.node}: {shlex.join(fleet.command_line(spec, host, over))}")
+        return fleet.run(reach, [(spec, hosts[spec.node]) for spec in specs], config)
+    _show(table(plan, sum((SHOWN[role] for role in sides), ())))
+    for spec in specs:
+        _show(f"\n{spec.node}: {reach.shown(hosts[spec.node], fleet.words_of(spec))}")
         for name in sorted(spec.keys):
             _show(f"  copies {config.network.keys}/{name} (mode 0600)")
     say(f"dry run: {config.arithmetic()}")
     return 0
 
 
-def _spec_of(
-    args: argparse.Namespace, config: Config, plan: Plan, role: NodeRole, node: str, hosts: Mapping[str, Host]
-) -> NodeSpec:
-    return NodeSpec(
-        role=role,
-        node=node,
-        config=dump(config),
-        hosts="".join(f"{host.name} {host.address}\n" for host in hosts.values()),
-        replay=args.replay,
-        resume=args.resume,
-        resume_if_begun=args.srun,
-        # a rollout server beside replay finds the learner's keys there, and takes them; Slurm's nodes share their files
-        keys={} if args.srun else keys_for(config.network.keys, node, serves=node == plan.first_node),
-    )
+def forwarded(names: Sequence[str]) -> dict[str, str]:
+    """Variables of this process that every node's processes get. Raises BadOption: one is not set."""
+    if missing := [name for name in names if name not in os.environ]:
+        raise BadOption(f"--forward-env {missing[0]}: it is not set here; export it, or leave the option out")
+    return {name: os.environ[name] for name in names}
 
 
 def _for_slurm(args: argparse.Namespace, config: Config) -> tuple[Config, Plan, JobFiles]:
     plan = _plan(args, config, slurm.machines(config), sys.executable)
-    return config, plan, slurm.files(config, plan, args.role, path=args.out, gpus=args.gpus_per_node)
+    return config, plan, slurm.files(config, plan, _role(args), path=args.out, gpus=args.gpus_per_node)
 
 
 def _for_kubernetes(args: argparse.Namespace, config: Config) -> tuple[Config, Plan, JobFiles]:
@@ -185,15 +203,15 @@ def _for_kubernetes(args: argparse.Namespace, config: Config) -> tuple[Config, P
         keys["learner"] = keys_for(config.network.keys, "learner", serves=True)
         keys["rollout"] = keys_for(config.network.keys, "rollout", serves=False)
         config = config_of(dump(config), [f"network.keys={kubernetes.KEYS}"])
-    run_name = config.run.name + (time.strftime("-%Y%m%d-%H%M%S") if args.role == "learner" else "")
-    pods = kubernetes.Pods(config, args.role, args.image, args.claim, keys, args.replay, run_name)
+    run_name = config.run.name + ("" if args.side == "rollout" else time.strftime("-%Y%m%d-%H%M%S"))
+    pods = kubernetes.Pods(config, _role(args), args.image, args.claim, keys, args.replay, run_name)
     return config, _plan(args, config, kubernetes.machines(config), "python"), pods.files(args.out)
 
 
 def _with_files(args: argparse.Namespace, config: Config, plan: Plan, files: JobFiles) -> int:
     """Write what a scheduler starts the run from, or show it."""
     if args.dry_run:
-        _show(table(plan, EVERYTHING if args.role == "learner" else SHOWN["rollout"]))
+        _show(table(plan, SHOWN["rollout"] if args.side == "rollout" else EVERYTHING))
         for path, text in files.texts.items():
             _show(f"\n# {path}\n{text}")
         for path in files.secrets:
@@ -203,6 +221,11 @@ def _with_files(args: argparse.Namespace, config: Config, plan: Plan, files: Job
     files.write()
     say(f"wrote {', '.join(map(str, [*files.texts, *files.secrets]))}; start the run with: {files.command}")
     return 0
+
+
+def _role(args: argparse.Namespace) -> NodeRole:
+    """Of files: those of the learner start the whole run."""
+    return "rollout" if args.side == "rollout" else "learner"
 
 
 def _show(text: str) -> None:

@@ -14,7 +14,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -28,11 +29,11 @@ from slipstream.check.examination import of_places
 from slipstream.check.finding import Finding, as_json, ok, refused, report, stop, verdict
 from slipstream.check.places import Place
 from slipstream.check.probe import unreachable
-from slipstream.launch.fleet import Over, over_ssh
-from slipstream.launch.host_file import FORM, Host, read_hosts
+from slipstream.launch.host_file import FORM
 from slipstream.launch.machine import this_machine
-from slipstream.launch.node_spec import ROLES, config_of, hosts_of
+from slipstream.launch.node_spec import ROLES, config_of
 from slipstream.launch.quickstart import input_is_missing
+from slipstream.launch.reach.commands import Commands, Ssh
 from slipstream.launch.reach.srun import of_this_process
 from slipstream.plan.processes import Process, assign
 from slipstream.runtime.program import program
@@ -40,6 +41,8 @@ from slipstream.runtime.program import program
 DEFAULT_PORT = 5757
 PYTHON = "SLIPSTREAM_PYTHON"
 NONE = "none"
+Way = Callable[[Sequence[str]], list[str]]
+"""A command on another machine, as a command of this one."""
 STYLES = {"stop": "bold red", "warn": "bold", "ok": "dim"}
 """Readable on dark and on light."""
 
@@ -107,11 +110,8 @@ def _examined(args: argparse.Namespace, config: Config) -> tuple[list[Finding], 
 
 def _places(args: argparse.Namespace, config: Config) -> list[Place]:
     """Raises ConfigError."""
-    python = args.rollout_python or _rollout_python(config)
-    if args.slurm:
-        allocated = of_this_process(config)
-        return places_of(config, allocated.hosts(config), python, allocated.over_srun)
-    return places_of(config, None if args.hosts is None else read_hosts(args.hosts), python)
+    reach = of_this_process(config) if args.slurm else Ssh(args.hosts) if args.hosts is not None else None
+    return places_of(config, reach, args.rollout_python or _rollout_python(config))
 
 
 def _rollout_python(config: Config) -> str:
@@ -144,36 +144,34 @@ def show(found: Sequence[Finding], last: str) -> None:
 # ---- places -----------------------------------------------------------------------------------------------
 
 
-def places_of(
-    config: Config, known: Mapping[str, Host] | None, rollout_python: str, over: Over = over_ssh
-) -> list[Place]:
+def places_of(config: Config, reach: Commands | None, rollout_python: str) -> list[Place]:
     """A place for each node and role, the learner's first.
 
     Args:
         config: of the run.
-        known: machines by the names of nodes; none is this one alone.
+        reach: how commands get to the machines of the placement; none is this one alone.
         rollout_python: interpreter of rollout servers.
-        over: how commands get to those machines.
 
     Raises ConfigError.
     """
-    if known is None:
+    if reach is None:
         nodes = [share.node for share in config.shares]
         if len(nodes) > 1:
             raise BadHosts(
                 f"placement: {', '.join(nodes)} are several machines, and doctor looks at others over ssh; give --hosts"
                 f" FILE with lines `{FORM}`, or --slurm inside an allocation"
             )
-        hosts, machines, configs = {}, {nodes[0]: this_machine(config)}, {nodes[0]: config}
+        ways, machines, configs = {}, {nodes[0]: this_machine(config)}, {nodes[0]: config}
     else:
         if config.network.replay_port == 0:
             config = config_of(dump(config), [f"network.replay_port={DEFAULT_PORT}"])
-        hosts = hosts_of(config, known)
+        hosts = reach.hosts(config)
         machines = {node: host.machine() for node, host in hosts.items()}
         configs = {node: config_of(dump(config), [f"network.host={host.address}"]) for node, host in hosts.items()}
+        ways = {node: partial(reach.command, host) for node, host in hosts.items()}
     plan = assign(config, machines, config_file="")
     return [
-        _place(plan.of(node, role), plan.of(node, "replay"), configs[node], hosts.get(node), over, rollout_python)
+        _place(plan.of(node, role), plan.of(node, "replay"), configs[node], ways.get(node), rollout_python)
         for role in ROLES
         for node in machines
         if plan.of(node, role)
@@ -181,7 +179,7 @@ def places_of(
 
 
 def _place(
-    processes: Sequence[Process], replay: Sequence[Process], config: Config, host: Host | None, over: Over, python: str
+    processes: Sequence[Process], replay: Sequence[Process], config: Config, way: Way | None, python: str
 ) -> Place:
     """The place of these processes of one role; `python` is the interpreter of rollout servers."""
     first, keys = processes[0], {"replay": "network.replay_port", "weight bus": "weight_bus.port"}
@@ -189,12 +187,11 @@ def _place(
     listening = [*processes, *replay] if first.role == "learner" else processes
     ports = {keys[what]: port for process in listening for what, port in process.ports.items()}
     words = [python if first.role == "rollout" else sys.executable, "-m", "slipstream.check.probe"]
-    if host is not None:
+    if way is not None:
         settings = [f"{name}={value}" for name, value in first.environment.items()]
-        words = over(host, ["env", *settings, *words])
+        words = way(["env", *settings, *words])
     planned = frozenset(first.environment) - config.network.env.keys()
-    here = host is None
-    return Place(first.node, first.role, config, ports, tuple(words), first.environment, planned, is_here=here)
+    return Place(first.node, first.role, config, ports, tuple(words), first.environment, planned, is_here=way is None)
 
 
 if __name__ == "__main__":

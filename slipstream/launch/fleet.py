@@ -1,102 +1,89 @@
-"""Run each node's part over ssh or srun, show what the nodes say, and end all of it with this process.
+"""Run each node's part on its host, show what the nodes say, and end all of it with this process.
 
-One ssh or step per node and role runs slipstream.launch.node, which takes its node spec from stdin and ends with
-it: nothing outlives this process, the session or the connection.
+A node that is lost (its process killed, its host or the way to it gone) is started again, a learner node so that it
+resumes the run. A node that ends by intent is not: its exit code says so.
 """
 
-import contextlib
 import math
-import os
-import shlex
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from slipstream.launch.children import wait_or_kill
+from configs.errors import coded
+from configs.schema import Config
 from slipstream.launch.host_file import Host
-from slipstream.launch.node_spec import NodeRole, NodeSpec
-from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, say, write_line
+from slipstream.launch.node_spec import NodeSpec
+from slipstream.launch.reach import Reach, Remote
+from slipstream.launch.servers import Restarts, RunFailed
+from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, say
 from slipstream.runtime import hang
+from slipstream.runtime.lifeline import CANNOT_GO_ON, RUN_FAILED, TRY_AGAIN
 
-SSH = "SLIPSTREAM_SSH"
-"""Environment variable with another command than ssh; it gets the target and one line of shell."""
-SSH_COMMAND = (
-    "ssh",
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=15",
-    "-o",
-    "ServerAliveInterval=5",
-    "-o",
-    "ServerAliveCountMax=3",
-)
-SSH_FAILED = 255
-Over = Callable[[Host, Sequence[str]], list[str]]
-"""A command on a host, as a command of this machine."""
 POLL_S = 0.1
 FAREWELL_S = 30.0
 """How long nodes have to end by themselves after the run has ended or another node has failed."""
 STOP_S = 40.0
 """How long nodes have to end after their stdin was closed."""
-LAST_LINES = 20
+RETRY_S = 5.0
+"""Between two attempts to start a node whose last one did not come up."""
+BACK_S = 15.0
+"""A node that has been up for so long is back."""
+BY_INTENT = (0, CANNOT_GO_ON, RUN_FAILED)
+"""Exit codes of a node that another start would not change."""
+
+
+def words_of(spec: NodeSpec) -> list[str]:
+    """What runs on the node, with the interpreter of this process; the node spec comes on stdin."""
+    return [sys.executable, "-m", "slipstream.launch.node", "--stdin", "--role", spec.role, "--node", spec.node]
 
 
 @dataclass(slots=True)
-class Remote:
-    """One node's ssh or step."""
+class Member:
+    """One node's part, through all its starts."""
 
-    name: str
-    role: NodeRole
+    spec: NodeSpec
     host: Host
-    process: "subprocess.Popen[bytes]"
-    reader: threading.Thread = field(init=False)
-    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    remote: Remote
+    restarts: Restarts
+    """After starts that came up; attempts that did not are repeated every RETRY_S."""
+    was_up: bool = False
+    up_at: float | None = None
+    """Monotonic second since when its present process has its spec."""
+    lost_at: float | None = None
+    """The same since when the run is without this node; None while it is there."""
+    retry_at: float = math.inf
+    last: str = ""
+    """How its last process ended."""
+    is_missed: bool = False
+    """It was said that it is away for too long."""
+    code: int | None = None
+    """Exit code of its last process, once no other follows."""
 
-    def __post_init__(self) -> None:
-        self.reader = threading.Thread(target=self._show, name=f"output-of-{self.name}", daemon=True)
-        self.reader.start()
+    @property
+    def name(self) -> str:
+        """The node's, and where it is."""
+        return f"{self.spec.node} ({self.host.address})"
 
-    def exit_code(self) -> int | None:
-        """None while it runs."""
-        return self.process.poll()
+    @property
+    def is_learner(self) -> bool:
+        """Whether the run needs it."""
+        return self.spec.role == "learner"
 
-    def failure(self) -> str:
-        """`node1 (10.0.0.2) failed: exit code 2: last line`."""
-        code = self.exit_code()
-        self.reader.join(1.0)
-        last = next((line for line in reversed(self.last_lines) if line.strip()), "")
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
-        if code == SSH_FAILED:
-            how = f"ssh to {self.host.ssh} failed or lost its connection"
-        return f"{self.name} ({self.host.address}) failed: {how}{f': {last}' if last else ''}"
+    @property
+    def waits(self) -> bool:
+        """Whether another start is planned."""
+        return self.restarts.due is not None or self.retry_at < math.inf
 
-    def _show(self) -> None:
-        assert self.process.stdout is not None
-        for raw in self.process.stdout:
-            line = raw.decode("utf-8", "replace").rstrip("\r\n")
-            self.last_lines.append(line)
-            write_line(sys.stdout, f"[{self.name}] {line}")  # also without a reader: the node's pipe must be emptied
-
-
-def command_line(spec: NodeSpec, host: Host, over: Over) -> list[str]:
-    """What runs on the node, in the same folder and interpreter; the node spec comes on stdin."""
-    words = [sys.executable, "-m", "slipstream.launch.node", "--stdin", "--role", spec.role, "--node", spec.node]
-    return over(host, words)
-
-
-def over_ssh(host: Host, words: Sequence[str]) -> list[str]:
-    """ssh, and a command on that machine in this folder."""
-    ssh = shlex.split(os.environ.get(SSH, "")) or SSH_COMMAND
-    return [*ssh, host.ssh, f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(words)}"]
+    def is_due(self) -> bool:
+        """Whether to start it now; once."""
+        if self.retry_at < time.monotonic():
+            self.retry_at = math.inf
+            return True
+        return self.restarts.is_due()
 
 
-def run(specs: Sequence[tuple[NodeSpec, Host]], over: Over, run_dir: str) -> int:
+def run(reach: Reach, specs: Sequence[tuple[NodeSpec, Host]], config: Config) -> int:
     """Run all specs to their end.
 
     A learner node that fails ends them all; the run goes on without a rollout node that failed.
@@ -104,73 +91,139 @@ def run(specs: Sequence[tuple[NodeSpec, Host]], over: Over, run_dir: str) -> int
     Returns:
         0 when all learner nodes, or where there is none all nodes, ended well; 130 after a signal, or else 1.
     """
-    remotes: list[Remote] = []
+    fleet = Fleet(reach, config)
     catch_signals()
     try:
         for spec, host in specs:
-            remotes.append(start(spec, host, over))
-        return _watch(remotes, run_dir)
+            fleet.add(spec, host)
+        return fleet.watch()
     except Interrupted as interruption:
-        say(f"{interruption}: ending {', '.join(remote.name for remote in remotes)}")
+        say(f"{interruption}: ending {', '.join(member.spec.node for member in fleet.members)}")
         return 130
     finally:
         ignore_signals()
-        stop(remotes)
+        fleet.stop()
+        reach.close()
 
 
-def start(spec: NodeSpec, host: Host, over: Over) -> Remote:
-    """Connect to a node and give it its spec."""
-    process = subprocess.Popen(
-        command_line(spec, host, over),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches this process alone, which ends the nodes in order
-    )
-    remote = Remote(spec.node, spec.role, host, process)
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended: its exit code and last line say why
-        process.stdin.write(spec.line().encode())
-        process.stdin.flush()
-    return remote
+class Fleet:
+    """The nodes of a run, or of one side of it."""
 
+    def __init__(self, reach: Reach, config: Config) -> None:
+        self.members: list[Member] = []
+        self._reach, self._config = reach, config
+        self._ends_at = math.inf
+        """Until when those that are left may end by themselves."""
 
-def stop(remotes: Sequence[Remote]) -> None:
-    """Close every node's stdin, which ends it; then end what is left of ssh."""
-    for remote in remotes:
-        assert remote.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            remote.process.stdin.close()
-    killed = wait_or_kill([remote.process for remote in remotes], STOP_S)
-    for remote in remotes:
-        if remote.process in killed:
-            say(f"{remote.name} did not end within {STOP_S:g} s [silent]; its ssh was killed")
-        remote.reader.join(1.0)
+    def add(self, spec: NodeSpec, host: Host) -> None:
+        """Start one more node."""
+        limit = (self._config.learner if spec.role == "learner" else self._config.rollout).restarts
+        self.members.append(Member(spec, host, self._start(spec, host), Restarts(limit)))
 
+    def watch(self) -> int:
+        """Start again what is lost, until the run has ended; the exit code.
 
-def _watch(remotes: Sequence[Remote], run_dir: str) -> int:
-    """Name each node that fails; a learner's others have FAREWELL_S to end by themselves, and to say why.
+        The first learner node ends last: ranks of others are done before it has written picture and trace.
+        """
+        while True:
+            for member in self.members:
+                if member.code is None:
+                    self._look(member)
+            running = [member for member in self.members if member.code is None]
+            if not running or time.monotonic() > self._ends_at:
+                break
+            time.sleep(POLL_S)
+        if running:
+            hang.begin("launch", self._config.run_dir)
+            names = [member.spec.node for member in running]
+            said = hang.expired("the end of the nodes", owed_by=names, waited_s=FAREWELL_S, key="a fixed deadline")
+            say(f"{', '.join(names)} still run {FAREWELL_S:g} s after another node has ended{said} [slow]")
+        learners = [member for member in self.members if member.is_learner]
+        return 1 if any(member.code != 0 for member in learners or self.members) else 0
 
-    Ranks that are done end before the first node, whose launcher still waits for servers and writes picture and trace.
-    """
-    learners = [remote for remote in remotes if remote.role == "learner"]
-    named: set[tuple[str, str]] = set()
-    deadline = math.inf
-    while True:
-        running = [remote for remote in remotes if remote.exit_code() is None]
-        for remote in remotes:
-            if remote.exit_code() not in (None, 0) and (remote.role, remote.name) not in named:
-                named.add((remote.role, remote.name))
-                goes_on = remote.role == "rollout" and running
-                say(f"{remote.failure()}{'; the run goes on with the servers of other nodes' if goes_on else ''}")
-        if learners and (learners[0] not in running or any(role == "learner" for role, _ in named)):
-            deadline = min(deadline, time.monotonic() + FAREWELL_S)
-        if not running or time.monotonic() > deadline:
-            break
-        time.sleep(POLL_S)
-    if running:
-        hang.begin("launch", run_dir)
-        names = [remote.name for remote in running]
-        said = hang.expired("the end of the nodes", owed_by=names, waited_s=FAREWELL_S, key="a fixed deadline")
-        say(f"{', '.join(names)} still run {FAREWELL_S:g} s after another node has ended{said} [slow]")
-    return 1 if any(remote.exit_code() != 0 for remote in learners or remotes) else 0
+    def stop(self) -> None:
+        """Close every node's stdin, which ends it; then end what is left of the ways to them."""
+        for member in self.members:
+            member.remote.close_stdin()
+        deadline = time.monotonic() + STOP_S
+        while time.monotonic() < deadline and any(member.remote.exit_code() is None for member in self.members):
+            time.sleep(POLL_S)
+        for member in self.members:
+            is_late = member.remote.exit_code() is None
+            member.remote.kill()
+            if is_late:
+                say(f"{member.spec.node} did not end within {STOP_S:g} s [silent]; the way to it was cut")
+
+    def _start(self, spec: NodeSpec, host: Host) -> Remote:
+        return self._reach.start(spec.node, host, words_of(spec), spec.line())
+
+    # ---- one node ---------------------------------------------------------------------------------------
+
+    def _look(self, member: Member) -> None:
+        code, now = member.remote.exit_code(), time.monotonic()
+        if code is None:
+            if member.remote.output.is_up:
+                member.up_at = member.up_at or now
+            if member.lost_at is not None and member.up_at is not None and now - member.up_at > BACK_S:
+                say(f"{member.name} is back after {member.up_at - member.lost_at:.0f} s")
+                member.lost_at, member.is_missed = None, False
+        elif not member.waits:
+            self._ended(member, code)
+        elif self._is_ending:
+            member.code = code
+        elif member.is_due():
+            member.remote, member.up_at = self._start(member.spec, member.host), None
+        if member.code is None and member.lost_at is not None and member.up_at is None and not member.is_missed:
+            self._look_at_absence(member, now - member.lost_at)
+
+    def _ended(self, member: Member, code: int) -> None:
+        """Its process has ended: decide whether another one follows."""
+        member.last = member.remote.how_it_ended()
+        cause = f"{member.name} failed: {member.last}" if code else ""
+        member.was_up, member.up_at = member.was_up or member.remote.output.is_up, None
+        if code in BY_INTENT or self._is_ending or not (member.was_up or self._may_come_later(member)):
+            self._finish(member, code, cause)
+        elif member.remote.output.is_up and code != TRY_AGAIN:
+            try:
+                say(member.restarts.begin(cause, f"{member.spec.role}.restarts"))
+            except RunFailed as failure:
+                self._finish(member, code, str(failure))
+        else:
+            if member.lost_at is None:
+                say(f"{coded(cause, RunFailed.code)}; it is started again every {RETRY_S:g} s")
+            member.retry_at = time.monotonic() + RETRY_S
+        member.lost_at = member.lost_at or time.monotonic()
+
+    def _finish(self, member: Member, code: int, cause: str) -> None:
+        """No other process of this node follows."""
+        member.code = code
+        if cause:
+            others = any(other.code is None for other in self.members)
+            goes_on = others and not member.is_learner and not self._is_ending
+            say(coded(cause, RunFailed.code) + ("; the run goes on with the servers of other nodes" if goes_on else ""))
+        if member is self._first_learner or (member.is_learner and code != 0):
+            self._ends_at = min(self._ends_at, time.monotonic() + FAREWELL_S)
+
+    def _look_at_absence(self, member: Member, lost_s: float) -> None:
+        limit = self._config.placement.give_up_after_s
+        if lost_s < limit:
+            return
+        member.is_missed = True
+        what = f"{member.name} has been lost for {limit:g} s (placement.give_up_after_s)"
+        if self._may_come_later(member):
+            say(f"{what}: the run goes on without it, and starts it again when it can be reached")
+            return
+        todo = "mend its host, or give the node another one in the host file, then go on with --resume RUN_DIR"
+        self._finish(member, 1, f"{what}: {member.last}; {todo if member.is_learner else 'it is given up'}")
+
+    def _may_come_later(self, member: Member) -> bool:
+        """Whether the run can go on without this node while it is away."""
+        return not member.is_learner and self._first_learner is not None
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._ends_at < math.inf
+
+    @property
+    def _first_learner(self) -> Member | None:
+        return next((member for member in self.members if member.is_learner), None)

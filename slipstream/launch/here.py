@@ -29,9 +29,9 @@ PATIENCE_S = 15.0
 """A rollout server that is ended leaves the run in order within this time."""
 
 
-def become_learner(words: Sequence[str], port: str) -> NoReturn:
-    """Go on as `python -m learner.main`, with replay at this port and rollout servers elsewhere."""
-    settings = ["--set", "placement.local_rollouts=false", "--set", f"network.replay_port={port}"]
+def become_learner(words: Sequence[str], port: str | None) -> NoReturn:
+    """Go on as `python -m learner.main`; with a port, replay has it and rollout servers are elsewhere."""
+    settings = ["--set", "placement.local_rollouts=false", "--set", f"network.replay_port={port}"] if port else []
     os.environ.update(packages.environment())
     os.execv(sys.executable, [sys.executable, "-m", "learner.main", *settings, *words])
 

@@ -12,7 +12,7 @@ from replay.status_client import ask_replay
 from slipstream.launch.generations import NodeRanks, Start, read_ranks, read_start, this_process, write_ranks
 from slipstream.launch.node_spec import NodeAssignment
 from slipstream.launch.ranks import RankGroup
-from slipstream.launch.servers import NodeAway, RunFailed
+from slipstream.launch.servers import EndedForGood, NodeAway
 from slipstream.launch.terminal import Interrupted, ignore_signals
 from slipstream.runtime import ending
 
@@ -54,7 +54,7 @@ class LearnerNode:
         """Follow the launcher until the run is over; 0 when it ended well.
 
         Raises:
-            RunFailed: the run has failed, or the first learner node is away for placement.give_up_after_s.
+            EndedForGood: the run has failed, or the first learner node is away for placement.give_up_after_s.
             Interrupted: by a signal here or there.
         """
         self._take_place()
@@ -71,7 +71,7 @@ class LearnerNode:
             ignore_signals()
             self._ranks.end()
         if ended.failed:
-            raise RunFailed(ended.said)
+            raise EndedForGood(ended.said)
         if ended.code:
             raise Interrupted(ended.said)
         return 0

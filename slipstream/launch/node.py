@@ -34,10 +34,12 @@ from slipstream.launch.node_spec import (
     resolve,
     spec_of_arguments,
 )
-from slipstream.launch.servers import LocalServers, RunFailed
+from slipstream.launch.reach import UP
+from slipstream.launch.run_folder import JOB, folder_of
+from slipstream.launch.servers import EndedForGood, LocalServers, RunFailed
 from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, write_line
 from slipstream.runtime import hang
-from slipstream.runtime.lifeline import CANNOT_GO_ON
+from slipstream.runtime.lifeline import CANNOT_GO_ON, CANNOT_START, RUN_FAILED, TRY_AGAIN
 
 POLL_S = 0.1
 SPEC_S = 60.0
@@ -59,17 +61,20 @@ def main() -> int:
         assignment = resolve(spec, host=args.host, renumber=args.renumber)
         check_address(assignment.config, spec.node)
         write_keys(assignment.config.network.keys, spec.keys)
+        os.environ.update(spec.environment)  # of the children; /proc shows what this process was started with
+        if args.stdin:
+            write_line(sys.stdout, UP)
         node = Node(assignment, lifeline=args.stdin)
         return node.run_learner() if spec.role == "learner" else node.run_servers()
     except PeerSilent as silence:  # a scheduler may start the nodes hours apart: unlike a refusal, another start helps
         show(str(silence))
-        return 1
+        return TRY_AGAIN
     except (ConfigError, ChannelError) as error:
         show(f"refused: {error}")
         return CANNOT_GO_ON
     except RunFailed as failure:
         show(str(failure))
-        return 1
+        return RUN_FAILED if isinstance(failure, EndedForGood) else 1
     except Interrupted as ended:
         show(f"ended: {ended}")
         return 130
@@ -122,6 +127,11 @@ class Node:
         if child.exit_code() == CANNOT_GO_ON:
             show(child.root_cause())
             return CANNOT_GO_ON
+        if child.exit_code() == TRY_AGAIN:
+            show(child.root_cause())
+            return TRY_AGAIN
+        if child.exit_code() == 1:  # the run has failed; its launcher lives
+            raise EndedForGood(child.root_cause())
         if child.exit_code() != 0:
             raise RunFailed(child.root_cause())
         return 0
@@ -148,8 +158,9 @@ class Node:
         finally:
             ignore_signals()
             children.stop(servers.children, PATIENCE_S)
-        if servers.failures:
-            raise RunFailed(f"given up: {', '.join(servers.failures)}")
+        if failures := servers.failures:
+            final = all(code in (RUN_FAILED, CANNOT_START) for code in failures.values())
+            raise (EndedForGood if final else RunFailed)(f"given up: {', '.join(failures)}")
         return 0
 
     def _silent(self) -> Sequence[Mapping[str, Any]]:
@@ -165,15 +176,16 @@ class Node:
     def _launcher(self) -> Child:
         spec, run_dir = self.assignment.spec, Path(self.config.run_dir)
         resume = spec.resume
-        if resume is None and spec.resume_if_begun and decide(run_dir, show):
-            resume = str(run_dir)
+        begun = run_dir if spec.resume_if_begun else folder_of(spec.job, self.config)
+        if resume is None and begun is not None and decide(begun, show):
+            resume = str(begun)
         network = self.config.network
         settings = [f"network.host={network.host}", f"network.replay_port={network.replay_port}"]
         # a resumed run as well: all ranks of one start have the configuration of the job, whatever the folder has
         source = ["--config", str(self.assignment.config_file), *(["--resume", resume] if resume else [])]
         command = [sys.executable, "-m", "learner.main", *source, *self._parent]
         command += [word for setting in (*settings, "placement.local_rollouts=false") for word in ("--set", setting)]
-        return self._child("launcher", command, run_dir / "launch" / f"{spec.node}-launcher.log", {})
+        return self._child("launcher", command, run_dir / "launch" / f"{spec.node}-launcher.log", {JOB: spec.job})
 
     def _wait_for_run_name(self) -> str:
         """The first learner node chooses the name of the run (a taken one is passed over); replay knows it.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from configs.errors import BadHosts, BadOption
 from configs.loading import dump, parse
@@ -41,8 +41,12 @@ class NodeSpec(BaseModel):
     """Folder of the run that the learner resumes."""
     resume_if_begun: bool = False
     """Where the run folder is, resume it: no other job has its name."""
-    keys: dict[str, str] = {}
+    job: str = ""
+    """What one start of the nodes is called: where a learner of this job has begun a run, another one resumes it."""
+    keys: dict[str, str] = Field(default={}, repr=False)
     """Key files by their path inside network.keys."""
+    environment: dict[str, str] = Field(default={}, repr=False)
+    """Variables of all processes, such as secrets of trackers; they are in no file."""
 
     def line(self) -> str:
         """One line of JSON."""

@@ -12,6 +12,9 @@ from slipstream.launch.servers import RunFailed
 
 PARTS = ("config.yaml", "journal", "logs")
 """Of the folder; a clean-up may take them one after the other."""
+JOB = "SLIPSTREAM_JOB"
+"""Environment variable with the name of the job that the run is of, where one has started its nodes."""
+JOB_FILE = "launch/job"
 STARTED_IN = "started_in"
 """File of the run folder with the path of the folder where the run was started: relative paths begin there."""
 SETTLED_S = 1.0
@@ -80,11 +83,20 @@ def claim_run_dir(config: Config, *, new: bool) -> Config:
                 beside.replace(path)
             else:
                 (folder / STARTED_IN).write_text(f"{Path.cwd()}\n", encoding="utf-8")
+                if job := os.environ.get(JOB):
+                    (folder / JOB_FILE).parent.mkdir(exist_ok=True)
+                    (folder / JOB_FILE).write_text(job, encoding="utf-8")
             return claimed
         except OSError as error:
             if not (isinstance(error, FileExistsError) and folder.is_dir()):
                 raise not_writable(config, folder, error) from error
             claimed = with_free_name(config)
+
+
+def folder_of(job: str, config: Config) -> Path | None:
+    """The run folder that this job has begun, whatever free name it took."""
+    found = (path for path in Path(config.run.dir).glob(f"*/{JOB_FILE}") if path.read_text(encoding="utf-8") == job)
+    return next((path.parents[1] for path in found), None) if job else None
 
 
 def with_free_name(config: Config) -> Config:

@@ -26,11 +26,15 @@ class RunFailed(SlipstreamError, RuntimeError, code="SLIP-RUN-01"):
     """The run cannot go on; the message is the root-cause line."""
 
 
+class EndedForGood(RunFailed):
+    """The run or a part of it cannot go on, and another start would end alike."""
+
+
 class DidNotStart(RunFailed, code="SLIP-RUN-07"):
     """A process of the run did not start in time."""
 
 
-class NodeAway(RunFailed, code="SLIP-RUN-10"):
+class NodeAway(EndedForGood, code="SLIP-RUN-10"):
     """A learner node is away for longer than placement.give_up_after_s."""
 
 
@@ -122,9 +126,10 @@ class LocalServers:
         return all(server.given_up for server in self.by_name.values())
 
     @property
-    def failures(self) -> list[str]:
-        """The names of those that were given up without having left in good order."""
-        return [name for name, server in self.by_name.items() if server.given_up and server.child.exit_code() != 0]
+    def failures(self) -> dict[str, int | None]:
+        """Names and exit codes of those that were given up without having left in good order."""
+        codes = {name: server.child.exit_code() for name, server in self.by_name.items() if server.given_up}
+        return {name: code for name, code in codes.items() if code != 0}
 
     def end_silent(self, silent: Iterable[Mapping[str, Any]]) -> None:
         """End those of our processes that are among replay's `silent` ones, so that `watch` starts them again.
@@ -178,7 +183,7 @@ class LocalServers:
             self.say(f"{name} ended because the run has failed")
         elif code == CANNOT_START:
             if self.all_over:
-                raise RunFailed(cause)
+                raise EndedForGood(cause)
             self.say(f"{cause}; it is not started again, the run goes on with other servers")
         else:
             self.say(

@@ -23,6 +23,9 @@ RUN_FAILED = 3
 """Exit code of replay after a run that has failed, and of a rollout server that was told so: starting it again is no
 use either."""
 
+TRY_AGAIN = 75
+"""Exit code (EX_TEMPFAIL of sysexits.h) of a start that what still runs has kept from its run folder."""
+
 CHECKPOINT = signal.SIGUSR2
 """What the launcher sends to replay before it ends a run: the next batch asks the learner for a checkpoint."""
 

@@ -160,7 +160,7 @@ def test_the_command_tells_what_is_wrong_and_shares_no_code_with_what_it_checks(
     for group in [(0, 55)] * lost:
         journal.ack(group)
     command = [sys.executable, "-c", program, str(journal.write(tmp_path / "run"))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert (done.returncode, done.stderr, json.loads(done.stdout)["lost"]) == (lost, "", lost)
 
 

@@ -24,7 +24,7 @@ from replay.journal.reader import JournalReader
 from replay.messages import Group
 from tests.support.runs import ROOT, Input, Run, Runs, processes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 pytest.importorskip("aiohttp", reason="the extras `agents` and `openenv` are not installed")
 
 STEPS = 6

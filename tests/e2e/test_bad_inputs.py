@@ -12,7 +12,7 @@ import pytest
 from learner import main as launcher
 from tests.support.runs import ROOT
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def refused(tmp_path, untrained, monkeypatch, capsys):
 
 def test_a_process_that_refuses_ends_with_code_2_and_one_line():
     command = [sys.executable, "-m", "learner.main", "--dry-run", "--set", "replay.async_lags=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "did you mean 'replay.async_lag'?" in done.stderr.splitlines()[-1]
 
@@ -122,7 +122,7 @@ def test_a_reward_function_that_always_raises_stops_the_run_and_is_named(launch,
     """Before any step, and without restarts."""
     (tmp_path / "mine.py").write_text("def reward(sample):\n    raise KeyError('no such column')\n")
     run = launch(f"reward.function={tmp_path}/mine.py:reward")
-    assert run.wait(90) == 1
+    assert run.wait() == 1
     assert "restart" not in run.text() and "Traceback" not in run.text() and run.steps() == []
     said = run.text().splitlines()[-1]
     assert "run stopped" in said and f"'{tmp_path}/mine.py:reward' failed for" in said

@@ -7,7 +7,7 @@ import pytest
 from tests.e2e.test_in_place import made, play
 from tests.support.runs import Runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PPO = ("algorithm.advantage=gae", "critic.lr=1e-3", "critic.updates=2")
 KL = ("algorithm.kl=k3", "algorithm.kl_in=reward", "algorithm.kl_coef=0.05", "algorithm.reference_refresh_steps=2")

@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.campaigns import run_campaign
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_a_few_faults_of_a_receiver(tmp_path, sort6, zygote):

@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 datasets = pytest.importorskip("datasets", reason="extra datasets is not installed")
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 CLASS = """
 import json, pathlib

@@ -13,7 +13,7 @@ from scripts.chaos.campaigns.elastic import Facts, Judge
 from scripts.chaos.checker.journal import MAGIC, read
 from tests.support.campaigns import run_campaign
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 LATE = "late-1"
 

@@ -11,7 +11,7 @@ import pytest
 from learner.record.summary import summarize
 from tests.support.runs import ROOT, Input, Runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOOLS = (
     "environment.function={tools: {tools: [calculator]}}",

@@ -10,7 +10,7 @@ import pytest
 from tests.support.runs import ROOT, Input, Runs
 from tests.test_docs import FIRST_REWARD
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 ROW = re.compile(r"^\| \[own/(\w+)\.py\]\(own/\1\.py\) \| `([\w.]+)` \| `([^`]+)`", re.MULTILINE)
 SHOWN = {name: (key, value) for name, key, value in ROW.findall((ROOT / "examples" / "README.md").read_text())}
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.runs import Runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PLANT = """
 import sys, threading, time

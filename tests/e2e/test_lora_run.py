@@ -6,7 +6,7 @@ from learner.record.summary import summarize
 from slipstream.view.check_export import check
 from tests.support.runs import Runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 LORA = ("learner.lora.rank=16", "learner.lora.alpha=32", "learner.lr=5e-3")
 

@@ -15,7 +15,7 @@ import pytest
 from tests.support.namespaces import switched
 from tests.support.runs import ROOT, Run, environment, left_over, patient_reward, terminal
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 HOSTS = {f"node{number}": f"10.213.0.1{number}" for number in range(4)}
 STEPS = 40
@@ -50,7 +50,7 @@ def settings_of(tmp_path, untrained, own):
 def started(tmp_path, switch, arguments):
     """A run by the two start scripts: (it, its rollout nodes, their output)."""
     make_keys = [sys.executable, "-m", "replay.keys", "--out", str(tmp_path / "keys"), "--clients", "node1,node2,node3"]
-    subprocess.run(make_keys, cwd=ROOT, check=True, capture_output=True, timeout=60)
+    subprocess.run(make_keys, cwd=ROOT, check=True, capture_output=True, timeout=150)
     for node in HOSTS:
         (tmp_path / "keys-of" / switch.host(node)).mkdir(parents=True, mode=0o700)
     names = tmp_path / "names"
@@ -82,7 +82,7 @@ def is_ready(run, tmp_path, switch, node):
     words += ["--config", str(run.folder / "config.yaml")]
     line = shlex.join([sys.executable, "-m", "slipstream.launch.ready", *words])
     command = [str(tmp_path / "enter"), switch.host(node), f"cd {ROOT} && {line}"]
-    return subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
+    return subprocess.run(command, capture_output=True, check=False, timeout=150).returncode == 0
 
 
 def groups_of(run, node):

@@ -9,7 +9,7 @@ import pytest
 from examples.pictures import main
 from tests.support.runs import Input, Run, Runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TURNS = Path(__file__).with_name("picture_turns.py")
 SMALL = ("data.max_prompt_tokens=128", "rollout.max_new_tokens=1", "learner.lr=1e-3", "learner.warmup_steps=0")
 

@@ -20,10 +20,10 @@ from slipstream.runtime.hang import __main__ as by_hand
 from slipstream.view.top import Folder
 from tests.support.runs import Run
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 LIMIT_S = 30.0
-QUICK = ("network.silent_after_s=2", "network.heartbeat_s=0.3", "rollout.wait_for_servers_s=2", "rollout.restarts=0")
+QUICK = ("network.silent_after_s=4", "network.heartbeat_s=0.3", "rollout.wait_for_servers_s=2", "rollout.restarts=0")
 REWARD = """
 import os, time, zlib
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.runs import Runs
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def arrivals(run, name):
@@ -37,7 +37,7 @@ def other_tokenizer(model, folder):
 def ended_by(run, number):
     """End the run by this signal; the step of the whole checkpoint at which it says to go on, and what it repeats."""
     run.process.send_signal(number)
-    assert run.wait(60) == 130, run.text()[-3000:]
+    assert run.wait(120) == 130, run.text()[-3000:]
     last = run.text().splitlines()[-1]
     said = r" received; --resume \S+ goes on at step (\d+)(?: and trains the (\d+) steps)?"
     found = re.search(number.name + said, last)
@@ -67,10 +67,10 @@ def story(tmp_path_factory, untrained, zygote):
     servers = ("rollout.restarts=1", "rollout.restart_backoff_s=0.1", "rollout.wait_for_servers_s=60")
     settings = (*servers, "network.silent_after_s=5")
     run = runs(*settings, "checkpoint.every_steps=0", split="2:1", steps=10_000)
-    run.wait_until(lambda: len(run.steps()) > 2 and run.steps()[-1].get("rollout/servers") == 2, "two servers", 90)
+    run.wait_until(lambda: len(run.steps()) > 2 and run.steps()[-1].get("rollout/servers") == 2, "two servers")
     model = other_tokenizer(untrained.folder / "model", folder / "other-tokenizer")
     run.stranger = runs.server(run, "stranger", settings=("--model", str(model)))
-    run.stranger_code = run.stranger.wait(60)
+    run.stranger_code = run.stranger.wait(150)
     for name, first in {"rollout-0": signal.SIGKILL, "rollout-1": signal.SIGSTOP}.items():  # then there is no other
         before = arrivals(run, name)
         os.kill(run.pids(f"--server-name {name}")[-1], first)

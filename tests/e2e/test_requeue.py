@@ -15,7 +15,7 @@ import yaml
 
 from tests.support.runs import ROOT, Run, environment, free_port, processes
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ENVIRONMENT = {**environment(), "PYTHONPATH": str(ROOT)}
 SRUN = """#!/bin/bash
@@ -68,7 +68,7 @@ class Kubernetes:
 
 
 def write(*words):
-    subprocess.run(["bash", "scripts/start_learner.sh", *words], cwd=ROOT, env=ENVIRONMENT, check=True, timeout=60)
+    subprocess.run(["bash", "scripts/start_learner.sh", *words], cwd=ROOT, env=ENVIRONMENT, check=True, timeout=150)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ Its cheap witness in the default suite is tests/rollout_server/test_reward_limit
 
 import pytest
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 REWARD = """
 import os, pathlib, signal, time

@@ -3,7 +3,6 @@
 import json
 import re
 import signal
-import time
 
 import pytest
 
@@ -11,7 +10,7 @@ from scripts.chaos.checker import check
 from scripts.chaos.checker.journal import arrays, read
 from tests.e2e.half_answers import ANSWERS, GROUPS, SIZE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def test_half_answers_of_a_server_that_is_ended_are_kept_and_ended_by_another_one(launch, tmp_path):
@@ -22,11 +21,10 @@ def test_half_answers_of_a_server_that_is_ended_are_kept_and_ended_by_another_on
     )
     leaver = launch.server(run, "leaver", program, (str(file),))
     run.wait_until(file.exists, "half answers")
-    began = time.monotonic()
     for _ in range(2):  # the second changes nothing
         leaver.process.send_signal(signal.SIGTERM)
     launch.server(run, "finisher", program, ("-",))
-    assert leaver.wait(30) == 0 and time.monotonic() - began < 10, leaver.text()
+    assert leaver.wait(60) == 0, leaver.text()  # after ten seconds it would be ended by an alarm
     assert run.wait() == 0, run.text()[-3000:]
     half = {tuple(map(int, name.split("/")[:2])): answers for name, answers in json.loads(file.read_text()).items()}
     count = sum(len(tokens) for answers in half.values() for tokens, _, _ in answers)

@@ -94,7 +94,7 @@ class Reader:
             else:
                 self._run(*text.splitlines())
         for process in self.beside:
-            self.said += process.communicate(timeout=60)[0]
+            self.said += process.communicate(timeout=150)[0]
             assert process.returncode == 0, self.said[-3000:]
         said = without_numbers(self.said)
         assert [line for line in shown if without_numbers(line) not in said] == [], self.said[-3000:]

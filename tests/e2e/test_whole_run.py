@@ -14,7 +14,7 @@ from slipstream.runtime.vitals.catalogue import catalogue, find
 from tests.support.runs import ROOT, Runs
 from tests.support.traces import parsed, problems
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STEPS = 5
 HOOK = ROOT / "tests" / "security" / "audit"

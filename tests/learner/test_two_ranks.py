@@ -18,7 +18,7 @@ from tests.support.ranks import two_ranks
 from weight_bus.adapters import names_of
 from weight_bus.digest import combined, slice_digest
 
-DEADLINE_S = 280
+DEADLINE_S = 380
 MODELS = ("qwen3", "llama")
 UNEVEN = {"vocab_size": 65, "intermediate_size": 191}
 LARGE = {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -1,5 +1,6 @@
 """Every form of data gives the rows of its file, at any size; what was written to a file since is noticed."""
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -196,6 +197,12 @@ def test_tasks_of_a_taskset_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found[0]["columns"]["task"]["key"] == 7
     with pytest.raises(DataError, match="no task left"):
         load_rows("verifiers:sums?many=1&skip=1")
+    package.load_taskset = lambda _: importlib.import_module("packages_of_that_taskset")
+    with pytest.raises(DataError, match=r"No module named 'packages_of_that_taskset' \["):
+        load_rows("verifiers:sums")
+    monkeypatch.setitem(sys.modules, "verifiers.v1", None)
+    with pytest.raises(DataError, match="extra `verifiers`"):
+        load_rows("verifiers:sums")
 
 
 @pytest.mark.parametrize(

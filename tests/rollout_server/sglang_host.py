@@ -20,7 +20,7 @@ from slipstream.runtime.lifeline import die_with_parent
 if TYPE_CHECKING:
     from tests.rollout_server.sglang_served import Served
 
-DEADLINE_S = 170.0
+DEADLINE_S = 380.0
 
 
 class Host:

@@ -16,7 +16,7 @@ from weight_bus.packing import Packer
 from weight_bus.staging import view_of
 
 T = TypeVar("T")
-DEADLINE_S = 150.0
+DEADLINE_S = 300.0
 PROMPT_TOKENS, NEW_TOKENS = 96, 96
 SHAPE = {"max_position_embeddings": PROMPT_TOKENS + NEW_TOKENS, "intermediate_size": 64}
 """Of the tiny Qwen3. On a CPU, SGLang pads projections that are no multiple of 32 wide, which no update could fill."""

@@ -35,7 +35,7 @@ def test_a_neighbour_of_a_reward_file_hides_no_package_of_ours(tmp_path: Path) -
     imports = "import configs.machine, learner.record.ledger, slipstream.runtime.fingerprint\n"
     file.write_text(imports + "async def reward(sample):\n    return 1.0\n", encoding="utf-8")
     load = "import sys; from rollout_server.tasks.rewards.loading import load_function; load_function(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", load, f"{file}:reward"], check=True, timeout=60, cwd=ROOT)
+    subprocess.run([sys.executable, "-c", load, f"{file}:reward"], check=True, timeout=150, cwd=ROOT)
 
 
 def judged(function: Callable[..., Any], samples: list[Sample]) -> list[Verdict]:

@@ -248,7 +248,7 @@ async def test_asynchronous_functions_run_at_once_and_keep_their_loop(
 async def test_asynchronous_calls_of_several_groups_run_at_once_and_a_culprit_is_found(grader: str) -> None:
     """As of a function that asks a service."""
     async with pool_of(f"{grader}:later", timeout_s=5.0) as pool:
-        results = await asyncio.gather(*(pool.score([sample("wait 0.2")] * 4) for _ in range(9)))
+        results = await asyncio.gather(*(pool.score([sample("wait 1")] * 4) for _ in range(9)))
         assert all(outcome.score == 1.0 for outcomes in results for outcome in outcomes)
         assert max(outcome.metrics["at_once"] for outcomes in results for outcome in outcomes) >= 32
         results = await asyncio.gather(
@@ -313,7 +313,8 @@ async def test_a_worker_that_was_killed_while_idle_costs_nothing(grader: str) ->
         (outcome,) = await pool.score([sample("score 1")])
         os.kill(int(outcome.metrics["pid"]), signal.SIGKILL)
         assert not alive([int(outcome.metrics["pid"])])
-        await asyncio.sleep(0.05)  # for the loop to see its pipes closed
+        for _ in range(5):
+            await asyncio.sleep(0.01)  # for the loop to see its pipes closed
         (outcome,) = await pool.score([sample("score 1")])
         assert outcome.error is None
 
@@ -344,7 +345,7 @@ asyncio.run(main())
         assert runs(worker)
     finally:
         owner.kill()
-        owner.wait(timeout=10)
+        owner.wait(timeout=60)
     left = alive([worker])
     for pid in left:
         os.kill(pid, signal.SIGKILL)

@@ -24,7 +24,7 @@ from tests.rollout_server.reward_runs import alive, needs_isolation
 SECRET = "slipstream-test-secret-f2b1"
 LIMITS = ResourceLimits(seconds=2.0)
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def around() -> Iterator[dict[str, object]]:
 def test_every_escape_fails(isolated: None, around: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_TEST_KEY", SECRET)
     command = [sys.executable, "-c", READS + TELL]
-    plain = subprocess.run(command, input=json.dumps(around), capture_output=True, text=True, timeout=60)
+    plain = subprocess.run(command, input=json.dumps(around), capture_output=True, text=True, timeout=150)
     assert len(json.loads(plain.stdout)) == READS.count("tried(") - 1, plain.stdout + plain.stderr
     ended = boxed(READS + ATTACKS + TELL, json.dumps(around), ResourceLimits(seconds=20.0))
     assert ended.code == 0, ended.err
@@ -271,7 +271,7 @@ def test_where_namespaces_are_refused_it_is_said_what_programs_may_do(monkeypatc
 def test_where_nothing_is_refused_the_probe_finds_every_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def plain(files: dict[str, str], _arguments: object, order: bytes, *_: object, **__: object) -> Ended:
         command = [sys.executable, "-c", files["main.py"]]
-        ended = subprocess.run(command, input=order, capture_output=True, timeout=60, check=False)
+        ended = subprocess.run(command, input=order, capture_output=True, timeout=150, check=False)
         return Ended(how="ended", code=ended.returncode, out=ended.stdout, err=ended.stderr, seconds=0.0)
 
     expected = set(probe.ATTEMPTS)

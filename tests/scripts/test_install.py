@@ -188,7 +188,7 @@ def asked_by(script: str, folder: Path, *arguments: str, device: str = "") -> li
     environment = {**os.environ, "ASKED": str(asked), "DEVICE": device}
     environment.pop("SLIPSTREAM_PYTHON", None)
     command = ["bash", folder / "scripts" / script, *arguments]
-    subprocess.run(command, env=environment, check=True, timeout=60, stderr=subprocess.PIPE, text=True)
+    subprocess.run(command, env=environment, check=True, timeout=150, stderr=subprocess.PIPE, text=True)
     return asked.read_text().splitlines()
 
 

@@ -215,7 +215,7 @@ def test_what_follows_from_the_exit_code_of_a_server(tmp_path, code, said, failu
         assert [words for words, line in zip(said, lines, strict=True) if words not in line] == []
     except RunFailed as failure:
         assert said is RunFailed and "died: exit code 78" in str(failure)
-    assert local.failures == failures
+    assert list(local.failures) == failures
 
 
 def test_a_silent_server_is_ended_and_started_again_while_a_restart_is_left(tmp_path):

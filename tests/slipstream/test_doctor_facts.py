@@ -18,7 +18,7 @@ from slipstream.check.machine import disk as room
 from slipstream.check.pictures import problem_with_pictures
 from slipstream.check.places import Place
 from slipstream.launch.doctor import places_of
-from slipstream.launch.host_file import read_hosts
+from slipstream.launch.reach.commands import Ssh
 
 CONFIG = load("quickstart", ["placement.device=cpu", "weight_bus.backend=gloo"])
 OVER_NCCL = load("quickstart", ["placement.device=cuda", "weight_bus.backend=nccl"])
@@ -216,8 +216,12 @@ def test_a_container_of_16_gib_of_shared_memory_starts_a_run_over_nccl():
 
 def test_pins_that_are_broken_are_found(monkeypatch: pytest.MonkeyPatch):
     real = facts.metadata.version
-    monkeypatch.setattr(facts.metadata, "version", lambda name: "1.0.0" if name == "msgpack" else real(name))
-    assert "slipstream-rl wants msgpack>=1.0.8, 1.0.0 is installed" in facts.broken_pins()
+    monkeypatch.setattr(facts.metadata, "version", lambda name: "1.0.0" if name in ("msgpack", "mcp") else real(name))
+    wanted = {
+        "slipstream-rl wants msgpack>=1.0.8, 1.0.0 is installed",
+        "slipstream-rl[mcp] wants mcp<3,>=2.3, 1.0.0 is installed",
+    }
+    assert wanted <= set(facts.broken_pins())
 
 
 def test_a_place_is_made_of_the_plan(tmp_path: Path):
@@ -225,7 +229,7 @@ def test_a_place_is_made_of_the_plan(tmp_path: Path):
     settings = ["placement.split=null", "placement.learner=node0:0", "placement.rollout=node1:0-1"]
     config = load("quickstart", [*settings, "network.insecure=true", "placement.device=cuda", "weight_bus.port=5760"])
     (tmp_path / "hosts").write_text("node0 10.0.0.1 ssh=a\nnode1 10.0.0.2 ssh=b\n")
-    learner, rollout = places_of(config, read_hosts(tmp_path / "hosts"), "/env/bin/python")
+    learner, rollout = places_of(config, Ssh(tmp_path / "hosts"), "/env/bin/python")
     assert isinstance(learner, Place) and str(learner) == "learner of node0" and str(rollout) == "rollout of node1"
     assert dict(learner.ports) == {"network.replay_port": 5757, "weight_bus.port": 5760}
     assert rollout.config.network.host == "10.0.0.2" and rollout.command[:-1][0] == "ssh"

@@ -167,7 +167,7 @@ def test_the_slurm_file_gives_every_node_its_order(tmp_path, launch, four):
         "SLURM_RESTART_COUNT": "1",
     }
     variables = {**os.environ, **slurm, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "STEPS": f"{tmp_path}/steps"}
-    done = subprocess.run(["bash", str(file)], env=variables, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(["bash", str(file)], env=variables, capture_output=True, text=True, check=False, timeout=150)
     assert done.returncode == 1 and "node0 (10.1.0.1) failed: exit code 7" in done.stderr, (done.stdout, done.stderr)
     steps = [line.partition(": ")[::2] for line in sorted((tmp_path / "steps").read_text().splitlines())]
     orders = {machine: node_spec.read_spec(text) for machine, text in steps}

@@ -23,6 +23,7 @@ from slipstream.launch.generations import Start, write_start
 from slipstream.launch.host_file import Host
 from slipstream.launch.key_files import write_keys
 from slipstream.launch.node_spec import NodeSpec, read_spec, renumbered, resolve
+from slipstream.launch.reach.commands import Commands
 from slipstream.plan.processes import Machine
 from slipstream.runtime import ending
 from tests.support.runs import ROOT, environment, left_over, processes
@@ -65,7 +66,7 @@ def start(tmp_path):
 )
 def test_a_node_that_fails_is_named_with_its_reason(start, ssh, settings, reason):
     process = start("start_learner", ssh, *settings)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=150)[0]
     assert process.returncode == 1
     assert f"[node0] {reason.partition(': ')[2]}" in said
     assert f"node0 (10.0.0.1) failed: {reason}" in said
@@ -76,7 +77,7 @@ def test_an_address_that_is_a_loopback_one_on_its_node_is_refused_there(start, t
     (tmp_path / "hosts").write_text(HOSTS.replace("10.0.0.1", "127.0.1"))
     began = time.monotonic()
     process = start("start_learner", 'exec bash -c "$2"', "placement.device=cpu")
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=150)[0]
     assert process.returncode == 1 and time.monotonic() - began < 30
     line = said.splitlines()[-1]
     assert line.startswith(
@@ -110,7 +111,7 @@ def test_one_rollout_node_that_fails_is_named_and_the_others_go_on_until_they_ar
     assert read_spec(order.read_text()).node == "node2"
     assert process.poll() is None and not (tmp_path / "bye").exists()
     process.send_signal(signal.SIGINT)
-    assert "SIGINT received: ending node1, node2" in process.communicate(timeout=60)[0]
+    assert "SIGINT received: ending node1, node2" in process.communicate(timeout=150)[0]
     assert process.returncode == 130 and (tmp_path / "bye").exists(), "its stdin has ended"
 
 
@@ -285,7 +286,7 @@ def test_a_node_replaces_a_server_that_replay_hears_no_more(tmp_path, capsys, mo
     assert "[silent]" in (said := capsys.readouterr().out) and "restart 1 of 3" in said
 
 
-@pytest.mark.parametrize(("silent", "code", "said"), [(True, 1, "waited 0.2 s"), (False, 2, "launcher (pid")])
+@pytest.mark.parametrize(("silent", "code", "said"), [(True, 75, "waited 0.2 s"), (False, 2, "launcher (pid")])
 def test_a_scheduler_learns_what_another_start_would_refuse_again(tmp_path, capsys, monkeypatch, silent, code, said):
     """Kubernetes ends the JobSet at exit code 2: replay may be a pod that waits for its machine, data never comes."""
     settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
@@ -303,34 +304,99 @@ def test_a_scheduler_learns_what_another_start_would_refuse_again(tmp_path, caps
     assert said in last and "refused" not in last
 
 
-def remote(name, *command):
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    return fleet.Remote(name, "learner", Host(name, "10.0.0.1", name, None), subprocess.Popen(command, **pipes))
+class Way(Commands):
+    """Runs the command of each node, again at each start, in place of the node's process."""
+
+    def __init__(self, **commands):
+        self.commands, self.starts = commands, []
+
+    def command(self, host, words):
+        self.starts.append(host.name)
+        return ["bash", "-c", self.commands[host.name]]
+
+
+def run_fleet(tmp_path, *settings, rollouts=(), **commands):
+    """Exit code of a fleet over these commands, and its way; those of `rollouts` are no learner nodes."""
+    way, config = Way(**commands), configs.load("quickstart", [f"run.dir={tmp_path}", "run.name=job", *settings])
+    made = fleet.Fleet(way, config)
+    try:
+        for name in commands:
+            spec = NodeSpec(role="rollout" if name in rollouts else "learner", node=name, config="", hosts="")
+            made.add(spec, Host(name, "10.0.0.1", name, None))
+        return made.watch(), way
+    finally:
+        made.stop()
 
 
 def test_the_first_learner_node_has_its_time_to_report_after_the_others_have_ended_well(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(fleet, "FAREWELL_S", 0.3)
-    remotes = [remote("node0", "sleep", "1.5"), remote("node1", "true")]
-    try:
-        assert fleet._watch(remotes, str(tmp_path / "job")) == 0
-    finally:
-        fleet.stop(remotes)
+    assert run_fleet(tmp_path, node0="sleep 1.5", node1="true")[0] == 0
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("ended", ["true", "false"])
 def test_nodes_that_do_not_end_leave_a_hang_report(tmp_path, monkeypatch, capsys, ended):
     monkeypatch.setattr(fleet, "FAREWELL_S", 0.3)
-    remotes = [remote("node0", ended), remote("node1", "cat")]
-    remotes = remotes if ended == "true" else remotes[::-1]
-    try:
-        assert fleet._watch(remotes, str(tmp_path / "job")) == 1
-    finally:
-        fleet.stop(remotes)
+    commands = [("node0", ended), ("node1", "cat")]
+    assert run_fleet(tmp_path, **dict(commands if ended == "true" else commands[::-1]))[0] == 1
     (path,) = (tmp_path / "job").glob("hang-*.txt")
     said = "launch waited 0.3 s for the end of the nodes from node1 (a fixed deadline)"
     assert path.read_text().splitlines()[1] == said
     assert f"node1 still run 0.3 s after another node has ended; hang report: {path} [slow]" in capsys.readouterr().err
+
+
+UP = r"printf '\036up\n'"
+
+
+def once(folder: Path, name: str, *, first: str, then: str) -> str:
+    """For bash: `first` at the first start of a node, `then` at each later one."""
+    return f"if mkdir {folder}/{name} 2>/dev/null; then {first}; else {then}; fi"
+
+
+@pytest.mark.parametrize(
+    ("first", "is_learner", "code", "said"),
+    [
+        (f"{UP}; kill -9 $$", True, 0, "failed: killed by SIGKILL [closed]; restart 1 of 3"),
+        (f"{UP}; kill -9 $$", False, 0, "failed: killed by SIGKILL [closed]; restart 1 of 3"),
+        (f"{UP}; echo taken; exit 75", True, 0, "failed: exit code 75: taken; it is started again every"),
+        ("echo no route; exit 255", False, 0, "failed: exit code 255: no route; it is started again every"),
+        ("echo no route; exit 255", True, 1, "failed: exit code 255: no route"),
+        (f"{UP}; echo lr is 0; exit 3", True, 1, "failed: exit code 3: lr is 0"),
+        (f"{UP}; echo refused; exit 2", False, 0, "exit code 2: refused; the run goes on with the servers of other"),
+    ],
+)
+def test_a_node_that_is_lost_is_started_again_and_one_that_ended_by_intent_is_not(
+    tmp_path, monkeypatch, capsys, first, is_learner, code, said
+):
+    monkeypatch.setattr(fleet, "RETRY_S", 0.1)
+    back = tmp_path / "back"
+    node1 = once(tmp_path, "began", first=first, then=f"{UP}; touch {back}; exec cat")
+    ends = f"until [[ -e {back} ]]; do sleep 0.05; done"
+    is_final = code != 0 or "goes on" in said
+    commands = {"node0": f"{UP}; exec cat" if code else "sleep 0.3" if is_final else ends, "node1": node1}
+    monkeypatch.setattr(fleet, "FAREWELL_S", 0.2)
+    ended, way = run_fleet(tmp_path, rollouts=() if is_learner else ("node1",), **commands)
+    assert way.starts == ["node0", "node1"] if is_final else way.starts == ["node0", "node1", "node1"]
+    assert said in (told := capsys.readouterr().err), told
+    assert ended == (1 if is_learner else 0), "a second learner node that still runs at the end did not end well"
+
+
+def test_a_learner_node_that_does_not_come_back_ends_the_run_and_a_rollout_node_does_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fleet, "RETRY_S", 0.1)
+    monkeypatch.setattr(fleet, "FAREWELL_S", 0.2)
+    again = "echo no route; exit 255"
+    lost = {
+        "a": once(
+            tmp_path, "a", first=f"{UP}; until [[ -e {tmp_path}/lost ]]; do sleep 0.05; done; exit 255", then=again
+        ),
+        "b": once(tmp_path, "b", first=f"{UP}; exit 255", then=f"touch {tmp_path}/lost; {again}"),
+    }
+    both = {"node0": f"{UP}; exec cat", **lost}
+    code, way = run_fleet(tmp_path, "placement.give_up_after_s=1.5", rollouts=("b",), **both)
+    told = capsys.readouterr().err
+    assert code == 1 and way.starts.count("a") > 2 and way.starts.count("node0") == 1
+    assert "a (10.0.0.1) has been lost for 1.5 s (placement.give_up_after_s): exit code 255: no route; mend its" in told
+    assert "b (10.0.0.1) has been lost for 1.5 s (placement.give_up_after_s): the run goes on without it" in told
 
 
 # ---- this machine ---------------------------------------------------------------------------------------

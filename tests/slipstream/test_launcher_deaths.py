@@ -155,7 +155,12 @@ TWO_NODES = "placement.rollout=node0:0 placement.learner=node0:1;node1:0 network
 @pytest.fixture
 def over_two_nodes(tmp_path: Path) -> Iterator[Launcher]:
     """The first learner node's launcher; what the other one would write, tests write."""
-    settings = ["placement.local_rollouts=false", "network.insecure=true", "network.silent_after_s=5", *TWO_NODES.split()]
+    settings = [
+        "placement.local_rollouts=false",
+        "network.insecure=true",
+        "network.silent_after_s=5",
+        *TWO_NODES.split(),
+    ]
     config = load("quickstart", [f"run.dir={tmp_path}", "placement.device=cpu", *settings])
     made = Stubbed(config, False, LiveView(config, "off"))
     made.start()

@@ -235,7 +235,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(mode, why):
     with subprocess.Popen(command, text=True, cwd=ROOT, stdout=output, **pipes) as child:
         os.close(output)
         os.close(reader)
-        errors = child.communicate("go\n", timeout=30)[1]
+        errors = child.communicate("go\n", timeout=120)[1]
     assert child.returncode == 7 and "Traceback" not in errors, errors
     assert f"the output was closed or is full ({why}); the run goes on without a live view" in errors
 
@@ -243,7 +243,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(mode, why):
 @pytest.mark.parametrize(("mode", "encoding"), [("plain", "latin-1"), ("rich", "ascii:surrogateescape")])
 def test_an_output_that_cannot_encode_a_dash_shows_the_rest(mode, encoding):
     command, variables = [sys.executable, "-c", READER_GONE, mode], {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, input=b"go\n", capture_output=True, cwd=ROOT, env=variables, timeout=30)
+    done = subprocess.run(command, input=b"go\n", capture_output=True, cwd=ROOT, env=variables, timeout=120)
     assert done.returncode == 7 and done.stderr == b"", done.stderr
     assert b"?" in done.stdout and b"3/80" in done.stdout
 

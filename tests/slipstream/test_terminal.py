@@ -18,9 +18,8 @@ import pytest
 from configs import load
 from learner import main
 from slipstream.launch import terminal
-from slipstream.launch.fleet import Remote
-from slipstream.launch.host_file import Host
 from slipstream.launch.launcher import Launcher
+from slipstream.launch.reach.commands import Command
 from slipstream.view.live_view import LiveView
 from tests.support.runs import ROOT
 from tests.support.waiting import until
@@ -53,15 +52,12 @@ def test_a_node_whose_lines_nothing_takes_is_read_to_its_end(monkeypatch: pytest
     monkeypatch.setattr(sys, "stdout", Full())
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     command = [sys.executable, "-c", "for line in range(30_000): print(line, 'x' * 20)"]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    remote = Command("node0", command, "")
     try:
-        remote = Remote("node0", "learner", Host("node0", "10.0.0.1", "node0", None), process)
-        assert process.wait(30) == 0
-        remote.reader.join(10)
-        assert remote.last_lines[-1].startswith("29999 ")
+        until(lambda: remote.exit_code() == 0, "the end of its process")
+        until(lambda: remote.output.last_line().startswith("29999 "), "its last line")
     finally:
-        process.kill()
-        process.communicate()
+        remote.kill()
 
 
 def test_an_exception_that_ends_a_run_stands_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +110,7 @@ def test_the_end_of_the_session_ends_a_run_and_says_how_to_go_on(tmp_path: Path)
     with a_run(tmp_path, preexec_fn=default) as process:
         for _ in range(2):  # the kernel sends one, and so may the shell
             process.send_signal(signal.SIGHUP)
-        said = process.communicate(timeout=30)[1]
+        said = process.communicate(timeout=120)[1]
     ending = f"run stopped: SIGHUP received; no checkpoint: --resume {tmp_path}/quickstart starts at step 0"
     assert process.returncode == 130 and ending in said and "Traceback" not in said, said
     assert ending in (tmp_path / "quickstart" / "logs" / terminal.EVENTS_LOG).read_text()
@@ -126,7 +122,7 @@ def test_a_run_under_nohup_outlives_the_session(tmp_path: Path) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(1)
         (tmp_path / "over").touch()
-        assert "finished" in process.communicate(timeout=30)[1]
+        assert "finished" in process.communicate(timeout=120)[1]
     assert process.returncode == 0
 
 

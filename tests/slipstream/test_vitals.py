@@ -28,6 +28,7 @@ from slipstream.runtime.vitals.latency import UpdateLatency
 from slipstream.runtime.vitals.merging import merged
 from slipstream.runtime.vitals.processes import Use, by_role
 from slipstream.runtime.vitals.watch import Vitals, nothing
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 GRAFANA = ROOT / "docs" / "reference" / "grafana.json"
@@ -131,11 +132,9 @@ def test_a_planted_leak_is_named_with_role_and_process(tmp_path, leaky, caplog):
     pids = {what: leaky(f"a.{what}.worker", what) for what in ("memory", "descriptors", "threads", "nothing")}
     modules = {f"a.{what}.worker": f"{what}_role" for what in pids}
     with Vitals(
-        config(tmp_path, "limits.growth_window_s=1"), "rollout-0", "rollout", modules=modules, others="x"
+        config(tmp_path, "limits.growth_window_s=2.5"), "rollout-0", "rollout", modules=modules, others="x"
     ) as it:
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline and it.gauges().get("vitals/leaks", 0) < 3:
-            time.sleep(0.05)
+        until(lambda: it.gauges().get("vitals/leaks", 0) >= 3, "all are named", 120.0)
         gauges = it.gauges()
     said = {record.getMessage() for record in caplog.records if record.getMessage().startswith("leak: ")}
     for what in ("memory", "descriptors", "threads"):
@@ -147,7 +146,7 @@ def test_a_planted_leak_is_named_with_role_and_process(tmp_path, leaky, caplog):
     # "x": what else this process of tests has started
     assert {line["role"] for line in lines} - {"x"} == {"rollout", *(f"{what}_role" for what in pids)}
     leaking = [line["memory_bytes"] for line in lines if line["role"] == "memory_role"]
-    assert leaking[-1] > leaking[0] + 20 * MIB and all(line["cpu_s"] >= 0 for line in lines)
+    assert leaking[-1] > leaking[0] + 5 * MIB and all(line["cpu_s"] >= 0 for line in lines)
 
 
 def test_device_memory_is_judged_too(tmp_path, caplog):

@@ -15,7 +15,7 @@ from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 MISSING = "no Chromium on this machine (Debian: apt-get install chromium-headless-shell)"
-ANSWER_S = 20.0
+ANSWER_S = 60.0
 
 
 def find() -> str | None:

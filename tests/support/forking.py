@@ -37,7 +37,7 @@ transformers.models.qwen3.modeling_qwen3
 FORKED = ("learner.main", "learner.train", "replay.main", "rollout_server.main")
 """Programs that are forked when another forked program starts them; everything else is started for real."""
 PADDING = 4000
-READY_S = 60.0
+READY_S = 150.0
 RealPopen = subprocess.Popen
 CLOCKS = time.time, time.time_ns
 
@@ -230,6 +230,7 @@ class Zygote:
         self._lines.write(json.dumps(wanted).encode() + b"\n")
         while "code" in (answer := self._read(READY_S)):
             pass
+        self._ended.pop(answer["pid"], None)  # of an earlier program that had the same number
         return Started(self, list(argv), answer["pid"])
 
     def code_of(self, pid: int) -> int | None:

@@ -53,7 +53,7 @@ def trained_input(temporary: pytest.TempPathFactory) -> Input:
     command = [sys.executable, "-m", "examples.sort6", "--out", str(shared / "sort6"), "--seed", "0"]
     with (shared / "sort6.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+        subprocess.run(command, cwd=ROOT, check=True, timeout=400)
     return Input(shared / "sort6")
 
 
@@ -77,7 +77,7 @@ class Run:
     folder: Path
     output: Path
 
-    def wait(self, timeout: float = 150) -> int:
+    def wait(self, timeout: float = 400) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -109,24 +109,26 @@ class Run:
         self.wait_until(lambda: found.extend(re.findall(r"ready at (\S+)\s", self.log("replay"))) or found, "replay")
         return found[0]
 
-    def wait_for_step(self, step: int, timeout: float = 150) -> None:
+    def wait_for_step(self, step: int, timeout: float = 200) -> None:
         self.wait_until(
             lambda: any(row["training/global_step"] >= step for row in self.steps()), f"step {step}", timeout
         )
 
-    def wait_until(self, condition: Callable[[], Any], what: str, timeout: float = 60) -> None:
+    def wait_until(self, condition: Callable[[], Any], what: str, timeout: float = 150) -> None:
         deadline = time.monotonic() + timeout
+        has_ended = False
         while not condition():
-            assert self.process.poll() is None, f"the run ended while waiting for {what}:\n{self.text()[-3000:]}"
+            assert not has_ended, f"the run ended while waiting for {what}:\n{self.text()[-3000:]}"
             assert time.monotonic() < deadline, f"{what} did not come within {timeout} s:\n{self.text()[-3000:]}"
             time.sleep(0.05)
+            has_ended = self.process.poll() is not None  # then the condition has its last look
 
     def pids(self, needle: str = "") -> list[int]:
-        """Processes of this run whose command line holds `needle`."""
+        """Processes of this run whose command line holds `needle`, the eldest first."""
         return [pid for pid, command in processes() if str(self.folder) in command and needle in command]
 
     def kill(self, needle: str) -> None:
-        """kill -9 of the last process whose command line holds `needle`."""
+        """kill -9 of the youngest process whose command line holds `needle`."""
         os.kill(self.pids(needle)[-1], signal.SIGKILL)
 
     def nothing_left(self) -> bool:

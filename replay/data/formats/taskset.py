@@ -34,7 +34,8 @@ class Tasks(Table):
             chosen = itertools.islice(iter(vf.load_taskset(config)), first, first + most)
             self._rows = [_row_of(task) for task in chosen]
         except UNUSABLE as error:
-            raise DataError(f"{spec.text}: {type(error).__name__}: {error} (extra `verifiers`)") from error
+            mend = " (extra `verifiers`)" if str(getattr(error, "name", "")).startswith("verifiers") else ""
+            raise DataError(f"{spec.text}: {type(error).__name__}: {error}{mend}") from error
         if not self._rows:
             raise DataError(f"{spec.text}: the taskset has no task left; lower skip")
 

@@ -127,6 +127,7 @@ class ElasticRun(Cluster):
             gate.release()
             self.wait(lambda: probe.first("welcome"), f"the publisher's Welcome to {name!r}", STEP_S)
             first.gate.release()
+            self._answer_s = STANDSTILL_S  # no other update comes before it serves
         elif how == FAR:
             others = [other for other in self.probes.values() if other.live >= 0]
             self.wait(lambda: min(other.live for other in others) >= history.version, "a version at all others", STEP_S)

@@ -34,7 +34,7 @@ cd {root}
 # A name that no other job has: all nodes agree on the run folder, and a requeued job finds it and resumes the run.
 run_name={name}-$SLURM_JOB_ID
 echo "slipstream: job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)): run {runs}/$run_name"
-exec {python} -m slipstream.launch {role} --srun --config {config} --digest {digest} --set "run.name=$run_name"
+exec {python} -m slipstream.launch {side} --srun --config {config} --digest {digest} --set "run.name=$run_name"
 """
 REPLAY = """export REPLAY="${REPLAY:?give the address of replay: sbatch --export=ALL,REPLAY=tcp://ADDRESS:PORT}"
 """
@@ -73,7 +73,7 @@ def files(config: Config, plan: Plan, role: NodeRole, *, path: Path | None, gpus
         root=shlex.quote(str(Path.cwd())),
         replay=REPLAY if role == "rollout" else "",
         python=shlex.quote(sys.executable),
-        role=role,
+        side="run" if role == "learner" else role,
         config=shlex.quote(str(shipped)),
         digest=digest_of(given),
     )

@@ -10,6 +10,7 @@ from configs.errors import BadHosts
 from configs.placement import most_devices
 from configs.schema import Config
 from slipstream.launch.host_file import Host
+from slipstream.launch.reach.commands import Commands
 from slipstream.plan.processes import Machine, uses_gpus
 
 STEP = ("--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none")
@@ -24,21 +25,22 @@ STEP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Allocation:
+class Allocation(Commands):
     """The machines, in Slurm's order, and how steps start on them."""
 
     machines: tuple[str, ...]
     gpus: int
     """Of each step; 0 asks for none."""
     cores: str
+    shares_files = True
 
     def step(self, machine: str, words: Sequence[str]) -> list[str]:
         """A command on one machine, in this folder; its output comes line by line."""
         own = [f"--nodelist={machine}", "--unbuffered", *([f"--cpus-per-task={self.cores}"] if self.cores else [])]
         return ["srun", *STEP, *own, *([f"--gpus-per-node={self.gpus}"] if self.gpus else []), *words]
 
-    def over_srun(self, host: Host, words: Sequence[str]) -> list[str]:
-        """A command on that host, whose `ssh` is the machine's name; the counterpart of fleet.over_ssh."""
+    def command(self, host: Host, words: Sequence[str]) -> list[str]:
+        """A step on that host, whose `ssh` is the machine's name."""
         return self.step(host.ssh, words)
 
     def hosts(self, config: Config, *, only_rollouts: bool = False) -> dict[str, Host]:

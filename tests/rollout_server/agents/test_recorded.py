@@ -90,6 +90,6 @@ async def test_torch_s_record_is_trained(folder: Path, tmp_path: Path) -> None:
         await engine.close()
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 async def test_sglang_s_record_is_trained(served: Any, tmp_path: Path) -> None:
     await check(served.engine, tmp_path)

@@ -171,7 +171,7 @@ async def test_the_death_of_a_process_costs_the_next_one_nothing(folder: Path) -
 async def test_turns_at_once_leave_no_clock_running(folder: Path) -> None:
     async with playing(folder, "two_at_once", turn_timeout_s=1.8, options={"sleep_s": 1.0}) as generator:
         group = await generator.group(lease(), "0/1/1")
-    assert 2.0 <= group.reward_metrics["episode/environment_s"] < 3.0, "its own time, without the engine's"
+    assert 2.0 <= group.reward_metrics["episode/environment_s"] < 3.5, "its own time, without the engine's"
 
 
 async def test_what_goes_wrong_is_said_at_once_and_the_next_episode_runs(
@@ -215,11 +215,11 @@ async def test_a_deadline_of_an_episode_leaves_a_hang_report(
 
     if owed_by.endswith("engine"):
         monkeypatch.setattr(TorchEngine, "generate", never)
-    async with playing(folder, function, **{key: 0.3}) as generator:
+    async with playing(folder, function, **{key: 1.2}) as generator:
         group = await generator.group(lease(), "0/1/1")
-    assert all_failed(group, rf"environment.{key} = 0.3.*; hang report: .*/hang-")
+    assert all_failed(group, rf"environment.{key} = 1.2.*; hang report: .*/hang-")
     said = await asyncio.to_thread(reported)
-    assert re.fullmatch(rf"me waited 0.3 s for {owed_by} \(environment.{key}\)", said), said
+    assert re.fullmatch(rf"me waited 1.2 s for {owed_by} \(environment.{key}\)", said), said
 
 
 async def test_a_cancelled_lease_ends_in_the_middle_of_a_turn_and_between_two(folder: Path) -> None:

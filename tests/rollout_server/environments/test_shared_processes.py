@@ -98,7 +98,7 @@ async def test_an_episode_that_waits_for_a_place_is_called_off_at_once(folder: P
         second = asyncio.create_task(ending(generator, 2, 1))
         await asyncio.sleep(0.1)
         generator.abort("0/2/1")
-        assert await asyncio.wait_for(second, 1) == "aborted"
+        assert await asyncio.wait_for(second, 20) == "aborted"
         assert not generator.environments._slots.waiting, "its place in the line is given up"
         generator.abort("0/1/1")
         assert await first == "aborted"
@@ -107,13 +107,13 @@ async def test_an_episode_that_waits_for_a_place_is_called_off_at_once(folder: P
 async def test_an_episode_that_cleans_up_for_long_ends_no_other(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    marks, options = tmp_path / "marks", {"sleep_s": 3.0, "clean_up_s": 1.5}
+    marks, options = tmp_path / "marks", {"sleep_s": 3.0, "clean_up_s": 4.0}
     async with playing(folder, "cleans_up", options=options, turn_timeout_s=10) as generator:
         other = asyncio.create_task(ending(generator, 2, 1))
         first = asyncio.create_task(ending(generator, 1, 1, str(marks)))
         await eventually(lambda: sum(generator.running_tokens().values()) == 2 * GROUP, "first turns")
         generator.abort("0/1/1")
-        assert await asyncio.wait_for(first, 1) == "aborted", "what replay waits for is told at once"
+        assert await asyncio.wait_for(first, 3) == "aborted", "what replay waits for is told at once"
         assert await other == ""
         await eventually(lambda: marks.exists() and marks.read_text() == "clean\n" * GROUP, "the end of all cleanup")
         await eventually(lambda: not generator.environments._processes[0]._leaving, "word of it")

@@ -33,7 +33,7 @@ def test_the_hook_knows_code_from_data(tmp_path, body, caught):
     source = f"def handle(text):\n    {body}\n"
     program = f"scope = {{}}\nexec(compile({source!r}, {str(file)!r}, 'exec'), scope)\nscope['handle']('1')\n"
     environment = {**os.environ, "SLIPSTREAM_AUDIT": str(tmp_path), "PYTHONPATH": str(HERE)}
-    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, env=environment, timeout=60, capture_output=True)
+    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, env=environment, timeout=150, capture_output=True)
     assert done.returncode == (0 if caught is None else -signal.SIGKILL), done.stderr
     events = [json.loads(file.read_text())["event"] for file in tmp_path.glob("caught-*")]
     assert events == ([] if caught is None else [caught])
