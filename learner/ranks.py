@@ -16,6 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.errors import SlipstreamError, Unexpected
@@ -101,7 +102,7 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     dist.destroy_process_group()
 
 
-def meet(rank: int, world_size: int, limit_s: float) -> dist.Store:
+def meet(rank: int, world_size: int, limit_s: float) -> Store:
     """Find the other ranks of this start in a store that rank 0 serves.
 
     Raises:
@@ -110,12 +111,12 @@ def meet(rank: int, world_size: int, limit_s: float) -> dist.Store:
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
     since, limit = time.monotonic(), timedelta(seconds=limit_s)
     try:
-        served = dist.TCPStore(host, port, world_size, rank == 0, limit, wait_for_workers=False)
+        served = TCPStore(host, port, world_size, rank == 0, limit, wait_for_workers=False)
     except dist.DistNetworkError as error:
         if rank == 0:  # its port is taken
             raise
         raise _absent(rank, [0], f"{host}:{port}", since) from error
-    store = dist.PrefixStore(f"generation-{os.environ.get(ending.GENERATION, '0')}", served)
+    store = PrefixStore(f"generation-{os.environ.get(ending.GENERATION, '0')}", served)
     keys = [f"here/{other}" for other in range(world_size)]
     store.set(keys[rank], "")
     while not store.check(keys):

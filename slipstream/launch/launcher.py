@@ -25,9 +25,9 @@ from replay.channel import ChannelError, Dealer, WireError, load_keys
 from slipstream.launch import children
 from slipstream.launch.announcements import Announcements
 from slipstream.launch.children import Child, RowTail
-from slipstream.launch.generations import Generations
+from slipstream.launch.learner.generations import Generations
+from slipstream.launch.learner.ranks import RankGroup, cause
 from slipstream.launch.machine import this_machine
-from slipstream.launch.ranks import RankGroup, cause
 from slipstream.launch.run_folder import RunFolder
 from slipstream.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, NodeAway, Restarts, RunFailed
 from slipstream.plan.processes import Machine, Plan, assign

@@ -26,7 +26,7 @@ from slipstream.check.checks import check_available
 from slipstream.launch import children
 from slipstream.launch.children import Child, Tail
 from slipstream.launch.key_files import write_keys
-from slipstream.launch.learner_node import LearnerNode, Terminal
+from slipstream.launch.learner.node import LearnerNode, Terminal
 from slipstream.launch.node_spec import (
     NodeAssignment,
     add_spec_arguments,

@@ -159,14 +159,14 @@ class _Words:
         config, ranks = self.config, ranks_of(self.config.shares, share.node)
         command = self._command(module, share.node, "--replay", self.address, *(["--resume"] if self.resume else []))
         ports = {"weight bus": config.weight_bus.port} if ranks[0] == 0 else {}
-        place = {"WORLD_SIZE": config.num_learner_ranks, "LOCAL_WORLD_SIZE": len(ranks)}
+        place = {"WORLD_SIZE": str(config.num_learner_ranks), "LOCAL_WORLD_SIZE": str(len(ranks))}
         place |= {"MASTER_ADDR": self.machines[config.learner_nodes[0]].address}
         if len(config.learner_nodes) > 1:
-            place |= {"MASTER_PORT": config.placement.rendezvous_port}
+            place |= {"MASTER_PORT": str(config.placement.rendezvous_port)}
             ports |= {"rendezvous": config.placement.rendezvous_port} if ranks[0] == 0 else {}
         name = f"learner ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"learner rank {ranks[0]}"
         made = self._process(name, "learner", share.node, command, config.learner.num_threads, share.learner, ports)
-        return replace(made, environment=made.environment | {key: str(its) for key, its in place.items()}, ranks=ranks)
+        return replace(made, environment=made.environment | place, ranks=ranks)
 
     def servers(self, share: Share, words: tuple[str, ...]) -> Iterator[Process]:
         node, threads = share.node, self.config.rollout.num_threads

@@ -18,10 +18,11 @@ from configs.loading import dump
 from configs.machine import count_gpus, torch_has_cuda, visible_devices
 from replay.channel import ChannelError, KeysError
 from replay.status_client import StatusReply
-from slipstream.launch import children, fleet, here, learner_node, node
-from slipstream.launch.generations import Start, write_start
+from slipstream.launch import children, fleet, here, node
 from slipstream.launch.host_file import Host
 from slipstream.launch.key_files import write_keys
+from slipstream.launch.learner import node as learner_node
+from slipstream.launch.learner.generations import Start, write_start
 from slipstream.launch.node_spec import NodeSpec, read_spec, renumbered, resolve
 from slipstream.launch.reach.commands import Commands
 from slipstream.plan.processes import Machine

@@ -17,8 +17,8 @@ import pytest
 
 from configs import load
 from slipstream.launch import launcher as launcher_module
-from slipstream.launch.generations import NodeRanks, Start, read_start, write_ranks
 from slipstream.launch.launcher import Launcher
+from slipstream.launch.learner.generations import NodeRanks, Start, read_start, write_ranks
 from slipstream.launch.servers import NodeAway, RunFailed
 from slipstream.plan.processes import Plan, Process
 from slipstream.runtime import ending

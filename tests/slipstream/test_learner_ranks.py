@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from configs import load
-from slipstream.launch.generations import NodeRanks, Start, read_ranks, write_ranks, write_start
-from slipstream.launch.learner_node import LearnerNode, Terminal
-from slipstream.launch.ranks import RankGroup, cause
+from slipstream.launch.learner.generations import NodeRanks, Start, read_ranks, write_ranks, write_start
+from slipstream.launch.learner.node import LearnerNode, Terminal
+from slipstream.launch.learner.ranks import RankGroup, cause
 from slipstream.launch.servers import NodeAway, RunFailed
 from slipstream.launch.terminal import Interrupted
 from slipstream.runtime import ending
@@ -76,7 +76,7 @@ def test_each_rank_has_its_place_and_a_killed_one_is_noted(tmp_path):
 DYING = """
 import os, sys
 from pathlib import Path
-from slipstream.launch.ranks import RankGroup
+from slipstream.launch.learner.ranks import RankGroup
 rank = [sys.executable, "-c", "import os, time; from slipstream.runtime.lifeline import PARENT, die_with_parent;"
         "die_with_parent(int(os.environ[PARENT])); print(os.getpid(), flush=True); time.sleep(60)"]
 RankGroup.start(1, rank, [("learner-0", {})], Path(sys.argv[1])).children[0].process.wait()

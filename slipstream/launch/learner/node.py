@@ -9,9 +9,9 @@ from typing import NamedTuple
 from configs.errors import BadHosts
 from replay.channel import ChannelError
 from replay.status_client import ask_replay
-from slipstream.launch.generations import NodeRanks, Start, read_ranks, read_start, this_process, write_ranks
+from slipstream.launch.learner.generations import NodeRanks, Start, read_ranks, read_start, this_process, write_ranks
+from slipstream.launch.learner.ranks import RankGroup
 from slipstream.launch.node_spec import NodeAssignment
-from slipstream.launch.ranks import RankGroup
 from slipstream.launch.servers import EndedForGood, NodeAway
 from slipstream.launch.terminal import Interrupted, ignore_signals
 from slipstream.runtime import ending

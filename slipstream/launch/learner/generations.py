@@ -13,6 +13,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from configs.schema import Config
 from learner.checkpoints.folders import replace_json
@@ -74,7 +75,7 @@ def _of_node(run_dir: Path, node: str) -> Path:
     return run_dir / "launch" / f"{node}.ranks.json"
 
 
-def _read(path: Path) -> dict[str, object] | None:
+def _read(path: Path) -> dict[str, Any] | None:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
