@@ -34,7 +34,7 @@ GENERATED = {"configuration.md", "metrics.md"}
 MAPPINGS = ("rollout.sglang.", "network.env.", "algorithm.loss.", "algorithm.correction.", "algorithm.advantage.")
 """Sections whose keys are those of SGLang and of processes."""
 RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "slipstream.launch.doctor"}
-SIDES = {"learner": "learner.main", "rollout": "rollout_server.main"}
+SIDES = {"run": "learner.main", "learner": "learner.main", "rollout": "rollout_server.main"}
 """What `slipstream launch` passes arguments on to."""
 FIRST_REWARD = re.findall(r"^```python\n(# reward\.py\n.*?)^```", PAGES[0].read_text(), re.MULTILINE | re.DOTALL)[0]
 """What the README trains on."""

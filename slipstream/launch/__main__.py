@@ -1,6 +1,6 @@
 """`python -m slipstream.launch run|learner|rollout`: a run or one side of it, on hosts that ssh or a scheduler reaches.
 
-Without --hosts, --slurm, --srun or --kubernetes it is this host's: `run` and `learner` take the arguments of
+Without --hosts, --slurm, --srun, --ray or --kubernetes it is this host's: `run` and `learner` take the arguments of
 `python -m learner.main`, `rollout` starts `--servers N` with the arguments of `python -m rollout_server.main`.
 `--dry-run` shows what would run.
 PORT (default 5757) is replay's port where network.replay_port is 0; REPLAY is its address for rollout servers.
@@ -9,7 +9,6 @@ PORT (default 5757) is replay's port where network.replay_port is 0; REPLAY is i
 import argparse
 import logging
 import os
-import secrets
 import shlex
 import sys
 import time
@@ -29,6 +28,7 @@ from slipstream.launch.node_spec import ROLES, NodeRole, NodeSpec, config_of
 from slipstream.launch.quickstart import input_is_missing
 from slipstream.launch.reach import Reach, srun
 from slipstream.launch.reach.commands import Ssh
+from slipstream.launch.run_folder import new_job
 from slipstream.launch.terminal import say
 from slipstream.plan.processes import Machine, Plan, Process, Role, assign, table
 from slipstream.runtime.program import program
@@ -45,7 +45,7 @@ def main() -> int:
     parser = _parser()
     args, unknown = parser.parse_known_args()
     port = os.environ.get("PORT", DEFAULT_PORT)
-    if args.hosts is None and not (args.srun or args.slurm or args.kubernetes):
+    if not (args.hosts or args.srun or args.ray or args.slurm or args.kubernetes):
         if sys.argv[1] != args.side:
             parser.error(f"{args.side!r} comes first: python -m slipstream.launch {args.side} ...")
         words = sys.argv[2:]
@@ -85,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--slurm", action="store_true", help="write a file for sbatch")
     where.add_argument("--srun", action="store_true", help="on the machines of this allocation of Slurm")
+    where.add_argument(
+        "--ray",
+        metavar="ADDRESS",
+        nargs="?",
+        const="auto",
+        help="on the machines of a Ray cluster (default: the one that runs here)",
+    )
     where.add_argument("--kubernetes", action="store_true", help="write manifests of a JobSet")
     add("--dry-run", action="store_true", help="show what would run where; start and write nothing")
     add("--out", metavar="PATH", type=Path, help="where Slurm's file or Kubernetes' folder is written")
@@ -109,6 +116,10 @@ def _reach(args: argparse.Namespace, config: Config) -> Reach | None:
     """The way to the hosts; none writes files for a scheduler. Raises ConfigError."""
     if args.hosts is not None:
         return Ssh(args.hosts)
+    if args.ray is not None:
+        from slipstream.launch.reach.ray import RayReach  # needs an extra, and says so
+
+        return RayReach(args.ray)
     return srun.of_this_process(config) if args.srun else None
 
 
@@ -152,7 +163,7 @@ def _plan(args: argparse.Namespace, config: Config, machines: Mapping[str, Machi
 
 
 def _on_hosts(args: argparse.Namespace, config: Config, reach: Reach) -> int:
-    given, sides, job = forwarded(args.forward_env), SIDES[args.side], secrets.token_hex(8)
+    given, sides, job = forwarded(args.forward_env), SIDES[args.side], new_job()
     hosts = reach.hosts(config, only_rollouts=args.side == "rollout")
     for name, host in hosts.items():  # each will bind its own address
         parse(dump(config), name, [f"network.host={host.address}"])

@@ -44,6 +44,8 @@ class Member:
 
     spec: NodeSpec
     host: Host
+    name: str
+    """The node's, and where it is."""
     remote: Remote
     restarts: Restarts
     """After starts that came up; attempts that did not are repeated every RETRY_S."""
@@ -59,11 +61,6 @@ class Member:
     """It was said that it is away for too long."""
     code: int | None = None
     """Exit code of its last process, once no other follows."""
-
-    @property
-    def name(self) -> str:
-        """The node's, and where it is."""
-        return f"{self.spec.node} ({self.host.address})"
 
     @property
     def is_learner(self) -> bool:
@@ -118,7 +115,9 @@ class Fleet:
     def add(self, spec: NodeSpec, host: Host) -> None:
         """Start one more node."""
         limit = (self._config.learner if spec.role == "learner" else self._config.rollout).restarts
-        self.members.append(Member(spec, host, self._start(spec, host), Restarts(limit)))
+        has_other_side = any(spec.node == other.spec.node for other in self.members)
+        name = f"{spec.node}{f', {spec.role} side' if has_other_side else ''} ({host.address})"
+        self.members.append(Member(spec, host, name, self._start(spec, host), Restarts(limit)))
 
     def watch(self) -> int:
         """Start again what is lost, until the run has ended; the exit code.

@@ -4,29 +4,24 @@ import argparse
 import os
 import shlex
 import socket
-import subprocess
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from configs.errors import BadHosts, BadPlacement, NoRoom
-from configs.loading import ConfigError, add_arguments, from_arguments
+from configs.loading import add_arguments, from_arguments
 from configs.placement import ONLY_NODE
 from configs.schema import Config
 from slipstream.check.checks import shell
-from slipstream.launch.children import wait_or_kill
 from slipstream.launch.machine import this_machine
+from slipstream.launch.node import Node, exit_code_of
+from slipstream.launch.node_spec import NodeAssignment, NodeSpec
 from slipstream.launch.quickstart import make_input
-from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, say
-from slipstream.plan.processes import Machine, assign, uses_gpus
+from slipstream.launch.terminal import say
+from slipstream.plan.processes import Machine, Plan, Process, assign, uses_gpus
 from slipstream.runtime import packages
-from slipstream.runtime.lifeline import CANNOT_START
 from slipstream.runtime.program import program
-
-POLL_S = 0.1
-PATIENCE_S = 15.0
-"""A rollout server that is ended leaves the run in order within this time."""
 
 
 def become_learner(words: Sequence[str], port: str | None) -> NoReturn:
@@ -37,51 +32,43 @@ def become_learner(words: Sequence[str], port: str | None) -> NoReturn:
 
 
 def run_servers(words: Sequence[str], replay: str) -> int:
-    """Run `--servers N` rollout servers until the run ends; the other words are theirs, and may name another replay.
+    """Run `--servers N` rollout servers until the run ends, with restarts; the other words are theirs.
 
     Returns:
-        0 when all ended well, 78 when they cannot start, 130 after a signal, or else the exit code of one that failed.
+        As slipstream.launch.node.
     """
     parser = argparse.ArgumentParser(prog=f"{program('slipstream.launch')} rollout", allow_abbrev=False)
     parser.add_argument("--servers", type=_count, default=1, help="how many")
+    parser.add_argument("--replay", default=replay, help="address of replay (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="show them and start nothing")
     chosen, words = parser.parse_known_args(words)
     add_arguments(parser)
-    try:
+
+    def run() -> int:
         given = parser.parse_known_args(words)[0]
         config = from_arguments(given)
         for finding in shell(config):
             say(finding.line)
-        if not chosen.dry_run:
-            make_input(config, given.config)
-        environments = [environment_of(config, index) for index in range(chosen.servers)]
-    except ConfigError as error:
-        say(f"refused: {error}")
-        return CANNOT_START
-    parent = str(os.getpid())
-    name = f"rollout-{socket.gethostname()}-{parent}"
-    command = [sys.executable, "-m", "rollout_server.main", "--replay", replay, "--parent", parent, "--server-name"]
-    if chosen.dry_run:
-        for index, environment in enumerate(environments):
-            settings = [f"{key}={value}" for key, value in environment.items()]
-            sys.stdout.write(shlex.join([*settings, *command, f"{name}-{index}", *words]) + "\n")
-        return 0
-    started: list[subprocess.Popen[bytes]] = []
-    own = os.environ | packages.environment()
-    catch_signals()
-    try:
-        for index, environment in enumerate(environments):
-            started.append(subprocess.Popen([*command, f"{name}-{index}", *words], env=own | environment))
-        while any(process.poll() is None for process in started):
-            time.sleep(POLL_S)
-        return max((process.returncode for process in started), key=abs)
-    except Interrupted:
-        return 130
-    finally:
-        ignore_signals()
-        for process in started:
-            process.terminate()
-        wait_or_kill(started, PATIENCE_S)
+        processes = tuple(_servers(config, chosen.servers, ("--replay", chosen.replay), words))
+        if chosen.dry_run:
+            for process in processes:
+                settings = [f"{key}={value}" for key, value in process.environment.items()]
+                sys.stdout.write(shlex.join([*settings, *process.command]) + "\n")
+            return 0
+        make_input(config, given.config)
+        spec = NodeSpec(role="rollout", node=ONLY_NODE, config="", hosts="")
+        plan = Plan(processes, ONLY_NODE, {}, chosen.replay)
+        return Node(NodeAssignment(spec, config, Path(), plan), lifeline=False).run_servers()
+
+    return exit_code_of(run)
+
+
+def _servers(config: Config, count: int, replay: Sequence[str], words: Sequence[str]) -> Iterator[Process]:
+    """Their processes, under names that no other terminal gives."""
+    for index in range(count):
+        name = f"rollout-{socket.gethostname()}-{os.getpid()}-{index}"
+        command = (sys.executable, "-m", "rollout_server.main", *replay, "--server-name", name, *words)
+        yield Process(name, "rollout", ONLY_NODE, command, environment_of(config, index))
 
 
 def _count(text: str) -> int:

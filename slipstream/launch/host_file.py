@@ -49,8 +49,11 @@ def read_hosts(path: Path) -> dict[str, Host]:
     return parse_hosts(text, str(path))
 
 
-def parse_hosts(text: str, source: str) -> dict[str, Host]:
-    """All hosts of a host file's text by name. Raises ConfigError."""
+def parse_hosts(text: str, source: str, *, is_made: bool = False) -> dict[str, Host]:
+    """All hosts of a host file's text by name. Raises ConfigError.
+
+    In a text that a reach has made hosts may share an address: Ray may have several nodes on one machine.
+    """
     hosts: dict[str, Host] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         words, where = line.partition("#")[0].split(), f"{source}, line {number}"
@@ -59,7 +62,8 @@ def parse_hosts(text: str, source: str) -> dict[str, Host]:
         host = _host(words, where)
         if host.name in hosts:
             raise BadHosts(f"{where}: {host.name!r} is there already; give each node its own name")
-        if other := next((other.name for other in hosts.values() if other.address == host.address), None):
+        same = (other.name for other in hosts.values() if other.address == host.address and not is_made)
+        if other := next(same, None):
             raise BadHosts(
                 f"{where}: address {host.address!r} is that of {other!r}; one machine is one node, with all its GPUs"
             )

@@ -28,7 +28,7 @@ from slipstream.launch.children import Child, RowTail
 from slipstream.launch.learner.generations import Generations
 from slipstream.launch.learner.ranks import RankGroup, cause
 from slipstream.launch.machine import this_machine
-from slipstream.launch.run_folder import RunFolder
+from slipstream.launch.run_folder import JOB, RunFolder, new_job
 from slipstream.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, NodeAway, Restarts, RunFailed
 from slipstream.plan.processes import Machine, Plan, assign
 from slipstream.runtime import ending
@@ -149,7 +149,8 @@ class Launcher:
             (self.run_dir / "config.yaml").write_text(dump(self.config), encoding="utf-8")
         self._metrics = RowTail(self.run_dir / "metrics.jsonl", newest=self._started_at)
         self._announcements = Announcements(self.run_dir / "logs")
-        self._run_id = f"{self.config.run.name}-{os.getpid()}-{int(time.time())}"
+        # the same for all starts of a job, so that rollout servers go on with the next one
+        self._run_id = f"{self.config.run.name}-{os.environ.get(JOB) or new_job()}"
         parent = ("--parent", str(os.getpid()))
         self._generations = Generations(self.config)
         self._begin_generation()  # before replay answers: other learner nodes read then what this start has decided

@@ -55,8 +55,8 @@ def main() -> int:
     add_spec_arguments(parser)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
-    catch_signals()
-    try:
+
+    def run() -> int:
         spec = read_spec(first_line()) if args.stdin else spec_of_arguments(args)
         assignment = resolve(spec, host=args.host, renumber=args.renumber)
         check_address(assignment.config, spec.node)
@@ -66,6 +66,15 @@ def main() -> int:
             write_line(sys.stdout, UP)
         node = Node(assignment, lifeline=args.stdin)
         return node.run_learner() if spec.role == "learner" else node.run_servers()
+
+    return exit_code_of(run)
+
+
+def exit_code_of(run: Callable[[], int]) -> int:
+    """Run a node's part; what ends it is said in one line, and its exit code says whether another start may help."""
+    catch_signals()
+    try:
+        return run()
     except PeerSilent as silence:  # a scheduler may start the nodes hours apart: unlike a refusal, another start helps
         show(str(silence))
         return TRY_AGAIN

@@ -128,7 +128,7 @@ def resolve(spec: NodeSpec, *, host: str | None = None, renumber: bool = False, 
         ConfigError: this node's configuration or the host file is not valid, or the placement does not fit here.
     """
     shared = config_of(spec.config)
-    hosts = hosts_of(shared, parse_hosts(spec.hosts, "host file"))
+    hosts = hosts_of(shared, parse_hosts(spec.hosts, "host file", is_made=True))
     if spec.node not in hosts:
         raise BadHosts(f"placement: no process of this run belongs to {spec.node!r}; nodes: {', '.join(hosts)}")
     replay = spec.replay

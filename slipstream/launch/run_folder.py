@@ -93,6 +93,11 @@ def claim_run_dir(config: Config, *, new: bool) -> Config:
             claimed = with_free_name(config)
 
 
+def new_job() -> str:
+    """Name of a job that no other has: the number of a process, and when."""
+    return f"{os.getpid()}-{int(time.time())}"
+
+
 def folder_of(job: str, config: Config) -> Path | None:
     """The run folder that this job has begun, whatever free name it took."""
     found = (path for path in Path(config.run.dir).glob(f"*/{JOB_FILE}") if path.read_text(encoding="utf-8") == job)

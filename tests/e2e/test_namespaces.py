@@ -9,19 +9,22 @@ import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.support.namespaces import switched
-from tests.support.runs import ROOT, Run, environment, left_over, patient_reward, terminal
+from tests.support.runs import ROOT, Run, environment, left_over, patient_reward, processes, terminal
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 HOSTS = {f"node{number}": f"10.213.0.1{number}" for number in range(4)}
 STEPS = 40
+CANARY = "hunter2-canary"
 ENTER = """#!/usr/bin/env bash
 # TARGET COMMAND, as ssh: the command runs in the namespace of that name, with keys of its own at the path of all.
 # Names of addresses come from a file, because torch asks for them and there is no name server.
+unset CANARY
 exec ip netns exec "$1" bash -c 'mount --bind "$0" "$1" && mount --bind {names} /etc/hosts && exec bash -c "$2"' \\
   {keys_of}/"$1" {keys} "$2"
 """
@@ -37,7 +40,7 @@ FOUR_HOSTS = f"""
 rollout.groups_per_step=8 rollout.max_running=32 evaluation.every_steps=0 tracking.live=plain
 run.name=run network.replay_port=5757 network.heartbeat_s=0.5 network.silent_after_s=3 weight_bus.heartbeat_s=0.5
 weight_bus.collective_timeout_s=2 weight_bus.deadline_s=8 rollout.restart_backoff_s=0.5 learner.total_steps={STEPS}
-tracking.plot=false
+tracking.plot=false tracking.trackers=[tensorboard]
 """
 
 
@@ -60,9 +63,9 @@ def started(tmp_path, switch, arguments):
     enter.chmod(0o755)
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{node} {address} ssh={switch.host(node)}\n" for node, address in HOSTS.items()))
-    ends = {"environment": {**environment(), "SLIPSTREAM_SSH": str(enter)}, "patience_s": 40}
+    ends = {"environment": {**environment(), "SLIPSTREAM_SSH": str(enter), "CANARY": CANARY}, "patience_s": 40}
     said, rollouts_said = tmp_path / "learner.out", tmp_path / "rollouts.out"
-    over = ("--hosts", str(hosts), *arguments)
+    over = ("--hosts", str(hosts), "--forward-env", "CANARY", *arguments)
     with (
         terminal(rollouts_said, "bash", "scripts/start_rollout_nodes.sh", *over, **ends) as rollouts,
         terminal(said, "bash", "scripts/start_learner.sh", *over, **ends) as learner,
@@ -85,6 +88,24 @@ def is_ready(run, tmp_path, switch, node):
     return subprocess.run(command, capture_output=True, check=False, timeout=150).returncode == 0
 
 
+def check_processes(tmp_path):
+    """Each process of the run has the canary in its environment, and none on this machine in its arguments."""
+    running = processes()
+    for module, count in {"replay.main": 1, "learner.train": 2, "rollout_server.main": 2}.items():
+        pids = [pid for pid, command in running if str(tmp_path) in command and module in command]
+        variables = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in pids]
+        assert len(pids) >= count and all(f"CANARY={CANARY}".encode() in each for each in variables), module
+    assert [command for _, command in running if CANARY in command] == []
+
+
+def check_files(tmp_path):
+    """The canary is in no file of the run, its terminals or its hosts."""
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    for kind in ("events.out.tfevents.*", "hang-*.txt", "replay.log", "config.yaml", "learner.out"):
+        assert any(path.match(kind) for path in files), kind
+    assert [path for path in files if CANARY.encode() in path.read_bytes()] == []
+
+
 def groups_of(run, node):
     return run.steps()[-1].get(f"rollout/groups/rollout-{node}-0", 0)
 
@@ -102,6 +123,7 @@ def test_a_run_over_four_hosts_goes_on_while_one_is_cut_off_and_comes_back(tmp_p
         run.wait_until(lambda: max(row["weight_sync/members"] for row in run.steps()) == 2, "both on the bus", 120)
 
         assert is_ready(run, tmp_path, switch, "node1") and is_ready(run, tmp_path, switch, "node2")
+        check_processes(tmp_path)
 
         switch.cut("node2")
         before = run.steps()[-1]["training/global_step"]
@@ -146,3 +168,4 @@ def test_a_run_over_four_hosts_goes_on_while_one_is_cut_off_and_comes_back(tmp_p
         own = {"server.key", f"clients/{node}.key", f"clients/{node}.key_secret"}
         assert key_files(tmp_path, switch, node) == own, "its own key, and no secret of anybody else"
     assert left_over(str(tmp_path)) == []
+    check_files(tmp_path)

@@ -97,7 +97,7 @@ def test_refused_peers_are_named_on_both_sides(
             dealer.close()
 
     async def refused_by_a_router() -> dict[str, int]:
-        async with asyncio.timeout(60.0), echoing(serving) as router:
+        async with asyncio.timeout(200.0), echoing(serving) as router:
             await (asks if kind == "blocking" else asks_too)(router)
             return dict(router._gate.refused) if router._gate else {}
 
@@ -157,7 +157,7 @@ def test_the_wire_shows_nothing(keys: dict[str, Keys], name: str | None) -> None
             target.write(data)
 
     async def asks_through_a_tap() -> None:
-        async with asyncio.timeout(60.0), echoing(keys["learner"] if name else None) as router:
+        async with asyncio.timeout(200.0), echoing(keys["learner"] if name else None) as router:
             host, port = router.address.removeprefix("tcp://").split(":")
 
             async def forward(client: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:

@@ -107,7 +107,7 @@ def with_router(
     max_message_bytes: int = MAX_MESSAGE_BYTES,
     kinds: Any = NOTES,
 ) -> Any:
-    """What `body` makes of a router, within a minute."""
+    """What `body` makes of a router, within a deadline."""
 
     async def main() -> Any:
         router = AsyncRouter("127.0.0.1", 0, RUN, kinds, keys=keys, max_message_bytes=max_message_bytes)
@@ -116,7 +116,7 @@ def with_router(
         finally:
             router.close()
 
-    return asyncio.run(asyncio.wait_for(main(), 60.0))
+    return asyncio.run(asyncio.wait_for(main(), 200.0))
 
 
 async def arrivals(router: AsyncRouter, count: int) -> list[tuple[str, Envelope | WireError]]:

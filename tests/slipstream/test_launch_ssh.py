@@ -372,9 +372,9 @@ def test_a_node_that_is_lost_is_started_again_and_one_that_ended_by_intent_is_no
     monkeypatch.setattr(fleet, "RETRY_S", 0.1)
     back = tmp_path / "back"
     node1 = once(tmp_path, "began", first=first, then=f"{UP}; touch {back}; exec cat")
-    ends = f"until [[ -e {back} ]]; do sleep 0.05; done"
     is_final = code != 0 or "goes on" in said
-    commands = {"node0": f"{UP}; exec cat" if code else "sleep 0.3" if is_final else ends, "node1": node1}
+    ends = f"until [[ -e {tmp_path / 'began' if is_final else back} ]]; do sleep 0.05; done; sleep {int(is_final)}"
+    commands = {"node0": f"{UP}; exec cat" if code else ends, "node1": node1}
     monkeypatch.setattr(fleet, "FAREWELL_S", 0.2)
     ended, way = run_fleet(tmp_path, rollouts=() if is_learner else ("node1",), **commands)
     assert way.starts == ["node0", "node1"] if is_final else way.starts == ["node0", "node1", "node1"]
@@ -417,8 +417,8 @@ def shown_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch, *names: str) -> No
     ("settings", "code", "words"),
     [
         ("placement.split=1:1 placement.device=cpu", 0, ["-m rollout_server.main", "tcp://10.0.0.1:5757"]),
-        ("placement.split=1:1 placement.device=cuda", 78, ["placement.device", "shows no GPU"]),
-        ("placement.rollout=a:0 placement.learner=b:0", 78, ["start with --hosts FILE"]),
+        ("placement.split=1:1 placement.device=cuda", 2, ["placement.device", "shows no GPU"]),
+        ("placement.rollout=a:0 placement.learner=b:0", 2, ["start with --hosts FILE"]),
     ],
 )
 def test_servers_of_this_host(tmp_path, monkeypatch, capsys, settings, code, words):

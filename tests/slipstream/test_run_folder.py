@@ -74,3 +74,14 @@ def test_a_missing_file_is_the_folder_s_where_a_clean_up_goes_on(folder: Path, m
     monkeypatch.setattr(run_folder.time, "sleep", lambda _: shutil.rmtree(folder))
     with pytest.raises(FolderGone):
         watched.check_after(missing)
+
+
+def test_a_job_finds_the_folder_that_it_has_begun_under_a_free_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, job = load("quickstart", [f"run.dir={tmp_path}", "run.name=run"]), run_folder.new_job()
+    run_folder.claim_run_dir(config, new=True)
+    assert run_folder.folder_of(job, config) is None
+    monkeypatch.setenv(run_folder.JOB, job)
+    run_folder.claim_run_dir(config, new=True)
+    assert run_folder.folder_of(job, config) == tmp_path / "run-2" and run_folder.folder_of("", config) is None

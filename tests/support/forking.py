@@ -37,7 +37,7 @@ transformers.models.qwen3.modeling_qwen3
 FORKED = ("learner.main", "learner.train", "replay.main", "rollout_server.main")
 """Programs that are forked when another forked program starts them; everything else is started for real."""
 PADDING = 4000
-READY_S = 150.0
+READY_S = 300.0
 RealPopen = subprocess.Popen
 CLOCKS = time.time, time.time_ns
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-PATIENT_S = 40.0
+PATIENT_S = 120.0
 LOOK_S = 0.01
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -63,8 +64,10 @@ class Command:
         """What ended it, and its last line."""
         code = self._process.wait()
         self._reader.join(READ_S)
-        last = self.output.last_line()
-        return (self._lost if code == SSH_FAILED and self._lost else how(code)) + (f": {last}" if last else "")
+        said = self._lost if code == SSH_FAILED and self._lost else how(code)
+        # what was killed from outside says no cause: its last line is unrelated
+        last = self.output.last_line() if -code not in (signal.SIGKILL, signal.SIGTERM) else ""
+        return f"{said}: {last}" if last else said
 
     def close_stdin(self) -> None:
         """Have it end in order."""

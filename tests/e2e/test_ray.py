@@ -1,0 +1,195 @@
+"""A run in a Ray cluster, three raylets on this host: what is killed, how the run goes on, what the terminal says.
+
+Each case prints a line of JSON. By default: tests/slipstream/test_ray_reach.py, without Ray.
+"""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from scripts.chaos.checker import check
+from tests.support.runs import Run, environment, free_port, left_over, patient_reward, processes, terminal
+from tests.support.waiting import PATIENT_S, until
+
+pytest.importorskip("ray", reason="ray is not installed: pip install 'slipstream-rl[ray]'")
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+
+RAYLET = {"num_cpus": 1, "object_store_memory": 80_000_000}
+STEPS = 30
+SETTINGS = f"""
+placement.device=cpu network.insecure=true rollout.groups_per_step=8 rollout.max_running=32 evaluation.every_steps=0
+tracking.live=plain tracking.plot=false run.name=run network.heartbeat_s=0.5 network.silent_after_s=3
+weight_bus.heartbeat_s=0.5 weight_bus.collective_timeout_s=2 weight_bus.deadline_s=8 rollout.restart_backoff_s=0.5
+replay.journal_keep=all checkpoint.every_steps=5 learner.total_steps={STEPS}
+""".split()
+
+
+class Raylets:
+    """A head and three raylets on this host. A test that kills one reaps it: workers take a zombie for alive."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._cluster = Cluster(initialize_head=True, head_node_args={**RAYLET, "include_dashboard": False})
+        self.address = self._cluster.address
+        for _ in range(2):
+            self.add()
+
+    def add(self) -> None:
+        self._cluster.add_node(**RAYLET)
+
+    def all_of(self, kind: str) -> list[Any]:
+        """The processes `raylet` or `gcs_server`, the head's first."""
+        nodes = [self._cluster.head_node, *self._cluster.worker_nodes]
+        return [each.process for node in nodes for each in node.all_processes.get(kind, [])]
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@dataclass
+class Launched:
+    """A run over one learner node and two rollout nodes; `tag` is in the names of the nodes, so in their processes."""
+
+    folder: Path
+    input: Any
+    raylets: Raylets
+    tag: str
+    go_on: Path
+
+    @contextlib.contextmanager
+    def start(self, *words: str):
+        output = self.folder / f"terminal-{secrets.token_hex(2)}.out"
+        command = [sys.executable, "-m", "slipstream.launch", "run", "--ray", self.raylets.address, *words]
+        with terminal(output, *command, environment=environment()) as process:
+            yield Run(process, self.folder / "run", output)
+
+    def settings(self) -> list[str]:
+        one, two, three = self.names
+        placed = [f"placement.learner={one}:0", f"placement.rollout={two}:0; {three}:0", f"run.dir={self.folder}"]
+        reward = f"reward.function={patient_reward(self.folder, self.go_on, pause_s=0.03)}"
+        own = [*self.input.settings, *SETTINGS, *placed, reward, f"network.replay_port={free_port()}"]
+        return [word for value in own for word in ("--set", value)]
+
+    @property
+    def names(self) -> list[str]:
+        return [f"{self.tag}-{number}" for number in range(3)]
+
+    def node(self, name: str) -> psutil.Process:
+        """The process of a node; its parent is the actor's, whose parent is the raylet."""
+        return psutil.Process(next(pid for pid, words in processes() if f"--node {name} " in words))
+
+    def rollout_away_from_the_head(self) -> str:
+        head = self.raylets.all_of("raylet")[0].pid
+        return next(name for name in self.names[1:] if self.node(name).parent().ppid() != head)
+
+    def left(self) -> list[tuple[int, str]]:
+        return [found for found in processes() if self.tag in found[1] or f"{self.folder}/run" in found[1]]
+
+
+@pytest.fixture
+def launched(tmp_path, untrained):
+    made = Launched(tmp_path, untrained, Raylets(), f"n{secrets.token_hex(3)}", tmp_path / "go-on")
+    try:
+        yield made
+    finally:
+        made.raylets.close()
+        for pid, _ in made.left():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
+
+
+def both_have_served(run: Run, launched: Launched) -> bool:
+    keys = [f"rollout/groups/rollout-{name}-0" for name in launched.names[1:]]
+    return any(all(row.get(key) for key in keys) for row in run.steps())
+
+
+def step_of(run: Run) -> int:
+    return max((row["training/global_step"] for row in run.steps()), default=0)
+
+
+def ends_well(case: str, run: Run, launched: Launched, told: str, **seconds: float) -> None:
+    """Let the run end; nothing is lost, nothing trained twice, nothing left running."""
+    launched.go_on.touch()
+    assert run.wait(200) == 0, run.text()[-4000:]
+    assert left_over(launched.tag) == [] and left_over(f"{launched.folder}/run") == []
+    report, groups = check(run.folder), run.groups()
+    assert [row["training/global_step"] for row in run.steps()] == list(range(1, STEPS + 1))
+    found = {"lost": len(report.lost), "twice": len(report.trained_twice), "violations": len(report.violations)}
+    lines = [line for line in told.splitlines() if re.match(r"slipstream: |\[[^]]*\] slipstream: ", line)]
+    rounded = {key: round(value, 1) for key, value in seconds.items()}
+    print(json.dumps({"case": case, **rounded, "groups": report.trained, **found, "terminal": lines[-8:]}))
+    assert report.in_order, report.as_json()
+    assert len(set(groups)) == STEPS * 8
+
+
+@pytest.mark.parametrize("role", ["rollout", "learner"])
+@pytest.mark.parametrize("what", ["raylet", "actor"])
+def test_a_lost_node_comes_back(launched, role, what):
+    with launched.start(*launched.settings()) as run:
+        run.wait_until(lambda: both_have_served(run, launched), "both servers", 120)
+        name = launched.names[0] if role == "learner" else launched.rollout_away_from_the_head()
+        actor = launched.node(name).parent()
+        old, step, began = launched.node(name), step_of(run), time.monotonic()
+        if what == "actor":
+            actor.kill()
+        else:
+            raylet = next(each for each in launched.raylets.all_of("raylet") if each.pid == actor.ppid())
+            raylet.kill()
+            raylet.wait()
+        until(lambda: not old.is_running() or old.status() == psutil.STATUS_ZOMBIE, "the end of the node's process")
+        ended = time.monotonic() - began
+        if role == "learner" and what == "raylet":
+            launched.raylets.add()
+        run.wait_for_step(step + 3, 120)  # of a rollout node: without it
+        on = time.monotonic() - began
+        if role == "rollout" and what == "raylet":
+            launched.raylets.add()
+        run.wait_until(lambda: re.search(rf"{name} \(.*\) is back after", run.text()), f"{name} is back", 120)
+        told = run.text()
+        assert re.search(rf"slipstream: {name} \(.*\) failed: its actor in Ray is lost: ", told), told
+        ends_well(f"{what} of a {role} node", run, launched, told, ended_s=ended, on_s=on)
+
+
+def test_a_run_whose_driver_is_killed_is_resumed(launched):
+    with launched.start(*launched.settings()) as run:
+        run.wait_until(lambda: both_have_served(run, launched), "both servers", 120)
+        began = time.monotonic()
+        run.process.kill()
+        until(lambda: not launched.left(), "the end of all processes", PATIENT_S)
+        ended = time.monotonic() - began
+    resumed(launched, "driver", run.text(), ended)
+
+
+def test_a_run_whose_head_of_ray_is_killed_is_resumed(launched):
+    with launched.start(*launched.settings()) as run:
+        run.wait_until(lambda: both_have_served(run, launched), "both servers", 120)
+        began = time.monotonic()
+        (gcs,) = launched.raylets.all_of("gcs_server")
+        gcs.kill()
+        gcs.wait()
+        assert run.wait(90) == 1
+        until(lambda: not launched.left(), "the end of all processes", PATIENT_S)
+        ended, told = time.monotonic() - began, run.text()
+    assert re.search(r"slipstream: Ray's head at \S+ has been away for 20 s .*\[closed\]", told), told
+    launched.raylets.close()
+    launched.raylets = Raylets()
+    resumed(launched, "head of Ray (GCS)", told, ended)
+
+
+def resumed(launched: Launched, case: str, told: str, ended_s: float) -> None:
+    began = time.monotonic()
+    with launched.start("--resume", str(launched.folder / "run")) as run:
+        step = step_of(run)
+        run.wait_for_step(step + 2, 120)
+        ends_well(case, run, launched, told, ended_s=ended_s, resumed_s=time.monotonic() - began)
