@@ -13,7 +13,7 @@ BUDGET = {
     "configs": 2_655,
     "slipstream/runtime": 2_380,
     "slipstream/families": 344,
-    "slipstream/launch": 4_237,
+    "slipstream/launch": 4_232,
     "slipstream/check": 2_103,
     "slipstream/view": 2_475,
     "slipstream/translate": 1_575,
@@ -27,7 +27,7 @@ BUDGET = {
     "learner": 9_501,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 55_187
+PRODUCT = 55_182
 SCRIPTS = 6_213
 TESTS = 45_446
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
