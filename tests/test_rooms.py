@@ -14,20 +14,20 @@ BUDGET = {
     "slipstream/runtime": 2_380,
     "slipstream/families": 344,
     "slipstream/launch": 4_296,
-    "slipstream/check": 2_103,
-    "slipstream/view": 2_475,
-    "slipstream/translate": 1_575,
+    "slipstream/check": 2_091,
+    "slipstream/view": 2_420,
+    "slipstream/translate": 1_522,
     "slipstream/plan": 1_296,
     "slipstream/command": 158,
-    "replay": 9_907,
-    "weight_bus": 5_078,
-    "rollout_server/engines": 3_890,
-    "rollout_server/tasks": 7_625,
-    "rollout_server": 13_413,
-    "learner": 9_501,
+    "replay": 9_863,
+    "weight_bus": 5_020,
+    "rollout_server/engines": 3_877,
+    "rollout_server/tasks": 7_617,
+    "rollout_server": 13_392,
+    "learner": 9_484,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 55_506
+PRODUCT = 55_246
 SCRIPTS = 6_321
 TESTS = 46_219
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
