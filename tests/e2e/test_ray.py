@@ -218,22 +218,26 @@ def test_an_actor_shows_the_gpus_of_its_role_alone():
     from slipstream.launch.reach.ray import RayReach
 
     settings = ["placement.learner='a:2-3'", "placement.rollout='a:0-1; b:7'", "placement.device=cuda"]
-    raylets, shown = Raylets({"num_gpus": 4}), {}
-    program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    raylets = Raylets({"num_gpus": 4})
+    program = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); sys.stdin.read()"
     try:
         reach = RayReach(raylets.address)
         hosts = reach.hosts(load("quickstart", [*settings, "network.insecure=true", "network.replay_port=5757"]))
-        for node, role in (("a", "learner"), ("a", "rollout"), ("b", "rollout")):
-            remote = reach.start(node, hosts[node], [sys.executable, "-c", program, "--role", role], "\n")
-            until(lambda remote=remote: remote.exit_code() is not None, "its end")
-            assert remote.exit_code() == 0, remote.how_it_ended()
-            shown[node, role] = remote.output.last_line().split(",")
+        words = [sys.executable, "-c", program, "--role"]
+        remotes = [
+            reach.start(node, hosts[node], [*words, role], "\n")
+            for node, role in (("a", "learner"), ("a", "rollout"), ("b", "rollout"))
+        ]
+        until(lambda: all(remote.output.last_line() for remote in remotes), "a line of each")
+        learner, rollout, other = (remote.output.last_line().split(",") for remote in remotes)
+        for remote in remotes:
+            remote.close_stdin()
+        until(lambda: [remote.exit_code() for remote in remotes] == [0, 0, 0], "their end in order")
         reach.close()
     finally:
         raylets.close()
-    learner, rollout = shown["a", "learner"], shown["a", "rollout"]
     assert len(learner) == len(rollout) == 2 and not {*learner} & {*rollout}
-    assert len(shown["b", "rollout"]) == 1
+    assert len(other) == 1
 
 
 SEEN = """
