@@ -90,9 +90,10 @@ class Goodbye(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRequest(Message):
-    """Ask for Status, or for replay's `clock` alone."""
+    """Ask for Status, or for replay's `clock` or the run's `config` alone."""
 
     clock: bool = False
+    config: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from configs.errors import coded
+from configs.loading import dump
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import Message, WireError, may_be, shown
@@ -143,8 +144,11 @@ class Service:
             self._hello(identity, message, now, sender)
             return
         if isinstance(message, m.StatusRequest):
-            clock = {"unix_s": time.time()}
-            self._send(identity, m.Status(state=clock if message.clock else self._state(now)))
+            if message.config:
+                state = {"config": dump(self.config)}
+            else:
+                state = {"unix_s": time.time()} if message.clock else self._state(now)
+            self._send(identity, m.Status(state=state))
             return
         peer = self.peers.get(identity)
         if peer is None:

@@ -20,14 +20,16 @@ class StatusReply:
     """Schema: docs/protocol.md."""
 
 
-def ask_replay(address: str, keys: str | None, timeout_s: float) -> StatusReply | None:
+def ask_replay(address: str, keys: str | None, timeout_s: float, *, config: bool = False) -> StatusReply | None:
     """Replay's Status, or None when it does not answer in time; `keys` is network.keys.
+
+    With `config` its state is the run's configuration alone, as YAML: {"config": text}.
 
     Example: ask_replay("tcp://10.0.0.1:5757", config.network.keys, 1.0).state["version"]
     """
     identity, until = f"node.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}", time.monotonic() + timeout_s
     with Dealer(address, identity, m.FROM_REPLAY, keys=load_keys(keys)) as dealer:
-        dealer.send(m.StatusRequest())
+        dealer.send(m.StatusRequest(config=config))
         while (left := until - time.monotonic()) > 0:
             try:
                 envelope = dealer.poll(left)

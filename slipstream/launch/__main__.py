@@ -50,7 +50,7 @@ def main() -> int:
             parser.error(f"{args.side!r} comes first: python -m slipstream.launch {args.side} ...")
         words = sys.argv[2:]
         if args.side == "rollout":
-            return here.run_servers(words, os.environ.get("REPLAY", f"tcp://127.0.0.1:{port}"))
+            return here.run_servers(words, port)
         here.become_learner(words, port if args.side == "learner" else None)
     if unknown:
         parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
