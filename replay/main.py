@@ -26,7 +26,7 @@ from replay.journal import FolderLock, Journal, JournalError, JournalReader, Jou
 from replay.journal.format import Record, segments
 from replay.messages import TO_REPLAY
 from replay.player import PlayedJournal
-from replay.serve import flush, keep_company, serve
+from replay.serve import farewell, keep_company, serve
 from replay.service import Service
 from replay.state.apply import boot_fields
 from replay.timeline import FILE, Timeline
@@ -52,16 +52,17 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
         max_message_bytes=network.max_message_bytes,
         insecure=network.insecure,
     )
-    stop = asyncio.Event()
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(sig, stop.set)
+        loop.add_signal_handler(sig, stop.set)
     service: Service | None = None
     try:
         doing = ["reading the data and the journal"]
         work = partial(prepare, config, run_id, recover=recover, play=play, report=doing.append)
         service = await keep_company(router, work, lambda: doing[-1])
         asking = partial(setattr, service.run, "checkpoint_asked", True)
-        asyncio.get_running_loop().add_signal_handler(CHECKPOINT, asking)
+        loop.add_signal_handler(CHECKPOINT, asking)
+        service.journal.start(partial(loop.call_soon_threadsafe, router.wake))
         hang.serves(router.address)
         sys.stdout.write(f"replay ready at {router.address}\n")
         sys.stdout.flush()
@@ -69,7 +70,7 @@ async def run(config: Config, run_id: str, *, port: int, recover: bool, play: st
             await serve(router, service, network.heartbeat_s, stop.is_set)
         if service.ended is None:
             service.end("replay was told to stop", failed=True)
-            await flush(router, service)
+            await farewell(router, service)
         if service.timeline is not None and service.ended is not None:
             service.timeline.end(service.ended, failed=service.failed)
     finally:

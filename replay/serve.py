@@ -2,7 +2,7 @@
 
 consumes     Hello, LeaseRequest, Renew, Group, EvaluationResult (rollout servers); Take, Committed (learner)
 produces     Lease, Ack, EvaluationLease (rollout servers); Batch, Proceed, EvaluationResult (learner)
-waits for    any message, for at most one tick; decides about silent peers by its own clock
+waits for    any message or news of the journal, for at most one tick; decides about silent peers by its own clock
 unblocked by rollout_server/serve.py (groups) and learner/train.py (takes and commits)
 """
 
@@ -58,7 +58,7 @@ async def serve(router: AsyncRouter, service: Service, heartbeat_s: float, stopp
         await flush(router, service)
         if service.timeline is not None:
             service.timeline.observe(now, woken)
-        if service.ended is not None and not service.peers.by_identity:
+        if service.ended is not None and not service.peers.by_identity and service.outlet.is_empty:
             return
         if service.ended is not None and time.monotonic() > service.ended_at + FAREWELL_S:
             return
@@ -80,8 +80,17 @@ async def take_in(router: AsyncRouter, service: Service) -> bool:
     return arrived is not None
 
 
+async def farewell(router: AsyncRouter, service: Service) -> None:
+    """Send what is left once the journal has it, for at most FAREWELL_S."""
+    until = time.monotonic() + FAREWELL_S
+    await flush(router, service)
+    while not service.outlet.is_empty and time.monotonic() < until:
+        await asyncio.sleep(COMPANY_S)
+        await flush(router, service)
+
+
 async def flush(router: AsyncRouter, service: Service) -> None:
-    """Send what the service has to say, once the journal has it; who cannot be reached is lost (closed or full)."""
+    """Send what may be said by now (replay/outlet.py); who cannot be reached is lost (closed or full)."""
     while outbox := service.sayable(time.monotonic()):
         for identity, message in outbox:
             if not await router.send(identity, message) and service.peers.get(identity) is not None:
@@ -91,7 +100,7 @@ async def flush(router: AsyncRouter, service: Service) -> None:
 async def beat(router: AsyncRouter, service: Service, now: float) -> None:
     """Tell every peer that replay lives; a send is also how a closed connection shows at once."""
     service.report.waits.refused = router.refused
-    alive = m.Heartbeat(blocked="disk" if service.unwritten_since is not None else "")
+    alive = m.Heartbeat(blocked="disk" if service.outlet.unwritten_since is not None else "")
     for identity in list(service.peers.by_identity):
         if await router.send(identity, alive):
             service.reached(identity)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from configs.errors import coded
 from configs.loading import dump
 from configs.schema import Config
 from replay import messages as m
@@ -22,8 +21,9 @@ from replay.decisions.incarnations import Incarnations
 from replay.decisions.intake import GroupIntake
 from replay.decisions.leasing import LeaseScheduler
 from replay.endings import NoServer
-from replay.journal import Journal, JournalError, JournalReadOnly
+from replay.journal import Journal
 from replay.journal.format import Frames, Record
+from replay.outlet import Outlet
 from replay.state.apply import record, restore
 from replay.state.evaluation_parts import parts_of
 from replay.state.leases import SlotState
@@ -75,13 +75,12 @@ class Service:
             expired=self._expired, now=now,
         )  # fmt: skip
         self.report = StatusReport(run, peers, self.leasing, self.intake, self.batching)
+        self.outlet = Outlet(journal, peers.outbox, self.report.waits, run.counters, fail)
         self.timeline: Timeline | None = None
         """Set where the run has a folder (replay/main.py)."""
         self.no_server_since = now
         self.missing: dict[str, float] = {}
         """Servers that held leases when replay was restarted, and until when they have to come back."""
-        self.unwritten_since: float | None = None
-        """Since when the journal could not be written."""
         self.ended: str | None = None
         self.ended_at = 0.0
         self.failed = False
@@ -241,34 +240,8 @@ class Service:
                 self._send(identity, m.Goodbye(reason=reason, failed=failed))
 
     def sayable(self, now: float) -> list[tuple[str, Message]]:
-        """What of the outbox may be sent now: all of it, once the journal has what it tells of. While that cannot be
-        written it is only what promises nothing: the state that was asked for, and how the run ended."""
-        written = not self.outbox or self._is_written(now)
-        waiting = list(self.outbox)
-        self.outbox.clear()
-        if written:
-            return waiting
-        free = m.Status if self.ended is None else m.Goodbye | m.Status
-        self.outbox += [item for item in waiting if self.ended is None and not isinstance(item[1], free)]
-        return [item for item in waiting if isinstance(item[1], free)]
-
-    def _is_written(self, now: float) -> bool:
-        try:
-            self.journal.flush()
-        except JournalReadOnly as error:
-            self.end(coded(f"replay cannot go on: {error}", error.code), failed=True)
-            return False
-        except JournalError as error:
-            if self.unwritten_since is None:
-                self.unwritten_since = now
-                self.report.waits.disk = now, str(error).partition("\n")[0]
-                self.counters["journal_full"] += 1
-                log.error("replay: the journal waits for its disk, and nothing is acknowledged: %s [full]", error)
-            return False
-        if self.unwritten_since is not None:
-            log.info("replay: the journal is written again after %.1f s", now - self.unwritten_since)
-            self.unwritten_since, self.report.waits.disk = None, None
-        return True
+        """What may be sent now: replay/outlet.py has the rule."""
+        return self.outlet.sayable(now, has_ended=self.ended is not None)
 
     def _heartbeat(self, peer: Peer, message: m.Heartbeat, now: float, _: Frames) -> None:
         peer.activity, peer.blocked, peer.gauges = message.activity, message.blocked, message.gauges or peer.gauges
@@ -314,25 +287,23 @@ class Service:
             "counters": dict(self.counters),
         }
 
-    def _cursor_request(self, peer: Peer, request: m.CursorRequest, _: float, __: Frames) -> None:
+    def _cursor_request(self, peer: Peer, request: m.CursorRequest, now: float, _: Frames) -> None:
         if request.step != self.buffer.version:
             lost = f"replay is at version {self.buffer.version}, the commit of {request.step} was lost"
             self._send(peer.identity, m.Refused(code="hello", reason=lost))
             return
-        self.journal.want_sync()  # a durable checkpoint must not be ahead of the journal
-        self._send(peer.identity, m.Cursor(step=request.step, state=self.cursor()))
+        # a durable checkpoint must not be ahead of the journal
+        self.outlet.say_once_on_disk(peer.identity, m.Cursor(step=request.step, state=self.cursor()), now)
 
     def _checkpointed(self, _: Peer, message: m.Checkpointed, __: float, ___: Frames) -> None:
         """A checkpoint is durable: files of the journal that no kept one needs are freed behind a snapshot."""
         record(self.run, "checkpoint", {"step": message.step, "kept": list(message.kept)})
-        try:
-            self.journal.begin_segment()
-            self.journal.append("snapshot", snapshot_of(self.run))
-            self.journal.want_sync()
-            self.journal.flush()  # before the files that it takes the place of are gone
-        except JournalError as error:
-            log.error("replay: no journal file was freed: %s [full]", error)
+        if (problem := self.journal.problem) is not None:
+            log.error("replay: no journal file is freed: %s [full]", problem)
             return
+        self.journal.begin_segment()
+        self.journal.append("snapshot", snapshot_of(self.run))
+        self.journal.want_sync()
         if self.config.replay.journal_keep == "checkpoint" and not self.playback:
             self.journal.release(self.run.first_segment())
 

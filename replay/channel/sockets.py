@@ -4,6 +4,7 @@ Nothing here blocks without a deadline: a receive says what it waits for, and it
 and when the peer was last heard.
 """
 
+import asyncio
 import time
 from typing import Any, ClassVar
 
@@ -204,6 +205,7 @@ class AsyncRouter:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._gate: Gate | None = None
+        self._woken: asyncio.Future[None] | None = None
         try:
             configure(self._socket, keys, max_message_bytes)
             if keys is not None:
@@ -228,8 +230,19 @@ class AsyncRouter:
         return True
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait for a message for at most `timeout_s` seconds; whether there is one."""
-        return bool(await self._socket.poll(int(timeout_s * 1000)))
+        """Wait for a message or `wake`, for at most `timeout_s` seconds; whether there is a message."""
+        self._woken = self._woken or asyncio.get_running_loop().create_future()
+        poll: asyncio.Future[Any] = asyncio.ensure_future(self._socket.poll(int(timeout_s * 1000)))
+        await asyncio.wait([poll, self._woken], return_when=asyncio.FIRST_COMPLETED)
+        if self._woken.done():
+            self._woken = None
+        return bool(poll.result()) if poll.done() else not poll.cancel()
+
+    def wake(self) -> None:
+        """End the present wait, or the next one at once. In the thread of the event loop."""
+        self._woken = self._woken or asyncio.get_running_loop().create_future()
+        if not self._woken.done():
+            self._woken.set_result(None)
 
     async def receive(self) -> tuple[str, Envelope | WireError] | None:
         """The next (identity, message), or None when there is none now; a refused message comes as its WireError.

@@ -2,13 +2,15 @@
 
     runs/NAME/journal/000001.seg, 000002.seg, ...
 
-`format` is the bytes of a record, `writer` appends and syncs, `reader` finds what is there and tells a torn end from
-damage; `apply` turns records back into the state that wrote them. docs/protocol.md is the page about it.
+`format` is the bytes of a record, `writer` appends and has threads that write and sync the `files`, `reader` finds what
+is there and tells a torn end from damage; `apply` turns records back into the state that wrote them. docs/protocol.md
+is the page about it.
 """
 
+from replay.journal.files import FolderLock, JournalFull, JournalReadOnly
 from replay.journal.format import JournalDamaged, JournalError, Location, Record
 from replay.journal.reader import JournalReader
-from replay.journal.writer import FolderLock, Journal, JournalFull, JournalReadOnly, JournalWriter
+from replay.journal.writer import Journal, JournalWriter
 
 __all__ = [
     "FolderLock",

@@ -3,7 +3,8 @@
 Producers are many simulated rollout servers in one thread: each has a DEALER and an identity of its own, and keeps to
 the protocol (Hello, LeaseRequest, a Group for every Lease, Heartbeats). Their groups are made before the measurement:
 random, all different, of lognormal lengths. The learner, in another thread, has the real one's end of the channel: it
-takes, commits and publishes; it trains nothing, and checks that no group comes twice and no token is too old.
+takes, commits and publishes; it trains nothing, and checks that no group comes twice and no token is too old. With a
+slow disk it rests in each step, and a viewer asks for the state and hears the beats.
 """
 
 import argparse
@@ -27,13 +28,14 @@ from configs.schema import Config
 from learner.batches import BatchReader
 from replay import keys as make_keys
 from replay import messages as m
-from replay.channel import Message, configure, decode, encode, load_keys, routing_id
+from replay.channel import Dealer, Message, configure, decode, encode, load_keys, routing_id
 from scripts.bench.core import CaseFailed
 from slipstream.runtime.fingerprint import run_fingerprint
 
 RUN_ID = "bench"
 POLL_MS = 20
 SPARE_SOCKETS = 16
+TRAIN_S, VIEW_S, SILENT_S = 0.5, 0.02, 10.0
 BEAT = m.Heartbeat(activity="simulated", gauges={"tokens_per_s": 1.0})
 OF_EVERY_GROUP: Any = {"reward_metrics": {"reward/seconds": 0.01}, "generate_s": 1.0, "data_source": "bench"}
 
@@ -51,17 +53,27 @@ MODEL: dict[str, Any] = {"config.json": {"model_type": "qwen3", "vocab_size": VO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One measurement. `hold` fills the buffer and takes nothing, for memory over queued bytes."""
+    """One measurement. `hold` fills the buffer and takes nothing, for memory over queued bytes; with `sync_ms` every
+    sync of replay takes so much longer, and the learner trains for TRAIN_S."""
 
     producers: int = 64
     curve: bool = True
     fsync: Literal["every", "interval", "never"] = "interval"
     lag: int = 1
     hold: bool = False
+    sync_ms: float | None = None
 
     def __str__(self) -> str:
         curve = "CURVE" if self.curve else "no CURVE"
-        return f"{self.producers} producers, {curve}, fsync {self.fsync}" + (", buffer held" if self.hold else "")
+        return (
+            f"{self.producers} producers, {curve}, fsync {self.fsync}"
+            + (", buffer held" if self.hold else "")
+            + self.slow
+        )
+
+    @property
+    def slow(self) -> str:
+        return "" if self.sync_ms is None else f", {self.sync_ms:g} ms a sync"
 
 
 CASES = [Case(), Case(curve=False), Case(fsync="every"), Case(fsync="never")]
@@ -165,6 +177,39 @@ class Counts:
     group_bytes: int = 0  # their frames
 
 
+def no_times() -> dict[str, list[float]]:
+    """Seconds from a Take to its Proceed, from a question to its Status, and from one beat of replay to the next."""
+    return {"batch": [], "status": [], "beat": []}
+
+
+class Viewer:
+    """Asks replay for its state, and hears its beats as a rollout server that wants no leases."""
+
+    def __init__(self, config: Config, address: str, times: dict[str, list[float]]) -> None:
+        self.times, self.beat_at = times, 0.0
+        identity = {"pid": os.getpid(), "host": socket.gethostname(), "fingerprint": run_fingerprint(config)}
+        self.hello = m.Hello(role="rollout_server", name="viewer", **identity)
+        self.dealer = Dealer(address, f"viewer.{os.getpid()}", m.FROM_REPLAY, keys=load_keys(config.network.keys))
+
+    def run(self, over: threading.Event) -> None:
+        """Until it is over, or replay is silent."""
+        with self.dealer:
+            self.dealer.send(self.hello)
+            while not over.wait(VIEW_S):
+                asked = time.monotonic()
+                self.dealer.send(BEAT)
+                self.dealer.send(m.StatusRequest())
+                while (envelope := self.dealer.poll(SILENT_S)) is not None:
+                    now = time.monotonic()
+                    if isinstance(envelope.message, m.Heartbeat):
+                        if self.beat_at:
+                            self.times["beat"].append(now - self.beat_at)
+                        self.beat_at = now
+                    elif isinstance(envelope.message, m.Status):
+                        self.times["status"].append(now - asked)
+                        break
+
+
 @dataclass(slots=True)
 class Producer:
     """One simulated rollout server."""
@@ -249,8 +294,11 @@ class Producers:
 class Learner:
     """Rank 0 of one."""
 
-    def __init__(self, config: Config, address: str, counts: Counts, checkpoint_every: int) -> None:
-        self.config, self.counts, self.checkpoint_every = config, counts, checkpoint_every
+    def __init__(
+        self, config: Config, address: str, counts: Counts, checkpoint_every: int, times: dict[str, list[float]]
+    ) -> None:
+        self.config, self.counts, self.checkpoint_every, self.times = config, counts, checkpoint_every, times
+        self.train_s = 0.0
         self.trained: set[tuple[int, int]] = set()
         self.batches = BatchReader(config, address, rank=0, fingerprint=run_fingerprint(config))
 
@@ -266,7 +314,10 @@ class Learner:
     def step(self, step: int) -> None:
         """Take, commit, publish."""
         send, digest = self.batches._dealer.send, f"simulated-{step}"  # replay is not restarted: nothing to repeat
+        asked = time.monotonic()
         batch = self.batches.take(step, lambda batch: None)
+        self.times["batch"].append(time.monotonic() - asked)
+        time.sleep(self.train_s)
         tokens = self.check(batch, step)
         send(m.Committed(step=step, digest=digest))
         if batch.checkpoint or step % self.checkpoint_every == 0:

@@ -9,6 +9,7 @@ Standard output gets a table and, as its last line, one object of JSON with the 
 """
 
 import argparse
+import itertools
 import os
 import platform
 import re
@@ -46,7 +47,8 @@ class Running(Processes):
         super().__init__(options.work / "case", options.limit_s)
         self.options, self.case, self.counts = options, case, load.Counts()
         self.learner_over, self.producers_over = threading.Event(), threading.Event()
-        self.threads, self.ends = ThreadPoolExecutor(2), list[Future[None]]()
+        self.times = load.no_times()
+        self.threads, self.ends = ThreadPoolExecutor(3), list[Future[None]]()
 
     def __exit__(self, *error: object) -> None:
         self.learner_over.set()
@@ -64,7 +66,9 @@ class Running(Processes):
     def start_all(self, config: Config) -> None:
         """Replay, producers that are all welcome, a learner that joins."""
         options, folder, count = self.options, self.folder, self.case.producers
-        words = [sys.executable, "-m", "replay.main", "--config", str(folder / "config.yaml")]
+        slow = self.case.sync_ms is not None
+        program = ["scripts.bench.slow_disk", str(self.case.sync_ms)] if slow else ["replay.main"]
+        words = [sys.executable, "-m", *program, "--config", str(folder / "config.yaml")]
         self.replay = self.start("replay", [*words, "--parent", str(os.getpid()), "--run-id", load.RUN_ID])
         log = self.replay.log_path
         self.wait("replay to be ready", lambda: READY in log.read_text())
@@ -75,7 +79,10 @@ class Running(Processes):
         if self.case.hold:
             time.sleep(SETTLE_S)
         self.resting_bytes = resident_bytes(self.replay.pid)  # no group has come yet
-        learner = load.Learner(config, address, self.counts, options.checkpoint_every)
+        learner = load.Learner(config, address, self.counts, options.checkpoint_every, self.times)
+        if slow:
+            learner.train_s = load.TRAIN_S
+            self.ends.append(self.threads.submit(load.Viewer(config, address, self.times).run, self.producers_over))
         self.ends.append(self.threads.submit(learner.run, self.learner_over, self.case.hold))
 
     def end_all(self) -> None:
@@ -117,12 +124,14 @@ def _flow(running: Running) -> dict[str, Any]:
     options = running.options
     running.wait(f"step {options.warmup_steps}", lambda: running.counts.steps >= options.warmup_steps)
     before = reading(running)
+    for seen in running.times.values():
+        seen.clear()
     resident: list[int] = []
     while time.monotonic() < before["seconds"] + options.seconds:
         running.check()
         resident.append(resident_bytes(running.replay.pid))
         time.sleep(min(SAMPLE_S, options.seconds / 4))
-    return flow_of(before, reading(running), resident)
+    return flow_of(before, reading(running), resident) | times_of(running.times)
 
 
 def flow_of(before: dict[str, float], after: dict[str, float], resident: list[int]) -> dict[str, Any]:
@@ -143,6 +152,23 @@ def flow_of(before: dict[str, float], after: dict[str, float], resident: list[in
         "bytes_per_token_written": round(found["written"] / tokens, 2),
         **memory(resident),
     }
+
+
+def times_of(times: dict[str, list[float]]) -> dict[str, float]:
+    """Mean and 99th percentile of each, in milliseconds."""
+    found = {name: seen for name, seen in times.items() if seen}
+    means = {f"{name}_ms": round(1000 * statistics.mean(seen), 2) for name, seen in found.items()}
+    return means | {f"{name}_ms_p99": round(1000 * core.quantile(seen, 0.99), 2) for name, seen in found.items()}
+
+
+def ratios(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the times on a slow disk over those on the same one without the latency, by replay.fsync."""
+    found: dict[str, Any] = {}
+    for fast, slow in itertools.pairwise(result for result in results if result.get("sync_ms") is not None):
+        if fast["sync_ms"] == 0 and fast["fsync"] == slow["fsync"]:
+            names = [name for name in slow if "_ms" in name and name != "sync_ms"]
+            found[slow["fsync"]] = {name: round(slow[name] / fast[name], 3) for name in names}
+    return {"slow_over_fast": found} if found else {}
 
 
 def memory(resident: list[int]) -> dict[str, Any]:
@@ -190,6 +216,7 @@ def report(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         **{key: results[0][key] for key in top if key in results[0]},
         **({"memory_over_queued": held[0]} if held else {}),
+        **ratios(results),
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {
             "cpu": cpu[1] if cpu else platform.machine(),
@@ -208,6 +235,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--producers", type=int, **one, help="one case: so many producers")
     parser.add_argument("--no-curve", dest="curve", action="store_false", **one, help="one case: without keys")
     parser.add_argument("--fsync", choices=["every", "interval", "never"], **one, help="one case: replay.fsync")
+    parser.add_argument("--sync-ms", type=float, help="a disk without, and with, so many ms more in every sync")
     parser.add_argument("--checkpoint-every", type=int, default=10, help="steps (default: %(default)s)")
     parser.add_argument("--limit-s", type=float, default=120.0, help="of every wait (default: %(default)s)")
     parser.add_argument("--work", type=Path, default=Path("runs/bench-replay"), help="model, prompts, keys and run")
@@ -217,6 +245,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     cases = QUICK_CASES if args.quick else CASES
     if args.minutes or chosen:
         cases = [Case(**chosen)]
+    if args.sync_ms is not None:
+        modes = [chosen["fsync"]] if "fsync" in chosen else ["interval", "every"]
+        cases = [Case(**chosen | {"fsync": mode}, sync_ms=ms) for mode in modes for ms in (0.0, args.sync_ms)]
     if args.minutes:
         args.seconds = 60 * args.minutes
     if not args.seconds > 0 or args.checkpoint_every < 1 or cases[0].producers < 1:

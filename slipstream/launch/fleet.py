@@ -180,7 +180,10 @@ class Fleet:
         member.last = member.remote.how_it_ended()
         cause = f"{member.name} failed: {member.last}" if code else ""
         member.was_up, member.up_at = member.was_up or member.remote.output.is_up, None
-        if code in BY_INTENT or self._is_ending or not (member.was_up or self._may_come_later(member)):
+        ended_with_run = code == RUN_FAILED and self._may_come_later(member) and not self._is_ending
+        if ended_with_run:  # the learner may have been ended, and come back: what ends the fleet is its own code
+            member.retry_at = time.monotonic() + RETRY_S
+        elif code in BY_INTENT or self._is_ending or not (member.was_up or self._may_come_later(member)):
             self._finish(member, code, cause)
         elif member.remote.output.is_up and code != TRY_AGAIN:
             try:

@@ -164,8 +164,11 @@ class Node:
             ignore_signals()
             children.stop(servers.children, PATIENCE_S)
         if failures := servers.failures:
-            final = all(code in (RUN_FAILED, CANNOT_START) for code in failures.values())
-            raise (EndedForGood if final else RunFailed)(f"given up: {', '.join(failures)}")
+            said, codes = f"given up: {', '.join(failures)}", {*failures.values()}
+            if codes == {CANNOT_START}:
+                show(said)
+                return CANNOT_GO_ON
+            raise (EndedForGood if codes <= {RUN_FAILED, CANNOT_START} else RunFailed)(said)
         return 0
 
     def _silent(self) -> Sequence[Mapping[str, Any]]:

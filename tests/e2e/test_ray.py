@@ -4,6 +4,7 @@ Each case prints a line of JSON. By default: tests/slipstream/test_ray_reach.py,
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
@@ -25,7 +27,7 @@ pytest.importorskip("ray", reason="ray is not installed: pip install 'slipstream
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 RAYLET = {"num_cpus": 1, "object_store_memory": 80_000_000}
-STEPS = 30
+STEPS = 60
 SETTINGS = f"""
 placement.device=cpu network.insecure=true rollout.groups_per_step=8 rollout.max_running=32 evaluation.every_steps=0
 tracking.live=plain tracking.plot=false run.name=run network.heartbeat_s=0.5 network.silent_after_s=3
@@ -35,14 +37,19 @@ replay.journal_keep=all checkpoint.every_steps=5 learner.total_steps={STEPS}
 
 
 class Raylets:
-    """A head and three raylets on this host. A test that kills one reaps it: workers take a zombie for alive."""
+    """A head, whose raylet takes the driver alone, and three raylets on this host.
 
-    def __init__(self) -> None:
+    A test that kills one reaps it: workers take a zombie for alive.
+    """
+
+    def __init__(self, **options: Any) -> None:
         from ray.cluster_utils import Cluster
 
-        self._cluster = Cluster(initialize_head=True, head_node_args={**RAYLET, "include_dashboard": False})
-        self.address = self._cluster.address
-        for _ in range(2):
+        head = {**RAYLET, "num_cpus": 0, "include_dashboard": False, **options}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.address, self.web = self._cluster.address, self._cluster.webui_url
+        self.session = self._cluster.head_node.get_session_dir_path()
+        for _ in range(3):
             self.add()
 
     def add(self) -> None:
@@ -74,11 +81,17 @@ class Launched:
         with terminal(output, *command, environment=environment()) as process:
             yield Run(process, self.folder / "run", output)
 
-    def settings(self) -> list[str]:
+    def settings(self, reward: str = "") -> list[str]:
         one, two, three = self.names
         placed = [f"placement.learner={one}:0", f"placement.rollout={two}:0; {three}:0", f"run.dir={self.folder}"]
-        reward = f"reward.function={patient_reward(self.folder, self.go_on, pause_s=0.03)}"
-        own = [*self.input.settings, *SETTINGS, *placed, reward, f"network.replay_port={free_port()}"]
+        reward = reward or patient_reward(self.folder, self.go_on, pause_s=0.03)
+        own = [
+            *self.input.settings,
+            *SETTINGS,
+            *placed,
+            f"reward.function={reward}",
+            f"network.replay_port={free_port()}",
+        ]
         return [word for value in own for word in ("--set", value)]
 
     @property
@@ -88,10 +101,6 @@ class Launched:
     def node(self, name: str) -> psutil.Process:
         """The process of a node; its parent is the actor's, whose parent is the raylet."""
         return psutil.Process(next(pid for pid, words in processes() if f"--node {name} " in words))
-
-    def rollout_away_from_the_head(self) -> str:
-        head = self.raylets.all_of("raylet")[0].pid
-        return next(name for name in self.names[1:] if self.node(name).parent().ppid() != head)
 
     def left(self) -> list[tuple[int, str]]:
         return [found for found in processes() if self.tag in found[1] or f"{self.folder}/run" in found[1]]
@@ -138,7 +147,7 @@ def ends_well(case: str, run: Run, launched: Launched, told: str, **seconds: flo
 def test_a_lost_node_comes_back(launched, role, what):
     with launched.start(*launched.settings()) as run:
         run.wait_until(lambda: both_have_served(run, launched), "both servers", 120)
-        name = launched.names[0] if role == "learner" else launched.rollout_away_from_the_head()
+        name = launched.names[0 if role == "learner" else 1]
         actor = launched.node(name).parent()
         old, step, began = launched.node(name), step_of(run), time.monotonic()
         if what == "actor":
@@ -171,20 +180,27 @@ def test_a_run_whose_driver_is_killed_is_resumed(launched):
     resumed(launched, "driver", run.text(), ended)
 
 
-def test_a_run_whose_head_of_ray_is_killed_is_resumed(launched):
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("gcs_server", r"Ray's head at \S+ has been away for 20 s \[closed\]"),
+        ("raylet", r"the raylet that this command joined Ray by is lost, and its actors with it \[closed\]"),
+    ],
+)
+def test_a_run_whose_part_of_ray_is_lost_is_resumed(launched, kind, said):
     with launched.start(*launched.settings()) as run:
         run.wait_until(lambda: both_have_served(run, launched), "both servers", 120)
         began = time.monotonic()
-        (gcs,) = launched.raylets.all_of("gcs_server")
-        gcs.kill()
-        gcs.wait()
+        lost = launched.raylets.all_of(kind)[0]
+        lost.kill()
+        lost.wait()
         assert run.wait(90) == 1
         until(lambda: not launched.left(), "the end of all processes", PATIENT_S)
         ended, told = time.monotonic() - began, run.text()
-    assert re.search(r"slipstream: Ray's head at \S+ has been away for 20 s .*\[closed\]", told), told
+    assert re.search(rf"slipstream: --ray: {said}: the nodes are ended in order", told), told
     launched.raylets.close()
     launched.raylets = Raylets()
-    resumed(launched, "head of Ray (GCS)", told, ended)
+    resumed(launched, f"{kind} of the head", told, ended)
 
 
 def resumed(launched: Launched, case: str, told: str, ended_s: float) -> None:
@@ -193,3 +209,47 @@ def resumed(launched: Launched, case: str, told: str, ended_s: float) -> None:
         step = step_of(run)
         run.wait_for_step(step + 2, 120)
         ends_well(case, run, launched, told, ended_s=ended_s, resumed_s=time.monotonic() - began)
+
+
+SEEN = """
+import hashlib, os, pathlib
+
+def reward(sample):
+    found = hashlib.sha256(os.environ["CANARY"].encode()).hexdigest()
+    (pathlib.Path({folder!r}) / f"seen-{{found}}").touch()
+    return len(sample["completion"]) / 8
+"""
+VIEWS = ("/api/v0/actors?detail=1", "/api/v0/tasks?detail=1", "/api/v0/workers?detail=1", "/api/v0/placement_groups")
+VIEWS += ("/api/jobs/", "/logical/actors", "/nodes?view=details", "/api/cluster_status", "/api/v0/runtime_envs")
+
+
+def test_a_job_of_ray_runs_and_leaves_no_secret(tmp_path, untrained, monkeypatch):
+    """The driver is a job on the head; what is forwarded reaches rewards, and no file, command line or view of Ray."""
+    canary = f"canary-{secrets.token_hex(8)}"
+    monkeypatch.setenv("CANARY", canary)
+    raylets = Raylets(include_dashboard=True, dashboard_port=free_port())
+    launched = Launched(tmp_path, untrained, raylets, f"n{secrets.token_hex(3)}", tmp_path / "go-on")
+    (tmp_path / "seen.py").write_text(SEEN.format(folder=str(tmp_path)))
+    words = [*launched.settings(f"{tmp_path}/seen.py:reward"), "--forward-env", "CANARY"]
+    job = [sys.executable, "-m", "slipstream.launch", "run", "--ray", *words]
+    submit = [f"{Path(sys.executable).parent}/ray", "job", "submit", "--address", f"http://{raylets.web}", "--", *job]
+    texts: dict[str, str] = {}
+    try:
+        with terminal(tmp_path / "job.out", *submit, environment=environment()) as process:
+            run = Run(process, tmp_path / "run", tmp_path / "job.out")
+            run.wait_for_step(3, 180)
+            texts = {view: httpx.get(f"http://{raylets.web}{view}", timeout=60).text for view in VIEWS}
+            texts |= {f"command of {pid}": words for pid, words in processes()}
+            assert run.wait(200) == 0, run.text()[-3000:]
+        files = [path for folder in (tmp_path, raylets.session) for path in Path(folder).rglob("*") if path.is_file()]
+        texts |= {str(path): path.read_bytes().decode("utf-8", "replace") for path in files}
+    finally:
+        raylets.close()
+    title = f"slipstream/run/{launched.tag}"
+    actors = {*re.findall(rf"{title}[-\w]+", texts[VIEWS[0]])}
+    assert actors == {f"{title}-{end}" for end in ("0-learner", "1-rollout", "2-rollout")}
+    assert "succeeded" in run.text() and f"[{launched.tag}-0] slipstream: finished {STEPS} steps" in run.text()
+    assert (tmp_path / f"seen-{hashlib.sha256(canary.encode()).hexdigest()}").exists(), "rewards have it"
+    assert [name for name, text in texts.items() if canary in text] == []
+    found = {"case": "job with a secret", "files": len(files), "views": len(VIEWS), "found_in": 0}
+    print(json.dumps(found))

@@ -54,10 +54,9 @@ def write() -> None:
         failed = {"pass_": running[0].pass_, "index": running[0].index, "attempt": 1, "reason": "engine_error"}
         made.handle("a", m.Cancel(**failed), 1.0)
         made.handle("l", m.Take(step=3, rank=0), 1.0)
-        journal.flush()
+        journal.close()
         files = {path.name: base64.b64encode(path.read_bytes()).decode() for path in sorted(Path(folder).glob("*.seg"))}
         FILE.write_text(json.dumps({"format": FORMAT, "files": files, "state": state_of(made)}) + "\n")
-        journal.close()
 
 
 if __name__ == "__main__":

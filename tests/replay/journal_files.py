@@ -12,8 +12,8 @@ import pytest
 from replay import messages as m
 from replay.channel.frames import encode
 from replay.journal import JournalFull, JournalReader, JournalWriter, Location
+from replay.journal.files import Fsync
 from replay.journal.format import path_of
-from replay.journal.writer import Fsync
 from tests.replay.simulation.samples import make_group
 
 Entry = tuple[str, dict[str, Any], list[bytes]]
@@ -52,6 +52,13 @@ class Books:
         return self.places[-1]
 
 
+def flush(writer: JournalWriter) -> None:
+    """Have what was appended written, as the writing thread does. Raises JournalError."""
+    writer.submit()
+    while writer.write():
+        writer.submit()  # from now on it is read from the file
+
+
 def opened(folder: Path, fsync: Any = "never") -> tuple[JournalWriter, list[Entry]]:
     reader = JournalReader(folder)
     found = entries(folder, reader, cut=True)
@@ -80,7 +87,7 @@ def a_journal(folder: Path, seed: int = 0, count: int = 4) -> list[Entry]:
     books = Books(JournalWriter(folder, "run", fsync="never"))
     for index in range(count):
         books.append(*entry(rng, index))
-        books.writer.flush()
+        flush(books.writer)
     return books.entries
 
 
@@ -95,18 +102,18 @@ def fill_up(folder: Path, fsync: Fsync, make_room: Callable[[], object]) -> None
     with pytest.raises(JournalFull, match=r"000001\.seg: .*free space"):
         while True:
             books.append(*entry(rng, flushed, tokens=rng.choice([2, 900])))
-            books.writer.flush()
+            flush(books.writer)
             flushed += 1
     assert flushed > 3
     assert entries(folder) == books.entries[:flushed], "the file ends with a whole record"
     place = books.append("group", {"group": [0, flushed + 1]}, frames_of(group(flushed + 1, tokens=9000)))
     for _ in range(3):
         with pytest.raises(JournalFull):
-            books.writer.flush()
+            flush(books.writer)
     assert entries(folder) == books.entries[:flushed]
     assert same(books.writer.read(place), books.entries[-1][2]), "what waits for the disk can be read"
     make_room()
-    books.writer.flush()
+    flush(books.writer)
     assert entries(folder) == books.entries, "nothing is lost"
     books.append(*entry(rng, 0))
     books.writer.close()

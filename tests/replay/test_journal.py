@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replay.journal import FolderLock, JournalDamaged, JournalError, JournalReader, JournalWriter, writer
+from replay.journal import FolderLock, JournalDamaged, JournalError, JournalReader, JournalWriter, files, writer
 from replay.journal.format import FORMAT, HEAD, MAGIC, pack, path_of, segments
-from tests.replay.journal_files import Books, a_journal, entries, entry, frames_of, group, opened, same
+from tests.replay.journal_files import Books, a_journal, entries, entry, flush, frames_of, group, opened, same
 
 
 def first_file(folder: Path) -> Path:
@@ -28,14 +28,14 @@ def test_what_was_flushed_is_read_back_in_order(tmp_path_factory, seed, flushes,
     folder, rng = tmp_path_factory.mktemp("journal"), random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "SEGMENT_BYTES", 300 if small else 1 << 20)
-        patch.setattr(writer, "MAX_BUFFERS", rng.choice([1, 2, 512]))
+        patch.setattr(files, "MAX_BUFFERS", rng.choice([1, 2, 512]))
         books = Books(JournalWriter(folder, "run", fsync="never"))
         for count in flushes:
             for _ in range(count):
                 place = books.append(*entry(rng, len(books.entries), tokens=rng.choice([1, 2, 3000])))
                 if place.sizes:
                     assert same(books.writer.read(place), books.entries[-1][2]), "before it is written"
-            books.writer.flush()
+            flush(books.writer)
         for place, (_, _, frames) in zip(books.places, books.entries, strict=True):
             if frames:
                 assert same(books.writer.read(place), frames) and same(JournalReader(folder).read(place), frames)
@@ -57,7 +57,7 @@ def test_every_prefix_of_a_file_reads_as_a_prefix_and_can_be_written_on(tmp_path
         made, found = opened(folder)
         assert found == written[: len(found)]
         made.append("drop", {"group": [0, end], "reason": "test"})
-        made.flush()
+        flush(made)
         made.close()
         assert entries(folder) == [*found, ("drop", {"group": [0, end], "reason": "test"}, [])]
         first = next(JournalReader(folder).records())
@@ -83,11 +83,11 @@ def test_a_record_in_the_text_of_a_torn_group_is_part_of_it(tmp_path):
     """What a model answers may look like anything, and must not make a torn end look like damage."""
     made = JournalWriter(tmp_path, "run", fsync="never")
     made.append("lease", {"group": [0, 0]})
-    made.flush()
+    flush(made)
     looks_like = pack("commit", 9, {"step": 9}, ())
     frames = [*frames_of(group(0, tokens=500)), looks_like + bytes(100)]
     made.append("group", {"group": [0, 0]}, frames)
-    made.flush()
+    flush(made)
     data = first_file(tmp_path).read_bytes()
     first_file(tmp_path).write_bytes(data[:-50])
     assert [kind for kind, *_ in entries(tmp_path, cut=True)] == ["lease"]
@@ -132,7 +132,7 @@ def test_a_journal_that_is_written_on_meanwhile_is_read_as_it_was(tmp_path, capl
     books = Books(JournalWriter(tmp_path, "run", fsync="never"))
     for number in range(3):
         books.append(*entry(random.Random(number), number))
-    books.writer.flush()
+    flush(books.writer)
     size = first_file(tmp_path).stat().st_size
     with first_file(tmp_path).open("ab") as file:
         file.write((MAGIC * 2)[:bytes_visible])  # of a record that is being written
@@ -143,7 +143,7 @@ def test_a_journal_that_is_written_on_meanwhile_is_read_as_it_was(tmp_path, capl
             os.truncate(first_file(tmp_path), size)
             for number in range(3, 6):
                 books.append(*entry(random.Random(number), number))
-            books.writer.flush()
+            flush(books.writer)
     assert [record.number for record in found] == [1, 2, 3, 4] and reader.torn_bytes == bytes_visible
     books.writer.close()
 
@@ -152,7 +152,7 @@ def test_missing_first_files_are_missed_unless_a_snapshot_takes_their_place(tmp_
     made = JournalWriter(tmp_path, "run", fsync="never")
     made.begin_segment()
     made.append("lease", {"group": [0, 0]})
-    made.flush()
+    flush(made)
     first_file(tmp_path).unlink()
     with pytest.raises(JournalDamaged, match=r"000002\.seg: the journal begins with this file"):
         JournalReader(tmp_path).newest_snapshot()
@@ -197,7 +197,7 @@ def test_a_journal_that_cannot_be_used_is_refused_by_file_and_not_cut(tmp_path, 
 def test_a_message_that_is_needed_and_damaged_is_named(tmp_path):
     books = Books(JournalWriter(tmp_path, "run", fsync="never"))
     place = books.append("group", {"group": [0, 0]}, frames_of(group(0)))
-    books.writer.flush()
+    flush(books.writer)
     data = bytearray(first_file(tmp_path).read_bytes())
     data[-1] ^= 1
     first_file(tmp_path).write_bytes(data)
@@ -208,18 +208,25 @@ def test_a_message_that_is_needed_and_damaged_is_named(tmp_path):
         JournalReader(tmp_path).read(place)
 
 
-def test_files_that_are_released_go_once_what_was_appended_is_written(tmp_path):
-    books = Books(JournalWriter(tmp_path, "run", fsync="every"))
+@pytest.mark.parametrize("fsync", ["every", "interval", "never"])
+def test_files_that_are_released_go_once_what_was_appended_is_on_the_disk(tmp_path, fsync):
+    books = Books(JournalWriter(tmp_path, "run", fsync=fsync))
     old = books.append("group", {"group": [0, 0]}, frames_of(group(0)))
     books.writer.begin_segment()
     kept = books.append("group", {"group": [0, 1]}, frames_of(group(1)))
+    flush(books.writer)
     books.writer.begin_segment()
     before = books.writer.size_bytes
     books.writer.append("snapshot", {"version": 1})
     books.writer.release(2)
-    assert segments(tmp_path) == [1, 2, 3], "until then a crash must find what the snapshot replaces"
+    assert not books.writer.write()
+    assert segments(tmp_path) == [1, 2], "until then a crash must find what the snapshot replaces"
     assert JournalReader(tmp_path).newest_snapshot() is None
-    books.writer.flush()
+    flush(books.writer)
+    if fsync == "interval":
+        assert segments(tmp_path) == [1, 2, 3], "a power failure may take the snapshot"
+        books.writer.sync()
+        books.writer.write()
     assert segments(tmp_path) == [2, 3] and books.writer.size_bytes < before
     assert JournalReader(tmp_path).newest_snapshot() == 3
     assert same(books.writer.read(kept), frames_of(group(1)))

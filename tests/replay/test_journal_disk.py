@@ -25,7 +25,18 @@ from replay.journal import (
 )
 from replay.journal.format import path_of, segments
 from replay.journal.reader import BLOCK_BYTES
-from tests.replay.journal_files import Books, a_journal, entries, entry, fill_up, frames_of, group, opened, same
+from tests.replay.journal_files import (
+    Books,
+    a_journal,
+    entries,
+    entry,
+    fill_up,
+    flush,
+    frames_of,
+    group,
+    opened,
+    same,
+)
 from tests.support.disks import small_disk
 from tests.support.waiting import until
 
@@ -72,7 +83,7 @@ def written(folder, fsync):
     """A writer of a new journal that has flushed a record."""
     made = JournalWriter(folder, "run", fsync=fsync)
     made.append("take", {"step": 1})
-    made.flush()
+    flush(made)
     return made
 
 
@@ -87,71 +98,159 @@ def test_a_folder_that_cannot_be_synced_gets_no_file(tmp_path, monkeypatch):
     """A file that was begun in vain would turn a torn end of the one before it into damage."""
     made, real = JournalWriter(tmp_path, "run", fsync="every"), os.fsync
     monkeypatch.setattr(os, "fsync", failing(errno.EIO, 1, real))
-    with pytest.raises(JournalError, match="cannot be begun: Input/output error"):
-        made.begin_segment()
-    assert (segments(tmp_path), made.segment) == ([1], 1)
     made.begin_segment()
-    assert (segments(tmp_path), made.segment) == ([1, 2], 2)
+    with pytest.raises(JournalError, match="cannot be begun: Input/output error"):
+        flush(made)
+    assert segments(tmp_path) == [1]
+    flush(made)
+    assert segments(tmp_path) == [1, 2]
     made.close()
+
+
+def disk_thread(call):
+    """A system call that the thread `name` of the journal waits in: `entered` says so, `leave` lets it go."""
+    made = SimpleNamespace(entered=threading.Event(), leave=threading.Event(), name="")
+
+    def waiting(*given):
+        if threading.current_thread().name == made.name:
+            made.entered.set()
+            assert made.leave.wait(30)
+        return call(*given)
+
+    made.call = waiting
+    return made
 
 
 @pytest.fixture
 def slow(monkeypatch):
-    """The thread that syncs waits in its call: `slow.entered` says that it is there, `slow.leave` lets it go."""
-    made, real = SimpleNamespace(entered=threading.Event(), leave=threading.Event()), os.fdatasync
-
-    def fdatasync(file):
-        if threading.current_thread().name == "journal-sync":
-            made.entered.set()
-            assert made.leave.wait(30)
-        real(file)
-
-    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    """The disk does not answer the thread `slow.name` until `slow.leave` is set."""
+    made = disk_thread(os.fdatasync)
+    monkeypatch.setattr(os, "fdatasync", made.call)
     yield made
     made.leave.set()
 
 
-def test_a_sync_that_takes_long_keeps_nobody_waiting(tmp_path, slow):
-    books = Books(JournalWriter(tmp_path, "run", fsync="interval"))
+def started(folder, fsync):
+    """A journal with its threads, and an event that each of their news sets."""
+    made, news = JournalWriter(folder, "run", fsync=fsync), threading.Event()
+    made.start(news.set)
+    return made, news
+
+
+def reaches(made, news, number, what="written"):
+    """Wait until a record is written, or on the disk."""
+    until(lambda: news.wait(0.1) and getattr(made, what) >= number, f"record {number} to be {what}")
+
+
+def test_a_sync_that_takes_long_keeps_no_record_waiting(tmp_path, slow):
+    slow.name, (made, news) = "journal-sync", started(tmp_path, "interval")
+    books = Books(made)
     for index in range(50):
         books.append(*entry(random.Random(index), index))
-        books.writer.flush()
+        reaches(made, news, made.submit())
         assert slow.entered.wait(10)
-    assert entries(tmp_path) == books.entries
+    assert entries(tmp_path) == books.entries and made.on_disk < made.written
     slow.leave.set()
-    books.writer.close()
+    made.close()
+
+
+def test_records_that_come_while_the_disk_is_busy_share_one_sync_and_are_not_written_before(tmp_path, slow, syncs):
+    """Group commit: whoever appends waits for nothing, and what was appended can be read meanwhile."""
+    slow.name, (made, news) = "journal-write", started(tmp_path, "every")
+    books, first = Books(made), made.written
+    books.append(*entry(random.Random(0), 0))
+    busy = made.submit()
+    assert slow.entered.wait(30)
+    for index in range(1, 20):
+        place = books.append(*entry(random.Random(index), index, tokens=300))
+        last = made.submit()
+        assert not place.sizes or same(made.read(place), books.entries[-1][2])
+    assert made.written == first < busy < last, "nothing is told of before it is on the disk"
+    done = len(syncs)
+    slow.leave.set()
+    reaches(made, news, last)
+    assert len(syncs) == done + 2 and entries(tmp_path) == books.entries
+    made.close()
+
+
+def test_a_wanted_sync_is_not_put_off_and_says_when_it_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(writer, "SYNC_S", 600.0)
+    made, news = started(tmp_path, "interval")
+    for step in range(1, 4):  # also when the record before it was written long ago
+        made.append("commit", {"step": step})
+        reaches(made, news, made.submit())
+        reaches(made, news, made.want_sync(), "on_disk")
+    made.close()
 
 
 def test_a_sync_that_is_under_way_is_not_taken_for_one_that_failed(tmp_path, slow, monkeypatch):
-    """The syncing thread waits for the disk while a checkpoint wants a sync: nothing is written a second time."""
+    """The syncing thread waits for the disk while the writing one begins a file: nothing is written a second time."""
     rewritten, real = [], os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda *given: rewritten.append(given) or real(*given))
-    made = JournalWriter(tmp_path, "run", fsync="interval")
+    slow.name, (made, news) = "journal-sync", started(tmp_path, "interval")
     made.append("lease", {"group": [0, 0]})
-    made.flush()
+    made.submit()
     assert slow.entered.wait(30)
-    made.want_sync()
-    checkpoint = threading.Thread(target=made.flush)
-    checkpoint.start()
-    checkpoint.join(0.2)  # a sync that was taken for failed would have been written again by itself
+    made.begin_segment()
+    number = made.submit()
+    news.wait(0.2)  # a sync that was taken for failed would have been written again by itself
+    assert made.written < number
     slow.leave.set()
-    checkpoint.join(30)
+    reaches(made, news, number)
     made.close()
-    assert not checkpoint.is_alive() and rewritten == []
+    assert rewritten == []
 
 
 def test_a_background_sync_that_fails_is_said_and_done_again_with_its_bytes(tmp_path, monkeypatch, caplog):
+    """It is no problem of those who only wait for the write, and one of those who wait for the disk."""
     monkeypatch.setattr(writer, "SYNC_S", 0.01)
     copied, real_write = [], os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda f, data, at: copied.append((at, len(data))) or real_write(f, data, at))
-    broken = failing(errno.EIO, 2, os.fdatasync)
+    made, news = started(tmp_path, "interval")
+    number = made.append("take", {"step": 1}) and made.submit()
+    reaches(made, news, number, "on_disk")
+    real, broken = os.fdatasync, failing(errno.EIO)
     monkeypatch.setattr(os, "fdatasync", broken)
-    made = written(tmp_path, "interval")
-    until(lambda: len(broken.calls) >= 3, "a third sync")
+    made.append("take", {"step": 2})
+    reaches(made, news, made.submit())
+    until(lambda: len(broken.calls) >= 2, "a second sync")
+    assert made.problem is None
+    number = made.want_sync()
+    assert "it cannot be synced: Input/output error" in str(made.problem) and made.on_disk < number
+    monkeypatch.setattr(os, "fdatasync", real)
+    reaches(made, news, number, "on_disk")
+    until(lambda: made.problem is None, "the problem to be over")
     made.close()
-    assert "the journal was not synced, which is tried again: Input/output error [full]" in caplog.text
-    assert copied[-1] == (0, size_of(tmp_path))
-    assert [kind for kind, *_ in entries(tmp_path)] == ["take"]
+    said = [line for line in caplog.messages if "the journal was not synced, which is tried again" in line]
+    assert len(said) == 1 and "Input/output error" in said[0] and sum(copied[-1]) == size_of(tmp_path)
+    assert [kind for kind, *_ in entries(tmp_path) if kind != "synced"] == ["take", "take"]
+
+
+def test_a_thread_that_fails_is_a_problem_that_ends_the_run(tmp_path, monkeypatch):
+    made, _ = started(tmp_path, "never")
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr(made._files, "write", lambda *_: 1 // 0)
+    made.append("take", {"step": 1})
+    made.submit()
+    until(lambda: isinstance(made.problem, JournalReadOnly), "the end of the thread to be seen")
+
+
+def test_a_problem_is_tried_again_by_itself_and_what_waited_is_written_in_order(tmp_path, monkeypatch):
+    made, news = started(tmp_path, "every")
+    books, real = Books(made), os.writev
+    monkeypatch.setattr(os, "writev", failing(errno.ENOSPC))
+    for index in range(9):
+        books.append(*entry(random.Random(index), index))
+        if index == 4:
+            made.begin_segment()
+        number = made.submit()
+    until(lambda: isinstance(made.problem, JournalFull), "the full disk to be seen")
+    assert made.written < number and entries(tmp_path) == []
+    monkeypatch.setattr(os, "writev", real)
+    reaches(made, news, number)
+    assert entries(tmp_path) == books.entries and segments(tmp_path) == [1, 2]
+    until(lambda: made.problem is None, "the problem to be over")
+    made.close()
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
@@ -162,7 +261,7 @@ def test_what_may_not_be_written_any_more_is_not_taken_for_a_full_disk(tmp_path,
     with pytest.raises(
         JournalReadOnly, match=rf"000001\.seg: .*: {os.strerror(number)}; make it writable and --resume"
     ):
-        made.flush()
+        flush(made)
     made.close()
     assert [fields["step"] for _, fields, *_ in entries(tmp_path)] == [1, 2]
 
@@ -171,36 +270,19 @@ def test_what_may_not_be_written_any_more_is_not_taken_for_a_full_disk(tmp_path,
 def test_a_sync_that_fails_is_a_flush_that_fails(tmp_path, monkeypatch, number, kind):
     books = Books(JournalWriter(tmp_path, "run", fsync="every"))
     books.append(*entry(random.Random(0), 0))
-    books.writer.flush()
+    flush(books.writer)
     real = os.fdatasync
     monkeypatch.setattr(os, "fdatasync", failing(number))
     place = books.append("group", {"group": [0, 1]}, frames_of(group(1)))
     for _ in range(2):
         with pytest.raises(kind, match=os.strerror(number)):
-            books.writer.flush()
-        with pytest.raises(kind):
-            books.writer.begin_segment()
+            flush(books.writer)
     assert entries(tmp_path) == books.entries[:1], "it is written again, not only synced again"
     assert same(books.writer.read(place), books.entries[1][2])
     monkeypatch.setattr(os, "fdatasync", real)
-    books.writer.flush()
+    flush(books.writer)
     assert entries(tmp_path) == books.entries
     books.writer.close()
-
-
-def test_a_wanted_sync_that_fails_is_still_wanted(tmp_path, monkeypatch):
-    monkeypatch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
-    made = JournalWriter(tmp_path, "run", fsync="interval")
-    broken = failing(errno.EIO, 2, os.fdatasync)
-    monkeypatch.setattr(os, "fdatasync", broken)
-    made.append("take", {"step": 1})
-    made.want_sync()
-    for _ in range(2):
-        with pytest.raises(JournalError, match="it cannot be synced"):
-            made.flush()
-    made.flush()
-    assert len(broken.calls) == 3
-    made.close()
 
 
 class PowerFailure(BaseException):
@@ -267,8 +349,8 @@ def test_a_block_that_is_missing_is_damage_where_the_file_was_synced(tmp_path, i
     for number in range(6):
         books.append("group", {"group": [0, number]}, frames_of(group(number, tokens=2000)))
         if number in (0, 2):
-            books.writer.flush()
-    books.writer.flush()
+            flush(books.writer)
+    flush(books.writer)
     lose_a_block(path_of(tmp_path, 1), books.places[index].offset)
     if what == "damage":
         with pytest.raises(JournalDamaged, match="this is damage"):
@@ -289,15 +371,12 @@ def write_until_the_power_fails(books: Books, rng: random.Random, fsync: str) ->
             kind, fields, frames = entry(rng, index, tokens=rng.choice([2, 300, 900]))
             books.append(kind, fields | {"index": index}, frames)
             if rng.random() < 0.5:
-                wanted = rng.random() < 0.3
-                if wanted:
-                    books.writer.want_sync()
-                books.writer.flush()
+                flush(books.writer)
                 flushed = len(books.entries)
-                if fsync == "every" or wanted:
+                if fsync == "every":
                     sure = flushed
             if fsync == "interval" and rng.random() < 0.3:
-                books.writer._sync_a_copy()  # what the thread does
+                books.writer.sync()
                 sure = max(sure, flushed)
     return sure
 
@@ -308,13 +387,12 @@ def test_a_power_failure_takes_nothing_that_was_synced(tmp_path_factory, seed, f
     root, rng = tmp_path_factory.mktemp("power"), random.Random(seed)
     disk = Disk(root / "before", fails_at)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JournalWriter, "_sync_now_and_then", lambda _: None)
         patch.setattr(os, "fdatasync", disk.fdatasync)
         patch.setattr(os, "fsync", disk.fsync)
         patch.setattr(writer, "SEGMENT_BYTES", rng.choice([10_000, 1 << 30]))
         books = Books(JournalWriter(root / "before", "run", fsync=fsync))
         sure = write_until_the_power_fails(books, rng, fsync)
-    os.close(books.writer._file)
+    books.writer._files.close()
     after = root / "after"
     disk.after_the_failure(after, rng)
     reader = JournalReader(after)

@@ -13,6 +13,7 @@ from replay import messages as m
 from replay.channel import AsyncRouter
 from replay.journal import JournalError, JournalReadOnly
 from replay.main import open_journal
+from replay.outlet import SLOW_DISK_S
 from replay.player import whole_line
 from replay.serve import keep_company
 from replay.state.apply import boot_fields
@@ -29,6 +30,7 @@ from tests.replay.simulated_run import (
     service,
     trains,
 )
+from tests.replay.simulation.journal import SimulatedJournal
 from tests.replay.simulation.world import comparable
 
 
@@ -268,47 +270,87 @@ def test_a_divergence_that_was_half_written_is_completed():
 
 def test_nothing_leaves_while_the_disk_is_full():
     made = service()
-    assert made.sayable(0.0) and not made.outbox
+    assert made.sayable(0.0) and made.outlet.is_empty
     made.journal.full = True
     lease(made)
     made.handle("b", m.LeaseRequest(capacity=1, version=0, incarnation=1), 1.0)
     made.handle("viewer", m.StatusRequest(), 1.0)
     kept = len(made.outbox) - 1
     assert [type(said) for _, said in made.sayable(1.0)] == [m.Status], "it promises nothing"
-    assert len(made.outbox) == kept > 0 and made.counters["journal_full"] == 1
+    assert kept > 0 and not made.outlet.is_empty and made.counters["journal_full"] == 1
     assert made.sayable(10 * made.config.learner.batch_deadline_s) == [] and made.ended is None, "it waits"
     assert made.report.of(9.0, ended=None, no_server_since=0.0)["waits"][0]["code"] == "disk"
     made.journal.full = False
-    assert len(made.sayable(1e6)) == kept and made.unwritten_since is None, "and goes on"
+    assert len(made.sayable(1e6)) == kept and made.outlet.unwritten_since is None, "and goes on"
+
+
+def test_answers_leave_in_order_as_far_as_the_journal_has_come_and_the_loop_goes_on():
+    made = service(replay__lease_s=60.0)
+    made.sayable(0.0)
+    made.journal.lazy = True
+    given, numbers = lease(made, capacity=2), []
+    for each in given:
+        made.handle("a", group_message(each, [0]), 1.0)
+        assert made.sayable(1.0) == []
+        numbers.append(made.journal.submitted)
+    made.handle("viewer", m.StatusRequest(), 1.0)
+    assert [type(said) for _, said in made.sayable(1.0)] == [m.Status]
+    for number, each in zip(numbers, given, strict=True):
+        made.journal.write(number - 1)
+        assert not [said for _, said in made.sayable(1.0) if isinstance(said, m.Ack)]
+        made.journal.write(number)
+        assert [said.index for _, said in made.sayable(1.0) if isinstance(said, m.Ack)] == [each.index]
+
+
+def test_a_cursor_waits_until_the_journal_is_on_the_disk():
+    made = busy()
+    made.sayable(0.0)
+    made.journal.lazy = True
+    made.handle("l", m.Committed(step=3, digest="d3"), 1.0)
+    made.handle("l", m.CursorRequest(step=3), 1.0)
+    assert made.sayable(1.0) == []
+    made.journal.write(made.journal.submitted)
+    assert not [said for _, said in made.sayable(1.0) if isinstance(said, m.Cursor)], "a power failure may take it"
+    made.journal.sync(made.journal.submitted)
+    assert [type(said) for _, said in made.sayable(1.0)] == [m.Cursor] and made.outlet.is_empty
+
+
+def test_a_disk_that_takes_nothing_and_says_nothing_is_named(caplog):
+    made = service()
+    made.sayable(0.0)
+    made.journal.lazy = True
+    lease(made)
+    joins(made, "c", 1.0)
+    assert made.sayable(1.0) == made.sayable(1.0 + SLOW_DISK_S) == []
+    assert made.outlet.unwritten_since is None
+    made.sayable(1.1 + SLOW_DISK_S)
+    assert "nothing was written for 5 s [slow]" in caplog.text
+    assert made.report.waits.of(9.0, 0.0)[0]["code"] == "disk"
+    made.journal.write(made.journal.submitted)
+    assert made.sayable(9.0) and made.outlet.unwritten_since is None
 
 
 def test_a_journal_that_has_become_read_only_ends_the_run_at_once(monkeypatch):
     made = service()
-    assert made.sayable(0.0) and not made.outbox
-
-    def flush():
-        raise JournalReadOnly("journal/000001.seg: 7 bytes cannot be written: Read-only file system; make it writable")
-
-    monkeypatch.setattr(made.journal, "flush", flush)
+    assert made.sayable(0.0) and made.outlet.is_empty
+    text = "journal/000001.seg: 7 bytes cannot be written: Read-only file system; make it writable"
+    made.journal.full = True
+    monkeypatch.setattr(SimulatedJournal, "problem", JournalReadOnly(text))
     lease(made)
     made.handle("viewer", m.StatusRequest(), 1.0)
     said = made.sayable(1.0) + made.sayable(1.0)
-    assert {type(each) for _, each in said} == {m.Goodbye, m.Status} and not made.outbox
+    assert {type(each) for _, each in said} == {m.Goodbye, m.Status} and made.outlet.is_empty
     assert made.failed and made.ended.startswith("replay cannot go on: journal/000001.seg: 7 bytes cannot be written")
     assert made.ended.endswith("make it writable [SLIP-JOURNAL-04]") and made.counters["journal_full"] == 0
 
 
-def test_files_are_released_once_their_snapshot_is_written(monkeypatch):
+def test_files_are_released_once_their_snapshot_is_appended(monkeypatch):
     made = busy(checkpoint__keep=1)
     made.handle("l", m.Committed(step=3, digest="d3"), 2.0)
     released = []
-    monkeypatch.setattr(
-        made.journal, "release", lambda first: released.append((first, made.journal.flushed, len(made.journal.records)))
-    )
+    monkeypatch.setattr(made.journal, "release", lambda first: released.append((first, made.journal.records[-1].kind)))
     made.handle("l", m.Checkpointed(step=3, kept=[2, 3]), 2.0)
-    ((first, flushed, records),) = released
-    assert flushed == records, "a crash right after must find the snapshot"
-    assert first == 1, "step 3 may come again, and its groups are in the first file"
+    assert released == [(1, "snapshot")], "step 3 may come again, and its groups are in the first file"
     made.handle("l", m.Checkpointed(step=3, kept=[3]), 2.0)
     assert released[-1][0] == min(
         [made.journal.segment, *(s.location.segment for s in made.buffer.slots.values() if s.location)]
@@ -319,10 +361,11 @@ def test_a_checkpoint_on_a_full_disk_frees_nothing_and_costs_nothing():
     made = busy()
     made.handle("l", m.Committed(step=3, digest="d3"), 2.0)
     made.journal.full = True
+    made.sayable(2.0)
     made.handle("l", m.Checkpointed(step=3, kept=[3]), 2.0)
     assert made.journal.segment == 1 and made.journal.released == 0
     made.journal.full = False
-    made.journal.flush()
+    made.sayable(2.0)
     assert same(made, restarted(made))
 
 

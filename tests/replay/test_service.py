@@ -201,7 +201,7 @@ def test_the_cursor_restores_data_and_leases_lost_prompts_again():
     leases = finishes(made, 8, [0])
     trains(made, "l", 1, "d")
     made.handle("l", m.CursorRequest(step=1), 1.0)
-    (cursor,) = sent(made, "l", m.Cursor)
+    cursor = next(said for _, said in made.sayable(1.0) if isinstance(said, m.Cursor))
 
     resumed = bare_service()
     resumed.counters.update(groups_accepted=3, groups_trained=2)  # of a journal that ends before the checkpoint

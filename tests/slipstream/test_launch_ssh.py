@@ -352,6 +352,7 @@ def once(folder: Path, name: str, *, first: str, then: str) -> str:
         ("echo no route; exit 255", False, 0, "failed: exit code 255: no route; it is started again every"),
         ("echo no route; exit 255", True, 1, "failed: exit code 255: no route"),
         (f"{UP}; echo lr is 0; exit 3", True, 1, "failed: exit code 3: lr is 0"),
+        (f"{UP}; echo the learner ended; exit 3", False, 0, ""),
         (f"{UP}; echo refused; exit 2", False, 0, "exit code 2: refused; the run goes on with the servers of other"),
     ],
 )

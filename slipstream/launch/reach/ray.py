@@ -44,7 +44,7 @@ PLACED_S = 5.0
 """A placement that takes longer is shown."""
 RPC_S, UNREACHED_S = 5.0, 1.0
 """How long an actor has to kill a process, and until one that Ray does not reach is asked again."""
-HEAD_LOOK_S, HEAD_S = 2.0, 20.0
+LOOK_S, HEAD_S = 2.0, 20.0
 """How often Ray's head is looked for, and how long it may be away; after 60 s Ray ends every process of its own."""
 
 
@@ -85,7 +85,6 @@ class RayRemote:
 
     def how_it_ended(self) -> str:
         """What ended it, and its last line."""
-        self._thread.join()
         last = self.output.last_line()
         return self._given_up or self._lost or how(self._code or 0) + (f": {last}" if last else "")
 
@@ -109,15 +108,18 @@ class RayRemote:
         """Have it end in order and for good: no other process follows."""
         if self._code is None:
             self._given_up = cause
-            self.close_stdin()
+            if self.pid:
+                self.close_stdin()
+            else:  # Ray will not place it any more
+                self._code = CANNOT_GO_ON
 
     def _run(self) -> None:
         try:
             code = self._follow()
-            ray.kill(self._actor)  # its GPUs are free for the next one
         except RayError as error:
             code, self._lost = LOST, _said(error)
         self._code = CANNOT_GO_ON if self._given_up else code
+        ray.kill(self._actor)  # its GPUs are free for the next one
 
     def _follow(self) -> int:
         order = self._order
@@ -173,8 +175,8 @@ class RayReach:
                 f"--ray {address}: joins no cluster of Ray ({' '.join(str(error).split())[:300]}); start one with `ray"
                 " start --head`, and run this on one of its machines, or as the command of `ray job submit`"
             ) from error
-        self._head = str(ray.get_runtime_context().gcs_address)
-        threading.Thread(target=self._watch_head, name="head-of-ray", daemon=True).start()
+        self._head, self._own_node = ray.get_runtime_context().gcs_address, ray.get_runtime_context().get_node_id()
+        threading.Thread(target=self._watch, name="watch-of-ray", daemon=True).start()
 
     def hosts(self, config: Config, *, only_rollouts: bool = False) -> dict[str, Host]:
         """The placement's nodes where Ray has placed their bundles. Raises ConfigError."""
@@ -240,20 +242,26 @@ class RayReach:
         if not self._group.wait(limit_s):
             raise BadHosts(f"{what}; `ray status` shows what it has: add machines, or correct the placement")
 
-    def _watch_head(self) -> None:
-        """Once Ray's head is away for too long, end every node in order: Ray would end them all, and this process."""
-        host, _, port = self._head.rpartition(":")
-        seen = time.monotonic()
-        while not self._closed.wait(HEAD_LOOK_S):
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), RPC_S).close()
-            except OSError as error:
-                if time.monotonic() - seen < HEAD_S:
-                    continue
+    def _watch(self) -> None:
+        """End every node in order where Ray would end them, and this process."""
+        seen, cause = time.monotonic(), ""
+        while not cause and not self._closed.wait(LOOK_S):
+            if self._head_answers():
+                seen = time.monotonic()
+                if any(node["NodeID"] == self._own_node and not node["Alive"] for node in ray.nodes()):
+                    cause = "the raylet that this command joined Ray by is lost, and its actors with it"
+            elif time.monotonic() - seen > HEAD_S:
                 self._head_is_lost = True
-                cause = f"Ray's head at {self._head} has been away for {HEAD_S:g} s ({error.strerror}) [closed]"
-                say(f"{cause}: the nodes are ended in order")
-                for remote in [remote for starts in self._remotes.values() for remote in starts]:
-                    remote.give_up(f"{cause}: start Ray again, then the run with --resume RUN_DIR")
-                return
-            seen = time.monotonic()
+                cause = f"Ray's head at {self._head} has been away for {HEAD_S:g} s"
+        if cause:
+            say(f"--ray: {cause} [closed]: the nodes are ended in order")
+            for remote in [remote for starts in self._remotes.values() for remote in starts]:
+                remote.give_up(f"{cause} [closed]: start Ray again there, then the run with --resume RUN_DIR")
+
+    def _head_answers(self) -> bool:
+        host, _, port = self._head.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), RPC_S).close()
+        except OSError:
+            return False
+        return True

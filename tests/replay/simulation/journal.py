@@ -6,7 +6,7 @@ from typing import Any
 import msgpack
 
 from replay.channel import decode
-from replay.journal import Journal, JournalFull, Location, Record
+from replay.journal import Journal, JournalError, JournalFull, Location, Record
 from replay.journal.format import Frames
 from replay.messages import TO_REPLAY, EvaluationResult, Group
 
@@ -44,13 +44,16 @@ class MemoryJournal(Journal):
 
 
 class SimulatedJournal(MemoryJournal):
-    """Implements `Journal`; `full` is for the simulation to set."""
+    """Implements `Journal`; `full` and `lazy` are for the simulation to set: what is handed over is written at once,
+    or with `lazy` when `write` is called."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.full = False
-        self.flushed = 0
-        """Records that are on the disk."""
+        self.full = self.lazy = False
+        self.submitted = self.flushed = self.synced = 0
+        """Records that were handed over, that are written, and that are on the disk."""
+        self.releases: tuple[int, ...] = ()
+        """The first file that is needed, and the records that must be on the disk before the others go."""
         self.history: list[Record] = []
         """All records that ever were on the disk, whatever was cut or released since."""
 
@@ -59,19 +62,47 @@ class SimulatedJournal(MemoryJournal):
         plain = msgpack.unpackb(msgpack.packb(fields), strict_map_key=False)
         return super().append(kind, plain, frames)
 
-    def flush(self) -> None:
-        if self.full:
-            raise JournalFull("simulated journal: no space left; nothing is lost")
-        self.history += self.records[self.flushed :]
-        self.flushed = len(self.records)
+    @property
+    def written(self) -> int:
+        return self.flushed
 
-    def read(self, location: Location) -> Group | EvaluationResult:
-        if location.offset >= self.flushed:
-            self.flush()
-        return super().read(location)
+    @property
+    def on_disk(self) -> int:
+        return self.synced
+
+    @property
+    def problem(self) -> JournalError | None:
+        is_held = self.full and self.flushed < self.submitted
+        return JournalFull("simulated journal: no space left; nothing is lost") if is_held else None
+
+    def submit(self) -> int:
+        self.submitted = len(self.records)
+        if not self.lazy:
+            self.write(self.submitted)
+            self.sync(self.submitted)
+        return self.submitted
+
+    def want_sync(self) -> int:
+        return len(self.records)
+
+    def write(self, count: int) -> None:
+        """So many of the records that were handed over are written now."""
+        if not self.full:
+            self.history += self.records[self.flushed : count]
+            self.flushed = max(self.flushed, count)
+
+    def sync(self, count: int) -> None:
+        """So many of those that are written are on the disk now; files that were released until then go."""
+        self.synced = max(self.synced, min(count, self.flushed))
+        if self.releases and self.synced >= self.releases[1]:
+            super().release(self.releases[0])
+            self.releases = ()
+
+    def release(self, first: int) -> None:
+        self.releases = first, len(self.records)
 
     def begin_segment(self) -> None:
-        self.flush()
+        self.submit()
         super().begin_segment()
         self.append("segment", {"format": 1, "number": self.segment, "run_id": "simulated"})
 
@@ -82,7 +113,7 @@ class SimulatedJournal(MemoryJournal):
         if rng is not None:
             last = self.flushed if self.full else rng.randint(self.flushed, last)
         found.records = self.records[:last]
-        found.flushed = last
+        found.submitted = found.flushed = found.synced = last
         found.history = self.history + self.records[self.flushed : last]
         found.segment = max((record.location.segment for record in found.records), default=1)
         found.size_bytes, found.released = self.size_bytes, self.released

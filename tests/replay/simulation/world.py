@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from configs import Config
+from replay.channel import Message
 from replay.data import PromptSource
-from replay.journal import JournalError
 from replay.service import Service
 from replay.state.apply import boot_fields
 from replay.state.leases import SlotState
@@ -108,8 +108,7 @@ class World:
                 break
             identity = self.rng.choice(waiting)
             message = self.network.connections[identity].to_replay.popleft()
-            if not self.attempt(partial(self.service.receive, identity, message, self.now), at_once=False):
-                return
+            self.attempt(partial(self.service.receive, identity, message, self.now), at_once=False)
         self.attempt(partial(self.service.advance, self.now))
 
     def hear(self) -> None:
@@ -130,27 +129,21 @@ class World:
                 else:
                     self.learner.hear(identity, message, self.now)
 
-    def attempt(self, action: Callable[[], None], *, at_once: bool = True) -> bool:
-        """Have replay do something and say what follows; its process dies when the journal cannot be used."""
-        try:
-            action()
-            if at_once or self.rng.random() < 0.2:
-                self._say_what_is_written()
-            self._check_admission()
-        except JournalError:
-            self.crash(at_rest=False)
-            return False
+    def attempt(self, action: Callable[[], None], *, at_once: bool = True) -> None:
+        """Have replay do something and say what follows, as far as the journal has it."""
+        action()
+        if at_once or self.rng.random() < 0.2:
+            self._say_what_is_written()
+        self._check_admission()
         expect(self.service.ended is None, f"the run ended: {self.service.ended}")
-        return True
 
-    def crash(self, *, at_rest: bool = True) -> None:
-        """kill -9 of replay, and its start from what the journal has; at rest it was between two messages."""
+    def crash(self) -> None:
+        """kill -9 of replay between two messages, and its start from what the journal has."""
         self.counts["crashes"] += 1
         old = self.service
         everything, journal = _journal(old).crash(None), _journal(old).crash(self.rng)
-        if at_rest:
-            self._compare(old, self._restored(everything, from_start=False), "its newest snapshot")
-        if at_rest and not everything.released:
+        self._compare(old, self._restored(everything, from_start=False), "its newest snapshot")
+        if not everything.released:
             self._compare(old, self._restored(everything.crash(None), from_start=True), "its beginning")
         self.network.replay_crashed()
         self.service = self._restored(journal, from_start=False)
@@ -210,13 +203,22 @@ class World:
             expect(in_flight <= bound, f"{in_flight} groups in flight, the bound is {bound}")
 
     def _say_what_is_written(self) -> None:
-        """As replay/serve.py does: nothing leaves before the journal has it."""
+        """As replay/serve.py does: nothing leaves before the journal has it, which takes its time."""
         service = self.service
         while outbox := service.sayable(self.now):
             self._settle()
-            for identity, message in outbox:
-                if not self.network.answer(identity, message) and service.peers.get(identity) is not None:
-                    service.unreachable(identity, self.now)
+            self._send(outbox)
+        journal, rng = _journal(service), self.rng
+        journal.write(rng.choice([journal.submitted, rng.randint(journal.flushed, journal.submitted)]))
+        journal.sync(rng.choice([journal.flushed, rng.randint(journal.synced, journal.flushed)]))
+        if outbox := service.sayable(self.now):
+            self._settle()
+            self._send(outbox)
+
+    def _send(self, outbox: list[tuple[str, Message]]) -> None:
+        for identity, message in outbox:
+            if not self.network.answer(identity, message) and self.service.peers.get(identity) is not None:
+                self.service.unreachable(identity, self.now)
 
     def _settle(self) -> None:
         history = _journal(self.service).history
@@ -226,6 +228,7 @@ class World:
 
     def _serve(self, journal: SimulatedJournal) -> Service:
         source = PromptSource(self.rows, shuffle=True, seed=self.seed)
+        journal.lazy = True
         return Service(self.config, source, {"": self.rows[:2]}, self.now, journal=journal)
 
     def _restored(self, journal: SimulatedJournal, *, from_start: bool) -> Service:
