@@ -92,8 +92,7 @@ class Goodbye(Message):
 class StatusRequest(Message):
     """Ask for Status, or for replay's `clock` or the run's `config` alone."""
 
-    clock: bool = False
-    config: bool = False
+    about: Literal["run", "clock", "config"] = "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

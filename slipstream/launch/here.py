@@ -86,7 +86,7 @@ def joined(replay: str, servers: int, overrides: Sequence[str]) -> Config:
         ChannelError: replay does not answer within JOIN_S, or refuses the keys.
     """
     keys = dict(override.partition("=")[::2] for override in overrides).get("network.keys")
-    answer = ask_replay(replay, keys, JOIN_S, config=True)
+    answer = ask_replay(replay, keys, JOIN_S, "config")
     if answer is None:
         raise ChannelError(
             f"replay at {replay} has not answered for {JOIN_S:g} s; compare the address with `replay listens at` in"

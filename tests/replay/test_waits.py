@@ -52,11 +52,11 @@ def test_a_status_looks_through_the_slots_as_often_for_many_peers_as_for_few():
     assert looks(2) == looks(20)
 
 
-@pytest.mark.parametrize(("asks", "key"), [({"clock": True}, "unix_s"), ({"config": True}, "config")])
+@pytest.mark.parametrize(("asks", "key"), [("clock", "unix_s"), ("config", "config")])
 def test_who_asks_for_one_thing_gets_nothing_else(asks, key):
     """Each server asks for the clock at every beat while a run is profiled, a host that joins for the configuration."""
     made = joined()
-    made.handle("x", m.StatusRequest(**asks), 9.0)
+    made.handle("x", m.StatusRequest(about=asks), 9.0)
     (answer,) = [message for identity, message in made.outbox if identity == "x"]
     assert answer.state.keys() == {key}
     assert key != "config" or parse(answer.state["config"], "replay") == made.config
