@@ -61,8 +61,9 @@ class Program:
         return code
 
     def send_signal(self, sig: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, sig)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and this process has not heard of it yet
+            if self.poll() is None:
+                os.kill(self.pid, sig)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
