@@ -22,7 +22,7 @@ def has_usable_gpu(environment: Mapping[str, str]) -> bool:
 
 def count_gpus() -> int:
     """GPUs of this machine by what the driver shows, whatever CUDA_VISIBLE_DEVICES says."""
-    if (shown := _nvidia_smi("-L")) is not None:  # knows what a container or a scheduler has left of the machine
+    if (shown := nvidia_smi("-L")) is not None:  # knows what a container or a scheduler has left of the machine
         return len(re.findall(r"^GPU \d+:", shown, re.MULTILINE))
     listed = Path("/proc/driver/nvidia/gpus")
     if listed.is_dir():
@@ -32,7 +32,7 @@ def count_gpus() -> int:
 
 def gpu_bytes() -> int | None:
     """Memory of this machine's smallest GPU; None without one, or where the driver does not say."""
-    shown = _nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    shown = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     mib = [int(line) for line in (shown or "").split() if line.isdigit()]
     return min(mib) * 2**20 if mib else None
 
@@ -57,13 +57,13 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...] | None:
     return tuple(itertools.takewhile(lambda part: part and not part.startswith("-") and part != "NoDevFiles", parts))
 
 
-def _nvidia_smi(*words: str) -> str | None:
+def nvidia_smi(*words: str) -> str | None:
     """What it says of all devices; None where there is none, or it fails."""
     environment = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
     try:
         shown = subprocess.run(
             ["nvidia-smi", *words], capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_S, env=environment
         )
-    except (FileNotFoundError, PermissionError, subprocess.TimeoutExpired):
+    except (OSError, subprocess.TimeoutExpired):
         return None
     return shown.stdout if shown.returncode == 0 else None

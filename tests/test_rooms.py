@@ -13,23 +13,23 @@ BUDGET = {
     "configs": 2_649,
     "slipstream/runtime": 2_377,
     "slipstream/families": 344,
-    "slipstream/launch": 3_987,
-    "slipstream/check": 2_103,
-    "slipstream/view": 2_475,
-    "slipstream/translate": 1_575,
+    "slipstream/launch": 4_037,
+    "slipstream/check": 2_091,
+    "slipstream/view": 2_420,
+    "slipstream/translate": 1_522,
     "slipstream/plan": 1_301,
     "slipstream/command": 158,
-    "replay": 9_916,
-    "weight_bus": 5_078,
-    "rollout_server/engines": 3_890,
-    "rollout_server/tasks": 7_625,
-    "rollout_server": 13_413,
-    "learner": 9_460,
+    "replay": 9_869,
+    "weight_bus": 5_020,
+    "rollout_server/engines": 3_877,
+    "rollout_server/tasks": 7_617,
+    "rollout_server": 13_392,
+    "learner": 9_443,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 55_161
+PRODUCT = 54_948
 SCRIPTS = 6_321
-TESTS = 45_523
+TESTS = 45_944
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 

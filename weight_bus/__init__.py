@@ -4,15 +4,3 @@ from weight_bus.errors import BusClosed, NonFiniteWeights, RemovedFromBus, Trans
 from weight_bus.offer import Event, PublishReport
 from weight_bus.publisher import Publisher
 from weight_bus.subscriber import Subscriber
-
-__all__ = [
-    "BusClosed",
-    "Event",
-    "NonFiniteWeights",
-    "PublishReport",
-    "Publisher",
-    "RemovedFromBus",
-    "Subscriber",
-    "TransportError",
-    "WeightBusError",
-]

@@ -6,20 +6,7 @@ from contextlib import suppress
 
 import zmq
 
-from replay.channel import (
-    MAX_MESSAGE_BYTES,
-    Arrivals,
-    ChannelError,
-    Envelope,
-    Gate,
-    Keys,
-    Message,
-    WireError,
-    bind,
-    configure,
-    encode,
-    sequence_numbers,
-)
+from replay.channel import Envelope, Hub, Keys, Message, WireError, encode
 from weight_bus.messages import TO_PUBLISHER
 
 SWITCH_S = 0.0005
@@ -31,31 +18,17 @@ def wake_quickly() -> None:
     sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
 
 
-class Router:
+class Router(Hub):
     """The publisher's end, used by the bus thread only (except `wake`)."""
 
     def __init__(self, host: str, port: int, run_id: str, *, keys: Keys | None = None, insecure: bool = False) -> None:
-        self.run_id = run_id
         self._wakes, self._waker = socket.socketpair()
         self._wakes.setblocking(False)
         self._waker.setblocking(False)
-        self._sequence = sequence_numbers()
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        super().__init__(host, port, run_id, TO_PUBLISHER, keys=keys, insecure=insecure)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wakes.fileno(), zmq.POLLIN)
-        self._gate: Gate | None = None
-        try:
-            configure(self._socket, keys)
-            if keys is not None:
-                self._gate = Gate(self._context, self._socket, keys)
-            roster = self._gate.roster if self._gate is not None else None
-            self._arrivals = Arrivals(TO_PUBLISHER, MAX_MESSAGE_BYTES, roster)
-            self.address = bind(self._socket, host, port, insecure=insecure)
-        except ChannelError:
-            self.close()
-            raise
 
     def send(self, identity: str, message: Message, run_id: str = "") -> str:
         """Queue a message. Returns "", or the symptom why it cannot be sent: closed or full.
@@ -93,10 +66,7 @@ class Router:
 
     def close(self) -> None:
         """Send what is queued for up to a second, then close."""
-        if self._gate is not None:
-            self._gate.close()
-        self._socket.close(linger=1000)
-        self._context.term()
+        super().close()
         self._wakes.close()
         self._waker.close()
 

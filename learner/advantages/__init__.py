@@ -37,19 +37,6 @@ ADVANTAGES: Kind[AdvantageFacts] = Kind(
     undeclared=AdvantageFacts(),
 )
 
-__all__ = [
-    "ADVANTAGES",
-    "Advantage",
-    "AdvantageFacts",
-    "AdvantageInputs",
-    "advantages_of",
-    "build_advantage",
-    "declare",
-    "facts_of",
-    "leave_out_flat_groups",
-    "need_tokens",
-]
-
 
 def build_advantage(algorithm: Algorithm) -> Advantage:
     """The advantage of this configuration. Raises BadValue."""

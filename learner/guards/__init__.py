@@ -10,5 +10,3 @@ The policy in training, its optimizer and the channels know nothing of them.
 
 from learner.guards.errors import SilentlyWrong
 from learner.guards.judge import Alarm, Guards, GuardVerdict
-
-__all__ = ["Alarm", "GuardVerdict", "Guards", "SilentlyWrong"]

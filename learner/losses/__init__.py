@@ -26,8 +26,6 @@ WANTED = (
     " batch"
 )
 
-__all__ = ["LOSSES", "Loss", "LossFacts", "LossInputs", "LossOutput", "build_loss", "declare"]
-
 
 def build_loss(choice: Choice) -> tuple[Loss, Variant[LossFacts]]:
     """The loss that a configuration chooses, and what it declares. Raises BadValue."""

@@ -186,8 +186,10 @@ class AsyncDealer(_Connection):
         return self._decode(await self._socket.recv_multipart(flags=zmq.NOBLOCK, copy=False))
 
 
-class AsyncRouter:
-    """The asyncio hub at replay: one socket, peers by identity."""
+class Hub:
+    """What both kinds of ROUTER share: one socket, peers by identity."""
+
+    _new_context: ClassVar[type["zmq.Context[Any]"]] = zmq.Context
 
     def __init__(
         self,
@@ -202,8 +204,8 @@ class AsyncRouter:
     ) -> None:
         self.run_id = run_id
         self._sequence = sequence_numbers()
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
+        self._context = self._new_context()
+        self._socket: Any = self._context.socket(zmq.ROUTER)
         self._gate: Gate | None = None
         self._woken: asyncio.Future[None] | None = None
         try:
@@ -215,6 +217,19 @@ class AsyncRouter:
         except ChannelError:
             self.close()
             raise
+
+    def close(self) -> None:
+        """Send what is queued for up to a second, then close."""
+        if self._gate is not None:
+            self._gate.close()
+        self._socket.close(linger=1000)
+        self._context.term()
+
+
+class AsyncRouter(Hub):
+    """The asyncio hub at replay."""
+
+    _new_context = zmq.asyncio.Context
 
     async def send(self, identity: str, message: Message) -> bool:
         """Queue a message to one peer; False when it has no connection, a full queue, or a key that was removed."""
@@ -259,13 +274,6 @@ class AsyncRouter:
     def refused(self) -> int:
         """Handshakes that were refused for their keys, so far."""
         return sum(self._gate.refused.values()) if self._gate is not None else 0
-
-    def close(self) -> None:
-        """Send what is queued for up to a second, then close."""
-        if self._gate is not None:
-            self._gate.close()
-        self._socket.close(linger=1000)
-        self._context.term()
 
 
 def _look_ms(deadline: float) -> int:

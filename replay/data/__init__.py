@@ -4,18 +4,3 @@ from replay.data.dataset import BROKEN, Reading, Rows, load_rows, read_rows
 from replay.data.order import WeightedRows
 from replay.data.rows import DataError, Row
 from replay.data.source import PromptSource, evaluation_rows, prompt_source, stream_seed
-
-__all__ = [
-    "BROKEN",
-    "DataError",
-    "PromptSource",
-    "Reading",
-    "Row",
-    "Rows",
-    "WeightedRows",
-    "evaluation_rows",
-    "load_rows",
-    "prompt_source",
-    "read_rows",
-    "stream_seed",
-]

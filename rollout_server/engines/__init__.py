@@ -11,19 +11,6 @@ from rollout_server.engines.base import Completion, Engine, EngineError, EngineS
 if TYPE_CHECKING:
     from rollout_server.engines.sglang.receiver_link import SGLangStaging
 
-__all__ = [
-    "BUILDERS",
-    "Completion",
-    "Engine",
-    "EngineError",
-    "EngineStartFailed",
-    "Health",
-    "Partial",
-    "Sampling",
-    "build_engine",
-    "staging_in",
-]
-
 
 def _torch(config: Config) -> Engine:
     from rollout_server.engines.torch.engine import TorchEngine

@@ -13,14 +13,13 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from configs.machine import NVIDIA_SMI_S
+from configs.machine import nvidia_smi
 from replay.channel import KeysError, load_keys
 from slipstream.runtime.fingerprint import FingerprintError, model_fingerprint
 
@@ -154,8 +153,8 @@ def compiler() -> str | None:
 
 def of_devices() -> dict[str, Any]:
     """GPUs and InfiniBand ports of this machine."""
-    query = _nvidia_smi(f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits")
-    rows = csv.reader(io.StringIO(query), skipinitialspace=True)
+    query = nvidia_smi(f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits")
+    rows = csv.reader(io.StringIO(query or ""), skipinitialspace=True)
     return {
         "gpus": [dict(zip(GPU_FIELDS, row, strict=True)) for row in rows if len(row) == len(GPU_FIELDS)],
         "infiniband": infiniband(INFINIBAND),
@@ -175,17 +174,6 @@ def infiniband(folder: Path) -> dict[str, str]:
         state = texts["state"].rpartition(": ")[2]
         found[f"{port.parents[1].name}:{port.name}"] = f"{state} {texts['link_layer']} {texts['rate']}"
     return found
-
-
-def _nvidia_smi(*words: str) -> str:
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    try:
-        shown = subprocess.run(
-            ["nvidia-smi", *words], capture_output=True, text=True, check=False, timeout=NVIDIA_SMI_S, env=environment
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return shown.stdout if shown.returncode == 0 else ""
 
 
 def kernels(modules: Iterable[str]) -> dict[str, str]:

@@ -29,7 +29,7 @@ from slipstream.launch.quickstart import input_is_missing
 from slipstream.launch.reach import Reach, srun
 from slipstream.launch.reach.commands import Ssh
 from slipstream.launch.run_folder import new_job
-from slipstream.launch.terminal import say
+from slipstream.launch.terminal import NearLimit, say
 from slipstream.plan.processes import Machine, Plan, Process, Role, assign, table
 from slipstream.runtime.program import program
 from slipstream.translate.refusals import AnsweringParser, refused
@@ -60,7 +60,10 @@ def main() -> int:
         config = _configuration(args, port)
         reach = _reach(args, config)
         if reach is not None:
-            return _on_hosts(args, config, reach)
+            code = _on_hosts(args, config, reach)
+            if code == NearLimit.code and args.srun:
+                srun.requeue(os.environ[srun.JOB], config.run_dir)
+            return code
         has_input = not (args.dry_run and input_is_missing(config, args.config))
         # a cluster's disk is shared, a claim is not seen here
         require_elsewhere(config, say, sees_files=args.slurm, has_input=has_input)
@@ -205,7 +208,8 @@ def forwarded(names: Sequence[str]) -> dict[str, str]:
 
 def _for_slurm(args: argparse.Namespace, config: Config) -> tuple[Config, Plan, JobFiles]:
     plan = _plan(args, config, slurm.machines(config), sys.executable)
-    return config, plan, slurm.files(config, plan, _role(args), path=args.out, gpus=args.gpus_per_node)
+    own = {"path": args.out, "gpus": args.gpus_per_node, "forward": args.forward_env}
+    return config, plan, slurm.files(config, plan, _role(args), **own)
 
 
 def _for_kubernetes(args: argparse.Namespace, config: Config) -> tuple[Config, Plan, JobFiles]:

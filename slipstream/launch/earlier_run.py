@@ -160,7 +160,8 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
     steps = _last_step(run_dir)
     if steps == 0:
         raise BadRunFolder(f"--replay: {run_dir}/journal holds no step; name the folder of a run that has trained")
-    learner = load(path).learner
+    of_run = load(path)
+    learner = of_run.learner
     fixed = {
         "run.name": f"{folder.name}-replay",
         "run.dir": folder.parent,
@@ -171,6 +172,9 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
         "checkpoint.keep_best": 0,
         "network.replay_port": 0,
     }
+    if len(of_run.shares) > 1:  # all ranks on this host: a digest depends on how many there are, not on where
+        fixed |= {"placement.rollout": "null", "placement.learner": "null", "network.host": "127.0.0.1"}
+        fixed |= {"placement.split": f"0:{of_run.num_learner_ranks}"}
     return with_free_name(load(path, [*(f"{key}={value}" for key, value in fixed.items()), *overrides]))
 
 

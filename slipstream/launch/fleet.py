@@ -86,7 +86,7 @@ def run(reach: Reach, specs: Sequence[tuple[NodeSpec, Host]], config: Config) ->
     A learner node that fails ends them all; the run goes on without a rollout node that failed.
 
     Returns:
-        0 when all learner nodes, or where there is none all nodes, ended well; 130 after a signal, or else 1.
+        0 when all learner nodes, or where there is none all nodes, ended well; 130 or 140 after a signal, or else 1.
     """
     fleet = Fleet(reach, config)
     catch_signals()
@@ -96,7 +96,7 @@ def run(reach: Reach, specs: Sequence[tuple[NodeSpec, Host]], config: Config) ->
         return fleet.watch()
     except Interrupted as interruption:
         say(f"{interruption}: ending {', '.join(member.spec.node for member in fleet.members)}")
-        return 130
+        return interruption.code
     finally:
         ignore_signals()
         fleet.stop()

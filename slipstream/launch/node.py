@@ -24,7 +24,7 @@ from replay.channel import ChannelError
 from replay.channel.keys import PeerSilent
 from replay.status_client import ask_replay
 from slipstream.check.checks import check_available
-from slipstream.launch import children
+from slipstream.launch import children, ready
 from slipstream.launch.children import Child, Tail
 from slipstream.launch.key_files import write_keys
 from slipstream.launch.node_spec import (
@@ -54,6 +54,7 @@ def main() -> int:
     """Entry point: 0 when this node's part ended well."""
     parser = argparse.ArgumentParser(prog="python -m slipstream.launch.node", description=__doc__)
     parser.add_argument("--stdin", action="store_true", help="the order is the first line of stdin; its end ends all")
+    parser.add_argument("--ready-file", type=Path, help="kept new while all processes here take part in the run")
     add_spec_arguments(parser)
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="slipstream: %(message)s")
@@ -66,7 +67,7 @@ def main() -> int:
         os.environ.update(spec.environment)  # of the children; /proc shows what this process was started with
         if args.stdin:
             write_line(sys.stdout, UP)
-        node = Node(assignment, lifeline=args.stdin)
+        node = Node(assignment, lifeline=args.stdin, ready_file=args.ready_file)
         return node.run_learner() if spec.role == "learner" else node.run_servers()
 
     return exit_code_of(run)
@@ -111,10 +112,10 @@ def check_address(config: Config, node: str) -> None:
 class Node:
     """The processes of one role on this machine."""
 
-    def __init__(self, assignment: NodeAssignment, *, lifeline: bool) -> None:
+    def __init__(self, assignment: NodeAssignment, *, lifeline: bool, ready_file: Path | None = None) -> None:
         check_available(assignment.config, runs_servers=assignment.spec.role == "rollout")
         self.assignment, self.config = assignment, assignment.config
-        self._lifeline = lifeline
+        self._lifeline, self._ready_file = lifeline, ready_file
         self._tails: dict[Path, Tail] = {}
         self._parent = ("--parent", str(os.getpid()))
         self._next_look = time.monotonic()
@@ -124,6 +125,8 @@ class Node:
         child = self._launcher() if self.assignment.is_first else self._ranks()
         try:
             while child.exit_code() is None:
+                if self._ready_file is not None:
+                    self._look()
                 self._breathe()
             self._show_logs()
         finally:
@@ -156,7 +159,7 @@ class Node:
             for name in by_name:
                 servers.add(name)
             while not servers.all_over:
-                servers.end_silent(self._silent())
+                servers.end_silent(self._look().get("silent", ()))
                 servers.watch(run_is_over=True)
                 self._breathe()
             self._show_logs()
@@ -171,15 +174,18 @@ class Node:
             raise (EndedForGood if codes <= {RUN_FAILED, CANNOT_START} else RunFailed)(said)
         return 0
 
-    def _silent(self) -> Sequence[Mapping[str, Any]]:
-        """Rollout servers that replay hears no more; empty between two looks, and while it does not answer."""
+    def _look(self) -> Mapping[str, Any]:
+        """Replay's status, also for the file of readiness; empty between two looks, and while it does not answer."""
         if time.monotonic() < self._next_look:
-            return ()
-        self._next_look = time.monotonic() + self.config.network.silent_after_s
+            return {}
+        self._next_look = time.monotonic() + min(self.config.network.silent_after_s, ready.LOOK_S)
+        state: Mapping[str, Any] = {}
         with suppress(ChannelError):  # keys that are refused: the servers say so
             answer = ask_replay(self.assignment.plan.replay, self.config.network.keys, 1.0)
-            return answer.state["silent"] if answer is not None else ()
-        return ()
+            state = answer.state if answer is not None else {}
+        if self._ready_file is not None:
+            ready.note(self._ready_file, ready.absent(self.assignment, state))
+        return state
 
     def _launcher(self) -> Child:
         spec, run_dir = self.assignment.spec, Path(self.config.run_dir)

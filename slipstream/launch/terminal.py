@@ -18,6 +18,15 @@ from slipstream.runtime.lifeline import LogForm
 class Interrupted(Exception):
     """A signal came, or what started this process is gone; the message says which."""
 
+    code = 130
+    """Exit code of what it ended."""
+
+
+class NearLimit(Interrupted):
+    """SIGUSR2: a scheduler's notice before the time limit of a job."""
+
+    code = 128 + signal.SIGUSR2
+
 
 EVENTS_LOG = "launcher.log"
 EVENTS = logging.getLogger("slipstream.events")
@@ -71,7 +80,7 @@ def silence(stream: IO[str]) -> None:
 
 
 def catch_signals() -> None:
-    """Have Ctrl-C, SIGTERM and the end of the session raise Interrupted in the main thread."""
+    """Have Ctrl-C, SIGTERM, SIGUSR2 and the end of the session raise Interrupted in the main thread."""
     _handle_signals(_interrupt)
 
 
@@ -81,14 +90,14 @@ def ignore_signals() -> None:
 
 
 def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores it for good
             signal.signal(number, handler)
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     if not isinstance(sys.exc_info()[1], Interrupted):  # a session that ends may send several: one is on its way
-        raise Interrupted(f"{signal.Signals(number).name} received")
+        raise (NearLimit if number == signal.SIGUSR2 else Interrupted)(f"{signal.Signals(number).name} received")
 
 
 def _pass_over(_number: int, _frame: FrameType | None) -> None:

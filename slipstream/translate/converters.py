@@ -15,7 +15,31 @@ NO_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 VALUES: Mapping[str, Mapping[Any, Any]] = TABLES["values"]
 
 
-def _prompts(key: str) -> Callable[[str, Any, Foreign], Line]:
+Convert = Callable[[str, Any, Foreign], Line]
+
+
+def _as(keys: Callable[[Any], dict[str, Any]], note: str = "") -> Convert:
+    """What the value alone says."""
+    return lambda shown, value, _: Line(shown, "key", keys(value), note)
+
+
+def _divided(key: str, by: tuple[str, ...], default: int, why: str) -> Convert:
+    """By another setting; `why` says what is open where that leaves a rest."""
+
+    def convert(shown: str, value: Any, foreign: Foreign) -> Line:
+        size = foreign.value(*by, default=default)
+        if not isinstance(value, int) or not isinstance(size, int) or value % size:
+            return Line(shown, "open", note=why.format(value=value, size=size), decides=key)
+        return Line(shown, "key", {key: value // size})
+
+    return convert
+
+
+def _answers(*by: str, default: int) -> Convert:
+    return _divided("rollout.groups_per_step", by, default, "{value} answers are no whole groups of {size}")
+
+
+def _prompts(key: str) -> Convert:
     def convert(shown: str, value: Any, foreign: Foreign) -> Line:
         if foreign.framework == "slime" and isinstance(value, list) and len(value) % 2 == 0:
             return Line(shown, "key", {key: dict(zip(value[::2], value[1::2], strict=True))})
@@ -39,10 +63,6 @@ def _betas(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {"learner.betas": value})
 
 
-def _both_clips(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {f"algorithm.loss.ppo_clip.clip_{side}": value for side in ("low", "high")})
-
-
 def _undivided(shown: str, value: Any, foreign: Foreign) -> Line:
     """Whether the deviation divides is a setting of its own there, and a name of an advantage here."""
     is_divided = value if "norm_adv" in shown else not value
@@ -57,10 +77,6 @@ def _advantage(shown: str, value: Any, foreign: Foreign) -> Line:
         "disable_grpo_std_normalization", default=False
     )
     return Line(shown, "key", {"algorithm.advantage": "dr_grpo" if value == "grpo" and undivided else value})
-
-
-def _kl_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {"algorithm.kl": "k3", "algorithm.kl_in": "loss", "algorithm.kl_coef": value})
 
 
 def _is_old(foreign: Foreign) -> bool:
@@ -98,10 +114,6 @@ def _lag_of_verl(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {"replay.async_lag": int(is_apart)}, "1 lets both sides work at once")
 
 
-def _in_turns(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {"replay.async_lag": 0}, "1 lets both sides work at once")
-
-
 def _threshold(shown: str, value: Any, foreign: Foreign) -> Line:
     """Of the weights, whose kind is another setting."""
     kind = VALUES["rollout_is"].get(foreign.value("rollout_is"))
@@ -110,23 +122,7 @@ def _threshold(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {f"algorithm.correction.{kind['algorithm.correction']}.high": value})
 
 
-def _groups_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
-    """Of the answers of one generation, over all processes."""
-    size, key = foreign.value("num_generations", default=8), "rollout.groups_per_step"
-    if not isinstance(value, int) or not isinstance(size, int) or value % size:
-        return Line(shown, "open", note=f"{value} answers are no whole groups of {size}", decides=key)
-    return Line(shown, "key", {key: value // size})
-
-
-def _updates_of_trl(shown: str, value: Any, foreign: Foreign) -> Line:
-    """Batches of one generation, several of which can make an update."""
-    size, key = foreign.value("gradient_accumulation_steps", default=1), "learner.minibatches"
-    if not isinstance(value, int) or not isinstance(size, int) or value % size:
-        return Line(shown, "open", note=f"{size} batches an update do not divide {value}", decides=key)
-    return Line(shown, "key", {key: value // size})
-
-
-def _steps(key: str) -> Callable[[str, Any, Foreign], Line]:
+def _steps(key: str) -> Convert:
     """TRL counts updates, of which one batch of rollouts can have several."""
 
     def convert(shown: str, value: Any, foreign: Foreign) -> Line:
@@ -187,11 +183,6 @@ def _reference_of_areal(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {"algorithm.reference_path": value})
 
 
-def _rejected(shown: str, value: Any, foreign: Foreign) -> Line:
-    """Tokens whose weight is above take no part."""
-    return Line(shown, "key", {"algorithm.correction": {"icepop": {"low": 0.0, "high": value}}})
-
-
 def _trackers(shown: str, value: Any, foreign: Foreign) -> Line:
     names = ["wandb"] if value is True else [str(one) for one in (value if isinstance(value, list) else [value])]
     kept = [one for one in names if one != "console"]
@@ -243,18 +234,6 @@ def _times(*factors: Any) -> int | None:
     return math.prod(factors) if all(isinstance(factor, int) for factor in factors) else None
 
 
-def _staleness(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {"replay.async_lag": math.ceil(value)})
-
-
-def _groups(shown: str, value: Any, foreign: Foreign) -> Line:
-    """Of answers a step."""
-    size, key = foreign.value("orchestrator.group_size", "rollouts_per_example", default=1), "rollout.groups_per_step"
-    if not isinstance(value, int) or not isinstance(size, int) or value % size:
-        return Line(shown, "open", note=f"{value} answers are no whole groups of {size}", decides=key)
-    return Line(shown, "key", {key: value // size})
-
-
 def _split(shown: str, value: Any, foreign: Foreign) -> Line:
     """Of GPUs that each serve one side, on one node."""
     rollout, learner, nodes = SIDES.get(foreign.framework, ("", "", ()))
@@ -283,10 +262,6 @@ def _prompt_room(shown: str, value: Any, foreign: Foreign) -> Line:
     return Line(shown, "key", {"data.max_prompt_tokens": value - answer}, "what the longest answer leaves")
 
 
-def _tokens_of_prime(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {"learner.max_tokens_per_microbatch": value}, "answers are packed into it")
-
-
 def _sides_of_areal(shown: str, value: Any, foreign: Foreign) -> Line:
     """`sglang:d4p1t2` and `fsdp:d4p1t1`."""
     sides = [BACKEND.fullmatch(str(foreign.value(f"{side}.backend", default=""))) for side in ("rollout", "actor")]
@@ -300,32 +275,27 @@ def _sides_of_areal(shown: str, value: Any, foreign: Foreign) -> Line:
 BACKEND = re.compile(r"\w+:d(?P<data>\d+)(?:p(?P<pipeline>\d+))?(?:t(?P<tensor>\d+))?")
 
 
-def _project(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {"tracking.project": value, "tracking.trackers": ["wandb"]})
+BETAS = ("adam_beta", "trainer.optim.betas", "actor.optimizer.beta")
+RUN_NAMES = ("trainer.experiment_name", "wandb_group", "wandb.name", "experiment_name", "run_name")
 
-
-def _run_name(shown: str, value: Any, foreign: Foreign) -> Line:
-    return Line(shown, "key", {"run.name": NO_NAME.sub("-", str(value)).strip("-._") or "run"})
-
-
-CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
+CONVERTERS: Mapping[str, Convert] = {
     **JUDGES,
     "data.train_files": _prompts("data.train"),
     "data.val_files": _prompts("data.eval"),
     "eval_prompt_data": _prompts("data.eval"),
     "optim.betas": _betas,
-    "adam_beta1": _betas,
-    "adam_beta2": _betas,
-    "trainer.optim.betas1": _betas,
-    "trainer.optim.betas2": _betas,
-    "actor.optimizer.beta1": _betas,
-    "actor.optimizer.beta2": _betas,
-    "actor.clip_ratio": _both_clips,
-    "actor.eps_clip": _both_clips,
+    **{f"{start}{number}": _betas for start in BETAS for number in (1, 2)},
+    **dict.fromkeys(
+        ("actor.clip_ratio", "actor.eps_clip"),
+        _as(lambda value: {f"algorithm.loss.ppo_clip.clip_{side}": value for side in ("low", "high")}),
+    ),
     "actor.kl_ctl": _kl_of_areal,
     "ref.path": _reference_of_areal,
-    "generation_batch_size": _groups_of_trl,
-    "steps_per_generation": _updates_of_trl,
+    "generation_batch_size": _answers("num_generations", default=8),  # over all processes
+    # batches of one generation, several of which can make an update
+    "steps_per_generation": _divided(
+        "learner.minibatches", ("gradient_accumulation_steps",), 1, "{size} batches an update do not divide {value}"
+    ),
     "max_steps": _steps("learner.total_steps"),
     "save_steps": _steps("checkpoint.every_steps"),
     "eval_steps": _steps("evaluation.every_steps"),
@@ -340,33 +310,32 @@ CONVERTERS: Mapping[str, Callable[[str, Any, Foreign], Line]] = {
     "disable_grpo_std_normalization": _undivided,
     "adv_estimator": _advantage,
     "advantage_estimator": _advantage,
-    "beta": _kl_of_trl,
+    "beta": _as(lambda value: {"algorithm.kl": "k3", "algorithm.kl_in": "loss", "algorithm.kl_coef": value}),
     "max_off_policy_steps": _lag_of_prime,
     "trainer.loss.type": _loss_of_prime,
     "groups of zero advantage": _flat_of_prime,
     "main_ppo": _lag_of_verl,
-    "GRPOTrainer": _in_turns,
+    "GRPOTrainer": _as(lambda _: {"replay.async_lag": 0}, "1 lets both sides work at once"),
     "rollout_is_threshold": _threshold,
-    "rejection_sampling.upper": _rejected,
+    # tokens whose weight is above take no part
+    "rejection_sampling.upper": _as(lambda high: {"algorithm.correction": {"icepop": {"low": 0.0, "high": high}}}),
     "trainer.logger": _trackers,
     "use_wandb": _trackers,
     "report_to": _trackers,
-    "trainer.experiment_name": _run_name,
-    "wandb_group": _run_name,
-    "wandb.name": _run_name,
-    "experiment_name": _run_name,
-    "wandb.project": _project,
+    **dict.fromkeys(RUN_NAMES, _as(lambda value: {"run.name": NO_NAME.sub("-", str(value)).strip("-._") or "run"})),
+    "wandb.project": _as(lambda value: {"tracking.project": value, "tracking.trackers": ["wandb"]}),
     "ppo_mini_batch_size": _updates,
     "critic.ppo_epochs": _updates_of_critic,
     "global_batch_size": _updates,
     "trigger_parameter_sync_step": _synced,
-    "staleness_threshold": _staleness,
-    "orchestrator.batch_size": _groups,
+    "staleness_threshold": _as(lambda value: {"replay.async_lag": math.ceil(value)}),
+    "orchestrator.batch_size": _answers("orchestrator.group_size", "rollouts_per_example", default=1),
     "seq_len": _prompt_room,
-    "trainer.model.seq_len": _tokens_of_prime,
+    "trainer.model.seq_len": _as(
+        lambda value: {"learner.max_tokens_per_microbatch": value}, "answers are packed into it"
+    ),
     **dict.fromkeys((name for sides in SIDES.values() for name in sides[:2]), _split),
     "trainer.n_gpus_per_node": _split,
     "rollout.backend": _sides_of_areal,
-    "run_name": _run_name,
 }
 """By end of the name."""

@@ -5,13 +5,12 @@ judged: what stands in any branch counts, the last one wins. `$(...)` and variab
 for HOME.
 """
 
-import ast
-import operator
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from rollout_server.tasks.environments.tools import calculator
 from slipstream.translate.settings import Untranslatable
 
 ASSIGNMENT = re.compile(r"(?:(?:export|local|readonly|declare(?: -\w+)*)\s+)?([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
@@ -21,14 +20,6 @@ ARRAY = re.compile(r"\$\{(\w+)\[[@*]\]\}|\$\w+_ARGS")
 ARITHMETIC = re.compile(r"\$\(\(([^()$]*(?:\([^()$]*\)[^()$]*)*)\)\)")
 QUOTED_ARRAY = re.compile(r"\"(\$\{\w+\[@\]\})\"")
 UNKNOWN = re.compile(r"\$(?:\{[^}]*\}|\w+|\()")
-OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
-}
 
 
 def commands(text: str, source: str) -> Iterator[list[str]]:
@@ -112,23 +103,10 @@ def _filled(text: str, variables: dict[str, str]) -> str:
 
 def _worked_out(found: re.Match[str], variables: dict[str, str]) -> str:
     text = re.sub(r"[A-Za-z_]\w*", lambda name: variables.get(name[0], name[0]), found[1])
-    is_known = re.fullmatch(r"[\d\s+*/%()-]+", text)
     try:
-        value = _sum(ast.parse(text.strip(), mode="eval").body) if is_known else None
-    except SyntaxError:
+        return calculator(text.replace("/", "//"))
+    except (ArithmeticError, SyntaxError, ValueError):
         return found[0]
-    return found[0] if value is None else str(value)
-
-
-def _sum(node: ast.expr) -> int | None:
-    """The value of a sum of whole numbers; None for anything else."""
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left, right = _sum(node.left), _sum(node.right)
-        divides = isinstance(node.op, ast.Div | ast.FloorDiv | ast.Mod)
-        return (
-            None if left is None or right is None or (divides and right == 0) else OPERATORS[type(node.op)](left, right)
-        )
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, int) else None
 
 
 def _words(text: str, source: str) -> list[str]:

@@ -13,6 +13,7 @@ import time
 import pytest
 import yaml
 
+from slipstream.launch.files.kubernetes import READY
 from tests.support.runs import ROOT, Run, environment, free_port, processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,6 +29,8 @@ exec "$@"
 
 class Slurm:
     """Runs the generated file as sbatch would, under one job id."""
+
+    ready_files = ()
 
     def __init__(self, folder, settings):
         write("--slurm", "--out", str(folder / "run.sbatch"), *settings)
@@ -59,11 +62,15 @@ class Kubernetes:
         jobs = jobset["spec"]["replicatedJobs"]
         self.containers = [job["template"]["spec"]["template"]["spec"]["containers"][0] for job in jobs]
         self.folder = folder
+        self.ready_files = [folder / f"ready-{each['name']}" for each in self.containers]
 
     def start(self):
         own = {"$(JOB_COMPLETION_INDEX)": "0", "$(POD_IP)": "127.0.0.1", "python": sys.executable}
         files = ("/etc/slipstream", str(self.folder))
-        commands = [[own.get(word, word).replace(*files) for word in each["command"]] for each in self.containers]
+        commands = []
+        for each, ready in zip(self.containers, self.ready_files, strict=True):  # of pods, which share no /tmp
+            words = own | {READY: str(ready)}
+            commands.append([words.get(word, word).replace(*files) for word in each["command"]])
         return commands, ENVIRONMENT
 
 
@@ -112,6 +119,7 @@ def test_a_job_that_is_started_again_resumes_its_run(tmp_path, untrained, schedu
         run.wait_until(lambda: only_run() is not None, "the run folder")
         run.folder = only_run()
         run.wait_for_step(3)
+        run.wait_until(lambda: all(file.exists() for file in scheduler.ready_files), "all pods ready")
         run.wait_until((run.folder / "checkpoints" / "step_2" / "COMPLETE").exists, "the checkpoint of step 2")
     before = {row["training/global_step"]: row["time"] for row in run.steps()}
 

@@ -313,6 +313,6 @@ def test_a_file_that_a_disk_refuses_for_a_while_keeps_its_lines(folder, monkeypa
 
 def test_a_number_that_no_column_holds_leaves_out_its_file(folder):
     path = folder / "rollouts" / "step_11" / "rank_0.jsonl"
-    dashboard_runs.write_lines(path, [{**dashboard_runs.trajectory(11, 0), "trajectory": 2**40}])
+    dashboard_runs.write_lines(path, [{**dashboard_runs.trajectory(11, 0), "trajectory": 2**70}])
     found = page(indexed(folder))
     assert found["found"] == 81 and found["broken"].startswith("rollouts/step_11/rank_0.jsonl is left out: Overflow")

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from configs import ConfigError
 from configs.loading import PRESETS, dump
 from examples import sort6
 from replay import keys as make_keys
-from slipstream.launch import node_spec
+from slipstream.launch import node, node_spec, ready
 from slipstream.launch.__main__ import main
 from slipstream.launch.files import kubernetes
 from slipstream.launch.host_file import parse_hosts
@@ -224,8 +225,9 @@ def test_kubernetes(tmp_path, launch, four):
         assert container["command"][-1] == "--resume-if-begun"
         assert re.fullmatch(rf"run\.name={FOUR}-\d{{8}}-\d{{6}}", options["--set"])
         assert (options["--role"], options["--index"]) == (role, "$(JOB_COMPLETION_INDEX)")
+        assert pod["terminationGracePeriodSeconds"] > node.PATIENCE_S
         probe = container["readinessProbe"]["exec"]["command"]
-        assert probe[:2] == ["sh", "-c"] and '"$POD_IP"' in probe[2] and "slipstream.launch.ready" in probe[2]
+        assert options["--ready-file"] in probe[2] and "python" not in probe[2], "a probe starts no Python"
         assert {volume["name"] for volume in pod["volumes"]} == {each["name"] for each in container["volumeMounts"]}
         secret = yaml.safe_load((folder / f"keys-{role}.yaml").read_text())
         (volume,) = [volume["secret"] for volume in pod["volumes"] if volume["name"] == "keys"]
@@ -235,6 +237,74 @@ def test_kubernetes(tmp_path, launch, four):
         assert (folder / f"keys-{role}.yaml").stat().st_mode & 0o777 == 0o600
     names = [kubernetes.jobset_name(configs.load("quickstart", [f"run.name={run}"])) for run in ("My_Run.7", "x" * 80)]
     assert names == ["my-run-7", "x" * 40], "names of DNS"
+
+
+@pytest.fixture(params=["learner", "rollout"])
+def objects(request, tmp_path, launch, four):
+    """Every object of the manifests of a run, or of more rollout servers."""
+    elsewhere = ["--replay", "tcp://10.0.0.1:5757"] if request.param == "rollout" else []
+    launch(request.param, "--kubernetes", "--out", str(tmp_path / "manifests"), *elsewhere, *four)
+    return [each for path in (tmp_path / "manifests").iterdir() for each in yaml.safe_load_all(path.read_text())]
+
+
+def is_kept(written, found):
+    """Whether all that was written is in what was found, which may have defaults beside it."""
+    if isinstance(written, dict):
+        return all(key in found and is_kept(value, found[key]) for key, value in written.items())
+    if isinstance(written, list):
+        return len(written) == len(found) and all(map(is_kept, written, found))
+    return written == found
+
+
+def test_the_manifests_have_the_form_that_jobset_publishes(objects):
+    """Kubeflow's models are made of JobSet's and Kubernetes' own schemas; they drop a field that they do not know."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    of = {"JobSet": models.JobsetV1alpha2JobSet, "ConfigMap": models.IoK8sApiCoreV1ConfigMap}
+    of["Secret"] = models.IoK8sApiCoreV1Secret
+    for each in objects:
+        assert is_kept(each, of[each["kind"]].from_dict(each).to_dict()), each
+    assert "JobSet" in {each["kind"] for each in objects}
+
+
+def test_the_manifests_have_the_form_that_kubernetes_publishes(objects):
+    validate = pytest.importorskip("kubernetes_validate").validate
+    for each in objects:
+        if each["kind"] != "JobSet":
+            validate(each, "1.37", strict=True)
+            continue
+        for job in each["spec"]["replicatedJobs"]:
+            of_batch = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}}
+            validate({**of_batch, **job["template"]}, "1.37", strict=True)
+
+
+def test_a_node_is_ready_while_its_processes_take_part(tmp_path, launch, four):
+    """By replay's status; the probe then looks at the file alone, and at its age."""
+    launch("learner", "--kubernetes", "--out", str(tmp_path / "manifests"), *four, "--set", "placement.device=cpu")
+    config_map, _ = yaml.safe_load_all((tmp_path / "manifests" / "jobset.yaml").read_text())
+    given, file = config_map["data"], tmp_path / "ready"
+
+    def exit_code():
+        return subprocess.run(ready.probe(str(file)), check=False).returncode
+
+    def peers(role, names, version):
+        return {"peers": [{"name": name, "role": role, "version": version} for name in names]}
+
+    for role, node_name, names in (
+        ("learner", "node1", [f"learner-{rank}" for rank in range(8, 16)]),
+        ("rollout", "node2", [f"rollout-node2-{index}" for index in range(4)]),
+    ):
+        spec = node_spec.NodeSpec(role=role, node=node_name, config=given["config.yaml"], hosts=given["hosts"])
+        assignment = node_spec.resolve(spec, host="10.0.0.9", renumber=True, write=False)
+        cases = {(): names, tuple(names[:-1]): names[-1:], tuple(names): []}
+        for present, missing in cases.items():
+            absent = ready.absent(assignment, peers(role, present, 3 if role == "rollout" else None))
+            assert absent == missing
+            ready.note(file, absent)
+            assert exit_code() == bool(missing)
+    assert ready.absent(assignment, peers("rollout", names, None)) == names, "servers without proven weights"
+    assert ready.absent(assignment, {}) == names, "replay does not answer"
+    os.utime(file, (time.time() - 90,) * 2)
+    assert exit_code() == 1, "the node's process stands still"
 
 
 def test_a_dry_run_shows_no_secret(launch, four, keys):

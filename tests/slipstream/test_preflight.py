@@ -28,6 +28,7 @@ from slipstream.launch import earlier_run, quickstart
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.quickstart import make_input
 from slipstream.launch.run_folder import claim_run_dir
+from slipstream.plan.processes import Machine, assign
 from slipstream.view.live_view import LiveView
 from tests.learner.tiny_models import make_config, save_model
 
@@ -357,3 +358,14 @@ def test_a_run_that_was_ended_early_is_played_back_with_its_own_learning_rates(t
     assert played.learner.total_steps == 7
     rates = [[lr_at(step, config.learner) for step in range(1, 8)] for config in (own, played)]
     assert rates[0] == rates[1] and settings_of(own)["deciding"] == settings_of(played)["deciding"]
+
+
+def test_a_run_over_several_hosts_is_played_back_on_one(tmp_path, monkeypatch):
+    several = {"learner": "node0:0-1; node1:0-1", "rollout": "node2:0", "split": None, "device": "cpu"}
+    own = config_in(tmp_path, placement=several, network={"host": "10.0.0.1", "insecure": True})
+    (tmp_path / "same").mkdir()
+    (tmp_path / "same" / "config.yaml").write_text(dump(own))
+    monkeypatch.setattr(earlier_run, "_last_step", lambda _: 7)
+    played = earlier_run.played_back(tmp_path / "same", [])
+    plan = assign(played, {"node0": Machine(played.network.host, gpus=0)}, config_file="")
+    assert (plan.nodes("learner"), played.num_learner_ranks) == (["node0"], 4) and plan.nodes("rollout") == []

@@ -79,7 +79,7 @@ python train.py ${A_ARGS[@]} \\# #d
     assert found[2:] == ["--lr", "1e-6", "--tag", "a#b", *names]
 
 
-@pytest.mark.parametrize("text", ["$((1 / 0))", "$((1 +))", "$((X + 1))", "$((2 ** 9))"])
+@pytest.mark.parametrize("text", ["$((1 / 0))", "$((1 +))", "$((X + 1))"])
 def test_sums_that_cannot_be_worked_out_stay_as_they_are(text):
     (words,) = shell.commands(f"echo {text}", "x.sh")
     assert words[1:] == text.split()

@@ -2,7 +2,3 @@
 
 from weight_bus.digest.definition import TensorSlice, add, combined, reference_digest
 from weight_bus.digest.digester import Digester, Launched, slice_digest, slice_digests
-
-__all__ = [
-    "Digester", "Launched", "TensorSlice", "add", "combined", "reference_digest", "slice_digest", "slice_digests",
-]  # fmt: skip

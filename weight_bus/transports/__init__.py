@@ -1,7 +1,7 @@
 """Transports of the weight bus, by name; chosen once, here."""
 
 from configs.infrastructure import WeightBus
-from weight_bus.transports.base import Formation, Transport, TransportFactory, differing
+from weight_bus.transports.base import Formation, Transport, TransportFactory
 from weight_bus.transports.disk import DiskTransport
 from weight_bus.transports.gloo import GlooCollective
 from weight_bus.transports.nccl import NcclCollective, set_nccl_defaults
@@ -18,15 +18,3 @@ def make_transport(config: WeightBus, host: str) -> Transport:
     Raises WeightBusError: it is not available here.
     """
     return DiskTransport(config, host) if config.transport == "disk" else BACKENDS[config.backend](config, host)
-
-
-__all__ = [
-    "BACKENDS",
-    "Formation",
-    "Transport",
-    "TransportFactory",
-    "differing",
-    "make_transport",
-    "resolve_ucc",
-    "set_nccl_defaults",
-]

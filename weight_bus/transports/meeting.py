@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, missing in the stubs
+from torch.distributed import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from configs.infrastructure import WeightBus

@@ -11,14 +11,13 @@ text, or by sympy and math-verify (extra `math`) in a process that is killed aft
 """
 
 import functools
-import logging
 import re
 from collections.abc import Callable, Mapping
 from itertools import accumulate
 from typing import Any
 
-from rollout_server.tasks.rewards import RewardError, Sample
-from rollout_server.tasks.rewards.built_in.mathematics import SAME, judged_apart
+from rollout_server.tasks.rewards import Sample
+from rollout_server.tasks.rewards.built_in.mathematics import SAME, judged_apart, library
 
 Scores = float | dict[str, float]
 TAIL = 300
@@ -306,17 +305,14 @@ def _number(text: str) -> float | None:
 
 # ---- packages of the extra `math` --------------------------------------------------------------------------
 
-MISSING = "needs math-verify, which is not installed; install the extra: pip install 'slipstream-rl[math]'"
-
 
 @functools.cache
 def _sympy() -> Callable[[str], Any]:
     """Text -> the simplified expression."""
-    try:
-        import sympy
-        from sympy.parsing import sympy_parser as parser
-    except ImportError as error:
-        raise RewardError(f"reward.function: slime's rule {MISSING}") from error
+    library("slime's rule")
+    import sympy  # math-verify has brought it
+    from sympy.parsing import sympy_parser as parser
+
     rules = (*parser.standard_transformations, parser.implicit_multiplication_application)
     names = {name: value for name, value in vars(sympy).items() if not name.startswith("_")}
 
@@ -330,13 +326,8 @@ def _sympy() -> Callable[[str], Any]:
 
 @functools.cache
 def _math_verify() -> tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]:
-    try:
-        from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-    except ImportError as error:
-        raise RewardError(f"reward.function: AReaL's rule {MISSING}") from error
-    targets = (ExprExtractionConfig(try_extract_without_anchor=True), LatexExtractionConfig())
-    for name in ("math_verify.parser", "math_verify.grader"):  # they warn of every call without a limit of their own
-        logging.getLogger(name).setLevel(logging.ERROR)
-    first = parse(r"$\frac{1}{2}$ or \boxed{3}", targets, parsing_timeout=None)  # loads what comparisons need
-    verify(first, first, timeout_seconds=None)
-    return parse, verify, targets
+    found = library("AReaL's rule")
+    targets = (found.ExprExtractionConfig(try_extract_without_anchor=True), found.LatexExtractionConfig())
+    first = found.parse(r"$\frac{1}{2}$ or \boxed{3}", targets, parsing_timeout=None)  # loads what comparisons need
+    found.verify(first, first, timeout_seconds=None)
+    return found.parse, found.verify, targets

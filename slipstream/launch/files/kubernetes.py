@@ -6,7 +6,6 @@ so replay's address and the rendezvous are, too.
 """
 
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +16,7 @@ import yaml
 
 from configs.loading import digest_of, dump
 from configs.schema import Config
+from slipstream.launch import ready
 from slipstream.launch.files.job_files import JobFiles
 from slipstream.launch.node_spec import ROLES, NodeRole
 from slipstream.plan.processes import Machine
@@ -25,6 +25,9 @@ from slipstream.runtime.lifeline import CANNOT_GO_ON
 FILES = "/etc/slipstream"
 KEYS = f"{FILES}/keys"
 WORK = "/work"
+READY = "/tmp/slipstream-ready"
+GRACE_S = 60
+"""After SIGTERM: rollout servers hand leases back within 10 s, a learner's node ends within node.PATIENCE_S, 30 s."""
 MAX_NAME = 40
 """Pod names add role and numbers, and a label of DNS has 63 characters."""
 ROLLOUT_RETRIES = 100
@@ -164,6 +167,7 @@ class Pods:
         mounts = [{"name": name, "mountPath": path, **read_only.get(name, {})} for name, path, _ in volumes]
         return {
             "restartPolicy": "Never" if group.role == "learner" else "OnFailure",
+            "terminationGracePeriodSeconds": GRACE_S,
             "containers": [self._container(group, mounts)],
             "volumes": [{"name": name, **source} for name, _, source in volumes],
         }
@@ -173,11 +177,9 @@ class Pods:
         spec += ["--hosts", f"{FILES}/hosts", "--config", f"{FILES}/config.yaml"]
         spec += ["--renumber", "--set", f"run.name={self.run_name}"]
         spec += ["--replay", self.replay] if self.replay is not None else []
-        # of its pod: Kubernetes fills in $(X) in a command, and only a shell $X in a probe
-        own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)", "--resume-if-begun"]
-        own_in_shell = '--index "$JOB_COMPLETION_INDEX" --host "$POD_IP"'
-        ready = f"python -m slipstream.launch.ready {shlex.join(spec)} {own_in_shell}"
-        probe = {"command": ["sh", "-c", ready]}
+        # of its pod: Kubernetes fills in $(X)
+        own = ["--index", "$(JOB_COMPLETION_INDEX)", "--host", "$(POD_IP)", "--ready-file", READY, "--resume-if-begun"]
+        look = {"exec": {"command": ready.probe(READY)}, "periodSeconds": 10, "timeoutSeconds": 5}
         container: dict[str, Any] = {
             "name": group.role,
             "image": self.image,
@@ -187,7 +189,7 @@ class Pods:
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                 *({"name": key, "value": value} for key, value in self.config.network.env.items()),
             ],
-            "readinessProbe": {"exec": probe, "periodSeconds": 15, "timeoutSeconds": 10, "failureThreshold": 3},
+            "readinessProbe": look,
             "volumeMounts": mounts,
         }
         if group.role == "learner":

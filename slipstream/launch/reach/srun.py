@@ -5,12 +5,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from configs.errors import BadHosts
 from configs.placement import most_devices
 from configs.schema import Config
 from slipstream.launch.host_file import Host
 from slipstream.launch.reach.commands import Commands
+from slipstream.launch.terminal import say
 from slipstream.plan.processes import Machine, uses_gpus
 
 STEP = ("--nodes=1", "--ntasks=1", "--overlap", "--cpu-bind=none")
@@ -105,6 +107,15 @@ def _said(command: Sequence[str], what: str) -> list[str]:
         last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it said nothing")
         raise BadHosts(f"--slurm: {what}: {command[0]} ended with exit code {done.returncode}: {last}")
     return done.stdout.splitlines()
+
+
+def requeue(job: str, run_dir: str) -> None:
+    """Queue this job again: its next start resumes the run. Says how to go on where Slurm refuses."""
+    say(f"job {job} is queued again, and resumes {run_dir}")
+    try:
+        _said(["scontrol", "requeue", job], f"job {job} is not queued again")
+    except BadHosts as refusal:
+        say(f"{refusal}; go on with a new job: sbatch FILE --set run.name={Path(run_dir).name}")
 
 
 def of_this_process(config: Config) -> Allocation:

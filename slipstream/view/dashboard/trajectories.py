@@ -1,28 +1,24 @@
 """An index of the saved trajectories and evaluation answers of a run: filters, orders, pages.
 
-Numbers of every line are in memory (some 50 bytes each), texts stay in their files and are read a page at a time. A
-thread builds the index, newest step first, so a page is there at once.
+Numbers of every line are a table of SQLite in memory (some 100 bytes each), texts stay in their files and are read a
+page at a time. A thread builds the index, newest step first, so a page is there at once.
 """
 
 import json
+import math
 import re
+import sqlite3
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from configs.errors import SlipstreamError
 
-Array = np.ndarray[Any, Any]
-
-COLUMNS = np.dtype([
-    ("offset", "<i8"), ("step", "<i4"), ("reward", "<f4"), ("advantage", "<f4"), ("length", "<i4"), ("lag", "<i2"),
-    ("turns", "<i2"), ("ratio", "<f4"), ("index", "<i4"), ("trajectory", "<i4"), ("problem", "i1"), ("kind", "i1"),
-])  # fmt: skip
 SORTABLE = ("step", "reward", "advantage", "length", "lag", "turns", "ratio", "index")
+COLUMNS = ("file", "kind", "offset", "step", "reward", "advantage", "length", "lag", "turns", "ratio", "index",
+           "trajectory", "problem")  # fmt: skip
+NAMES = ", ".join(f'"{column}"' for column in COLUMNS)
 KINDS = ("trained", "evaluation")
 FILES = (
     ("rollouts/step_*/rank_*.jsonl", re.compile(r"rollouts/step_(\d{1,9})/rank_\d+\.jsonl")),
@@ -38,22 +34,12 @@ DRIFTED = 2.0
 MAX_PAGE = 200
 TEXT_CHARS = 160
 """Of prompt and answer in a page."""
+Row = Mapping[str, Any]
+"""A line by COLUMNS."""
 
 
 class GoneError(SlipstreamError, ValueError, code="SLIP-REPORT-04"):
     """A line that the index has is no longer in its file."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrajectoryFile:
-    """One file of lines."""
-
-    path: Path
-    kind: int
-    step: int
-    """Of trained ones; of an evaluation, the version."""
-    stamp: tuple[int, int]
-    """Size and modification time in ns: another one is another file."""
 
 
 class Trajectories:
@@ -62,9 +48,11 @@ class Trajectories:
     def __init__(self, folder: Path, max_new_tokens: int) -> None:
         self.folder, self.max_new_tokens = folder, max_new_tokens
         self._lock = threading.Lock()
-        self._parts: dict[Path, tuple[TrajectoryFile, Array]] = {}
-        self._table: tuple[list[TrajectoryFile], Array, Array] | None = None
-        """Of all parts; None where they have changed."""
+        self._table = sqlite3.connect(":memory:", check_same_thread=False)
+        self._table.row_factory = sqlite3.Row
+        self._table.execute(f"CREATE TABLE lines ({NAMES})")
+        self._stamps: dict[str, tuple[int, int]] = {}
+        """Size and modification time in ns of each file in the table: another one is another file."""
         self._files, self._looked_at = 0, 0
         """Of the scan that runs, or of the last one."""
         self._broken = ""
@@ -103,31 +91,28 @@ class Trajectories:
             KeyError: an unknown column, kind or problem.
         """
         self.scan()
-        sources, rows, files = self._joined()
-        chosen = np.ones(len(rows), bool)
-        for column, (low, high) in filters.items():
-            values = rows[SORTABLE[_place(SORTABLE, column)]]
-            chosen &= (values >= low) & (values <= high)
-        if kind:
-            chosen &= rows["kind"] == _place(KINDS, kind)
-        if problem:
-            chosen &= rows["problem"] == _place(PROBLEMS, problem)
-        order = np.flatnonzero(chosen)
-        values = rows[SORTABLE[_place(SORTABLE, sort)]][order]
-        order = order[np.argsort(values, kind="stable")]  # ties by place, so pages never overlap
-        if descending:
-            known = len(values) - int(np.isnan(values).sum())  # lines without such a number come last either way
-            order = np.concatenate([order[:known][::-1], order[known:]])
-        shown = order[first : first + min(count, MAX_PAGE)].tolist()
+        wanted = [f'"{_known(SORTABLE, column)}" BETWEEN ? AND ?' for column in filters]
+        values: list[Any] = [bound for bounds in filters.values() for bound in bounds]
+        for column, names, value in (("kind", KINDS, kind), ("problem", PROBLEMS, problem)):
+            if value:
+                wanted.append(f"{column} = ?")
+                values.append(_known(names, value))
+        chosen, way = f"FROM lines WHERE {' AND '.join(wanted or ['1'])}", "DESC" if descending else "ASC"
+        column = f'"{_known(SORTABLE, sort)}"'
+        # lines without such a number come last either way; ties by place, so pages never overlap
+        order = f"ORDER BY {column} IS NULL, {column} {way}, rowid {way} LIMIT ? OFFSET ?"
+        with self._lock:
+            (total,) = self._table.execute("SELECT count(*) FROM lines").fetchone()
+            (found,) = self._table.execute(f"SELECT count(*) {chosen}", values).fetchone()
+            shown = self._table.execute(f"SELECT * {chosen} {order}", [*values, min(count, MAX_PAGE), first]).fetchall()
         gone: list[str] = []
-        briefs = [self._brief(sources[files[i]], rows[i], gone) for i in shown]
         return {
-            "total": len(rows),
-            "found": len(order),
+            "rows": [self._brief(row, gone) for row in shown],
+            "total": total,
+            "found": found,
             "files": self._files,
             "files_read": self._looked_at,
             "broken": next(filter(None, [*gone, self._broken, *self._left_out]), ""),
-            "rows": briefs,
         }
 
     def one(self, name: str) -> dict[str, Any]:
@@ -137,45 +122,21 @@ class Trajectories:
             KeyError: it has not.
             GoneError: the file was deleted or written anew since.
         """
-        sources, rows, files = self._joined()
-        file, _, offset = name.rpartition(":")
-        number = next((i for i, source in enumerate(sources) if self._relative(source) == file), None)
-        found = np.zeros(0, np.int64)
-        if number is not None and offset.isdecimal() and len(offset) < 18:
-            found = np.flatnonzero((files == number) & (rows["offset"] == int(offset)))
-        if number is None or not found.size:
-            raise KeyError(f"{name}: no line there; if it was, its file was deleted or written anew since")
-        row = rows[int(found[0])]
-        return {
-            **self._numbers(sources[number], row),
-            "samples": self._samples(sources, rows, files, row),
-            "line": self._line(sources[number], int(offset)),
-        }
-
-    def _samples(self, sources: Sequence[TrajectoryFile], rows: Array, files: Array, row: Array) -> list[str]:
-        """Ids of all samples of a line's trajectory, the line itself included: one, mostly."""
-        if row["kind"] != KINDS.index("trained"):
-            return []
-        alike = (rows["kind"] == row["kind"]) & (rows["step"] == row["step"])
-        places = np.flatnonzero(alike & (rows["trajectory"] == row["trajectory"])).tolist()
-        found = sorted((self._relative(sources[files[i]]), int(rows["offset"][i])) for i in places)
-        return [f"{file}:{offset}" for file, offset in found]
-
-    def _joined(self) -> tuple[list[TrajectoryFile], Array, Array]:
-        """Sources, and the lines of all of them with their source's number; newest file last."""
         with self._lock:
-            if self._table is None:
-                parts = list(self._parts.values())
-                rows = np.concatenate([np.zeros(0, COLUMNS), *(part for _, part in parts)])
-                files = np.repeat(np.arange(len(parts), dtype=np.int32), [len(part) for _, part in parts])
-                self._table = ([source for source, _ in parts], rows, files)
-            return self._table
+            row = self._table.execute("SELECT * FROM lines WHERE file || ':' || offset = ?", [name]).fetchone()
+            if row is None:
+                raise KeyError(f"{name}: no line there; if it was, its file was deleted or written anew since")
+            same = "SELECT file, offset FROM lines WHERE kind = 'trained' AND step = ? AND trajectory = ? ORDER BY 1, 2"
+            samples = self._table.execute(same, [row["step"], row["trajectory"]]).fetchall()
+        # all samples of its trajectory, itself included: one, mostly
+        ids = [_id(each) for each in samples] if row["kind"] == "trained" else []
+        return {**_numbers(row), "samples": ids, "line": self._line(row)}
 
-    def _line(self, source: TrajectoryFile, offset: int) -> dict[str, Any]:
+    def _line(self, row: Row) -> dict[str, Any]:
         """Raises GoneError: it is no longer where the index has it."""
         try:
-            with source.path.open("rb") as file:
-                file.seek(offset)
+            with (self.folder / row["file"]).open("rb") as file:
+                file.seek(row["offset"])
                 found = json.loads(file.readline())
         except FileNotFoundError:
             why = "was deleted since this page listed it; a run deletes none, so see what else cleans its folder"
@@ -183,119 +144,99 @@ class Trajectories:
             why = "was written anew since this page listed it, as by --resume; draw the page again"
         else:
             return found if isinstance(found, dict) else {}
-        raise GoneError(f"{self._relative(source)} {why}")
+        raise GoneError(f"{row['file']} {why}")
 
-    def _brief(self, source: TrajectoryFile, row: Array, gone: list[str]) -> dict[str, Any]:
+    def _brief(self, row: Row, gone: list[str]) -> dict[str, Any]:
         """A line of a page; of one that is no longer in its file the numbers, and why among the `gone`."""
         line: Mapping[str, Any] = {}
         try:
-            line = self._line(source, int(row["offset"]))
+            line = self._line(row)
         except GoneError as error:
             gone.append(str(error))
-        prompt, text = _prompt(line), str(line.get("text", ""))
-        return {**self._numbers(source, row), "prompt": prompt[:TEXT_CHARS], "text": text[:TEXT_CHARS]}
-
-    def _numbers(self, source: TrajectoryFile, row: Array) -> dict[str, Any]:
-        numbers = {column: _plain(row[column]) for column in SORTABLE}
-        words = {"kind": KINDS[int(row["kind"])], "problem": PROBLEMS[int(row["problem"])]}
-        file = self._relative(source)
-        return {"id": f"{file}:{row['offset']}", **numbers, **words, "file": file}
-
-    def _relative(self, source: TrajectoryFile) -> str:
-        return str(source.path.relative_to(self.folder))
+        return {**_numbers(row), "prompt": _prompt(line)[:TEXT_CHARS], "text": str(line.get("text", ""))[:TEXT_CHARS]}
 
     def _scan(self) -> None:
         left_out: list[str] = []
         named = sorted(self._named(left_out), reverse=True)
-        self._keep({path for _, _, path in named})
+        for file in self._stamps.keys() - {file for _, _, file in named}:
+            self._put(file, [])
+            del self._stamps[file]
         self._files = len(named)
-        for number, (step, kind, path) in enumerate(named, start=1):
+        for number, (step, kind, file) in enumerate(named, start=1):
             if self._closed:
                 return
             try:
-                self._take_in(path, kind, step)
+                stat = (self.folder / file).stat()
+                stamp = (stat.st_size, stat.st_mtime_ns)
+                if self._stamps.get(file) != stamp:
+                    self._put(file, list(self._read(file, kind, step)))
+                    self._stamps[file] = stamp
             except (OSError, *BAD_LINE) as error:  # pruned meanwhile, or a disk
-                left_out.append(_why_not(str(path.relative_to(self.folder)), error))
+                left_out.append(_why_not(file, error))
             self._looked_at = number
         self._left_out = left_out
 
-    def _keep(self, there: set[Path]) -> None:
-        """Leave out lines of all other files."""
-        with self._lock:
-            kept = {path: part for path, part in self._parts.items() if path in there}
-            self._table = self._table if len(kept) == len(self._parts) else None
-            self._parts = kept
+    def _put(self, file: str, rows: Sequence[Sequence[Any]]) -> None:
+        """Take the lines of a file in, in place of those of before."""
+        with self._lock, self._table:  # all of them or none
+            self._table.execute("DELETE FROM lines WHERE file = ?", [file])
+            self._table.executemany(f"INSERT INTO lines VALUES ({', '.join('?' * len(COLUMNS))})", rows)
 
-    def _take_in(self, path: Path, kind: int, step: int) -> None:
-        """Index a file that is new or another one than before. Raises OSError, BAD_LINE."""
-        stat = path.stat()
-        source = TrajectoryFile(path, kind, step, (stat.st_size, stat.st_mtime_ns))
-        with self._lock:
-            before = self._parts.get(path)
-        if before is None or before[0] != source:
-            rows = self._read(source)
-            with self._lock:
-                self._parts[path] = (source, rows)
-                self._table = None
-
-    def _named(self, left_out: list[str]) -> Iterator[tuple[int, int, Path]]:
-        """Step or version, kind and path of each file; one whose name does not say them is `left_out`."""
-        for kind, (pattern, name) in enumerate(FILES):
+    def _named(self, left_out: list[str]) -> Iterator[tuple[int, str, str]]:
+        """Step or version, kind and name of each file; one whose name does not say them is `left_out`."""
+        for kind, (pattern, name) in zip(KINDS, FILES, strict=True):
             for path in self.folder.glob(pattern):
-                relative = str(path.relative_to(self.folder))
-                match = name.fullmatch(relative)
+                file = str(path.relative_to(self.folder))
+                match = name.fullmatch(file)
                 if match is None:
-                    left_out.append(f"{relative} is left out: it is not named as {pattern.replace('*', 'N')}")
+                    left_out.append(f"{file} is left out: it is not named as {pattern.replace('*', 'N')}")
                 else:
-                    yield int(match[1]), kind, path
+                    yield int(match[1]), kind, file
 
-    def _read(self, source: TrajectoryFile) -> Array:
-        rows: list[tuple[float, ...]] = []
+    def _read(self, file: str, kind: str, step: int) -> Iterator[tuple[Any, ...]]:
         offset = 0
-        with source.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with (self.folder / file).open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
                 if line.endswith(b"\n"):
                     try:
-                        rows.append((offset, source.step, *self._measure(json.loads(line), source), source.kind))
+                        yield file, kind, offset, step, *self._measure(json.loads(line), kind, step)
                     except BAD_LINE as error:
-                        self._broken = self._broken or _why_not(f"{self._relative(source)}, line {number}", error)
+                        self._broken = self._broken or _why_not(f"{file}, line {number}", error)
                 offset += len(line)
-        return np.array(rows, COLUMNS)
 
-    def _measure(self, line: Mapping[str, Any], source: TrajectoryFile) -> tuple[float, ...]:
+    def _measure(self, line: Mapping[str, Any], kind: str, step: int) -> tuple[Any, ...]:
         """The columns from `reward` to `problem` of a line."""
         reward = float(line["reward"])
-        if source.kind == 1:
-            cut = line.get("finish_reason") == "length"
-            numbers = (int(line["tokens"]), 0, 1, np.nan, int(line["index"]), -1)
-            return reward, np.nan, *numbers, PROBLEMS.index("cut") if cut else 0
+        if kind == "evaluation":
+            problem = "cut" if line.get("finish_reason") == "length" else "none"
+            return reward, None, int(line["tokens"]), 0, 1, None, int(line["index"]), None, problem
         mask, versions = line["loss_mask"], line["versions"]
         sampled = [bool(trained or logprob) for trained, logprob in zip(mask, line["logprobs"], strict=True)]
-        oldest = min((v for v, trained in zip(versions, mask, strict=True) if trained), default=source.step - 1)
+        oldest = min((v for v, trained in zip(versions, mask, strict=True) if trained), default=step - 1)
         turns = sum(1 for before, now in zip([False, *sampled], sampled, strict=False) if now and not before)
         ratio, advantage = _largest_ratio(line), float(line["advantage"])
-        problem = 0
+        problem = "none"
         if self.max_new_tokens and len(mask) >= self.max_new_tokens:
-            problem = PROBLEMS.index("cut")
+            problem = "cut"
         elif advantage == 0:
-            problem = PROBLEMS.index("no_signal")
-        elif ratio > DRIFTED:
-            problem = PROBLEMS.index("drifted")
+            problem = "no_signal"
+        elif ratio is not None and ratio > DRIFTED:
+            problem = "drifted"
         elif sum(sampled) > sum(mask):
-            problem = PROBLEMS.index("masked")
+            problem = "masked"
         place = (int(line["group"][1]), int(line["trajectory"]))
-        return reward, advantage, len(mask), source.step - 1 - oldest, turns, ratio, *place, problem
+        return reward, advantage, len(mask), step - 1 - oldest, turns, ratio, *place, problem
 
 
 def _why_not(what: str, error: Exception) -> str:
     return f"{what} is left out: {type(error).__name__}: {error}"
 
 
-def _largest_ratio(line: Mapping[str, Any]) -> float:
-    """Of a token's ratio of trainer and behaviour probability or its inverse, the largest; NaN without any."""
+def _largest_ratio(line: Mapping[str, Any]) -> float | None:
+    """Of a token's ratio of trainer and behaviour probability or its inverse, the largest; None without any."""
     pairs = zip(line.get("trainer_logprobs") or (), line["logprobs"], strict=False)
-    largest = max((abs(trainer - behaviour) for trainer, behaviour in pairs if trainer is not None), default=np.nan)
-    return float(np.exp(min(largest, 80.0)))
+    largest = max((abs(trainer - behaviour) for trainer, behaviour in pairs if trainer is not None), default=None)
+    return None if largest is None else math.exp(min(largest, 80.0))
 
 
 def _prompt(line: Mapping[str, Any]) -> str:
@@ -306,13 +247,17 @@ def _prompt(line: Mapping[str, Any]) -> str:
     return str(prompt)
 
 
-def _place(names: Sequence[str], name: str) -> int:
+def _known(names: Sequence[str], name: str) -> str:
     """Raises KeyError: it is none of the names."""
     if name not in names:
         raise KeyError(f"{name!r} is none of {', '.join(names)}")
-    return names.index(name)
+    return name
 
 
-def _plain(value: Any) -> float | int | None:
-    number = value.item()
-    return None if number != number else round(number, 6)
+def _id(row: Row) -> str:
+    return f"{row['file']}:{row['offset']}"
+
+
+def _numbers(row: Row) -> dict[str, Any]:
+    numbers = {name: None if row[name] is None else round(row[name], 6) for name in SORTABLE}
+    return {"id": _id(row), **numbers, "kind": row["kind"], "problem": row["problem"], "file": row["file"]}

@@ -114,26 +114,27 @@ def _truth(text: str) -> list[Any]:
 
 def _parsed(text: str) -> list[Any]:
     """[expression, text] of a formula, or an empty list."""
-    parse, targets = _library()
-    found: list[Any] = parse("$" + text.replace("$", " ") + "$", targets, parsing_timeout=None)
+    math_verify = library()
+    targets = [math_verify.LatexExtractionConfig()]
+    found: list[Any] = math_verify.parse("$" + text.replace("$", " ") + "$", targets, parsing_timeout=None)
     return found
 
 
 @functools.cache
-def _library() -> tuple[Any, list[Any]]:
-    """Raises RewardError: not installed."""
+def library(needed_by: str = "'math'") -> Any:
+    """math-verify. Raises RewardError: not installed."""
     try:
-        from math_verify import LatexExtractionConfig, parse
+        import math_verify
     except ImportError as error:
         raise RewardError(
-            "reward.function: 'math' needs math-verify, which is not installed; install the extra: pip install"
+            f"reward.function: {needed_by} needs math-verify, which is not installed; install the extra: pip install"
             " 'slipstream-rl[math]'"
         ) from error
     for name in ("math_verify", "latex2sympy2_extended"):  # they warn of every answer that is no formula
         logging.getLogger(name).setLevel(logging.ERROR)
-    return parse, [LatexExtractionConfig()]
+    return math_verify
 
 
 def prepare() -> None:
     """Load math-verify, which takes a second. Raises RewardError: not installed."""
-    _library()
+    library()
