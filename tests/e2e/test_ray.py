@@ -268,7 +268,7 @@ def test_a_job_of_ray_runs_and_leaves_no_secret(tmp_path, untrained, monkeypatch
     launched = Launched(tmp_path, untrained, raylets, f"n{secrets.token_hex(3)}", tmp_path / "go-on")
     (tmp_path / "seen.py").write_text(SEEN.format(folder=str(tmp_path)))
     words = [*launched.settings(f"{tmp_path}/seen.py:reward"), "--forward-env", "CANARY"]
-    job = [sys.executable, "-m", "slipstream.launch", "run", "--ray", *words]
+    job = [sys.executable, "-m", "slipstream.launch", "run", "--ray", raylets.address, *words]
     submit = [f"{Path(sys.executable).parent}/ray", "job", "submit", "--address", f"http://{raylets.web}", "--", *job]
     texts: dict[str, str] = {}
     healthy = f"http://{raylets.address.rpartition(':')[0]}:{agent}/api/local_raylet_healthz"
