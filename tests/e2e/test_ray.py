@@ -23,6 +23,7 @@ import pytest
 
 from configs import load
 from scripts.chaos.checker import check
+from slipstream.runtime.hang import processes as kernel
 from tests.support.runs import Run, environment, free_port, left_over, patient_reward, processes, terminal
 from tests.support.waiting import PATIENT_S, until
 
@@ -159,7 +160,7 @@ def test_a_lost_node_comes_back(launched, role, what):
             raylet = next(each for each in launched.raylets.all_of("raylet") if each.pid == actor.ppid())
             raylet.kill()
             raylet.wait()
-        until(lambda: not old.is_running() or old.status() == psutil.STATUS_ZOMBIE, "the end of the node's process")
+        until(lambda: (found := kernel.of(old.pid)) is None or found.state == "Z", "the end of the node's process")
         ended = time.monotonic() - began
         if role == "learner" and what == "raylet":
             launched.raylets.add()
