@@ -348,7 +348,7 @@ class Service:
 
     def _expired(self, what: str, owed_by: Sequence[str], waited_s: float, key: str) -> str:
         """Report a wait of replay that was too long, in a thread of its own; what to add to the message."""
-        state = partial(self._state, time.monotonic())
+        state = partial(self._state, time.monotonic(), m.StatusRequest())
         return expired(what, owed_by=owed_by, waited_s=waited_s, key=key, status=state, ends=False)
 
     def _say_hung(self, what: str, owed_by: Sequence[str], waited_s: float, key: str) -> None:
