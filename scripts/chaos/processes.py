@@ -17,7 +17,7 @@ from stat import S_ISSOCK
 
 import psutil
 
-from slipstream.runtime.hang.processes import of
+from slipstream.runtime.processes import of
 
 TORCHRUN = r" slipstream\.launch\.torchrun "
 ROLES = {"replay": r" replay\.main ", "learner": rf"^(?!.*{TORCHRUN}).* learner\.train ", "torchrun": TORCHRUN}

@@ -14,9 +14,8 @@ import pytest
 from configs.algorithm import Rollout
 from slipstream.launch import children, servers, torchrun
 from slipstream.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, LocalServers, Restarts, RunFailed
-from slipstream.runtime import ending
+from slipstream.runtime import ending, processes
 from slipstream.runtime.ending import Ending
-from slipstream.runtime.hang import processes
 from slipstream.runtime.lifeline import CANNOT_GO_ON, CANNOT_START, RUN_FAILED
 from tests.support.waiting import until
 

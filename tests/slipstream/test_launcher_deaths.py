@@ -20,8 +20,8 @@ from slipstream.launch import children
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.servers import RunFailed
 from slipstream.plan.processes import Plan, Process
+from slipstream.runtime import processes
 from slipstream.runtime.ending import Ending
-from slipstream.runtime.hang import processes
 from slipstream.runtime.lifeline import CANNOT_GO_ON
 from slipstream.view.live_view import LiveView
 from tests.support.waiting import until
