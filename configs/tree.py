@@ -82,6 +82,12 @@ class Tree(Section):
         return [share.node for share in self.shares if share.learner]
 
     @property
+    def wait_for_learner_s(self) -> float:
+        """How long replay waits for a dead learner; a node of several that is away has its time before."""
+        away_s = self.placement.give_up_after_s if len(self.learner_nodes) > 1 else 0.0
+        return self.replay.wait_for_learner_s + away_s
+
+    @property
     def num_learner_ranks(self) -> int:
         """Ranks of the learner over all nodes, one a device."""
         return sum(len(share.learner) for share in self.shares)

@@ -1,12 +1,14 @@
 """This process's place among the learner's ranks and its process group, on one node or several.
 
-Everything about the place comes from torchrun's environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT);
-without it the process is the only rank.
+Everything about the place comes from the environment (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as
+torchrun has them); without it the process is the only rank. SLIPSTREAM_GENERATION keeps the ranks of one start of the
+learner apart from what is left of an earlier one.
 """
 
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.errors import SlipstreamError, Unexpected
@@ -22,6 +25,7 @@ from configs.schema import Config
 from learner.collectives import AFTER_S, CollectiveFailed, CollectiveTimedOut
 from learner.policy.meshes import Meshes, make_meshes
 from replay.channel.interfaces import bind_collectives
+from slipstream.runtime import ending
 from slipstream.runtime.hang import expired
 from weight_bus.transports import set_nccl_defaults
 
@@ -32,6 +36,7 @@ class RanksError(SlipstreamError, RuntimeError, code="SLIP-LEARN-05"):
     """This process cannot take its place; the message says what does not fit."""
 
 
+MEET_S = 0.05
 TIMED_OUT = re.compile(r"timed? ?out", re.IGNORECASE)
 """In what gloo and NCCL say of a collective that did not end in time."""
 
@@ -62,14 +67,15 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     """Join the learner's process group; leave it at the end.
 
     Raises:
-        RanksError: torchrun started another number of ranks than the placement says, or there is no such GPU.
+        RanksError: another number of ranks was started than the placement says, or there is no such GPU.
+        CollectiveTimedOut: the others do not come within placement.give_up_after_s.
         InterfaceError: network.host is no address of this machine.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world_size != config.num_learner_ranks:
         raise RanksError(
-            f"torchrun started {world_size} ranks, the placement has {config.num_learner_ranks} learner devices;"
-            " start as many on all learner nodes together, or change placement"
+            f"WORLD_SIZE is {world_size}, the placement has {config.num_learner_ranks} learner devices; start as many"
+            " ranks on all learner nodes together, or change placement"
         )
     device = device_of(config)
     set_deterministic(config.learner.deterministic)
@@ -80,17 +86,52 @@ def join_ranks(config: Config) -> Iterator[Ranks]:
     else:
         torch.set_num_threads(config.learner.num_threads)
     bind_collectives(os.environ, config.network.host)
-    for name, default in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "0"), ("RANK", "0"), ("WORLD_SIZE", "1")):
-        os.environ.setdefault(name, default)
     timeout = timedelta(seconds=config.learner.collective_deadline_s + (AFTER_S if device.type == "cuda" else 0))
+    store = meet(rank, world_size, config.placement.give_up_after_s)
+    store.set_timeout(timeout)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     yield Ranks(rank, world_size, device, make_meshes(config.learner.mesh, device, timeout))
     # Only after a good run: with a peer inside a collective this would wait for it.
     dist.destroy_process_group()
+
+
+def meet(rank: int, world_size: int, limit_s: float) -> Store:
+    """Find the other ranks of this start in a store that rank 0 serves.
+
+    Raises:
+        CollectiveTimedOut: after `limit_s` seconds; it names who has not come.
+    """
+    host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
+    since, limit = time.monotonic(), timedelta(seconds=limit_s)
+    try:
+        served = TCPStore(host, port, world_size, rank == 0, limit, wait_for_workers=False)
+    except dist.DistNetworkError as error:
+        if rank == 0:  # its port is taken
+            raise
+        raise _absent(rank, [0], f"{host}:{port}", since) from error
+    store = PrefixStore(f"generation-{os.environ.get(ending.GENERATION, '0')}", served)
+    keys = [f"here/{other}" for other in range(world_size)]
+    store.set(keys[rank], "")
+    while not store.check(keys):
+        if time.monotonic() - since > limit_s:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            raise _absent(rank, missing, f"{host}:{port}", since)
+        time.sleep(MEET_S)
+    return store
+
+
+def _absent(rank: int, others: list[int], where: str, since: float) -> CollectiveTimedOut:
+    names, key, waited_s = [f"learner-{one}" for one in others], "placement.give_up_after_s", time.monotonic() - since
+    report = expired(f"other learner ranks at {where}", owed_by=names, waited_s=waited_s, key=key)
+    said = f"rank {rank} waited {waited_s:.0f} s at {where} for {', '.join(names)} ({key}){report} [silent]"
+    return CollectiveTimedOut(said)
 
 
 def named(error: Exception) -> Exception:

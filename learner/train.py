@@ -1,4 +1,4 @@
-"""Learner's main loop: batch → update → weight broadcast. One process per training device, under torchrun.
+"""Learner's main loop: batch → update → weight broadcast. One process per training device.
 
 consumes     Batch (replay): this rank's trajectories of the step
 produces     Committed (replay) and one policy version per step (weight bus)
@@ -120,7 +120,7 @@ def open_reader(config: Config, address: str, rank: int, vitals: Vitals | None =
 
 def main(make_learner: MakeLearner = Learner) -> NoReturn:
     """Entry point of one rank."""
-    parser = argparse.ArgumentParser(prog="torchrun -m learner.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m learner.train", description=__doc__)
     add_arguments(parser)
     parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
     parser.add_argument("--resume", action="store_true", help="start from the newest complete checkpoint")
@@ -130,7 +130,7 @@ def main(make_learner: MakeLearner = Learner) -> NoReturn:
     name = f"learner-{rank}"
     try:
         config = from_arguments(args)
-        set_up_logging(name, config.run_dir)
+        set_up_logging(name, None if PARENT in os.environ else config.run_dir)
         hang.begin(name, config.run_dir, replay=args.replay, keys=config.network.keys)
         with Vitals(config, name, "learner", device=readings) as vitals:
             train(config, args.replay, resume=args.resume, make_learner=make_learner, vitals=vitals)

@@ -58,6 +58,7 @@ class StatusReport:
             "peers": [
                 {
                     "name": peer.name,
+                    "pid": peer.hello.pid,
                     "role": peer.role,
                     "version": peer.version if peer.role == "rollout_server" else None,
                     "activity": peer.activity,

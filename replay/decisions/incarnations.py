@@ -88,7 +88,7 @@ class Incarnations:
                 peer.last_acted = now
         if self.number == 0 or self.peers.rank(0) is not None or has_ended:
             self._here_at = now
-        elif now - self._here_at > (waited := config.replay.wait_for_learner_s):
+        elif now - self._here_at > (waited := config.wait_for_learner_s):
             said = self._expired("a learner", ("learner-0",), waited, key := "replay.wait_for_learner_s")
             self._fail(str(NoLearner(f"no learner for {waited:g} s ({key}){said} [silent]")))
 
@@ -218,6 +218,7 @@ class Incarnations:
 
     def _lost(self, peer: Peer, reason: str) -> None:
         self.peers.remove(peer.identity)
+        self.peers.silent[peer.name] = peer.hello
         self.run.counters["learner_ranks_lost"] += 1
         log.warning("replay: %s; the run waits %g s for it (replay.wait_for_learner_s)",
-                    reason, self.run.config.replay.wait_for_learner_s)  # fmt: skip
+                    reason, self.run.config.wait_for_learner_s)  # fmt: skip

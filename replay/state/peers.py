@@ -71,7 +71,7 @@ class Peers:
         self.gone: dict[str, str] = {}
         """Why peers were removed, by identity, until replay/timeline.py has read it."""
         self.silent: dict[str, Hello] = {}
-        """Rollout servers that were removed because nothing came of them, by name, until one of that name comes."""
+        """Peers that were removed because nothing came of them, by name, until one of that name comes."""
         self.outbox: list[tuple[str, Message]] = []
         """(identity, message) in order; replay/serve.py carries them, once what they tell of is in the journal."""
 

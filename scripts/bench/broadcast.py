@@ -36,7 +36,7 @@ def raw_broadcast(config: Config, num_bytes: int) -> dict[str, Any]:
         visible = visible_devices(os.environ)
         chosen = [share.learner[0], *receivers]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(visible[i] if visible else str(i) for i in chosen)
-    words = ["-m", "slipstream.launch.torchrun", "--standalone", f"--nproc-per-node={len(receivers) + 1}"]
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(receivers) + 1}"]
     words += ["-m", "scripts.bench.broadcast", str(num_bytes), str(config.weight_bus.bucket_bytes)]
     words += [config.weight_bus.backend, config.network.host]
     said = output_of("the raw broadcast", words, LIMIT_S, **environment)

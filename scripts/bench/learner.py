@@ -26,7 +26,7 @@ from slipstream.runtime.lifeline import PARENT, die_with_parent
 GROUP = 8
 SIGMA = 0.7
 WARM_UP = 2
-TORCHRUN = ["-m", "slipstream.launch.torchrun", "--standalone"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
 """Dense bfloat16 products per second, by a part of the device's name."""
 HEATS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""`torchrun -m scripts.bench.train`: one learner rank that runs the phases of the pipeline benchmark.
+"""`python -m scripts.bench.train`: one learner rank that runs the phases of the pipeline benchmark.
 
 The loop is that of learner/train.py, and so are replay, the rollout servers and the weight bus. Only the steps of
 the idle phase leave the update out. After the last step the updates are made once more from batches in memory, while

@@ -253,7 +253,7 @@ class Cluster:
         return checker.check(self.folder, journal=self.watch.archive, acks=records)
 
     def pids(self, role: str) -> list[int]:
-        """Living processes of a role: replay, learner (its ranks), `rank 1`, torchrun, or a started process's name."""
+        """Living processes of a role: replay, learner (its ranks), `rank 1`, or a started process's name."""
         if role in self.started:
             return [self.started[role].pid] if self.started[role].poll() is None else []
         if role == "rank 1":

@@ -19,8 +19,7 @@ import psutil
 
 from slipstream.runtime.processes import of
 
-TORCHRUN = r" slipstream\.launch\.torchrun "
-ROLES = {"replay": r" replay\.main ", "learner": rf"^(?!.*{TORCHRUN}).* learner\.train ", "torchrun": TORCHRUN}
+ROLES = {"replay": r" replay\.main ", "learner": r" learner\.train "}
 """What the command line of a role matches."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 SYS_PIDFD_GETFD = 438
@@ -46,7 +45,7 @@ def commands(processes: Iterable[psutil.Process]) -> dict[int, str]:
 
 
 def of_role(root: int, role: str) -> list[int]:
-    """Pids of replay, of torchrun, or of the learner ranks in the order of their start, below the launcher."""
+    """Pids of replay, or of the learner ranks in the order of their start, below the launcher."""
     return [pid for pid, command in below(root).items() if re.search(ROLES[role], command)]
 
 

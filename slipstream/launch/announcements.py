@@ -21,7 +21,7 @@ OTHER_RANK = re.compile(r" learner-(?!0 )\d+ [A-Z]+ guard: ")
 
 
 class Repeats:
-    """What several logs of a run say: torchrun's repeats each rank's, the launcher's what it shows, ranks judge alike.
+    """What several logs of a run say: the launcher's repeats what it shows, and ranks judge alike.
 
     Give it the launcher's log after the others.
     """
@@ -30,9 +30,9 @@ class Repeats:
         self._said: deque[str] = deque(maxlen=REMEMBERED)
 
     def is_new(self, path: Path, line: str, text: str) -> bool:
-        """Whether no log has said this yet: the whole line, or its text where the launcher says it."""
-        known = line in self._said or (path.name == EVENTS_LOG and text in self._said)
-        self._said += (line, text)
+        """Whether no other log has said what the launcher says, and no other rank what rank 0 does."""
+        known = path.name == EVENTS_LOG and text in self._said
+        self._said.append(text)
         return not known and OTHER_RANK.search(line) is None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from configs.errors import CODE, coded
 from slipstream.runtime import packages
-from slipstream.runtime.ending import PATH, SUFFIX, Ending, how, read_file
+from slipstream.runtime.ending import SUFFIX, Ending, how, read_file
 from slipstream.runtime.hang import expired
 from slipstream.runtime.hang.report import end_of
 from slipstream.runtime.processes import of
@@ -132,7 +132,6 @@ def start(name: str, command: Sequence[str], log_path: Path, environment: Mappin
     """Start a child in a session of its own, its output appended to the log."""
     log_path.parent.mkdir(parents=True, exist_ok=True)
     ending_of(log_path).unlink(missing_ok=True)
-    own = {PATH: str(ending_of(log_path))}
     with log_path.open("ab") as log:
         offset = log.tell()
         process = subprocess.Popen(
@@ -140,7 +139,7 @@ def start(name: str, command: Sequence[str], log_path: Path, environment: Mappin
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **packages.environment(), **own, **environment},
+            env={**os.environ, **packages.environment(), **environment},
             start_new_session=True,  # Ctrl-C reaches the launcher alone, which ends the others in order
         )
     return Child(name, process, log_path, offset)

@@ -2,17 +2,17 @@
 
 A child that dies is named in one line. A rollout server is started again (N times, with backoff), then the run waits
 for any server; replay and a learner that was killed are started again in place: replay goes on from its journal, the
-learner from its newest checkpoint and the journalled steps after it. What refuses to go on ends the run.
+learner, on all its nodes, from its newest checkpoint and the journalled steps after it. What refuses to go on ends the
+run.
 """
 
 import logging
-import math
 import os
 import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,13 +25,15 @@ from replay.channel import ChannelError, Dealer, WireError, load_keys
 from slipstream.launch import children
 from slipstream.launch.announcements import Announcements
 from slipstream.launch.children import Child, RowTail
+from slipstream.launch.learner.generations import Generations
+from slipstream.launch.learner.ranks import RankGroup, cause
 from slipstream.launch.machine import this_machine
 from slipstream.launch.run_folder import JOB, RunFolder, new_job
-from slipstream.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, Restarts, RunFailed
+from slipstream.launch.servers import GOOD_RUN_S, DidNotStart, LocalServers, NodeAway, Restarts, RunFailed
 from slipstream.plan.processes import Machine, Plan, assign
 from slipstream.runtime import ending
 from slipstream.runtime.hang import registry
-from slipstream.runtime.lifeline import CANNOT_GO_ON, CHECKPOINT, PARENT, RUN_FAILED
+from slipstream.runtime.lifeline import CANNOT_GO_ON, CHECKPOINT, RUN_FAILED
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +42,11 @@ STATUS_S = 0.5
 REPLAY_START_S = 60.0
 OVER_S = 1.0
 LEAVES_S = 3.0
-"""The ranks have this long to leave after one of them; torchrun itself waits for 30 s."""
+"""The ranks have this long to leave after one of them."""
+NOTED_S = 1.0
+"""How long another node may take to note what its ranks died of."""
+ABSENT_S = 10.0
+"""Learner nodes that are away for longer are named."""
 CHECKPOINT_S = 15.0
 """How long a run that is told to end may take for a last checkpoint: the end of a step, the next one, and the copy."""
 FAREWELL_S = 20.0
@@ -78,7 +84,8 @@ class Launcher:
     address: str = ""
     """Of replay, once it listens."""
     replay: Child = field(init=False)
-    learner: Child = field(init=False)
+    learner: RankGroup = field(default_factory=RankGroup)
+    """The ranks of this node, once all other learner nodes have theirs."""
     servers: LocalServers = field(init=False)
     processes: dict[str, Child] = field(default_factory=dict)
     """The present process of each name."""
@@ -91,8 +98,13 @@ class Launcher:
     _started_at: float = field(default_factory=time.time)
     _status: dict[str, Any] | None = None
     _status_asked: float = 0.0
-    _rank_ended: float | None = None
-    """When the first rank of the present learner was seen to have failed; infinite once that was shown."""
+    _generations: Generations = field(init=False)
+    _began: float = 0.0
+    """When the present generation of ranks did."""
+    _missed: bool = False
+    """Nodes that have not come to it were named."""
+    _failed: float | None = None
+    """When the first rank or node of it was seen to have failed."""
 
     def __post_init__(self) -> None:
         self._machine = this_machine(self.config, is_of_the_run=not self.is_dry)
@@ -140,9 +152,11 @@ class Launcher:
         # the same for all starts of a job, so that rollout servers go on with the next one
         self._run_id = f"{self.config.run.name}-{os.environ.get(JOB) or new_job()}"
         parent = ("--parent", str(os.getpid()))
+        self._generations = Generations(self.config)
+        self._begin_generation()  # before replay answers: other learner nodes read then what this start has decided
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
         self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
-        self._start_learner()
+        self._start_ranks()
         by_name = {server.name: server for server in self.plan().of(self.node, "rollout")}
         self.servers = LocalServers(
             self.config.rollout,
@@ -161,22 +175,21 @@ class Launcher:
         """
         keys, folder = load_keys(self.config.network.keys), RunFolder(self.run_dir)
         with Dealer(self.address, f"launcher.{secrets.token_hex(4)}", m.FROM_REPLAY, keys=keys) as dealer:
-            while (code := self.learner.exit_code()) != 0:
+            while not self.learner.is_done:
                 folder.check()  # first: processes that die of it name some file
                 try:
-                    self._watch_once(dealer, code)
+                    self._watch_once(dealer)
                 except FileNotFoundError as error:
                     folder.check_after(error)
                 time.sleep(POLL_S)
             self._look(dealer)
 
-    def _watch_once(self, dealer: Dealer, code: int | None) -> None:
-        """Look at everything; `code` is the learner's exit code."""
+    def _watch_once(self, dealer: Dealer) -> None:
+        """Look at everything."""
         self._look(dealer)
         if self.replay.exit_code() is not None:
             self._replay_died()
-        if code is not None:
-            self._learner_died(dealer)
+        self._watch_learner(dealer)
         self.servers.end_silent(self._status["silent"] if self._status else ())
         self.servers.watch(self._run_is_over())
 
@@ -192,7 +205,7 @@ class Launcher:
 
     def write_checkpoint(self, why: str) -> None:
         """Have the learner write a checkpoint of its next step, for at most CHECKPOINT_S. Raises Interrupted."""
-        if "learner" not in self.processes or self.learner.exit_code() is not None or self.play is not None:
+        if not self.learner.is_running or self.play is not None:
             return
         before, lines = latest_complete(self.run_dir)[0], ledger.read(self.run_dir)
         if not lines or (before is not None and before.name == f"step_{lines[-1]['step']}"):
@@ -200,7 +213,7 @@ class Launcher:
         self.view.event(f"{why}: a checkpoint is written, for at most {CHECKPOINT_S:g} s; another signal ends at once")
         self.replay.process.send_signal(CHECKPOINT)
         deadline = time.monotonic() + CHECKPOINT_S
-        while time.monotonic() < deadline and self.learner.exit_code() is None:
+        while time.monotonic() < deadline and self.learner.is_running:
             if latest_complete(self.run_dir)[0] != before:
                 return
             time.sleep(POLL_S)
@@ -230,27 +243,54 @@ class Launcher:
             if not self._replay_was_killed():  # else, while it read its journal: the next look starts it again
                 raise
 
-    def _learner_died(self, dealer: Dealer) -> None:
-        """Restart the learner from its newest checkpoint. Raises RunFailed when that cannot help."""
-        restarts = self._learner_restarts
-        if restarts.due is None:
-            noted = self.learner.ending  # torchrun's: of the rank that was killed, or else of the first that stopped
-            cause = f"the learner stopped: {noted.said}" if noted is not None else self.learner.root_cause()
-            is_refused = noted is not None and noted.code == CANNOT_GO_ON
-            if len(self.config.learner_nodes) > 1 or is_refused or self._replay_says_over(dealer):
-                raise RunFailed(cause)
-            self.view.event(f"{restarts.begin(cause, 'learner.restarts')} from its newest checkpoint")
-            children.stop([self.learner])  # torchrun has ended; nothing of its process group stays
-        if restarts.is_due():
-            self.resume = True
-            self._start_learner()
+    def _watch_learner(self, dealer: Dealer) -> None:
+        """Restart the learner from its newest checkpoint when a rank failed. Raises RunFailed when that cannot help."""
+        restarts, now = self._learner_restarts, time.monotonic()
+        if restarts.due is not None:
+            if restarts.is_due():
+                self.resume = True
+                self._begin_generation()
+            return
+        self.learner.note_failures()
+        if (failure := self._failure()) is None:
+            self._failed = None
+            self._start_ranks()
+            return
+        self._failed = self._failed or now
+        stays = self.learner.is_running
+        if now - self._failed < (LEAVES_S if stays else NOTED_S * (len(self.config.learner_nodes) > 1)):
+            return
+        if stays:
+            self.view.event(f"{failure.said}; another rank does not leave, and is ended by force")
+        said = f"the learner stopped: {failure.said}"
+        if failure.code == CANNOT_GO_ON or self._replay_says_over(dealer):
+            raise RunFailed(said)
+        self.view.event(f"{restarts.begin(said, 'learner.restarts')} from its newest checkpoint")
+        self.learner.end()
+
+    def _failure(self) -> ending.Ending | None:
+        """Why the present generation of ranks cannot go on; None while it can."""
+        noted = ending.of_ranks(self.run_dir / "logs")
+        failed = cause([one for one in noted if one.generation == self._generations.number])
+        if failed is not None:
+            return replace(failed, said=children.without_time(failed.said))
+        ranks = self._generations.pids | {(child.name, child.pid) for child in self.learner.children}
+        status = self._status or {"peers": (), "silent": ()}
+        limit = self.config.network.silent_after_s
+        for peer in (*status["silent"], *(each for each in status["peers"] if each["silent_s"] > limit)):
+            if (peer["name"], peer["pid"]) in ranks:
+                said = f"{peer['name']} (pid {peer['pid']}) says nothing to replay (network.silent_after_s) [silent]"
+                return ending.Ending(1, said, symptom="silent")
+        if self._generations.all_came and (again := self._generations.missing()):
+            return ending.Ending(1, f"learner node {again[0]} was started again [closed]", symptom="closed")
+        return None
 
     def _learner_leaves(self) -> bool:
         """Whether the learner ends by itself within a deadline; its log then names the cause."""
         deadline = time.monotonic() + (FAREWELL_S if self.replay.exit_code() == 0 else 2.0)
-        while self.learner.exit_code() is None and time.monotonic() < deadline:
+        while self.learner.is_running and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return self.learner.exit_code() is not None
+        return bool(self.learner.children) and not self.learner.is_running
 
     def _replay_says_over(self, dealer: Dealer) -> bool:
         """Whether replay reports, within OVER_S, that the learner has ended the run."""
@@ -292,15 +332,36 @@ class Launcher:
         noted = registry.member(self.run_dir, "replay")
         return noted.replay if noted is not None and noted.pid == self.replay.pid and noted.is_here() else None
 
-    def _start_learner(self) -> None:
+    def _begin_generation(self) -> None:
+        """Have all learner nodes start their ranks anew."""
         if self.resume:
             self.say_fallback()
-        (process,) = self.plan().of(self.node, "learner")
         for path in (self.run_dir / "logs").glob(f"learner-*{ending.SUFFIX}"):
-            path.unlink()
-        self._rank_ended = None
-        environment = {**process.environment, PARENT: str(os.getpid())}
-        self.learner = self._start("learner", list(process.command), environment)
+            path.unlink(missing_ok=True)
+        self._generations.begin(resumes=self.resume)
+        self.learner, self._failed, self._began, self._missed = RankGroup(), None, time.monotonic(), False
+
+    def _start_ranks(self) -> None:
+        """Start those of this node as soon as the other nodes have theirs. Raises RunFailed when one stays away."""
+        if self.learner.children:
+            return
+        waited, limit = time.monotonic() - self._began, self.config.placement.give_up_after_s
+        if missing := ", ".join(self._generations.missing()):
+            key = "placement.give_up_after_s"
+            if waited > limit:
+                raise NodeAway(
+                    f"learner node {missing} did not come within {limit:g} s ({key}) [silent]; start its part again and"
+                    f" --resume {self.run_dir}, or place the learner on the nodes that are left"
+                )
+            if waited > ABSENT_S and not self._missed:
+                self._missed = True
+                self.view.event(f"the learner waits for node {missing}, for at most {limit:g} s ({key})")
+            return
+        (process,) = self.plan().of(self.node, "learner")
+        self.learner = RankGroup.start(
+            self._generations.number, process.command, process.of_ranks, self.run_dir / "logs"
+        )
+        self.processes |= {child.name: child for child in self.learner.children}
 
     def say_fallback(self) -> None:
         """Show which checkpoints are passed over, and where the learner continues."""
@@ -317,18 +378,7 @@ class Launcher:
         rows = self._metrics.new_rows()
         for line in self._announcements.new():
             self.view.event(line)
-        self._look_for_an_end()
         self.view.update(self._status, rows)
-
-    def _look_for_an_end(self) -> None:
-        """Show why a rank has ended as soon as another one does not leave, which torchrun waits for."""
-        found = ending.first(ending.of_ranks(self.run_dir / "logs"))
-        if found is None:
-            return
-        self._rank_ended = self._rank_ended or time.monotonic()
-        if time.monotonic() - self._rank_ended > LEAVES_S:
-            self.view.event(f"{children.without_time(found.said)}; another rank does not leave, and is ended by force")
-            self._rank_ended = math.inf
 
     def _ask_status(self, dealer: Dealer, every_s: float = STATUS_S) -> None:
         try:

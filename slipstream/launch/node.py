@@ -5,7 +5,6 @@ gone) ends everything here. Kubernetes gives it files instead, and ends it itsel
 """
 
 import argparse
-import json
 import logging
 import os
 import select
@@ -27,6 +26,7 @@ from slipstream.check.checks import check_available
 from slipstream.launch import children, ready
 from slipstream.launch.children import Child, Tail
 from slipstream.launch.key_files import write_keys
+from slipstream.launch.learner.node import LearnerNode, Terminal
 from slipstream.launch.node_spec import (
     NodeAssignment,
     add_spec_arguments,
@@ -39,15 +39,13 @@ from slipstream.launch.run_folder import JOB, folder_of
 from slipstream.launch.servers import EndedForGood, LocalServers, RunFailed
 from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, write_line
 from slipstream.runtime import hang
-from slipstream.runtime.lifeline import CANNOT_GO_ON, CANNOT_START, PARENT, RUN_FAILED, TRY_AGAIN
+from slipstream.runtime.lifeline import CANNOT_GO_ON, CANNOT_START, RUN_FAILED, TRY_AGAIN
 
 POLL_S = 0.1
 SPEC_S = 60.0
 """How long the order may take to come."""
 PATIENCE_S = 30.0
 """The launcher writes a checkpoint within 15 s and its children end within 5 s; a rollout server leaves in order."""
-STARTED = "launch/start.json"
-"""Written before replay starts, so a node that replay answers reads what this start of the job decided."""
 
 
 def main() -> int:
@@ -122,7 +120,13 @@ class Node:
 
     def run_learner(self) -> int:
         """Replay, the launcher and rank 0 on the first learner node, ranks alone on the others; the exit code."""
-        child = self._launcher() if self.assignment.is_first else self._ranks()
+        if not self.assignment.is_first:
+            terminal = Terminal(self._breathe, self._follow, show)
+            try:
+                return LearnerNode(self.assignment, self._wait_for_run_name(), terminal).run()
+            finally:
+                self._show_logs()
+        child = self._launcher()
         try:
             while child.exit_code() is None:
                 if self._ready_file is not None:
@@ -132,13 +136,13 @@ class Node:
         finally:
             ignore_signals()
             children.stop([child], PATIENCE_S)
-        if child.exit_code() == CANNOT_GO_ON and self.assignment.is_first:
+        if child.exit_code() == CANNOT_GO_ON:
             show(child.root_cause())
             return CANNOT_GO_ON
         if child.exit_code() == TRY_AGAIN:
             show(child.root_cause())
             return TRY_AGAIN
-        if child.exit_code() == 1 and self.assignment.is_first:  # the run has failed; its launcher lives
+        if child.exit_code() == 1:  # the run has failed; its launcher lives
             raise EndedForGood(child.root_cause())
         if child.exit_code() != 0:
             raise RunFailed(child.root_cause())
@@ -193,7 +197,6 @@ class Node:
         begun = run_dir if spec.resume_if_begun else folder_of(spec.job, self.config)
         if resume is None and begun is not None and decide(begun, show):
             resume = str(begun)
-        write_start(run_dir, resumes=resume is not None)
         network = self.config.network
         settings = [f"network.host={network.host}", f"network.replay_port={network.replay_port}"]
         # a resumed run as well: all ranks of one start have the configuration of the job, whatever the folder has
@@ -202,36 +205,20 @@ class Node:
         command += [word for setting in (*settings, "placement.local_rollouts=false") for word in ("--set", setting)]
         return self._child("launcher", command, run_dir / "launch" / f"{spec.node}-launcher.log", {JOB: spec.job})
 
-    def _ranks(self) -> Child:
-        node = self.assignment.spec.node
-        (process,) = self.assignment.plan.of(node, "learner")
-        run_name = self._wait_for_run_name()
-        run_dir = Path(self.config.run.dir) / run_name
-        if not (run_dir / "config.yaml").is_file():
-            raise BadHosts(
-                f"run.dir: {self.config.run.dir!r} on {node} does not have run {run_name!r} of the first learner node;"
-                " it must be on a file system that all learner nodes share, or checkpoints would lack this node's part"
-            )
-        command = [*process.command, "--set", f"run.name={run_name}"]
-        if self.assignment.spec.resume is None and read_start(Path(self.config.run_dir)):
-            command += ["--resume"]
-        environment = {**process.environment, PARENT: str(os.getpid())}
-        return self._child(f"learner-{node}", command, run_dir / "logs" / f"learner-{node}.log", environment)
-
     def _wait_for_run_name(self) -> str:
         """The first learner node chooses the name of the run (a taken one is passed over); replay knows it.
 
         Raises:
-            ChannelError: replay does not answer within rollout.wait_for_servers_s.
+            ChannelError: replay does not answer within placement.give_up_after_s.
         """
-        limit, address = self.config.rollout.wait_for_servers_s, self.assignment.plan.replay
+        limit, address = self.config.placement.give_up_after_s, self.assignment.plan.replay
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
             answer = ask_replay(address, self.config.network.keys, 1.0)
             if answer is not None:
                 return answer.run_name
             self._breathe()
-        key = "rollout.wait_for_servers_s"
+        key = "placement.give_up_after_s"
         raise ChannelError(
             f"{self.assignment.spec.node} waited {limit:g} s for replay at {address} ({key}): nothing came; is it"
             " started, and does a firewall let this node through?"
@@ -246,8 +233,11 @@ class Node:
         return hang.expired(what, owed_by=("replay",), waited_s=waited_s, key=key)
 
     def _child(self, name: str, command: Sequence[str], log: Path, environment: Mapping[str, str]) -> Child:
-        self._tails.setdefault(log, Tail.from_end(log))
+        self._follow(log)
         return children.start(name, command, log, environment)
+
+    def _follow(self, log: Path) -> None:
+        self._tails.setdefault(log, Tail.from_end(log))
 
     def _breathe(self) -> None:
         """Show what the children wrote, and end with what started this node."""
@@ -298,18 +288,6 @@ def decide(run_dir: Path, say: Callable[[str], object]) -> bool:
     (run_dir / "config.yaml").unlink(missing_ok=True)
     say(f"{run_dir} has no journal and no complete checkpoint: begins the run")
     return False
-
-
-def write_start(run_dir: Path, *, resumes: bool) -> None:
-    """Leave the first learner node's decision for the others."""
-    path = run_dir / STARTED
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"resumes": resumes}) + "\n", encoding="utf-8")
-
-
-def read_start(run_dir: Path) -> bool:
-    """Whether the first learner node resumes the run. Raises OSError when the file is not there."""
-    return bool(json.loads((run_dir / STARTED).read_text(encoding="utf-8"))["resumes"])
 
 
 if __name__ == "__main__":

@@ -34,6 +34,10 @@ class DidNotStart(RunFailed, code="SLIP-RUN-07"):
     """A process of the run did not start in time."""
 
 
+class NodeAway(EndedForGood, code="SLIP-RUN-10"):
+    """A learner node is away for longer than placement.give_up_after_s."""
+
+
 @dataclass(slots=True)
 class Restarts:
     """Restart budget of one process: the first restart is immediate, repeated ones back off."""

@@ -6,7 +6,7 @@ The launcher and the start scripts run what stands here, and `--dry-run` prints 
 import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from configs.errors import BadHosts, BadPlacement, Contradiction, NoRoom
@@ -33,7 +33,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process (for `learner`: one torchrun with a rank for each device)."""
+    """One process (for `learner`: one a device, which are alike but for their rank)."""
 
     name: str
     role: Role
@@ -44,6 +44,16 @@ class Process:
     """GPUs of the node, as the placement counts them; empty on a CPU."""
     ports: dict[str, int] = field(default_factory=dict)
     """What it listens at; 0 is a free port."""
+    ranks: range = range(0)
+    """Of the learner."""
+
+    @property
+    def of_ranks(self) -> list[tuple[str, dict[str, str]]]:
+        """Name and environment of each learner rank."""
+        return [
+            (f"learner-{rank}", {**self.environment, "RANK": str(rank), "LOCAL_RANK": str(local)})
+            for local, rank in enumerate(self.ranks)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +156,17 @@ class _Words:
         return self._process("replay", "replay", node, command, 1, (), {"replay": self.config.network.replay_port})
 
     def learner(self, share: Share, module: str) -> Process:
-        ranks = ranks_of(self.config.shares, share.node)
-        command = (
-            *(self.python, "-m", "slipstream.launch.torchrun"),
-            *self._rendezvous(self.config.learner_nodes, share.node),
-            f"--nproc-per-node={len(share.learner)}",
-            *self._command(module, share.node, "--replay", self.address)[1:],
-            *(["--resume"] if self.resume else []),
-        )
-        ports = {"weight bus": self.config.weight_bus.port} if ranks[0] == 0 else {}
-        if ports and len(self.config.learner_nodes) > 1:
-            ports["rendezvous"] = self.config.placement.rendezvous_port
+        config, ranks = self.config, ranks_of(self.config.shares, share.node)
+        command = self._command(module, share.node, "--replay", self.address, *(["--resume"] if self.resume else []))
+        ports = {"weight bus": config.weight_bus.port} if ranks[0] == 0 else {}
+        place = {"WORLD_SIZE": str(config.num_learner_ranks), "LOCAL_WORLD_SIZE": str(len(ranks))}
+        place |= {"MASTER_ADDR": self.machines[config.learner_nodes[0]].address}
+        if len(config.learner_nodes) > 1:
+            place |= {"MASTER_PORT": str(config.placement.rendezvous_port)}
+            ports |= {"rendezvous": config.placement.rendezvous_port} if ranks[0] == 0 else {}
         name = f"learner ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"learner rank {ranks[0]}"
-        threads = self.config.learner.num_threads
-        return self._process(name, "learner", share.node, command, threads, share.learner, ports)
+        made = self._process(name, "learner", share.node, command, config.learner.num_threads, share.learner, ports)
+        return replace(made, environment=made.environment | place, ranks=ranks)
 
     def servers(self, share: Share, words: tuple[str, ...]) -> Iterator[Process]:
         node, threads = share.node, self.config.rollout.num_threads
@@ -193,18 +200,6 @@ class _Words:
         host = self.machines[node].address
         own_host = () if host == self.config.network.host else ("--set", f"network.host={host}")
         return (self.python, "-m", module, "--config", self.config_file, *own_host, *arguments)
-
-    def _rendezvous(self, nodes: list[str], node: str) -> tuple[str, ...]:
-        address = self.machines[nodes[0]].address
-        if len(nodes) == 1:
-            # without --local-addr its ranks look up this machine's host name, which need not be resolvable
-            return ("--standalone", f"--local-addr={address}")
-        return (
-            f"--nnodes={len(nodes)}",
-            f"--node-rank={nodes.index(node)}",
-            f"--master-addr={address}",
-            f"--master-port={self.config.placement.rendezvous_port}",
-        )
 
 
 def _fits(config: Config, share: Share, machine: Machine) -> None:

@@ -1,9 +1,9 @@
 """How a run and its processes ended, as files: what programs decide by. Logs are for readers.
 
     <run>/ending.json             the run, written by its launcher
-    <run>/logs/<name>.exit.json   a process: `replay`, `rollout-0`, `learner-3` (a rank), `learner` (torchrun)
+    <run>/logs/<name>.exit.json   a process: `replay`, `rollout-0`, `learner-3` (a rank)
 
-A process that SIGKILL ends writes none. Its parent has the exit status; of a rank that is torchrun, which notes it.
+A process that SIGKILL ends writes none. Its parent has the exit status; that of a rank notes it in its place.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from slipstream.runtime.hang import registry
 
 FILE = "ending.json"
 SUFFIX = ".exit.json"
-PATH = "SLIPSTREAM_EXIT_FILE"
-"""Environment variable with the file of torchrun, which knows no configuration."""
+GENERATION = "SLIPSTREAM_GENERATION"
+"""Environment variable that counts the starts of the learner's ranks: each has its own meeting and its own endings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,8 @@ class Ending:
     peers: tuple[str, ...] = ()
     """Processes that it waited for in vain."""
     rank: int | None = None
+    generation: int = 0
+    """Of a learner rank: which start of all ranks it belonged to."""
     step: int | None = None
     """Step that a learner rank was at."""
 
@@ -84,6 +86,7 @@ def leave(code: int, said: str, error: BaseException | None = None) -> int:
             symptom=str(getattr(error, "symptom", "")),
             peers=registry.owed_by if error is not None else (),
             rank=int(rank) if rank is not None else None,
+            generation=int(os.environ.get(GENERATION, "0")),
             step=step,
         )
         write_file(path_of(registry.own.run_dir, registry.own.member.name), ending)

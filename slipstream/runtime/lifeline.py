@@ -15,7 +15,7 @@ from slipstream.runtime.processes import of
 
 PR_SET_PDEATHSIG = 1
 PARENT = "SLIPSTREAM_PARENT_PID"
-"""Environment variable in which torchrun tells its ranks who their parent is."""
+"""Environment variable that tells a learner rank who its parent is."""
 CANNOT_START = 78
 """Exit code (EX_CONFIG of sysexits.h) of a process that refuses what it was given: starting it again is no use."""
 CANNOT_GO_ON = 2

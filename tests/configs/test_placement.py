@@ -41,7 +41,9 @@ def test_a_split_gives_the_first_gpus_to_the_engines_and_the_next_to_the_learner
     assert visible(plan, "rollout") == {"rollout-0": "0,1", "rollout-1": "2,3", "rollout-2": "4,5"}
     assert visible(plan, "learner") == {"learner ranks 0-1": "6,7"}
     (learner,) = plan.of("node0", "learner")
-    assert "--standalone" in learner.command and "--nproc-per-node=2" in learner.command
+    places = [(name, its["RANK"], its["LOCAL_RANK"], its["WORLD_SIZE"]) for name, its in learner.of_ranks]
+    assert places == [("learner-0", "0", "0", "2"), ("learner-1", "1", "1", "2")]
+    assert "MASTER_PORT" not in learner.environment, "one is found at the start"
 
 
 def test_one_gpu_can_be_shared():
@@ -57,11 +59,11 @@ def test_nodes_meet_at_the_first_learner_node_in_the_order_of_the_placement():
     assert plan.first_node == "node1" and [p.node for p in plan.processes if p.role == "replay"] == ["node1"]
     first, second = (p for p in plan.processes if p.role == "learner")
     assert (first.name, second.name) == ("learner ranks 0-7", "learner ranks 8-11")
-    for rank, process in enumerate((first, second)):
-        meeting = ["--nnodes=2", f"--node-rank={rank}", "--master-addr=10.0.0.1", "--master-port=29400"]
-        assert [word for word in meeting if word not in process.command] == []
+    for process in (first, second):
+        assert (process.environment["MASTER_ADDR"], process.environment["MASTER_PORT"]) == ("10.0.0.1", "29400")
+    assert [(its["RANK"], its["LOCAL_RANK"]) for _, its in second.of_ranks][:2] == [("8", "0"), ("9", "1")]
     assert first.ports["rendezvous"] == 29400 and second.ports == {}
-    assert second.environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7" and "--nproc-per-node=4" in second.command
+    assert second.environment["CUDA_VISIBLE_DEVICES"] == "4,5,6,7" and second.environment["LOCAL_WORLD_SIZE"] == "4"
     for process in plan.processes:
         host = MACHINES[process.node].address
         assert f"network.host={host}" in process.command

@@ -50,9 +50,11 @@ def play(launch, run, *arguments):
     return played.wait(), json.loads(played.text().splitlines()[-1])
 
 
-def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest(launch, capsys):
+def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest(launch, tmp_path, capsys):
+    """With the journal on another disk than the run folder."""
+    elsewhere = f"replay.journal_dir={tmp_path}"
     # a fixed port of the weight bus, as in every preset for several nodes: the next learner takes the same one
-    run = launch(*SETTINGS, f"weight_bus.port={free_port()}", steps=STEPS, split="1:2")
+    run = launch(*SETTINGS, elsewhere, f"weight_bus.port={free_port()}", steps=STEPS, split="1:2")
     run.wait_for_step(6)
     run.wait_until((run.folder / "checkpoints" / "step_5" / "COMPLETE").exists, "a checkpoint")
     run.kill("learner.train")
@@ -84,6 +86,7 @@ def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest
     assert rows[-1]["training/off_policy/trajectory_staleness/max"] == 0 and rows[-1]["guards/kl"] >= 1
     assert "deterministic kernels: on" in run.log("learner-1")
 
+    assert (run.folder / "journal").readlink().parent == tmp_path
     code, result = play(launch, run)
     assert (code, result["steps"], result["equal"]) == (0, STEPS, STEPS)
     assert result["last_digest"] == steps[STEPS][-1][0]

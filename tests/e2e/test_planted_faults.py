@@ -144,7 +144,7 @@ def test_a_learner_rank_that_stands_still(launch, capsys):
     assert "learner.collective_deadline_s" in report or "learner.batch_deadline_s" in report
     assert any(one.startswith("learner-1 (pid") and "is stopped" in one for one in suspects(hang_report(run, line)))
     assert run.wait(90) == 1
-    assert "learner rank 0 breaks off" in run.text().splitlines()[-1], "torchrun's own SIGKILL is not the cause"
+    assert "learner rank 0 breaks off" in run.text().splitlines()[-1], "the launcher's own SIGKILL is not the cause"
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def spoilt(tmp_path_factory, untrained, zygote):
 
 
 def test_kill_9_of_the_launcher_leaves_no_process_behind(spoilt):
-    assert len(spoilt.before) >= 5, "replay, torchrun, two ranks and a rollout server"
+    assert len(spoilt.before) >= 4, "replay, two ranks and a rollout server"
     assert spoilt.all_ended
 
 

@@ -11,15 +11,19 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from configs import load
 from scripts.chaos.checker import check
+from slipstream.runtime import processes as kernel
 from tests.support.runs import Run, environment, free_port, left_over, patient_reward, processes, terminal
 from tests.support.waiting import PATIENT_S, until
 
@@ -42,7 +46,7 @@ class Raylets:
     A test that kills one reaps it: workers take a zombie for alive.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, each: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> None:
         from ray.cluster_utils import Cluster
 
         head = {**RAYLET, "num_cpus": 0, "include_dashboard": False, **options}
@@ -50,10 +54,10 @@ class Raylets:
         self.address, self.web = self._cluster.address, self._cluster.webui_url
         self.session = self._cluster.head_node.get_session_dir_path()
         for _ in range(3):
-            self.add()
+            self.add(**each)
 
-    def add(self) -> None:
-        self._cluster.add_node(**RAYLET)
+    def add(self, **options: Any) -> None:
+        self._cluster.add_node(**RAYLET, **options)
 
     def all_of(self, kind: str) -> list[Any]:
         """The processes `raylet` or `gcs_server`, the head's first."""
@@ -135,9 +139,9 @@ def ends_well(case: str, run: Run, launched: Launched, told: str, **seconds: flo
     report, groups = check(run.folder), run.groups()
     assert [row["training/global_step"] for row in run.steps()] == list(range(1, STEPS + 1))
     found = {"lost": len(report.lost), "twice": len(report.trained_twice), "violations": len(report.violations)}
-    lines = [line for line in told.splitlines() if re.match(r"slipstream: |\[[^]]*\] slipstream: ", line)]
+    lines = re.findall(r"^slipstream: .*|^\[.*(?:resumes it|goes on at step) .*", told, re.MULTILINE)
     rounded = {key: round(value, 1) for key, value in seconds.items()}
-    print(json.dumps({"case": case, **rounded, "groups": report.trained, **found, "terminal": lines[-8:]}))
+    print(json.dumps({"case": case, **rounded, "groups": report.trained, **found, "terminal": lines}))
     assert report.in_order, report.as_json()
     assert len(set(groups)) == STEPS * 8
 
@@ -156,7 +160,7 @@ def test_a_lost_node_comes_back(launched, role, what):
             raylet = next(each for each in launched.raylets.all_of("raylet") if each.pid == actor.ppid())
             raylet.kill()
             raylet.wait()
-        until(lambda: not old.is_running() or old.status() == psutil.STATUS_ZOMBIE, "the end of the node's process")
+        until(lambda: (found := kernel.of(old.pid)) is None or found.state == "Z", "the end of the node's process")
         ended = time.monotonic() - began
         if role == "learner" and what == "raylet":
             launched.raylets.add()
@@ -183,7 +187,7 @@ def test_a_run_whose_driver_is_killed_is_resumed(launched):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("gcs_server", r"Ray's head at \S+ has been away for 20 s \[closed\]"),
+        ("gcs_server", r"Ray's head at \S+ has been away for 20 s \[closed\]; start Ray again"),
         ("raylet", r"the raylet that this command joined Ray by is lost, and its actors with it \[closed\]"),
     ],
 )
@@ -197,7 +201,7 @@ def test_a_run_whose_part_of_ray_is_lost_is_resumed(launched, kind, said):
         assert run.wait(90) == 1
         until(lambda: not launched.left(), "the end of all processes", PATIENT_S)
         ended, told = time.monotonic() - began, run.text()
-    assert re.search(rf"slipstream: --ray: {said}: the nodes are ended in order", told), told
+    assert re.search(rf"slipstream: --ray: {said}", told), told
     launched.raylets.close()
     launched.raylets = Raylets()
     resumed(launched, f"{kind} of the head", told, ended)
@@ -209,6 +213,32 @@ def resumed(launched: Launched, case: str, told: str, ended_s: float) -> None:
         step = step_of(run)
         run.wait_for_step(step + 2, 120)
         ends_well(case, run, launched, told, ended_s=ended_s, resumed_s=time.monotonic() - began)
+
+
+def test_an_actor_shows_the_gpus_of_its_role_alone():
+    from slipstream.launch.reach.ray import RayReach
+
+    settings = ["placement.learner='a:2-3'", "placement.rollout='a:0-1; b:7'", "placement.device=cuda"]
+    raylets = Raylets({"num_gpus": 4})
+    program = "import os, sys; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); sys.stdin.read()"
+    try:
+        reach = RayReach(raylets.address)
+        hosts = reach.hosts(load("quickstart", [*settings, "network.insecure=true", "network.replay_port=5757"]))
+        words = [sys.executable, "-c", program, "--role"]
+        remotes = [
+            reach.start(node, hosts[node], [*words, role], "\n")
+            for node, role in (("a", "learner"), ("a", "rollout"), ("b", "rollout"))
+        ]
+        until(lambda: all(remote.output.last_line() for remote in remotes), "a line of each")
+        learner, rollout, other = (remote.output.last_line().split(",") for remote in remotes)
+        for remote in remotes:
+            remote.close_stdin()
+        until(lambda: [remote.exit_code() for remote in remotes] == [0, 0, 0], "their end in order")
+        reach.close()
+    finally:
+        raylets.close()
+    assert len(learner) == len(rollout) == 2 and not {*learner} & {*rollout}
+    assert len(other) == 1
 
 
 SEEN = """
@@ -223,18 +253,27 @@ VIEWS = ("/api/v0/actors?detail=1", "/api/v0/tasks?detail=1", "/api/v0/workers?d
 VIEWS += ("/api/jobs/", "/logical/actors", "/nodes?view=details", "/api/cluster_status", "/api/v0/runtime_envs")
 
 
+def answers(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return httpx.get(url, timeout=10).is_success
+    return False
+
+
 def test_a_job_of_ray_runs_and_leaves_no_secret(tmp_path, untrained, monkeypatch):
     """The driver is a job on the head; what is forwarded reaches rewards, and no file, command line or view of Ray."""
     canary = f"canary-{secrets.token_hex(8)}"
     monkeypatch.setenv("CANARY", canary)
-    raylets = Raylets(include_dashboard=True, dashboard_port=free_port())
+    agent = free_port()
+    raylets = Raylets(include_dashboard=True, dashboard_port=free_port(), dashboard_agent_listen_port=agent)
     launched = Launched(tmp_path, untrained, raylets, f"n{secrets.token_hex(3)}", tmp_path / "go-on")
     (tmp_path / "seen.py").write_text(SEEN.format(folder=str(tmp_path)))
     words = [*launched.settings(f"{tmp_path}/seen.py:reward"), "--forward-env", "CANARY"]
-    job = [sys.executable, "-m", "slipstream.launch", "run", "--ray", *words]
+    job = [sys.executable, "-m", "slipstream.launch", "run", "--ray", raylets.address, *words]
     submit = [f"{Path(sys.executable).parent}/ray", "job", "submit", "--address", f"http://{raylets.web}", "--", *job]
     texts: dict[str, str] = {}
+    healthy = f"http://{raylets.address.rpartition(':')[0]}:{agent}/api/local_raylet_healthz"
     try:
+        until(lambda: answers(healthy), "the agent that starts jobs", 120)
         with terminal(tmp_path / "job.out", *submit, environment=environment()) as process:
             run = Run(process, tmp_path / "run", tmp_path / "job.out")
             run.wait_for_step(3, 180)

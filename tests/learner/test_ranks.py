@@ -1,6 +1,7 @@
 """A rank's place: device, environment and process group, and refusals that say what does not fit."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from learner.policy import meshes
 from learner.ranks import RanksError, device_of, join_ranks, named
 from replay.channel.interfaces import InterfaceError
 from tests.learner.tiny_models import make_config
+from tests.support.runs import free_port
 
 SET_BY_JOINING = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"]
 SET_BY_JOINING += ["NCCL_SOCKET_IFNAME", "NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE", *DETERMINISTIC]
@@ -34,7 +36,7 @@ def config(**placement: Any) -> Any:
     return make_config(Path("unused"), placement={"device": "cpu", "split": "1:1"} | placement)
 
 
-def test_alone_without_torchrun():
+def test_alone_without_an_environment():
     with join_ranks(config()) as place:
         assert (place.rank, place.world_size, place.device, place.is_first) == (0, 1, torch.device("cpu"), True)
         assert place.mesh.size() == 1 and dist.get_backend() == "gloo"
@@ -54,7 +56,7 @@ def test_deterministic_kernels_are_chosen_before_anything_runs():
 
 def test_another_number_of_ranks_than_the_placement_says_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(RanksError, match="started 3 ranks, the placement has 2"), join_ranks(config(split="1:2")):
+    with pytest.raises(RanksError, match="WORLD_SIZE is 3, the placement has 2"), join_ranks(config(split="1:2")):
         pass
 
 
@@ -95,6 +97,7 @@ def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.update(current=device))
     monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(ranks, "meet", lambda *_: dist.HashStore())
     monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(meshes, "init_device_mesh", lambda kind, shape: (kind, shape))
@@ -107,6 +110,25 @@ def test_on_gpus_the_group_is_nccl_and_bound_to_the_device(monkeypatch):
     assert told["nccl"] == ("0", "1"), "defaults give way to what is set"
     named_s = LearnerSettings().collective_deadline_s  # not the patience for a batch
     assert told["timeout"].total_seconds() == named_s + AFTER_S, "NCCL's own watchdog comes after the one that names"
+
+
+def test_ranks_that_do_not_come_are_named(monkeypatch):
+    """One of an earlier generation that still lives is none of this one."""
+    monkeypatch.setenv("MASTER_PORT", str(port := free_port()))
+    monkeypatch.setenv("SLIPSTREAM_GENERATION", "2")
+    older = threading.Thread(target=lambda: arrive(port, "generation-1/here/1", "generation-2/here/2"))
+    older.start()
+    with pytest.raises(CollectiveTimedOut, match=r"rank 0 .* for learner-1 \(placement.give_up_after_s\)"):
+        ranks.meet(0, 3, 2.0)
+    older.join()
+    with pytest.raises(CollectiveTimedOut, match=r"rank 1 .* for learner-0 \("):
+        ranks.meet(1, 2, 0.1)
+
+
+def arrive(port: int, *keys: str) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, False, wait_for_workers=False)
+    for key in keys:
+        store.set(key, "")
 
 
 @pytest.mark.parametrize(

@@ -12,37 +12,11 @@ from types import SimpleNamespace
 import pytest
 
 from configs.algorithm import Rollout
-from slipstream.launch import children, servers, torchrun
+from slipstream.launch import children, servers
 from slipstream.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, LocalServers, Restarts, RunFailed
-from slipstream.runtime import ending, processes
-from slipstream.runtime.ending import Ending
-from slipstream.runtime.lifeline import CANNOT_GO_ON, CANNOT_START, RUN_FAILED
+from slipstream.runtime import processes
+from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED
 from tests.support.waiting import until
-
-FAILED, KILLED, ENDED = 1, -signal.SIGKILL, -signal.SIGTERM
-
-
-@pytest.mark.parametrize(
-    ("failures", "noted", "code", "said"),
-    [
-        ({0: (KILLED, 0), 1: (FAILED, 0)}, {1: 1}, KILLED, "rank 0 (pid 10) was killed by SIGKILL [closed]"),
-        ({0: (FAILED, 0), 1: (KILLED, 1)}, {0: 1}, KILLED, "rank 1 (pid 11) was killed by SIGKILL [closed]"),
-        ({0: (FAILED, 0), 1: (ENDED, 1)}, {0: 1}, 1, "rank 0 breaks off"),
-        ({0: (FAILED, 0), 1: (KILLED, 30)}, {0: 1}, 1, "rank 0 breaks off"),
-        ({0: (FAILED, 0), 1: (2, 1)}, {0: 1, 1: 2}, CANNOT_GO_ON, "rank 1 breaks off"),
-        ({0: (KILLED, 0), 1: (2, 1)}, {1: 2}, CANNOT_GO_ON, "rank 0 (pid 10) was killed by SIGKILL [closed]"),
-        ({1: (FAILED, 0)}, {}, 1, "rank 1 (pid 11): exit code 1"),
-    ],
-)
-def test_the_cause_is_the_rank_that_was_killed_or_refused_or_stopped_first(tmp_path, failures, noted, code, said):
-    """Whichever torchrun saw end first; what it ended itself, by force as well, is no cause."""
-    for rank, its in noted.items():
-        made = Ending(its, f"learner rank {rank} breaks off", unix_s=rank, pid=10 + rank, rank=rank)
-        ending.write_file(tmp_path / f"learner-{rank}.exit.json", made)
-    seen = {r: SimpleNamespace(pid=10 + r, exitcode=c, timestamp=100 + s) for r, (c, s) in failures.items()}
-    found = torchrun.cause(seen, tmp_path)
-    assert (found.code, found.said) == (code, f"learner {said}")
-
 
 NOTES = """
 import sys
@@ -277,14 +251,3 @@ def test_a_silent_server_is_ended_and_started_again_while_a_restart_is_left(tmp_
         assert second.exit_code() is None, "none would take its place"
     finally:
         children.stop([first, stranger, *local.children])
-
-
-def test_torchrun_notes_a_killed_rank_and_leaves_no_temporary_files(tmp_path):
-    (tmp_path / "rank").write_text('[ "$RANK" = 0 ] || kill -9 $$; exec sleep 60')
-    (tmp_path / "tmp").mkdir()
-    words = ("--standalone", "--nproc-per-node", "2", "--no-python", "sh", str(tmp_path / "rank"))
-    command = [sys.executable, "-m", "slipstream.launch.torchrun", *words]
-    child = children.start("learner", command, tmp_path / "learner.log", {"TMPDIR": str(tmp_path / "tmp")})
-    assert child.process.wait(120) == 1 and not list((tmp_path / "tmp").iterdir())
-    noted = child.ending
-    assert (noted.code, noted.rank, noted.symptom) == (KILLED, 1, "closed") and "SIGKILL" in noted.said

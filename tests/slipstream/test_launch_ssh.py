@@ -21,9 +21,12 @@ from replay.status_client import StatusReply
 from slipstream.launch import children, fleet, here, node
 from slipstream.launch.host_file import Host
 from slipstream.launch.key_files import write_keys
+from slipstream.launch.learner import node as learner_node
+from slipstream.launch.learner.generations import Start, write_start
 from slipstream.launch.node_spec import NodeSpec, read_spec, renumbered, resolve
 from slipstream.launch.reach.commands import Commands
 from slipstream.plan.processes import Machine
+from slipstream.runtime import ending
 from tests.support.runs import ROOT, environment, left_over, processes
 from tests.support.waiting import until
 
@@ -221,10 +224,18 @@ def test_all_learner_nodes_do_as_the_first_one_has_decided_with_the_configuratio
 
     def start_child(_self, name, command, log, _environment):
         commands.append(command)
+        write_start(tmp_path / "job-42", Start(1, "--resume" in command))  # as the launcher
         return children.start(name, ["true"], log, {})
+
+    def start_ranks(generation, command, _places, _logs):
+        commands.append(command)
+        ending.write(tmp_path / "job-42", 0, "finished")
+        return learner_node.RankGroup(generation)
 
     monkeypatch.setattr(node.Node, "_wait_for_run_name", lambda _: "job-42")
     monkeypatch.setattr(node.Node, "_child", start_child)
+    monkeypatch.setattr(learner_node, "ask_replay", lambda *_: True)
+    monkeypatch.setattr(learner_node.RankGroup, "start", start_ranks)
     (tmp_path / "job-42" / "journal").mkdir(parents=True)
     (tmp_path / "job-42" / "config.yaml").write_text(before)
     if resumes:
@@ -241,13 +252,13 @@ def test_all_learner_nodes_do_as_the_first_one_has_decided_with_the_configuratio
 def test_a_node_that_replay_never_answers_leaves_a_hang_report(tmp_path, monkeypatch):
     settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
     settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
-    config = dump(configs.load("quickstart", [*settings, "rollout.wait_for_servers_s=0.2"]))
+    config = dump(configs.load("quickstart", [*settings, "placement.give_up_after_s=0.2"]))
     spec = NodeSpec(role="learner", node="node1", config=config, hosts=HOSTS)
     monkeypatch.setattr(node, "ask_replay", lambda *_: None)
     with pytest.raises(ChannelError, match=r"node1 waited 0.2 s for replay at tcp://10.0.0.1:5757 .*; hang report: "):
         node.Node(resolve(spec), lifeline=False).run_learner()
     (path,) = (tmp_path / "job").glob("hang-*.txt")
-    said = "node-node1 waited 0.2 s for replay at tcp://10.0.0.1:5757 from replay (rollout.wait_for_servers_s)"
+    said = "node-node1 waited 0.2 s for replay at tcp://10.0.0.1:5757 from replay (placement.give_up_after_s)"
     assert path.read_text().splitlines()[1] == said and "STACKS OF node-node1" in path.read_text()
 
 
@@ -281,7 +292,7 @@ def test_a_scheduler_learns_what_another_start_would_refuse_again(tmp_path, caps
     """Kubernetes ends the JobSet at exit code 2: replay may be a pod that waits for its machine, data never comes."""
     settings = ["placement.learner='node0:0; node1:0'", "placement.rollout='node2:0'", "placement.device=cpu"]
     settings += [f"run.dir={tmp_path}", "run.name=job", "network.replay_port=5757", "network.insecure=true"]
-    settings += ["model.path=missing", "rollout.wait_for_servers_s=0.2"]
+    settings += ["model.path=missing", "placement.give_up_after_s=0.2"]
     (tmp_path / "config.yaml").write_text(dump(configs.load("quickstart", settings)))
     (tmp_path / "hosts").write_text(HOSTS)
     words = ["--role", "learner", "--node", "node1" if silent else "node0", "--hosts", str(tmp_path / "hosts")]
@@ -415,11 +426,24 @@ def test_servers_of_this_host(tmp_path, monkeypatch, capsys, settings, code, wor
     shown_gpus(tmp_path, monkeypatch)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    options = ["--servers", "4", "--dry-run", *(word for each in settings.split() for word in ("--set", each))]
-    assert here.run_servers(options, "tcp://10.0.0.1:5757") == code
+    options = ["--servers", "4", "--dry-run", "--config", "quickstart", "--replay", "tcp://10.0.0.1:5757"]
+    options += [word for each in settings.split() for word in ("--set", each)]
+    assert here.run_servers(options, "5757") == code
     said = "".join(capsys.readouterr())
     assert [word for word in words if word not in said] == [], said
     assert list((tmp_path / "work").iterdir()) == [], "a dry run writes nothing"
+
+
+def test_a_host_that_joins_has_the_configuration_of_the_run_and_its_own_place(monkeypatch):
+    settings = [*NODES[:2], "placement.tensor_parallel=1", "network.keys=theirs", "learner.lr=3e-5"]
+    text = dump(configs.load("quickstart", [*settings, "network.host=10.0.0.1", "network.replay_port=5757"]))
+    monkeypatch.setattr(here, "ask_replay", lambda *_: StatusReply("job", {"config": text}))
+    config = here.joined("tcp://127.0.0.1:5757", 2, ["network.keys=mine"])
+    assert (config.learner.lr, config.placement.split, config.placement.rollout) == (3e-5, "2:1", None)
+    assert (config.network.host, config.network.keys) == ("127.0.0.1", "mine")
+    monkeypatch.setattr(here, "ask_replay", lambda *_: None)
+    with pytest.raises(ChannelError, match=r"replay at tcp://10.0.0.1:1 has not answered .*\[silent\]"):
+        here.joined("tcp://10.0.0.1:1", 1, [])
 
 
 def test_gpus_are_counted_whatever_is_visible(tmp_path, monkeypatch):

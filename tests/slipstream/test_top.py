@@ -48,23 +48,19 @@ def test_a_run_that_has_ended_shows_what_it_came_to(run_dir, capsys):
 
 
 def test_what_several_logs_say_is_shown_once(run_dir):
-    """The launcher's log repeats what it shows, torchrun's every rank's, and ranks judge alike."""
+    """The launcher's log repeats what it shows, and ranks judge alike."""
     low = "WARNING guard: step {}: (limits.ess) low\n"
     own = "2026-11-23 01:00:01,000 launcher ERROR run stopped: no room [SLIP-CONFIG-10]\n"
-    logs = {name: run_dir / "logs" / f"{name}.log" for name in ("learner-0", "learner-1", "learner", "launcher")}
+    logs = {name: run_dir / "logs" / f"{name}.log" for name in ("learner-0", "learner-1", "launcher")}
     logs["learner-1"].write_text("2026-11-23 01:00:00,001 learner-1 " + low.format(2))
-    logs["learner"].write_text(logs["learner-1"].read_text() + logs["learner-0"].read_text())
     logs["launcher"].write_text("2026-11-23 01:00:00,100 launcher " + low.format(2) + own)
     folder = top.Folder(run_dir)
     shown = ["learner-0: guard: step 2: (limits.ess) low", "launcher: run stopped: no room [SLIP-CONFIG-10]"]
     assert list(folder.events()) == shown
-    for name in ("learner", "launcher"):  # rank 0's own log comes late
+    for name in ("launcher", "learner-0"):
         with logs[name].open("a") as log:
-            log.write(f"2026-11-23 01:00:02,000 {'launcher' if name == 'launcher' else 'learner-0'} " + low.format(3))
-    assert list(folder.events()) == ["learner: guard: step 3: (limits.ess) low"]
-    with logs["learner-0"].open("a") as log:
-        log.write("2026-11-23 01:00:02,000 learner-0 " + low.format(3))
-    assert list(folder.events()) == []
+            log.write(f"2026-11-23 01:00:02,000 {name} " + low.format(3))
+    assert list(folder.events()) == ["learner-0: guard: step 3: (limits.ess) low"]
 
 
 def test_a_run_that_lives_says_who_waits_and_ends_when_replay_goes(run_dir, tmp_path, monkeypatch, capsys):

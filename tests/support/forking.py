@@ -2,7 +2,7 @@
 
 Nine tenths of what a learner rank or a rollout server costs in a test are its imports. A forked program is a process
 of its own all the same: with its command line, environment, output, session, parent and exit code, and what it starts
-itself (the launcher its children, torchrun its ranks) is forked from it again. Tests of the start use subprocess.
+itself (the launcher its children) is forked from it again. Tests of the start use subprocess.
 
 The zygote is `python tests/support/forking.py FD MODULES PADDING`; each line from FD asks for a program, each line to
 it says that one has started or ended. The padding is where forked programs write their command lines (`set_title`).
@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN_POPEN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
-PRELOADED = f"""
+PRELOADED = """
 learner.learner slipstream.launch.launcher slipstream.launch.earlier_run replay.service rollout_server.server
-torch.distributed.run {TORCHRUN_POPEN} transformers.models.qwen3.modeling_qwen3
+transformers.models.qwen3.modeling_qwen3
 """
-FORKED = (*("learner.main", "slipstream.launch.torchrun", "learner.train", "replay.main", "rollout_server.main"),)
+FORKED = ("learner.main", "learner.train", "replay.main", "rollout_server.main")
 """Programs that are forked when another forked program starts them; everything else is started for real."""
 PADDING = 4000
 READY_S = 300.0
@@ -131,8 +130,6 @@ def become(argv: Sequence[str], *, ready: int, **settings: Any) -> None:
         random.seed()
         logging.root.handlers.clear()
         subprocess.Popen = Popen  # type: ignore[misc]
-        if TORCHRUN_POPEN in sys.modules:
-            sys.modules[TORCHRUN_POPEN].Popen = Popen  # type: ignore[attr-defined]
         sys.argv = [words[1], *words[2:]]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         code = 0

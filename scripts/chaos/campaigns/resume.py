@@ -72,8 +72,8 @@ def inject_kills(cluster: Cluster, kills: list[random.Random], state: State) -> 
         goal, what = history.high + 1, f"step {history.high + 1} after kill {number + 1}"
         say(f"kill {number + 1} of {len(kills)}: {' and '.join(roles)} at step {history.high}")
         killed = {}
-        for role in roles:  # of the learner any rank, or torchrun
-            pids = cluster.pids(role) + (cluster.pids("torchrun") if role == "learner" else [])
+        for role in roles:  # of the learner any rank
+            pids = cluster.pids(role)
             killed[role] = int(bool(pids) and processes.send(rng.choice(pids), SIGKILL))
         state.add({**killed, "inside a checkpoint write": inside})
     cluster.wait(lambda: history.high >= goal, what, STEP_S)

@@ -1,0 +1,1 @@
+"""The learner's ranks: those of one node, and their starts over several."""
