@@ -17,8 +17,7 @@ from rollout_server.engines import BUILDERS
 
 ROOT = Path(__file__).parents[1]
 SHARED = ("configs", "slipstream.families", "slipstream.runtime")
-FOLDERS = ("slipstream.vision", "slipstream.weight_files")
-"""What both ends read of a model's folder."""
+FOLDERS = ("slipstream.vision", "slipstream.weight_files")  # what both ends read of a model's folder
 MAY_IMPORT = {
     "configs": (),
     "slipstream.families": ("configs.errors",),
@@ -28,8 +27,7 @@ MAY_IMPORT = {
     "slipstream.runtime.hang": (*SHARED, "replay.channel", "replay.status_client"),  # asks for its Status
     "replay": SHARED,
     "weight_bus": (*SHARED, "replay.channel"),
-    "rollout_server": (*SHARED, *FOLDERS, "replay", "weight_bus"),
-    "learner": (*SHARED, *FOLDERS, "replay", "weight_bus"),
+    **dict.fromkeys(("rollout_server", "learner"), (*SHARED, *FOLDERS, "replay", "weight_bus")),
     "slipstream": (*SHARED, *FOLDERS, "replay", "weight_bus", "rollout_server", "learner"),
 }
 """By the longest beginning of a module's name."""
