@@ -129,8 +129,6 @@ class Node:
         child = self._launcher()
         try:
             while child.exit_code() is None:
-                if self._ready_file is not None:
-                    self._look()
                 self._breathe()
             self._show_logs()
         finally:
@@ -240,8 +238,10 @@ class Node:
         self._tails.setdefault(log, Tail.from_end(log))
 
     def _breathe(self) -> None:
-        """Show what the children wrote, and end with what started this node."""
+        """Show what the children wrote, look whether ranks take part, and end with what started this node."""
         self._show_logs()
+        if self._ready_file is not None and self.assignment.spec.role == "learner":
+            self._look()
         if self._lifeline and select.select([0], [], [], 0)[0] and not os.read(0, 1 << 16):
             raise Interrupted("the session that started this node is over")
         time.sleep(POLL_S)
