@@ -77,6 +77,9 @@ class Replay(Section):
     """When the journal reaches the disk: before each ack, every second, or when the system likes. `kill -9` costs
     nothing in any mode; a power failure costs nothing, about a second, or about half a minute. With `never` it may
     leave a journal that is refused as damaged."""
+    journal_dir: Own[str | None] = None
+    """Where the journal is, instead of the run folder: a local NVMe of the first learner node, say, where that is on a
+    shared disk. Each run has a folder of its own in it, and `journal` in the run folder leads there."""
     journal_keep: Literal["checkpoint", "all"] = "checkpoint"
     """`checkpoint` deletes what no kept checkpoint needs; `all` keeps every group, for `--replay` from step 0."""
     journal_max_bytes: int = Field(default=32 * 1024**3, ge=1024 * 1024)

@@ -80,7 +80,7 @@ class BatchReader:
         for _ in range(CLOCK_QUESTIONS):
             asked = time.monotonic()
             probe.ask(time.time())
-            status = self._ask(m.StatusRequest(clock=True), m.Status, "its clock")
+            status = self._ask(m.StatusRequest(about="clock"), m.Status, "its clock")
             probe.answer(float(status.state.get("unix_s", 0.0)), time.time())
             if time.monotonic() - asked > ASK_AGAIN_S:  # asked twice: the next answer may be that of this question
                 break

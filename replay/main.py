@@ -22,7 +22,7 @@ from configs.schema import Config
 from replay import player
 from replay.channel import AsyncRouter, ChannelError, load_keys
 from replay.data import DataError, evaluation_rows, prompt_source
-from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter
+from replay.journal import FolderLock, Journal, JournalError, JournalReader, JournalWriter, place_journal
 from replay.journal.format import Record, segments
 from replay.messages import TO_REPLAY
 from replay.player import PlayedJournal
@@ -100,9 +100,10 @@ def prepare(config: Config, run_id: str, *, recover: bool, play: str | None, rep
 def open_journal(config: Config, run_id: str, *, recover: bool) -> tuple[Journal, list[Record]]:
     """The journal of the run folder, and what is in it from its newest snapshot on.
 
-    Raises JournalError: it is damaged, cannot be written, has another writer, or is there and `recover` is not set.
+    Raises JournalError: it is damaged or gone, cannot be written, has another writer, or is there and `recover` is not
+    set.
     """
-    folder = Path(config.run_dir) / "journal"
+    folder = place_journal(config.run_dir, config.replay.journal_dir)
     if segments(folder) and not recover:
         raise JournalError(
             f"{folder}: this run has a journal; go on from it with --resume {config.run_dir} (replay.main: --recover),"

@@ -90,9 +90,9 @@ class Goodbye(Message):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusRequest(Message):
-    """Ask for Status, or for replay's `clock` alone."""
+    """Ask for Status, or for replay's `clock` or the run's `config` alone."""
 
-    clock: bool = False
+    about: Literal["run", "clock", "config"] = "run"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

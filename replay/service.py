@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from configs.loading import dump
 from configs.schema import Config
 from replay import messages as m
 from replay.channel import Message, WireError, may_be, shown
@@ -142,8 +143,7 @@ class Service:
             self._hello(identity, message, now, sender)
             return
         if isinstance(message, m.StatusRequest):
-            clock = {"unix_s": time.time()}
-            self._send(identity, m.Status(state=clock if message.clock else self._state(now)))
+            self._send(identity, m.Status(state=self._state(now, message)))
             return
         peer = self.peers.get(identity)
         if peer is None:
@@ -348,14 +348,18 @@ class Service:
 
     def _expired(self, what: str, owed_by: Sequence[str], waited_s: float, key: str) -> str:
         """Report a wait of replay that was too long, in a thread of its own; what to add to the message."""
-        state = partial(self._state, time.monotonic())
+        state = partial(self._state, time.monotonic(), m.StatusRequest())
         return expired(what, owed_by=owed_by, waited_s=waited_s, key=key, status=state, ends=False)
 
     def _say_hung(self, what: str, owed_by: Sequence[str], waited_s: float, key: str) -> None:
         if said := self._expired(what, owed_by, waited_s, key):
             self._bounded.warning("hung", "replay: waited %g s for %s (%s)%s [slow]", waited_s, what, key, said)
 
-    def _state(self, now: float) -> dict[str, Any]:
+    def _state(self, now: float, asked: m.StatusRequest) -> dict[str, Any]:
+        if asked.about == "config":
+            return {"config": dump(self.config)}
+        if asked.about == "clock":
+            return {"unix_s": time.time()}
         return {**self.report.of(now, ended=self.ended, no_server_since=self.no_server_since), "failed": self.failed}
 
     def advance(self, now: float) -> None:

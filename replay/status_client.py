@@ -5,7 +5,7 @@ import secrets
 import socket
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from replay import messages as m
 from replay.channel import Dealer, WireError, load_keys
@@ -20,14 +20,18 @@ class StatusReply:
     """Schema: docs/protocol.md."""
 
 
-def ask_replay(address: str, keys: str | None, timeout_s: float) -> StatusReply | None:
+def ask_replay(
+    address: str, keys: str | None, timeout_s: float, about: Literal["run", "clock", "config"] = "run"
+) -> StatusReply | None:
     """Replay's Status, or None when it does not answer in time; `keys` is network.keys.
+
+    About `config` its state is the run's configuration as YAML: {"config": text}.
 
     Example: ask_replay("tcp://10.0.0.1:5757", config.network.keys, 1.0).state["version"]
     """
     identity, until = f"node.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}", time.monotonic() + timeout_s
     with Dealer(address, identity, m.FROM_REPLAY, keys=load_keys(keys)) as dealer:
-        dealer.send(m.StatusRequest())
+        dealer.send(m.StatusRequest(about=about))
         while (left := until - time.monotonic()) > 0:
             try:
                 envelope = dealer.poll(left)

@@ -140,7 +140,7 @@ class RolloutServer:
             self.leases.beat(time.monotonic(), gauges, self.generator, sampled=self._tokens)
             await self.flush()
             if self.recorder.on and self._probe.ask(time.time()):
-                await self.dealer.send(m.StatusRequest(clock=True))
+                await self.dealer.send(m.StatusRequest(about="clock"))
 
     async def leave(self, serving: "asyncio.Future[bool]") -> None:
         """Hand unfinished answers back to replay and say Goodbye; replay's own then ends `serving`."""

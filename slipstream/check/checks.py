@@ -21,6 +21,7 @@ from learner.policy.memory import Sizes
 from replay.channel import ChannelError, load_keys
 from replay.data import DataError
 from replay.data.rows import RowError
+from replay.journal import JournalError, check_place
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.rewards import RewardError
 from slipstream.check import facts, functions, machine, memory, model_folders, prompts
@@ -28,8 +29,8 @@ from slipstream.check.finding import Finding, Severity, ok, refused, warn
 from slipstream.runtime.fingerprint import FingerprintError
 from slipstream.runtime.variants import VariantFails
 
-REFUSALS = (ConfigError, DataError, FingerprintError, ChannelError)
-KINDS = {frozenset({"disk", "shared-memory"}): NoRoom, frozenset({"kernel"}): PackageMissing}
+REFUSALS = (ConfigError, DataError, FingerprintError, ChannelError, JournalError)
+KINDS = {frozenset({"disk", "journal", "shared-memory"}): NoRoom, frozenset({"kernel"}): PackageMissing}
 """By codes of findings that are no refusals themselves, the error of a start."""
 TRIAL_STEPS = 10
 """A run of so few steps tries something out, and needs no learning rate."""
@@ -178,6 +179,23 @@ def run_folder(subject: Subject) -> Iterator[Finding]:
     yield machine.disk(config, subject.sizes)
 
 
+def journal(subject: Subject) -> Iterator[Finding]:
+    """replay.journal_dir is a folder that can be written to, with room, and has the journal of a run that goes on."""
+    config, folder = subject.config, subject.config.replay.journal_dir
+    check_place(config.run_dir, folder)
+    if folder is None:
+        return
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise NoRoom(
+            f"replay.journal_dir: {folder!r}: {error.strerror}; name a folder that is there on the first learner node"
+            " and that this user may write to"
+        ) from error
+    yield machine.journal_disk(config)
+
+
 def not_writable(config: Config, folder: Path, error: OSError) -> NoRoom:
     """The refusal of a folder that a run cannot write to."""
     why = "is a file" if folder.is_file() else f"is not writable ({error.strerror})"
@@ -265,7 +283,7 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
 
 OF_THE_RUN: tuple[Look, ...] = (model, data, reward, algorithm, bus, trackers, keys, gpu_memory, learning_rate)
 """What does not depend on the machine that the run will have."""
-OF_THIS_MACHINE: tuple[Look, ...] = (run_folder, port, shared_memory, limits, versions, kernels)
+OF_THIS_MACHINE: tuple[Look, ...] = (run_folder, journal, port, shared_memory, limits, versions, kernels)
 CHECKS: tuple[Look, ...] = (*OF_THE_RUN, *OF_THIS_MACHINE)
 AT_START: tuple[Look, ...] = (*CHECKS, packages)
 """A dry run may be made on another machine than the run."""

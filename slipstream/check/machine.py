@@ -77,6 +77,20 @@ def disk(config: Config, sizes: Sizes | None) -> Finding:
     return ok("disk", f"{said}, {whole / GIB:.1f} GiB are needed at a time")
 
 
+def journal_disk(config: Config) -> Finding:
+    """Free bytes of the disk of replay.journal_dir, against what the journal may grow to."""
+    folder, key, most = str(config.replay.journal_dir), "replay.journal_dir", config.replay.journal_max_bytes
+    there = os.statvfs(folder)
+    free = there.f_bavail * there.f_frsize
+    said, mend = f"{free / GIB:.1f} GiB free in {folder}", f"free some, or name a folder with room ({key})"
+    if free < JOURNAL_BYTES:
+        return stop("journal", said, why="the run would soon wait for its journal's disk", mend=mend)
+    if free < most and config.replay.journal_keep == "checkpoint":
+        what = f"{said}; the journal may have {most / GIB:.1f} GiB before a checkpoint frees it"
+        return warn("journal", what, mend=f"{mend}, or less replay.journal_max_bytes")
+    return ok("journal", said)
+
+
 # ---- shared memory, limits, ports -------------------------------------------------------------------------
 
 

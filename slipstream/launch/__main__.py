@@ -50,7 +50,7 @@ def main() -> int:
             parser.error(f"{args.side!r} comes first: python -m slipstream.launch {args.side} ...")
         words = sys.argv[2:]
         if args.side == "rollout":
-            return here.run_servers(words, os.environ.get("REPLAY", f"tcp://127.0.0.1:{port}"))
+            return here.run_servers(words, port)
         here.become_learner(words, port if args.side == "learner" else None)
     if unknown:
         parser.error(f"unrecognized arguments: {shlex.join(unknown)}")
@@ -110,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--digest", metavar="HEX", help="refuse another content of --config")
     add("--image", default="slipstream:latest", help="Kubernetes: container image (default: %(default)s)")
+    add("--secret", metavar="NAME", help="Kubernetes: Secret that has the values of --forward-env by their names")
     add("--claim", default="slipstream", help="Kubernetes: PersistentVolumeClaim (default: %(default)s)")
     add_arguments(parser)
     return parser
@@ -219,7 +220,13 @@ def _for_kubernetes(args: argparse.Namespace, config: Config) -> tuple[Config, P
         keys["rollout"] = keys_for(config.network.keys, "rollout", serves=False)
         config = config_of(dump(config), [f"network.keys={kubernetes.KEYS}"])
     run_name = config.run.name + ("" if args.side == "rollout" else time.strftime("-%Y%m%d-%H%M%S"))
-    pods = kubernetes.Pods(config, _role(args), args.image, args.claim, keys, args.replay, run_name)
+    if args.forward_env and args.secret is None:
+        raise BadOption(
+            "--forward-env: pods take values from a Secret, which is not named; give --secret NAME, and make it with"
+            " `kubectl create secret generic NAME --from-env-file=FILE`"
+        )
+    more = (args.replay, run_name, args.secret, tuple(args.forward_env))
+    pods = kubernetes.Pods(config, _role(args), args.image, args.claim, keys, *more)
     return config, _plan(args, config, kubernetes.machines(config), "python"), pods.files(args.out)
 
 

@@ -17,7 +17,7 @@ from configs.schema import Config
 from configs.shared import shared_values
 from learner.checkpoints.folders import latest_complete
 from learner.record import ledger
-from replay.journal import FolderLock, JournalError, JournalReader
+from replay.journal import FolderLock, JournalError, JournalReader, find_journal
 from replay.state.apply import KEPT
 from slipstream.launch.run_folder import STARTED_IN, with_free_name
 from slipstream.launch.servers import RunFailed
@@ -154,9 +154,10 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
 
     Raises:
         ConfigError: the folder is no run with a journal.
-        JournalError: the journal is damaged.
+        JournalError: the journal is damaged, or has vanished.
     """
     path, folder = _config_file("--replay", run_dir), run_dir.resolve()
+    find_journal(run_dir)
     steps = _last_step(run_dir)
     if steps == 0:
         raise BadRunFolder(f"--replay: {run_dir}/journal holds no step; name the folder of a run that has trained")
@@ -171,6 +172,7 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
         "evaluation.every_steps": 0,
         "checkpoint.keep_best": 0,
         "network.replay_port": 0,
+        "replay.journal_dir": "null",
     }
     if len(of_run.shares) > 1:  # all ranks on this host: a digest depends on how many there are, not on where
         fixed |= {"placement.rollout": "null", "placement.learner": "null", "network.host": "127.0.0.1"}

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from configs.errors import BadHosts, BadPlacement, NoRoom
-from configs.loading import add_arguments, from_arguments
+from configs.loading import add_arguments, dump, from_arguments, overrides_of, parse
 from configs.placement import ONLY_NODE
 from configs.schema import Config
+from replay.channel import ChannelError
+from replay.status_client import ask_replay
 from slipstream.check.checks import shell
 from slipstream.launch.machine import this_machine
 from slipstream.launch.node import Node, exit_code_of
@@ -23,6 +25,9 @@ from slipstream.plan.processes import Machine, Plan, Process, assign, uses_gpus
 from slipstream.runtime import packages
 from slipstream.runtime.program import program
 
+JOIN_S = 60.0
+"""How long replay may take to answer a host that joins."""
+
 
 def become_learner(words: Sequence[str], port: str | None) -> NoReturn:
     """Go on as `python -m learner.main`; with a port, replay has it and rollout servers are elsewhere."""
@@ -31,36 +36,81 @@ def become_learner(words: Sequence[str], port: str | None) -> NoReturn:
     os.execv(sys.executable, [sys.executable, "-m", "learner.main", *settings, *words])
 
 
-def run_servers(words: Sequence[str], replay: str) -> int:
+def run_servers(words: Sequence[str], port: str) -> int:
     """Run `--servers N` rollout servers until the run ends, with restarts; the other words are theirs.
+
+    With the address of replay (`--replay`, or REPLAY) and no `--config` they take the run's configuration from there;
+    without an address replay is on this host, at that port.
 
     Returns:
         As slipstream.launch.node.
     """
     parser = argparse.ArgumentParser(prog=f"{program('slipstream.launch')} rollout", allow_abbrev=False)
     parser.add_argument("--servers", type=_count, default=1, help="how many")
-    parser.add_argument("--replay", default=replay, help="address of replay (default: %(default)s)")
+    parser.add_argument("--replay", default=os.environ.get("REPLAY"), help="address of replay (default: this host's)")
     parser.add_argument("--dry-run", action="store_true", help="show them and start nothing")
     chosen, words = parser.parse_known_args(words)
     add_arguments(parser)
 
     def run() -> int:
-        given = parser.parse_known_args(words)[0]
-        config = from_arguments(given)
+        given, replay = parser.parse_known_args(words)[0], chosen.replay or f"tcp://127.0.0.1:{port}"
+        joins = chosen.replay is not None and not given.is_config_given
+        config = joined(replay, chosen.servers, overrides_of(given)) if joins else from_arguments(given)
+        file = Path(config.run_dir) / "launch" / f"{socket.gethostname()}-{os.getpid()}.yaml"
+        own = ["--config", str(file)] if joins else words
         for finding in shell(config):
             say(finding.line)
-        processes = tuple(_servers(config, chosen.servers, ("--replay", chosen.replay), words))
+        processes = tuple(_servers(config, chosen.servers, ("--replay", replay), own))
         if chosen.dry_run:
             for process in processes:
                 settings = [f"{key}={value}" for key, value in process.environment.items()]
                 sys.stdout.write(shlex.join([*settings, *process.command]) + "\n")
             return 0
-        make_input(config, given.config)
+        if joins:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(dump(config), encoding="utf-8")
+        else:
+            make_input(config, given.config)
         spec = NodeSpec(role="rollout", node=ONLY_NODE, config="", hosts="")
-        plan = Plan(processes, ONLY_NODE, {}, chosen.replay)
+        plan = Plan(processes, ONLY_NODE, {}, replay)
         return Node(NodeAssignment(spec, config, Path(), plan), lifeline=False).run_servers()
 
     return exit_code_of(run)
+
+
+def joined(replay: str, servers: int, overrides: Sequence[str]) -> Config:
+    """The configuration of the run that listens there, for so many rollout servers on this host.
+
+    Raises:
+        ConfigError: the run's configuration does not fit here.
+        ChannelError: replay does not answer within JOIN_S, or refuses the keys.
+    """
+    keys = dict(override.partition("=")[::2] for override in overrides).get("network.keys")
+    answer = ask_replay(replay, keys, JOIN_S, "config")
+    if answer is None:
+        raise ChannelError(
+            f"replay at {replay} has not answered for {JOIN_S:g} s; compare the address with `replay listens at` in"
+            " the learner's terminal",
+            "silent",
+        )
+    text = answer.state["config"]
+    devices = servers * parse(text, f"replay at {replay}").placement.tensor_parallel
+    here = {"placement.rollout": "null", "placement.learner": "null", "placement.split": f"'{devices}:1'"}
+    here |= {"network.host": own_address(replay), "network.keys": "null"}
+    own = [f"{key}={value}" for key, value in here.items()]
+    return parse(text, f"replay at {replay}", [*own, *overrides])
+
+
+def own_address(replay: str) -> str:
+    """Of this host on the way to replay; no packet is sent. Raises ChannelError."""
+    host, _, port = replay.removeprefix("tcp://").rpartition(":")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise ChannelError(f"replay at {replay}: {error.strerror or error}; give tcp://host:port", "closed") from error
 
 
 def _servers(config: Config, count: int, replay: Sequence[str], words: Sequence[str]) -> Iterator[Process]:

@@ -33,7 +33,7 @@ def test_a_campaign_goes_on_from_its_state_and_refuses_another_ones(tmp_path):
 
 
 def test_runs_that_are_over_are_added_up_and_not_run_again(tmp_path, capsys):
-    arguments = {"faults": 2, "seed": 1, "per_run": 1, "only": "cut"}
+    arguments = {"faults": 2, "seed": 1, "per_run": 1, "only": "cut", "ray": False}
     state = State(tmp_path / "work", "chaos", arguments)
     good = {**new_part(), "faults": 1, "acked": 9, "trained": 8, "recovery_s": [1.5], "coverage": {"cut at any": 1}}
     command = ["--faults", "2", "--per-run", "1", "--only", "cut", "--work", str(tmp_path / "work")]

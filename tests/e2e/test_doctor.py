@@ -112,7 +112,7 @@ def test_a_shell_for_rollout_servers_with_another_cumem_is_named(monkeypatch, ca
     (finding,) = checks.shell(load("quickstart", over_nccl), "stop")
     assert "NCCL_CUMEM_ENABLE is 1 in this shell and 0 in the run; unset NCCL_CUMEM_ENABLE here" in finding.line
     assert list(checks.shell(load("quickstart", [*over_nccl, "network.env={NCCL_CUMEM_ENABLE: '1'}"]))) == []
-    here.run_servers(["--dry-run", *(word for setting in over_nccl for word in ("--set", setting))], "tcp://h:1")
+    here.run_servers(["--dry-run", *(word for setting in over_nccl for word in ("--set", setting))], "1")
     assert "environment: NCCL_CUMEM_ENABLE is 1 in this shell" in capsys.readouterr().err
 
 

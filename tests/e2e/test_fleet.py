@@ -5,6 +5,7 @@ By default: tests/slipstream/test_launch_ssh.py (which node is started again, ov
 
 import os
 import signal
+import socket
 import sys
 
 import pytest
@@ -13,7 +14,7 @@ from tests.support.runs import Run, environment, free_port, left_over, patient_r
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
-STEPS = 12
+STEPS = 24
 SETTINGS = f"""
 placement.split=1:1 placement.device=cpu rollout.groups_per_step=8 rollout.max_running=32 evaluation.every_steps=0
 tracking.live=plain tracking.plot=false checkpoint.every_steps=2 learner.total_steps={STEPS} run.name=run
@@ -53,6 +54,10 @@ def test_nodes_whose_process_is_killed_are_started_again_and_the_run_goes_on(tmp
         kill(tmp_path, "learner")
         run.wait_until(lambda: "resumes it from its journal" in run.text(), "the next start of the learner", 60)
         run.wait_for_step(run.steps()[-1]["training/global_step"] + 2, 120)
+        join = [sys.executable, "-m", "slipstream.launch", "rollout", "--replay", run.replay_address()]
+        with terminal(tmp_path / "join.out", *join, environment=environment(), patience_s=40) as joiner:
+            name = f"rollout/groups/rollout-{socket.gethostname()}-{joiner.pid}-0"
+            run.wait_until(lambda: run.steps()[-1].get(name), "a trained group of a host that joined", 120)
         kill(tmp_path, "rollout")
         run.wait_until(lambda: "rollout side (127.0.0.1) failed: killed by SIGKILL" in run.text(), "its end", 60)
         go_on.touch()

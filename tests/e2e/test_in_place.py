@@ -53,10 +53,11 @@ def play(launch, run, *arguments):
     return played.wait(), json.loads(played.text().splitlines()[-1])
 
 
-def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest(launch, capsys):
-    """Over two nodes: a rank of the other node, and replay."""
+def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest(launch, tmp_path, capsys):
+    """Over two nodes: a rank of the other node, and replay, whose journal is on another disk than the run folder."""
     # a fixed port of the weight bus, as in every preset for several nodes: the next learner takes the same one
-    run, (other, servers) = launch.over_two_nodes(*SETTINGS, f"weight_bus.port={free_port()}", steps=STEPS)
+    fixed = (f"replay.journal_dir={tmp_path}", f"weight_bus.port={free_port()}")
+    run, (other, servers) = launch.over_two_nodes(*SETTINGS, *fixed, steps=STEPS)
     run.wait_for_step(6)
     run.wait_until((run.folder / "checkpoints" / "step_5" / "COMPLETE").exists, "a checkpoint")
     noted = registry.member(run.folder, "learner-1")
@@ -90,6 +91,7 @@ def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest
     assert rows[-1]["training/off_policy/trajectory_staleness/max"] == 0 and rows[-1]["guards/kl"] >= 1
     assert "deterministic kernels: on" in run.log("learner-1")
 
+    assert (run.folder / "journal").readlink().parent == tmp_path
     here = ("placement.learner=null", "placement.rollout=null", "placement.split=1:2")
     code, result = play(launch, run, *(word for each in here for word in ("--set", each)))
     assert (code, result["steps"], result["equal"]) == (0, STEPS, STEPS)

@@ -11,15 +11,19 @@ import re
 import secrets
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
+from configs import load
 from scripts.chaos.checker import check
+from slipstream.runtime.hang import processes as kernel
 from tests.support.runs import Run, environment, free_port, left_over, patient_reward, processes, terminal
 from tests.support.waiting import PATIENT_S, until
 
@@ -42,7 +46,7 @@ class Raylets:
     A test that kills one reaps it: workers take a zombie for alive.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, each: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> None:
         from ray.cluster_utils import Cluster
 
         head = {**RAYLET, "num_cpus": 0, "include_dashboard": False, **options}
@@ -50,10 +54,10 @@ class Raylets:
         self.address, self.web = self._cluster.address, self._cluster.webui_url
         self.session = self._cluster.head_node.get_session_dir_path()
         for _ in range(3):
-            self.add()
+            self.add(**each)
 
-    def add(self) -> None:
-        self._cluster.add_node(**RAYLET)
+    def add(self, **options: Any) -> None:
+        self._cluster.add_node(**RAYLET, **options)
 
     def all_of(self, kind: str) -> list[Any]:
         """The processes `raylet` or `gcs_server`, the head's first."""
@@ -135,9 +139,9 @@ def ends_well(case: str, run: Run, launched: Launched, told: str, **seconds: flo
     report, groups = check(run.folder), run.groups()
     assert [row["training/global_step"] for row in run.steps()] == list(range(1, STEPS + 1))
     found = {"lost": len(report.lost), "twice": len(report.trained_twice), "violations": len(report.violations)}
-    lines = [line for line in told.splitlines() if re.match(r"slipstream: |\[[^]]*\] slipstream: ", line)]
+    lines = re.findall(r"^slipstream: .*|^\[.*(?:resumes it|goes on at step) .*", told, re.MULTILINE)
     rounded = {key: round(value, 1) for key, value in seconds.items()}
-    print(json.dumps({"case": case, **rounded, "groups": report.trained, **found, "terminal": lines[-8:]}))
+    print(json.dumps({"case": case, **rounded, "groups": report.trained, **found, "terminal": lines}))
     assert report.in_order, report.as_json()
     assert len(set(groups)) == STEPS * 8
 
@@ -156,7 +160,7 @@ def test_a_lost_node_comes_back(launched, role, what):
             raylet = next(each for each in launched.raylets.all_of("raylet") if each.pid == actor.ppid())
             raylet.kill()
             raylet.wait()
-        until(lambda: not old.is_running() or old.status() == psutil.STATUS_ZOMBIE, "the end of the node's process")
+        until(lambda: (found := kernel.of(old.pid)) is None or found.state == "Z", "the end of the node's process")
         ended = time.monotonic() - began
         if role == "learner" and what == "raylet":
             launched.raylets.add()
@@ -209,6 +213,28 @@ def resumed(launched: Launched, case: str, told: str, ended_s: float) -> None:
         step = step_of(run)
         run.wait_for_step(step + 2, 120)
         ends_well(case, run, launched, told, ended_s=ended_s, resumed_s=time.monotonic() - began)
+
+
+def test_an_actor_shows_the_gpus_of_its_role_alone():
+    from slipstream.launch.reach.ray import RayReach
+
+    settings = ["placement.learner='a:2-3'", "placement.rollout='a:0-1; b:7'", "placement.device=cuda"]
+    raylets, shown = Raylets({"num_gpus": 4}), {}
+    program = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    try:
+        reach = RayReach(raylets.address)
+        hosts = reach.hosts(load("quickstart", [*settings, "network.insecure=true", "network.replay_port=5757"]))
+        for node, role in (("a", "learner"), ("a", "rollout"), ("b", "rollout")):
+            remote = reach.start(node, hosts[node], [sys.executable, "-c", program, "--role", role], "\n")
+            until(lambda remote=remote: remote.exit_code() is not None, "its end")
+            assert remote.exit_code() == 0, remote.how_it_ended()
+            shown[node, role] = remote.output.last_line().split(",")
+        reach.close()
+    finally:
+        raylets.close()
+    learner, rollout = shown["a", "learner"], shown["a", "rollout"]
+    assert len(learner) == len(rollout) == 2 and not {*learner} & {*rollout}
+    assert len(shown["b", "rollout"]) == 1
 
 
 SEEN = """

@@ -48,6 +48,7 @@ class Job:
             "run.name=tiny",
             f"network.keys={self.folder}/keys",
             f"learner.total_steps={steps}",
+            "learner.warmup_steps=0",
             "rollout.groups_per_step=8",
             "rollout.max_running=32",
             "placement.device=cpu",

@@ -160,7 +160,7 @@ def test_silent_servers_lose_their_leases_and_must_say_hello_again():
     assert state()["silent"] == []
 
 
-def test_a_run_without_any_server_ends_with_a_reason():
+def test_a_run_without_any_server_ends_with_a_reason_and_a_hang_report(reported):
     made = service(rollout__wait_for_servers_s=5)
     made.lost("a", "closed", 1.0)
     made.lost("b", "closed", 1.0)
@@ -170,6 +170,7 @@ def test_a_run_without_any_server_ends_with_a_reason():
     made.tick(8.0)
     assert made.failed and "no rollout server for 5 s" in made.ended
     assert sent(made, "l", m.Goodbye)[-1].failed
+    assert reported() == "me waited 5.0 s for a rollout server (rollout.wait_for_servers_s)"
 
 
 @pytest.mark.parametrize(

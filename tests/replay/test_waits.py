@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from configs.loading import dump
 from replay import keys as make_keys
 from replay import messages as m
 from replay.channel import ChannelError, Dealer, load_keys
@@ -51,12 +52,14 @@ def test_a_status_looks_through_the_slots_as_often_for_many_peers_as_for_few():
     assert looks(2) == looks(20)
 
 
-def test_who_asks_for_replays_clock_gets_nothing_else():
-    """Each server asks at every beat while a run is profiled."""
+@pytest.mark.parametrize(("asks", "key"), [("clock", "unix_s"), ("config", "config")])
+def test_who_asks_for_one_thing_gets_nothing_else(asks, key):
+    """Each server asks for the clock at every beat while a run is profiled, a host that joins for the configuration."""
     made = joined()
-    made.handle("x", m.StatusRequest(clock=True), 9.0)
+    made.handle("x", m.StatusRequest(about=asks), 9.0)
     (answer,) = [message for identity, message in made.outbox if identity == "x"]
-    assert answer.state.keys() == {"unix_s"}
+    assert answer.state.keys() == {key}
+    assert key != "config" or answer.state["config"] == dump(made.config)
 
 
 @pytest.mark.parametrize(

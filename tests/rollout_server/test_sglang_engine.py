@@ -28,7 +28,9 @@ from tests.rollout_server.sglang_served import (
 from tests.rollout_server.torch_oracle import error, logprobs_of, logprobs_over_kept_kv
 
 PROMPT = [(5 * i + 1) % 40 for i in range(24)]
-LONG = Sampling(max_new_tokens=NEW_TOKENS)
+MANY = 160
+"""So many tokens last longer than a busy machine takes to do something meanwhile."""
+LONG = Sampling(max_new_tokens=MANY)
 
 
 async def shown_midway(served: Served, n: int, name: str) -> list[Partial]:
@@ -40,7 +42,7 @@ async def shown_midway(served: Served, n: int, name: str) -> list[Partial]:
     shown: list[Partial] = served.engine.progress(name)
     served.engine.abort(name)
     for part, answer in zip(shown, await task, strict=True):
-        assert answer.finish_reason == "abort" and 1 < part.token_ids.size <= answer.token_ids.size < NEW_TOKENS
+        assert answer.finish_reason == "abort" and 1 < part.token_ids.size <= answer.token_ids.size < MANY
         count = part.token_ids.size
         for name in ("token_ids", "logprobs", "versions"):
             assert getattr(part, name).tolist() == getattr(answer, name)[:count].tolist()
@@ -59,7 +61,7 @@ async def test_an_answer_goes_on_under_other_weights(served: Served) -> None:
     for part, answer in zip(shown[:2], answers, strict=False):
         count = part.token_ids.size
         assert answer.finish_reason == "length"
-        assert answer.versions.tolist() == [before] * count + [before + 1] * (NEW_TOKENS - count)
+        assert answer.versions.tolist() == [before] * count + [before + 1] * (MANY - count)
         assert answer.token_ids[:count].tolist() == part.token_ids.tolist()
         check_logprobs(old, PROMPT, answer, before)
         check_logprobs(new, PROMPT, answer, before + 1)
@@ -84,8 +86,8 @@ async def test_what_is_shown_over_an_update_is_never_newer_than_it_is(served: Se
     for index, answer in enumerate(task.result()):
         tokens, versions = (np.concatenate([getattr(p[index], k) for p in pieces]) for k in ("token_ids", "versions"))
         count = tokens.size
-        assert len(pieces) > 2 and count > NEW_TOKENS // 2
-        assert answer.token_ids.size == NEW_TOKENS, "what an update interrupts comes back whole"
+        assert len(pieces) > 2 and count > MANY // 2
+        assert answer.token_ids.size == MANY, "what an update interrupts comes back whole"
         assert tokens.tolist() == answer.token_ids[:count].tolist()
         assert (versions <= answer.versions[:count]).all() and (np.diff(versions) >= 0).all()
         assert set(answer.versions.tolist()) == {before, before + 1} == set(versions.tolist())
@@ -152,7 +154,7 @@ async def test_a_pause_that_fails_lets_requests_go_on(served: Served, mode: str)
     async def refuse() -> None:
         raise EngineError("no pause")
 
-    kept = served.start_sample(PROMPT, max_new_tokens=90)
+    kept = served.start_sample(PROMPT, max_new_tokens=MANY)
     await served.under_way(kept)
     pause = served.engine.sglang.pause
     served.engine.sglang.pause = refuse
@@ -200,7 +202,7 @@ def check_cached(served: Served, expected: int) -> None:
 
 
 async def test_what_a_request_computed_over_an_update_serves_no_other(served: Served) -> None:
-    task = served.start_sample(PROMPT, max_new_tokens=60)
+    task = served.start_sample(PROMPT, max_new_tokens=MANY)
     await served.under_way(task)
     await served.update(102, "keep_kv")
     (mixed,) = await task  # its KV, of two versions, goes into the cache as it ends
@@ -222,13 +224,13 @@ async def test_a_version_that_is_loaded_again_with_other_weights_is_another_one(
 
 
 async def test_what_a_caller_aborts_keeps_its_tokens_and_says_so(served: Served) -> None:
-    task, other = (served.start_sample(PROMPT, 2, max_new_tokens=90) for _ in range(2))
+    task, other = (served.start_sample(PROMPT, 2, max_new_tokens=MANY) for _ in range(2))
     await served.under_way(task)
     served.engine.abort(task.get_name())
     for answer in await task:
-        assert answer.finish_reason == "abort" and 0 < len(answer.token_ids) < 90
+        assert answer.finish_reason == "abort" and 0 < len(answer.token_ids) < MANY
         check_logprobs(served.model, PROMPT, answer)
-    assert [(answer.finish_reason, len(answer.token_ids)) for answer in await other] == [("length", 90)] * 2
+    assert [(answer.finish_reason, len(answer.token_ids)) for answer in await other] == [("length", MANY)] * 2
 
 
 # ---- twenty updates under load ----------------------------------------------------------------------------
@@ -354,8 +356,8 @@ async def test_requests_that_sglang_still_prepares_end_when_they_are_called_off_
 
     monkeypatch.setattr(manager, "_tokenize_one_request", slowly)
     doomed, updated = (
-        served.start_sample(PROMPT, max_new_tokens=NEW_TOKENS),
-        served.start_sample(PROMPT[1:], max_new_tokens=NEW_TOKENS),
+        served.start_sample(PROMPT, max_new_tokens=MANY),
+        served.start_sample(PROMPT[1:], max_new_tokens=MANY),
     )
     while len(manager.rid_to_state) < 2:  # noqa: ASYNC110
         await asyncio.sleep(0.002)
@@ -366,6 +368,6 @@ async def test_requests_that_sglang_still_prepares_end_when_they_are_called_off_
     prepared.set()
     await updating
     (ended,), (answer,) = await doomed, await updated
-    assert ended.finish_reason == "abort" and ended.token_ids.size < NEW_TOKENS
+    assert ended.finish_reason == "abort" and ended.token_ids.size < MANY
     assert answer.finish_reason == "length"
     assert answer.versions[-1] == before + 1, "the update did not wait for its end"

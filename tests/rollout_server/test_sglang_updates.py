@@ -136,7 +136,7 @@ async def test_updates_arrive_beside_decoding_and_digests_and_logprobs_follow(se
     first = served.version + 1
     async with following(served) as (learner, follower):
         for version in range(first, first + 3):
-            kept = served.start_sample([3, 1, 2], max_new_tokens=90)
+            kept = served.start_sample([3, 1, 2], max_new_tokens=180)
             await served.under_way(kept)
             report = await learner.serve(served, random_model(100 + version))
             assert report.epoch == 1, "the group is kept"
@@ -147,7 +147,7 @@ async def test_updates_arrive_beside_decoding_and_digests_and_logprobs_follow(se
 async def test_an_engine_that_drains_first_is_held_and_then_updated_before_new_requests(served: Served) -> None:
     version, model = served.version + 1, random_model(9)
     async with following(served, "rollout.on_new_weights=drain") as (learner, follower):
-        running = served.start_sample([3, 1, 2], max_new_tokens=90)
+        running = served.start_sample([3, 1, 2], max_new_tokens=180)
         await served.under_way(running)
         report = await learner.send(version, model)
         assert (report.served, report.failed) == ([], {}) and "drains" in report.held["one"], report
@@ -264,9 +264,9 @@ async def test_a_scheduler_killed_in_a_broadcast_is_named_at_once(served: Served
     version, model, engine = served.version + 1, random_model(9), served.engine
     pid = min(engine.sglang.pids())  # SGLang starts its scheduler first
     assert b"sglang::scheduler" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    task = served.start_sample([1, 2, 3], 2, max_new_tokens=90)
     with heard(logging.WARNING) as said:
         async with following(served) as (learner, follower), stuck(learner, version, model):
+            task = served.start_sample([1, 2, 3], 2, max_new_tokens=180)
             await served.under_way(task)
             os.kill(pid, signal.SIGKILL)
             named = f"v{version} did not arrive: v{version} was not staged: the receiver in the engine hung up [closed]"

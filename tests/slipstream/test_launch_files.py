@@ -124,9 +124,10 @@ def test_what_would_stop_the_run_is_refused_before_job_files_are_written(tmp_pat
 
 
 def test_slurm(tmp_path, launch, four):
-    launch("learner", "--slurm", *four)
+    launch("learner", "--slurm", "--forward-env", "WANDB_API_KEY", *four)
     file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
     text = file.read_text()
+    assert " --forward-env WANDB_API_KEY " in text
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
     assert (options["nodes"], options["gpus-per-node"], options["ntasks-per-node"]) == ("4", "8", "1")
     (given,) = file.parent.glob("config-*.yaml")
@@ -202,9 +203,14 @@ def test_jobs_of_one_name_have_their_own_configurations(tmp_path, launch, four, 
     assert digest in launch("learner", "--srun", "--config", file, "--digest", digest, code=2)
 
 
-def test_kubernetes(tmp_path, launch, four):
+def test_kubernetes(tmp_path, launch, four, monkeypatch):
     folder = tmp_path / "manifests"
-    launch("learner", "--kubernetes", "--out", str(folder), "--image", "registry/slip:1", *four)
+    forwarded = ["--forward-env", "WANDB_API_KEY", "--secret", "trackers"]
+    monkeypatch.setenv("WANDB_API_KEY", "canary-of-a-secret")
+    launch("learner", "--kubernetes", "--out", str(folder), "--image", "registry/slip:1", *forwarded, *four)
+    assert not any("canary-of-a-secret" in path.read_text() for path in folder.iterdir())
+    refused = launch("learner", "--kubernetes", *forwarded[:2], *four, code=2)
+    assert "--secret NAME" in refused
     config_map, jobset = yaml.safe_load_all((folder / "jobset.yaml").read_text())
     hosts = parse_hosts(config_map["data"]["hosts"], "hosts")
     assert hosts["node0"].address == f"{FOUR}-learner-0-0.{FOUR}"
@@ -223,6 +229,8 @@ def test_kubernetes(tmp_path, launch, four):
         assert container["image"] == "registry/slip:1" and container["resources"]["limits"]["nvidia.com/gpu"] == 8
         options = dict(itertools.pairwise(container["command"]))
         assert container["command"][-1] == "--resume-if-begun"
+        source = {"secretKeyRef": {"name": "trackers", "key": "WANDB_API_KEY"}}
+        assert container["env"][-1] == {"name": "WANDB_API_KEY", "valueFrom": source}
         assert re.fullmatch(rf"run\.name={FOUR}-\d{{8}}-\d{{6}}", options["--set"])
         assert (options["--role"], options["--index"]) == (role, "$(JOB_COMPLETION_INDEX)")
         assert pod["terminationGracePeriodSeconds"] > node.PATIENCE_S
@@ -243,7 +251,8 @@ def test_kubernetes(tmp_path, launch, four):
 def objects(request, tmp_path, launch, four):
     """Every object of the manifests of a run, or of more rollout servers."""
     elsewhere = ["--replay", "tcp://10.0.0.1:5757"] if request.param == "rollout" else []
-    launch(request.param, "--kubernetes", "--out", str(tmp_path / "manifests"), *elsewhere, *four)
+    secret = ["--forward-env", "WANDB_API_KEY", "--secret", "trackers"]
+    launch(request.param, "--kubernetes", "--out", str(tmp_path / "manifests"), *elsewhere, *secret, *four)
     return [each for path in (tmp_path / "manifests").iterdir() for each in yaml.safe_load_all(path.read_text())]
 
 

@@ -426,11 +426,24 @@ def test_servers_of_this_host(tmp_path, monkeypatch, capsys, settings, code, wor
     shown_gpus(tmp_path, monkeypatch)
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    options = ["--servers", "4", "--dry-run", *(word for each in settings.split() for word in ("--set", each))]
-    assert here.run_servers(options, "tcp://10.0.0.1:5757") == code
+    options = ["--servers", "4", "--dry-run", "--config", "quickstart", "--replay", "tcp://10.0.0.1:5757"]
+    options += [word for each in settings.split() for word in ("--set", each)]
+    assert here.run_servers(options, "5757") == code
     said = "".join(capsys.readouterr())
     assert [word for word in words if word not in said] == [], said
     assert list((tmp_path / "work").iterdir()) == [], "a dry run writes nothing"
+
+
+def test_a_host_that_joins_has_the_configuration_of_the_run_and_its_own_place(monkeypatch):
+    settings = [*NODES[:2], "placement.tensor_parallel=1", "network.keys=theirs", "learner.lr=3e-5"]
+    text = dump(configs.load("quickstart", [*settings, "network.host=10.0.0.1", "network.replay_port=5757"]))
+    monkeypatch.setattr(here, "ask_replay", lambda *_: StatusReply("job", {"config": text}))
+    config = here.joined("tcp://127.0.0.1:5757", 2, ["network.keys=mine"])
+    assert (config.learner.lr, config.placement.split, config.placement.rollout) == (3e-5, "2:1", None)
+    assert (config.network.host, config.network.keys) == ("127.0.0.1", "mine")
+    monkeypatch.setattr(here, "ask_replay", lambda *_: None)
+    with pytest.raises(ChannelError, match=r"replay at tcp://10.0.0.1:1 has not answered .*\[silent\]"):
+        here.joined("tcp://10.0.0.1:1", 1, [])
 
 
 def test_gpus_are_counted_whatever_is_visible(tmp_path, monkeypatch):

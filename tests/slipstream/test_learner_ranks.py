@@ -18,6 +18,7 @@ from slipstream.launch.servers import NodeAway, RunFailed
 from slipstream.launch.terminal import Interrupted
 from slipstream.runtime import ending
 from slipstream.runtime.ending import Ending
+from slipstream.runtime.hang import processes
 from slipstream.runtime.lifeline import CANNOT_GO_ON
 from tests.support.waiting import until
 
@@ -87,7 +88,7 @@ def test_a_rank_dies_with_the_process_that_has_started_it(tmp_path):
     parent = RankGroup.start(1, [sys.executable, "-c", DYING, str(tmp_path)], [("parent", {})], tmp_path / "parent")
     rank = int(said(tmp_path / "learner-0.log")[0])
     parent.children[0].process.kill()
-    until(lambda: not Path(f"/proc/{rank}").exists() or "State:\tZ" in Path(f"/proc/{rank}/status").read_text(), "it")
+    until(lambda: (found := processes.of(rank)) is None or found.state == "Z", "the end of the rank")
     parent.end()
 
 

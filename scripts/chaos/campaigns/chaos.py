@@ -9,12 +9,12 @@ import argparse
 import random
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from scripts.chaos import checker
+from scripts.chaos import checker, on_ray
 from scripts.chaos.cluster import SERVERS, VARIANTS, Cluster, Variant, make_data
 from scripts.chaos.faults import BY_NAME, FAULTS, INSTANT, Injector, Planned, as_markdown
 from scripts.chaos.polling import Ended, Hung
@@ -24,6 +24,7 @@ OPTIONS = {
     "faults": (20, "faults in all"),
     "per_run": (20, "faults in one run"),
     "only": ("", "faults with one of these words in their name: kill,cut"),
+    "ray": (False, "launch every run through Ray, on raylets of this host (extra ray)"),
     "data": (Path("data/sort6"), "of make_sort6"),
     "table": (tuple(as_markdown()), "print the table of docs/faults.md and end"),
 }
@@ -44,10 +45,12 @@ Part = dict[str, Any]
 
 
 def plan(args: argparse.Namespace) -> list[PlannedRun]:
-    return make_plan(args.seed, args.faults, args.per_run, args.only)
+    return make_plan(args.seed, args.faults, args.per_run, args.only, on_ray.SERVERS if args.ray else SERVERS)
 
 
-def make_plan(seed: int, num_faults: int, per_run: int, only: str = "") -> list[PlannedRun]:
+def make_plan(
+    seed: int, num_faults: int, per_run: int, only: str = "", servers: Sequence[str] = SERVERS
+) -> list[PlannedRun]:
     """`num_faults` faults, `per_run` of them in a run; every pair of fault and point comes before any comes again.
 
     `only` has words between commas: faults with one of them in their name. Raises ValueError where there is none.
@@ -66,7 +69,7 @@ def make_plan(seed: int, num_faults: int, per_run: int, only: str = "") -> list[
         for _ in range(min(per_run, num_faults - first)):
             pair = min(decks[variant], key=used.__getitem__)  # the first of those that came least often
             used[pair] += 1
-            faults.append(Planned(*pair, server=rng.choice(SERVERS)))
+            faults.append(Planned(*pair, server=rng.choice(servers)))
         runs.append((variant, faults))
     return runs
 
@@ -87,7 +90,7 @@ def run(planned: list[PlannedRun], state: State, args: argparse.Namespace) -> No
     for number, (variant, faults) in list(enumerate(planned, start=1))[len(state.done) :]:
         work, rng = state.fresh(f"{number:02d}"), random.Random(f"{args.seed}/{number}")
         say(f"run {number}: {variant.name}, {len(faults)} faults, in {work}")
-        state.add(Trial(work, faults, rng).run(variant, make_data(args.data)))
+        state.add((RayTrial if args.ray else Trial)(work, faults, rng).run(variant, make_data(args.data)))
 
 
 def verdict(state: State, _hung: str, _args: argparse.Namespace) -> tuple[Part, list[str]]:
@@ -178,3 +181,7 @@ class Trial(Cluster):
         say(words + (f"; WRONG CLASS: {wrong.log}: {wrong.text[:200]}" if wrong is not None else ""))
         if said == "UNNAMED" or wrong is not None:
             result["unnamed"].append(f"{self.work}: {words}; {wrong}")
+
+
+class RayTrial(on_ray.OnRay, Trial):
+    """The same, through Ray."""

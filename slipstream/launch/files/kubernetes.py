@@ -20,7 +20,7 @@ from slipstream.launch import ready
 from slipstream.launch.files.job_files import JobFiles
 from slipstream.launch.node_spec import ROLES, NodeRole
 from slipstream.plan.processes import Machine
-from slipstream.runtime.lifeline import CANNOT_GO_ON
+from slipstream.runtime.lifeline import CANNOT_GO_ON, RUN_FAILED
 
 FILES = "/etc/slipstream"
 KEYS = f"{FILES}/keys"
@@ -30,10 +30,10 @@ GRACE_S = 60
 """After SIGTERM: rollout servers hand leases back within 10 s, a learner's node ends within node.PATIENCE_S, 30 s."""
 MAX_NAME = 40
 """Pod names add role and numbers, and a label of DNS has 63 characters."""
-ROLLOUT_RETRIES = 100
-"""A rollout pod that fails is started again; above this the job fails, and all pods are made again."""
-RESTARTS = 10
-"""How often all pods are made again when a learner pod was lost (preempted, its node gone): the run resumes."""
+RETRIES: Mapping[NodeRole, int] = {"learner": 20, "rollout": 100}
+"""A pod that fails is made again alone, and a learner pod resumes the run; above this its job fails."""
+RESTARTS = 3
+"""How often all pods are made again when a job has failed so."""
 
 HEAD = """# Run {name} as a JobSet (https://jobset.sigs.k8s.io). Written by slipstream/launch/files/kubernetes.py.
 #
@@ -97,6 +97,10 @@ class Pods:
     """Address of replay, where it is not the first learner pod of this run."""
     run_name: str
     """Of the run that the pods begin, or resume when its folder is there: no other manifest has it."""
+    secret: str | None = None
+    """Name of the Secret with the values of `forward`."""
+    forward: tuple[str, ...] = ()
+    """Names of the variables that every process gets from it."""
 
     @property
     def name(self) -> str:
@@ -145,12 +149,14 @@ class Pods:
             "completionMode": "Indexed",
             "completions": count,
             "parallelism": count,
-            "backoffLimit": 0 if is_learner else ROLLOUT_RETRIES,
+            "backoffLimit": RETRIES[group.role],
             "template": {"spec": self._pod(group)},
         }
         if is_learner:
-            codes = {"containerName": group.role, "operator": "In", "values": [CANNOT_GO_ON]}
-            spec["podFailurePolicy"] = {"rules": [{"action": "FailJob", "onExitCodes": codes}]}
+            codes = {"containerName": group.role, "operator": "In", "values": [CANNOT_GO_ON, RUN_FAILED]}
+            drained = {"type": "DisruptionTarget", "status": "True"}  # preempted, or evicted from its node
+            rules = [{"action": "FailJob", "onExitCodes": codes}, {"action": "Ignore", "onPodConditions": [drained]}]
+            spec["podFailurePolicy"] = {"rules": rules}
         return {"name": group.name, "replicas": 1, "template": {"spec": spec}}
 
     def _pod(self, group: PodGroup) -> dict[str, Any]:
@@ -188,6 +194,10 @@ class Pods:
             "env": [
                 {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
                 *({"name": key, "value": value} for key, value in self.config.network.env.items()),
+                *(
+                    {"name": key, "valueFrom": {"secretKeyRef": {"name": self.secret, "key": key}}}
+                    for key in self.forward
+                ),
             ],
             "readinessProbe": look,
             "volumeMounts": mounts,

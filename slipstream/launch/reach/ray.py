@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from configs.errors import BadHosts, PackageMissing
+from configs.errors import BadHosts, BadOption, PackageMissing
 from configs.placement import Share
 from configs.schema import Config
 from slipstream.launch.host_file import Host
@@ -180,13 +180,15 @@ class RayReach:
 
     def hosts(self, config: Config, *, only_rollouts: bool = False) -> dict[str, Host]:
         """The placement's nodes where Ray has placed their bundles. Raises ConfigError."""
+        if config.placement.share_gpus:
+            raise BadOption("--ray: Ray gives each role GPUs of its own; set placement.share_gpus to false")
         self._shares = [share for share in config.shares if share.devices("rollout") or not only_rollouts]
-        self._run, self._first = f"slipstream/{config.run.name}", config.shares[0].node
+        self._title, self._first = f"slipstream/{config.run.name}", config.shares[0].node
         has_gpus = any(node["Resources"].get("GPU") for node in ray.nodes() if node["Alive"])
         self._on_gpus = uses_gpus(config, Machine("", gpus=None if has_gpus else 0))
         wanted = {share.node: self._gpus(share, "learner") + self._gpus(share, "rollout") for share in self._shares}
         bundles = [{"CPU": 1, **({"GPU": gpus} if gpus else {})} for gpus in wanted.values()]
-        self._group = placement_group(bundles, strategy="STRICT_SPREAD", name=self._run)
+        self._group = placement_group(bundles, strategy="STRICT_SPREAD", name=self._title)
         self._wait_for_placement(config.placement.give_up_after_s, wanted)
         places = placement_group_table(self._group)["bundles_to_node_id"]
         addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
@@ -198,7 +200,7 @@ class RayReach:
     def start(self, name: str, host: Host, words: Sequence[str], line: str) -> RayRemote:
         """As Reach.start: an actor in the node's bundle, wherever Ray has it by then."""
         role, number = words[list(words).index("--role") + 1], self._number(host)
-        title = f"{self._run}/{name}-{role}"
+        title = f"{self._title}/{name}-{role}"
         earlier = self._remotes.setdefault(title, [])
         actor = (
             ray.remote(PlacedActor)
@@ -255,7 +257,7 @@ class RayReach:
                 cause = f"Ray's head at {self._head} has been away for {HEAD_S:g} s"
         if cause:
             say(f"--ray: {cause} [closed]: the nodes are ended in order")
-            for remote in [remote for starts in self._remotes.values() for remote in starts]:
+            for remote in [remote for starts in [*self._remotes.values()] for remote in starts]:
                 remote.give_up(f"{cause} [closed]: start Ray again there, then the run with --resume RUN_DIR")
 
     def _head_answers(self) -> bool:
