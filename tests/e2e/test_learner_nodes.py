@@ -70,7 +70,7 @@ class Fleet:
         self.run.wait_until(lambda: words in self.run.text()[len(before) :], words, PATIENCE_S)
 
     def measure(self, fault: str) -> None:
-        """Plant it, and wait for two steps that no learner had made."""
+        """Plant it, and wait for a step that no learner had made."""
         made, began, before = self.newest(), time.monotonic(), self.run.text()
         match fault:
             case "first rank killed":
@@ -89,7 +89,7 @@ class Fleet:
                 self.switch.cut(self.last)
                 self.until_said("the learner stopped: ", before)
                 self.switch.heal(self.last)
-        self.run.wait_until(lambda: self.newest() > made + 1, f"steps after: {fault}", PATIENCE_S)
+        self.run.wait_until(lambda: self.newest() > made, f"a step after: {fault}", PATIENCE_S)
         self.seconds[fault] = round(time.monotonic() - began, 1)
         limit = RANK_S if "rank" in fault else PATIENCE_S
         assert self.seconds[fault] < limit, (fault, self.seconds)
