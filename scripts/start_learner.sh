@@ -6,7 +6,7 @@
 #   bash scripts/start_learner.sh --slurm [--dry-run] [--out FILE] ...                           a file for sbatch
 #   bash scripts/start_learner.sh --kubernetes [--dry-run] [--out FOLDER] [--image I] ...        manifests of a JobSet
 #
-# The same as `python -m slipstream.launch learner`, whose --help has the rest; docs/launching.md explains all of it.
+# The same as `python -m slipstream.launch learner`, whose --help has the rest; docs/tutorials/machines.md explains all of it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec "${SLIPSTREAM_PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}" -m slipstream.launch learner "$@"

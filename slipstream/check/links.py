@@ -82,6 +82,7 @@ def group(config: Config, backend: str, first: RunningProbe, other: RunningProbe
     limit = IMPORT_S + (FORMS + 2) * config.weight_bus.collective_timeout_s
     prefix = f"doctor/{secrets.token_hex(8)}"
     try:
+        other.ask("prepare", limit, backend=backend)  # the first one's wait does not include the other one's imports
         endpoint = first.ask("open_group", limit, backend=backend)
         for rank, probe in enumerate((first, other)):
             probe.send("group", backend=backend, rank=rank, endpoint=endpoint, prefix=prefix)

@@ -87,6 +87,10 @@ class Probe:
         problem = unreachable(address, self.config, timeout_s)
         return {} if problem is None else {"problem": problem}
 
+    def prepare(self, backend: str) -> None:
+        """Import and make what a member of a test group needs."""
+        self._made(backend)
+
     def open_group(self, backend: str) -> str:
         """Rank 0 only: the endpoint where the members of a test group meet."""
         return self._made(backend).serve()
@@ -97,7 +101,7 @@ class Probe:
 
         from weight_bus.transports import Formation
 
-        transport = self._transport if rank == 0 and self._transport is not None else self._made(backend)
+        transport = self._transport or self._made(backend)
         started = time.monotonic()
         try:
             transport.form(Formation(epoch=1, rank=rank, size=2, endpoint=endpoint, prefix=prefix))
@@ -166,7 +170,7 @@ async def _answer_requests(config: Config, port: int, listening: list[str | Exce
 def main() -> int:
     """Entry point; 0 when stdin has ended."""
     probe, out = Probe(), sys.stdout
-    names = ["take", "clock", "look", "listen", "reach", "open_group", "group"]
+    names = ["take", "clock", "look", "listen", "reach", "prepare", "open_group", "group"]
     orders: dict[str, Callable[..., Any]] = {name: getattr(probe, name) for name in names}
     for line in sys.stdin:
         order = json.loads(line)

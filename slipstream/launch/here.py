@@ -25,7 +25,7 @@ from slipstream.plan.processes import Machine, Plan, Process, assign, uses_gpus
 from slipstream.runtime import packages
 from slipstream.runtime.program import program
 
-JOIN_S = 60.0
+JOIN_S = 300.0
 """How long replay may take to answer a host that joins."""
 
 

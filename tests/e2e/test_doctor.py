@@ -130,12 +130,14 @@ class Answers:
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.place, self.answers = "rollout of node1", list(answers)
+        self.orders: list[str] = []
 
-    def ask(self, *_words: object, **_order: object) -> str:
+    def ask(self, what: str, *_words: object, **_order: object) -> str:
+        self.orders.append(what)
         return "10.0.0.1:4000"
 
-    def send(self, *_words: object, **_order: object) -> None:
-        pass
+    def send(self, what: str, **_order: object) -> None:
+        self.orders.append(what)
 
     def answer(self, _limit_s: float) -> dict[str, Any]:
         answer = self.answers.pop()
@@ -160,8 +162,10 @@ class Answers:
 )
 def test_a_group_that_does_not_form_or_brings_other_bytes(backend, answer, severity, words):
     config = load("quickstart", [*SETTINGS, "weight_bus.backend=gloo"])
-    finding = links.group(config, backend, Answers(answer), Answers(answer))  # type: ignore[arg-type]
+    other = Answers(answer)
+    finding = links.group(config, backend, Answers(answer), other)  # type: ignore[arg-type]
     assert finding.severity == severity and words in finding.line
+    assert other.orders == ["prepare", "group"]  # imports torch before the first one waits for it
 
 
 def test_nccl_between_two_processes_of_one_gpu_needs_no_switches():

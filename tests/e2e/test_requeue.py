@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from slipstream.launch.files.kubernetes import READY
-from tests.support.runs import ROOT, Run, environment, free_port, processes
+from tests.support.runs import ROOT, Run, environment, free_port, patient_reward, processes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -103,7 +103,9 @@ def job(scheduler, output):
 def test_a_job_that_is_started_again_resumes_its_run(tmp_path, untrained, scheduler_of):
     folder = tmp_path / "job"
     folder.mkdir()
-    config = [*untrained.settings, f"run.dir={folder}/runs", "run.name=run", "rollout.groups_per_step=8"]
+    go_on = tmp_path / "go-on"  # slow until a node has looked whether all take part
+    config = [*untrained.settings, f"reward.function={patient_reward(tmp_path, go_on, pause_s=0.1)}"]
+    config += [f"run.dir={folder}/runs", "run.name=run", "rollout.groups_per_step=8"]
     config += ["placement.split=1:1", "placement.device=cpu", "learner.total_steps=6", "checkpoint.every_steps=2"]
     config += ["evaluation.every_steps=0", "tracking.plot=false", "network.insecure=true"]
     config += [f"network.replay_port={free_port()}"]
@@ -122,10 +124,11 @@ def test_a_job_that_is_started_again_resumes_its_run(tmp_path, untrained, schedu
         run.wait_until(lambda: all(file.exists() for file in scheduler.ready_files), "all pods ready")
         run.wait_until((run.folder / "checkpoints" / "step_2" / "COMPLETE").exists, "the checkpoint of step 2")
     before = {row["training/global_step"]: row["time"] for row in run.steps()}
+    go_on.touch()
 
     with job(scheduler, folder / "second.out") as process:
         again = Run(process, run.folder, folder / "second.out")
-        assert again.wait(200) == 0, again.text()[-3000:]
+        assert again.wait() == 0, again.text()[-3000:]
     assert only_run() == run.folder
     after = {row["training/global_step"]: row["time"] for row in again.steps()}
     assert list(after) == [1, 2, 3, 4, 5, 6]

@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,14 +31,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 PAGES = ROOT / "docs" / "tutorials"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HEAVY = re.compile(
-    r"^(?!.*--dry-run)(slipstream (train|sweep|doctor|launch \w+ --hosts)|python -m learner\.main|sbatch)",
+    r"^(?!.*--dry-run)(slipstream (train|sweep|doctor|launch \w+ --(hosts|ray|replay))|python -m learner\.main|sbatch)",
     re.MULTILINE,
 )
 """What trains, or asks other machines."""
 COSTLY = re.compile(r"slipstream try-reward")
 """What takes seconds of a core, and is left out without `-m slow`."""
-OWN_TERMINAL = "# a terminal of its own\n"
-HOSTS = {"node0": "10.0.0.1", "node1": "10.0.0.2"}
+OTHER_MACHINE = re.compile(r"# on (node\d)\n")
+HOSTS = {f"node{number}": f"10.0.0.{number + 1}" for number in range(3)}
 
 
 def blocks(page: str) -> Iterator[tuple[str, str, str]]:
@@ -84,8 +85,9 @@ class Reader:
                 (self.folder / name).write_text(text, encoding="utf-8")
             elif kind == "shown":
                 shown += text.splitlines()
-            elif text.startswith(OWN_TERMINAL):
-                self._start(text)
+            elif (machine := OTHER_MACHINE.match(text)) is not None:
+                if not light:
+                    self._start(machine[1], text[machine.end() :])
             elif light:
                 light_ones = list(itertools.takewhile(lambda line: not HEAVY.match(line), text.splitlines()))
                 self._run_here(light_ones)
@@ -118,8 +120,9 @@ class Reader:
                 else:
                     self._run(shlex.join(words))
 
-    def _start(self, text: str) -> None:
-        command = ["bash", "-c", f"exec {text.splitlines()[1]}"]
+    def _start(self, machine: str, text: str) -> None:
+        """A command of another machine, which waits for the run that the next command on this one starts."""
+        command = [self.environment["SLIPSTREAM_SSH"], machine, f"cd {self.folder} && exec {text}"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.beside.append(subprocess.Popen(command, cwd=self.folder, env=self.environment, text=True, **pipes))
 
@@ -171,7 +174,8 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
     "reward.md": ("dry run: configuration and files are in order",),
     "environment.md": ("dry run: configuration and files are in order",),
     "loss.md": ("dry run: configuration and files are in order",),
-    "machines.md#Two machines over ssh": ("node0  10.0.0.1  replay", "node1  10.0.0.2  rollout-node1-0"),
+    "machines.md#One host": ("dry run: configuration and files are in order",),
+    "machines.md#Several hosts": ("node0  10.0.0.1  replay", "node1  10.0.0.2  rollout-node1-0"),
     "machines.md#Slurm": ("start the run with: sbatch runs/larger/launch/run.sbatch",),
     "machines.md#Kubernetes": ("manifests/jobset.yaml", "applied"),
 }
@@ -269,10 +273,16 @@ def machines(reader: Reader) -> Iterator[Switch]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "run"), [("machines.md#Two machines over ssh", "two"), ("machines.md#Slurm", "larger-42")]
+    ("page", "run", "servers"),
+    [
+        ("machines.md#One host", "one", ["rollout-0"]),
+        ("machines.md#Several hosts", "two", ["rollout-node1-0", rf"rollout-{socket.gethostname()}-\d+-0"]),
+        ("machines.md#Slurm", "larger-42", ["rollout-node1-0"]),
+    ],
 )
-def test_two_machines_train(reader: Reader, machines: Switch, page: str, run: str) -> None:
+def test_machines_train(reader: Reader, machines: Switch, page: str, run: str, servers: Sequence[str]) -> None:
     reader.follow(page)
     steps = rows(reader.folder / "runs" / run)
     assert len(steps) == 40 and steps[-1]["weight_sync/digests_equal"] is True
-    assert steps[-1]["rollout/groups/rollout-node1-0"] > 0
+    groups = " ".join(key for key, count in steps[-1].items() if key.startswith("rollout/groups/") and count)
+    assert [name for name in servers if re.search(rf"rollout/groups/{name}\b", groups) is None] == []
