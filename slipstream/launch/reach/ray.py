@@ -11,7 +11,7 @@ import shlex
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,7 @@ PLACED_S = 5.0
 """A placement that takes longer is shown."""
 RPC_S, UNREACHED_S = 5.0, 1.0
 """How long an actor has to kill a process, and until one that Ray does not reach is asked again."""
+AGAIN = "start Ray again there, then the run with --resume RUN_DIR"
 LOOK_S, HEAD_S = 2.0, 20.0
 """How often Ray's head is looked for, and how long it may be away; after 60 s Ray ends every process of its own."""
 
@@ -71,9 +72,10 @@ class Order:
 class RayRemote:
     """The process of a node, in an actor; a thread follows it to its end."""
 
-    def __init__(self, name: str, actor: Any, order: Order) -> None:
+    def __init__(self, name: str, actor: Any, order: Order, no_more: Callable[[], str]) -> None:
+        """`no_more` says why no other actor can follow a lost one; empty where one can."""
         self.output, self.node_id, self.pid = Output(name), "", 0
-        self._actor, self._order = actor, order
+        self._actor, self._order, self._no_more = actor, order, no_more
         self._code: int | None = None
         self._given_up, self._lost = "", ""
         self._thread = threading.Thread(target=self._run, name=f"actor-of-{name}", daemon=True)
@@ -118,6 +120,7 @@ class RayRemote:
             code = self._follow()
         except RayError as error:
             code, self._lost = LOST, _said(error)
+            self._given_up = self._given_up or self._no_more()
         self._code = CANNOT_GO_ON if self._given_up else code
         ray.kill(self._actor)  # its GPUs are free for the next one
 
@@ -156,6 +159,11 @@ def _said(error: RayError) -> str:
     return f"its actor in Ray is lost: {lines[-1].partition('. ')[0][:200] if lines else type(error).__name__}"
 
 
+def _nodes(*, alive: bool) -> list[Any]:
+    """Ray's records of its nodes."""
+    return [node for node in ray.nodes() if node["Alive"] == alive]
+
+
 class RayReach:
     """The machines of a cluster that this process joins as a driver."""
 
@@ -184,14 +192,14 @@ class RayReach:
             raise BadOption("--ray: Ray gives each role GPUs of its own; set placement.share_gpus to false")
         self._shares = [share for share in config.shares if share.devices("rollout") or not only_rollouts]
         self._title, self._first = f"slipstream/{config.run.name}", config.shares[0].node
-        has_gpus = any(node["Resources"].get("GPU") for node in ray.nodes() if node["Alive"])
+        has_gpus = any(node["Resources"].get("GPU") for node in _nodes(alive=True))
         self._on_gpus = uses_gpus(config, Machine("", gpus=None if has_gpus else 0))
         wanted = {share.node: self._gpus(share, "learner") + self._gpus(share, "rollout") for share in self._shares}
         bundles = [{"CPU": 1, **({"GPU": gpus} if gpus else {})} for gpus in wanted.values()]
         self._group = placement_group(bundles, strategy="STRICT_SPREAD", name=self._title)
         self._wait_for_placement(config.placement.give_up_after_s, wanted)
         places = placement_group_table(self._group)["bundles_to_node_id"]
-        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in _nodes(alive=True)}
         gpus = None if self._on_gpus else 0
         here = {name: Host(name, addresses[places[i]], places[i], gpus) for i, name in enumerate(wanted)}
         names = [share.node for share in config.shares]
@@ -215,7 +223,8 @@ class RayReach:
             .remote()
         )
         only_at = host.address if role == "learner" and host.name == self._first else ""
-        earlier.append(RayRemote(name, actor, Order(words, line, only_at, earlier[-1] if earlier else None)))
+        order = Order(words, line, only_at, earlier[-1] if earlier else None)
+        earlier.append(RayRemote(name, actor, order, self._raylet_is_lost))
         return earlier[-1]
 
     def shown(self, host: Host, words: Sequence[str]) -> str:
@@ -249,16 +258,20 @@ class RayReach:
         seen, cause = time.monotonic(), ""
         while not cause and not self._closed.wait(LOOK_S):
             if self._head_answers():
-                seen = time.monotonic()
-                if any(node["NodeID"] == self._own_node and not node["Alive"] for node in ray.nodes()):
-                    cause = "the raylet that this command joined Ray by is lost, and its actors with it"
+                seen, cause = time.monotonic(), self._raylet_is_lost()
             elif time.monotonic() - seen > HEAD_S:
                 self._head_is_lost = True
-                cause = f"Ray's head at {self._head} has been away for {HEAD_S:g} s"
+                cause = f"Ray's head at {self._head} has been away for {HEAD_S:g} s [closed]; {AGAIN}"
         if cause:
-            say(f"--ray: {cause} [closed]: the nodes are ended in order")
+            say(f"--ray: {cause}; the nodes are ended in order")
             for remote in [remote for starts in [*self._remotes.values()] for remote in starts]:
-                remote.give_up(f"{cause} [closed]: start Ray again there, then the run with --resume RUN_DIR")
+                remote.give_up(cause)
+
+    def _raylet_is_lost(self) -> str:
+        """Why Ray ends the actors of this process and starts no other; empty where it does not."""
+        if not (self._head_answers() and any(node["NodeID"] == self._own_node for node in _nodes(alive=False))):
+            return ""
+        return f"the raylet that this command joined Ray by is lost, and its actors with it [closed]; {AGAIN}"
 
     def _head_answers(self) -> bool:
         host, _, port = self._head.rpartition(":")
