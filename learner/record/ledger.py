@@ -43,6 +43,11 @@ class Ledger:
         return self._trained_twice
 
 
+def last_step(run_dir: str | Path) -> int:
+    """The newest step that a run has trained; 0 for none."""
+    return max((line["step"] for line in read(run_dir)), default=0)
+
+
 def read(run_dir: str | Path) -> list[dict[str, Any]]:
     """The whole lines, oldest first; none where the run has no ledger yet."""
     path = Path(run_dir) / FILE

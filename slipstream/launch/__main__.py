@@ -19,6 +19,7 @@ from pathlib import Path
 from configs.errors import BadHosts, BadOption
 from configs.loading import add_arguments, digest_of, dump, from_arguments, overrides_of, parse
 from configs.schema import Config
+from learner.record import ledger
 from slipstream.check.checks import REFUSALS, require_elsewhere
 from slipstream.launch import earlier_run, fleet, here
 from slipstream.launch.files import kubernetes, slurm
@@ -60,9 +61,11 @@ def main() -> int:
         config = _configuration(args, port)
         reach = _reach(args, config)
         if reach is not None:
+            trained = ledger.last_step(config.run_dir)
             code = _on_hosts(args, config, reach)
             if code == NearLimit.code and args.srun:
-                srun.requeue(os.environ[srun.JOB], config.run_dir)
+                was_of_use = args.side == "rollout" or ledger.last_step(config.run_dir) > trained
+                srun.requeue(os.environ[srun.JOB], config.run_dir, was_of_use=was_of_use)
             return code
         has_input = not (args.dry_run and input_is_missing(config, args.config))
         # a cluster's disk is shared, a claim is not seen here

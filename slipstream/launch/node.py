@@ -34,7 +34,7 @@ from slipstream.launch.node_spec import (
     resolve,
     spec_of_arguments,
 )
-from slipstream.launch.reach import UP
+from slipstream.launch.reach import END, UP
 from slipstream.launch.run_folder import JOB, folder_of
 from slipstream.launch.servers import EndedForGood, LocalServers, RunFailed
 from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, write_line
@@ -66,7 +66,10 @@ def main() -> int:
         if args.stdin:
             write_line(sys.stdout, UP)
         node = Node(assignment, lifeline=args.stdin, ready_file=args.ready_file)
-        return node.run_learner() if spec.role == "learner" else node.run_servers()
+        code = node.run_learner() if spec.role == "learner" else node.run_servers()
+        if args.stdin and code == 0:
+            write_line(sys.stdout, END)
+        return code
 
     return exit_code_of(run)
 
@@ -129,13 +132,11 @@ class Node:
         child = self._launcher()
         try:
             while child.exit_code() is None:
-                if self._ready_file is not None:
-                    self._look()
                 self._breathe()
-            self._show_logs()
         finally:
             ignore_signals()
             children.stop([child], PATIENCE_S)
+            self._show_logs()
         if child.exit_code() == CANNOT_GO_ON:
             show(child.root_cause())
             return CANNOT_GO_ON
@@ -166,10 +167,10 @@ class Node:
                 servers.end_silent(self._look().get("silent", ()))
                 servers.watch(run_is_over=True)
                 self._breathe()
-            self._show_logs()
         finally:
             ignore_signals()
             children.stop(servers.children, PATIENCE_S)
+            self._show_logs()
         if failures := servers.failures:
             said, codes = f"given up: {', '.join(failures)}", {*failures.values()}
             if codes == {CANNOT_START}:
@@ -242,6 +243,8 @@ class Node:
     def _breathe(self) -> None:
         """Show what the children wrote, and end with what started this node."""
         self._show_logs()
+        if self._ready_file is not None and self.assignment.spec.role == "learner":
+            self._look()
         if self._lifeline and select.select([0], [], [], 0)[0] and not os.read(0, 1 << 16):
             raise Interrupted("the session that started this node is over")
         time.sleep(POLL_S)

@@ -97,7 +97,9 @@ def _handle_signals(handler: Callable[[int, FrameType | None], None]) -> None:
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     if not isinstance(sys.exc_info()[1], Interrupted):  # a session that ends may send several: one is on its way
-        raise (NearLimit if number == signal.SIGUSR2 else Interrupted)(f"{signal.Signals(number).name} received")
+        if number == signal.SIGUSR2:
+            raise NearLimit("SIGUSR2 received: the time limit is near")
+        raise Interrupted(f"{signal.Signals(number).name} received")
 
 
 def _pass_over(_number: int, _frame: FrameType | None) -> None:

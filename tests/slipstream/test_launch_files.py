@@ -148,6 +148,21 @@ read -r order; echo "$machine: $order" >>"$STEPS"
 """
 
 
+def run_job(folder, srun, *words, **variables):
+    """Run the file for sbatch with commands in place of Slurm's, of which `scontrol` notes what it is asked for."""
+    scontrol = """#!/bin/sh
+echo "$@" >>"$STEPS.scontrol"; printf 'm1\nm2\nm3\nm4\n'
+"""
+    (folder / "bin").mkdir()
+    for name, text in {"scontrol": scontrol, "srun": srun}.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "42", "SLURM_JOB_NODELIST": "m[1-4]", "SLURM_CPUS_ON_NODE": "8", **variables}
+    slurm |= {"PATH": f"{folder}/bin:{os.environ['PATH']}", "STEPS": f"{folder}/steps"}
+    command = ["bash", str(folder / "runs" / FOUR / "launch" / "run.sbatch"), *words]
+    return subprocess.run(command, env=os.environ | slurm, capture_output=True, text=True, check=False, timeout=150)
+
+
 def test_the_slurm_file_gives_every_node_its_order(tmp_path, launch, four):
     """With commands in place of Slurm's: a step reads its order, the first one fails, as does one with servers.
 
@@ -157,19 +172,7 @@ def test_the_slurm_file_gives_every_node_its_order(tmp_path, launch, four):
     own.write_text(dump(configs.load(FOUR, ["learner.lr=3e-6"])))
     launch("learner", "--slurm", "--config", str(own), *four[2:])
     own.write_text(dump(configs.load(FOUR, ["learner.lr=0.5"])))
-    file = tmp_path / "runs" / FOUR / "launch" / "run.sbatch"
-    (tmp_path / "bin").mkdir()
-    for name, text in {"scontrol": "#!/bin/sh\nprintf 'm1\\nm2\\nm3\\nm4\\n'\n", "srun": SRUN}.items():
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    slurm = {
-        "SLURM_JOB_ID": "42",
-        "SLURM_JOB_NODELIST": "m[1-4]",
-        "SLURM_CPUS_ON_NODE": "8",
-        "SLURM_RESTART_COUNT": "1",
-    }
-    variables = {**os.environ, **slurm, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "STEPS": f"{tmp_path}/steps"}
-    done = subprocess.run(["bash", str(file)], env=variables, capture_output=True, text=True, check=False, timeout=150)
+    done = run_job(tmp_path, SRUN, SLURM_RESTART_COUNT="1")
     assert done.returncode == 1 and "node0 (10.1.0.1) failed: exit code 7" in done.stderr, (done.stdout, done.stderr)
     steps = [line.partition(": ")[::2] for line in sorted((tmp_path / "steps").read_text().splitlines())]
     orders = {machine: node_spec.read_spec(text) for machine, text in steps}
@@ -183,6 +186,30 @@ def test_the_slurm_file_gives_every_node_its_order(tmp_path, launch, four):
     hosts = parse_hosts(first.hosts, "hosts")
     assert {host.name: host.address for host in hosts.values()} == {f"node{i}": f"10.1.0.{i + 1}" for i in range(4)}
     assert f"job 42, start 2: run {tmp_path}/runs/{FOUR}-42" in done.stdout
+
+
+NOTICE = """#!/bin/bash
+while [[ "$1" == --* ]]; do shift; done
+[[ "$1" == bash ]] && { echo "10.1.0.$RANDOM"; exit; }
+read -r order
+if [[ "$*" == *"--node node0"* ]]; then
+  mkdir -p "$RUN"; printf %s "$LEDGER" >>"$RUN/ledger.jsonl"
+  kill -USR2 $PPID
+fi
+while read -r line; do :; done; exit 130
+"""
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_job_is_queued_again_before_its_limit_if_it_has_trained(tmp_path, launch, four, trains):
+    """An element of an array: with a run and a seed of its own."""
+    launch("learner", "--slurm", *four)
+    run, line = tmp_path / "runs" / f"{FOUR}-40_2", '{"step": 1, "groups": [], "digest": "a"}\n' if trains else ""
+    array = {"SLURM_ARRAY_JOB_ID": "40", "SLURM_ARRAY_TASK_ID": "2", "RUN": str(run), "LEDGER": line}
+    done = run_job(tmp_path, NOTICE, "--set", "learner.lr=0.5", **array)
+    assert done.returncode == 140, done.stderr
+    asked = (tmp_path / "steps.scontrol").read_text().splitlines()
+    assert ("requeue 42" in asked) == trains and ("is not queued again" in done.stderr) != trains
 
 
 def test_jobs_of_one_name_have_their_own_configurations(tmp_path, launch, four, monkeypatch):

@@ -359,6 +359,7 @@ def once(folder: Path, name: str, *, first: str, then: str) -> str:
     [
         (f"{UP}; kill -9 $$", True, 0, "failed: killed by SIGKILL [closed]; restart 1 of 3"),
         (f"{UP}; kill -9 $$", False, 0, "failed: killed by SIGKILL [closed]; restart 1 of 3"),
+        (f"{UP}; echo Node failure", False, 0, "failed: the way to it has ended: Node failure"),  # as srun ends
         (f"{UP}; echo taken; exit 75", True, 0, "failed: exit code 75: taken; it is started again every"),
         ("echo no route; exit 255", False, 0, "failed: exit code 255: no route; it is started again every"),
         ("echo no route; exit 255", True, 1, "failed: exit code 255: no route"),

@@ -5,7 +5,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ NODES = {"n1": "10.0.0.1", "n2": "10.0.0.2", "n3": "10.0.0.3"}
 CONTROLLER = "ctl"
 CONF = """
 ClusterName=slipstream
-SlurmctldHost={host}(10.0.0.100)
+SlurmctldHost=ctl(10.0.0.100)
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -60,8 +59,7 @@ class Cluster:
         self.environment = {**environment(), "SLURM_CONF": str(folder / "slurm.conf"), "PYTHONPATH": str(ROOT)}
         (folder / "state").mkdir()
         nodes = "\n".join(f"NodeName={name} NodeAddr={address} CPUs=1" for name, address in NODES.items())
-        host = socket.gethostname().partition(".")[0]
-        (folder / "slurm.conf").write_text(CONF.format(folder=folder, host=host, nodes=nodes))
+        (folder / "slurm.conf").write_text(CONF.format(folder=folder, nodes=nodes))
         (folder / "names").write_text(switch.names())
         (folder / "munge.key").write_bytes(secrets.token_bytes(128))
         (folder / "munge.key").chmod(0o600)
@@ -78,7 +76,7 @@ class Cluster:
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node, and wait until it can take a job."""
-        self._daemon(node, *self._inside(node, "slurmd", "-D", "-N", node))
+        self._daemon(node, *self._inside(node, "slurmd", "-D"))
         until(lambda: self.state(node) == "idle", f"{node} idle; {self.folder}/*.log say more")
 
     def state(self, node: str) -> str:
@@ -135,9 +133,9 @@ class Cluster:
             self.daemons["munged"].wait(10)
 
     def _inside(self, node: str, *words: str) -> list[str]:
-        """There with a host file of its own. `ip netns exec` would hide /sys/fs/cgroup, and slurmd wants to see it."""
-        script = f'mount --bind {self.folder}/names /etc/hosts && exec "$@"'
-        entered = ["nsenter", f"--net=/run/netns/{self.switch.host(node)}", "unshare", "--mount"]
+        """There with a name of its own. `ip netns exec` would hide /sys/fs/cgroup, and slurmd wants to see it."""
+        script = f'mount --bind {self.folder}/names /etc/hosts && hostname {node} && exec "$@"'
+        entered = ["nsenter", f"--net=/run/netns/{self.switch.host(node)}", "unshare", "--mount", "--uts"]
         return [*entered, "bash", "-c", script, "-", *words]
 
     def _daemon(self, name: str, *words: str) -> None:

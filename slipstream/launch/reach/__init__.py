@@ -16,6 +16,8 @@ from slipstream.launch.terminal import write_line
 
 UP = "\x1eup"
 """Line of a node's process, which is not shown: it has read its spec, and can do its part."""
+END = "\x1eend"
+"""Its last line where its part has ended well: srun ends with exit code 0 as well when it has lost its machine."""
 LAST_LINES = 20
 
 
@@ -63,13 +65,15 @@ class Output:
     name: str
     is_up: bool = False
     """Whether it has read its spec."""
+    has_ended: bool = False
+    """Whether its part has ended well."""
     _last: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     def take(self, raw: bytes) -> None:
         """One line, as it came."""
         line = raw.decode("utf-8", "replace").rstrip("\r\n")
-        if line == UP:
-            self.is_up = True
+        if line in (UP, END):
+            self.is_up, self.has_ended = True, line == END
             return
         self._last.append(line)
         write_line(sys.stdout, f"[{self.name}] {line}")

@@ -57,14 +57,18 @@ class Command:
             self._process.stdin.flush()
 
     def exit_code(self) -> int | None:
-        """None while it runs; negative is the signal that ended it."""
-        return self._process.poll()
+        """None while it runs; negative is the signal that ended it; 1 where the way to it has ended well without it."""
+        code = self._process.poll()
+        if code != 0 or not self.output.is_up:
+            return code
+        self._reader.join(READ_S)
+        return 0 if self.output.has_ended else 1
 
     def how_it_ended(self) -> str:
         """What ended it, and its last line."""
         code = self._process.wait()
         self._reader.join(READ_S)
-        said = self._lost if code == SSH_FAILED and self._lost else how(code)
+        said = self._lost if code == SSH_FAILED and self._lost else how(code) if code else "the way to it has ended"
         # what was killed from outside says no cause: its last line is unrelated
         last = self.output.last_line() if -code not in (signal.SIGKILL, signal.SIGTERM) else ""
         return f"{said}: {last}" if last else said

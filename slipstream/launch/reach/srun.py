@@ -109,8 +109,11 @@ def _said(command: Sequence[str], what: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def requeue(job: str, run_dir: str) -> None:
-    """Queue this job again: its next start resumes the run. Says how to go on where Slurm refuses."""
+def requeue(job: str, run_dir: str, *, was_of_use: bool) -> None:
+    """Queue this job again: its next start resumes the run. Says how to go on where Slurm refuses, or it is no use."""
+    if not was_of_use:
+        say(f"job {job} is not queued again: this start has trained no step before its limit; give it more --time")
+        return
     say(f"job {job} is queued again, and resumes {run_dir}")
     try:
         _said(["scontrol", "requeue", job], f"job {job} is not queued again")
