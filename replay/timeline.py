@@ -18,6 +18,7 @@ import json
 import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ class Timeline:
         """By identity: name, state, version."""
         self._looked_at = float("-inf")
         self._log = BoundedLog(log)
+        self._disk = ThreadPoolExecutor(1, "timeline")  # to open and close a file of a shared folder takes its time
         versions = run.config.tracking.versions(behind=1 + run.config.replay.async_lag)
         recorder = Recorder(path.parent, "replay", "replay", versions)
         self._spans = ReplaySpans(recorder, run, batching, self._name)
@@ -71,15 +73,18 @@ class Timeline:
     def end(self, why: str, *, failed: bool) -> None:
         """Append how the run ended."""
         self._write([*self._changes(), {"name": "replay", "event": "ended", "why": why, "failed": failed}])
+        self._disk.shutdown()
         self._spans.recorder.close()
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
-        if not lines:
-            return
         stamp = round(time.time(), 3)
+        if lines:
+            self._disk.submit(self._append, [json.dumps({"time": stamp, **line}) + "\n" for line in lines])
+
+    def _append(self, lines: list[str]) -> None:
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps({"time": stamp, **line}) + "\n" for line in lines)
+                file.writelines(lines)
         except OSError as error:
             self._log.warning("timeline", "replay: %s: %d lines are left out: %s", self._path, len(lines), error)
 

@@ -42,6 +42,7 @@ OF_EVERY_GROUP: Any = {"reward_metrics": {"reward/seconds": 0.01}, "generate_s":
 ROWS = 8192  # prompts of the data set
 POOL = 256  # different groups that are prepared; the producers go through them in turn
 MEDIAN, SIGMA, CAP = 2000, 0.7, 16_384  # of the lognormal lengths of answers, in tokens
+SHORT = 200  # of a slow disk, whose latency is looked at: the processor must not be what is waited for
 PROMPT_TOKENS = 256  # of every prompt; they are not counted as tokens of the result
 GROUP_SIZE, GROUPS_PER_STEP = 8, 64
 TEXT_BYTES_PER_TOKEN = 4
@@ -54,7 +55,7 @@ MODEL: dict[str, Any] = {"config.json": {"model_type": "qwen3", "vocab_size": VO
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One measurement. `hold` fills the buffer and takes nothing, for memory over queued bytes; with `sync_ms` every
-    sync of replay takes so much longer, and the learner trains for TRAIN_S."""
+    sync of replay takes so much longer, answers are SHORT, and the learner trains for TRAIN_S."""
 
     producers: int = 64
     curve: bool = True
@@ -73,7 +74,7 @@ class Case:
 
     @property
     def slow(self) -> str:
-        return "" if self.sync_ms is None else f", {self.sync_ms:g} ms a sync"
+        return "" if self.sync_ms is None else f", {self.sync_ms:g} ms more a sync"
 
 
 CASES = [Case(), Case(curve=False), Case(fsync="every"), Case(fsync="never")]
@@ -135,14 +136,14 @@ def random_text(rng: np.random.Generator, length: int) -> str:
     return base64.b64encode(rng.bytes(length * 3 // 4)).decode("ascii")
 
 
-def prepare(count: int) -> list[Prepared]:
+def prepare(count: int, median: int = MEDIAN) -> list[Prepared]:
     """So many groups, the same ones each time."""
     rng = np.random.default_rng(1)
-    return [_one(rng) for _ in range(count)]
+    return [_one(rng, median) for _ in range(count)]
 
 
-def _one(rng: np.random.Generator) -> Prepared:
-    drawn = MEDIAN * np.exp(SIGMA * rng.standard_normal(GROUP_SIZE))
+def _one(rng: np.random.Generator, median: int) -> Prepared:
+    drawn = median * np.exp(SIGMA * rng.standard_normal(GROUP_SIZE))
     lengths = np.clip(drawn, 1, CAP).astype(np.int32)
     total = int(lengths.sum())
     mask, young = np.ones(total, dtype=np.uint8), np.ones(total, dtype=np.int32)
@@ -177,15 +178,18 @@ class Counts:
     group_bytes: int = 0  # their frames
 
 
-def no_times() -> dict[str, list[float]]:
-    """Seconds from a Take to its Proceed, from a question to its Status, and from one beat of replay to the next."""
+Times = dict[str, list[tuple[float, float]]]
+
+
+def no_times() -> Times:
+    """When it began, and seconds: from a Take to its Proceed, from a question to its Status, between two beats."""
     return {"batch": [], "status": [], "beat": []}
 
 
 class Viewer:
     """Asks replay for its state, and hears its beats as a rollout server that wants no leases."""
 
-    def __init__(self, config: Config, address: str, times: dict[str, list[float]]) -> None:
+    def __init__(self, config: Config, address: str, times: Times) -> None:
         self.times, self.beat_at = times, 0.0
         identity = {"pid": os.getpid(), "host": socket.gethostname(), "fingerprint": run_fingerprint(config)}
         self.hello = m.Hello(role="rollout_server", name="viewer", **identity)
@@ -203,10 +207,10 @@ class Viewer:
                     now = time.monotonic()
                     if isinstance(envelope.message, m.Heartbeat):
                         if self.beat_at:
-                            self.times["beat"].append(now - self.beat_at)
+                            self.times["beat"].append((self.beat_at, now - self.beat_at))
                         self.beat_at = now
                     elif isinstance(envelope.message, m.Status):
-                        self.times["status"].append(now - asked)
+                        self.times["status"].append((asked, now - asked))
                         break
 
 
@@ -230,8 +234,10 @@ class Producer:
 
 
 class Producers:
-    def __init__(self, config: Config, address: str, counts: Counts, count: int) -> None:
-        self.config, self.counts, self.pool = config, counts, itertools.cycle(prepare(POOL))
+    def __init__(self, config: Config, address: str, counts: Counts, case: Case) -> None:
+        median = MEDIAN if case.sync_ms is None else SHORT
+        self.config, self.counts, self.pool = config, counts, itertools.cycle(prepare(POOL, median))
+        count = case.producers
         self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}  # (tokens, bytes) of what is not acked, by lease
         self.capacity = -(-2 * (config.replay.async_lag + 1) * config.rollout.groups_per_step // count)
         identity = {"pid": os.getpid(), "host": socket.gethostname(), "fingerprint": run_fingerprint(config)}
@@ -294,9 +300,7 @@ class Producers:
 class Learner:
     """Rank 0 of one."""
 
-    def __init__(
-        self, config: Config, address: str, counts: Counts, checkpoint_every: int, times: dict[str, list[float]]
-    ) -> None:
+    def __init__(self, config: Config, address: str, counts: Counts, checkpoint_every: int, times: Times) -> None:
         self.config, self.counts, self.checkpoint_every, self.times = config, counts, checkpoint_every, times
         self.train_s = 0.0
         self.trained: set[tuple[int, int]] = set()
@@ -316,8 +320,7 @@ class Learner:
         send, digest = self.batches._dealer.send, f"simulated-{step}"  # replay is not restarted: nothing to repeat
         asked = time.monotonic()
         batch = self.batches.take(step, lambda batch: None)
-        self.times["batch"].append(time.monotonic() - asked)
-        time.sleep(self.train_s)
+        self.times["batch"].append((asked, time.monotonic() - asked))
         tokens = self.check(batch, step)
         send(m.Committed(step=step, digest=digest))
         if batch.checkpoint or step % self.checkpoint_every == 0:
@@ -327,6 +330,7 @@ class Learner:
         self.counts.tokens += tokens
         self.counts.batch_bytes += sum(getattr(batch, name).nbytes for name in batch.ARRAYS)
         self.counts.steps = step
+        time.sleep(self.train_s)  # in the place of training: what follows from the commit is done then
 
     def check(self, batch: m.Batch, step: int) -> int:
         """Answer tokens of a batch. Raises CaseFailed when it is of another step, or has a group again."""

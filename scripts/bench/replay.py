@@ -9,7 +9,6 @@ Standard output gets a table and, as its last line, one object of JSON with the 
 """
 
 import argparse
-import itertools
 import os
 import platform
 import re
@@ -29,7 +28,7 @@ import zmq
 
 from configs.loading import dump
 from configs.schema import Config
-from scripts.bench import core, load
+from scripts.bench import core, load, slow_disk
 from scripts.bench.core import Processes, cost_of, resident_bytes, written_bytes
 from scripts.bench.load import CASES, GROUPS_PER_STEP, QUICK_CASES, Case
 from scripts.chaos.report import conclude
@@ -73,7 +72,7 @@ class Running(Processes):
         log = self.replay.log_path
         self.wait("replay to be ready", lambda: READY in log.read_text())
         address = log.read_text().partition(READY)[2].split()[0]
-        producers = load.Producers(config, address, self.counts, count)
+        producers = load.Producers(config, address, self.counts, self.case)
         self.ends.append(self.threads.submit(producers.run, self.producers_over))
         self.wait(f"{count} producers to join", lambda: self.counts.joined == count)
         if self.case.hold:
@@ -154,21 +153,20 @@ def flow_of(before: dict[str, float], after: dict[str, float], resident: list[in
     }
 
 
-def times_of(times: dict[str, list[float]]) -> dict[str, float]:
-    """Mean and 99th percentile of each, in milliseconds."""
-    found = {name: seen for name, seen in times.items() if seen}
-    means = {f"{name}_ms": round(1000 * statistics.mean(seen), 2) for name, seen in found.items()}
-    return means | {f"{name}_ms_p99": round(1000 * core.quantile(seen, 0.99), 2) for name, seen in found.items()}
-
-
-def ratios(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the times on a slow disk over those on the same one without the latency, by replay.fsync."""
-    found: dict[str, Any] = {}
-    for fast, slow in itertools.pairwise(result for result in results if result.get("sync_ms") is not None):
-        if fast["sync_ms"] == 0 and fast["fsync"] == slow["fsync"]:
-            names = [name for name in slow if "_ms" in name and name != "sync_ms"]
-            found[slow["fsync"]] = {name: round(slow[name] / fast[name], 3) for name in names}
-    return {"slow_over_fast": found} if found else {}
+def times_of(times: load.Times) -> dict[str, float]:
+    """Mean, median and 99th percentile of each in milliseconds, with and without the latency, and mean over mean."""
+    found: dict[str, float] = {}
+    for name, seen in ((name, seen) for name, seen in times.items() if seen):
+        slow, fast = ([s for at, s in seen if slow_disk.is_slow(at) == is_slow] for is_slow in (True, False))
+        for kind, values in ((f"{name}_ms", fast), (f"{name}_ms_slow", slow)):
+            shares = {
+                "": statistics.mean(values),
+                "_p50": core.quantile(values, 0.5),
+                "_p99": core.quantile(values, 0.99),
+            }
+            found |= {f"{kind}{share}": round(1000 * value, 2) for share, value in shares.items()}
+        found[f"{name}_slow_over_fast"] = round(statistics.mean(slow) / statistics.mean(fast), 3)
+    return found
 
 
 def memory(resident: list[int]) -> dict[str, Any]:
@@ -212,11 +210,16 @@ def report(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The last line: the main case at the top, all of them in `results`."""
     top = ("tokens_per_cpu_second", "groups_per_cpu_second", "bytes_per_token_in", "rss_mib_growth", "error")
     held = [result["memory_over_queued"] for result in results if "memory_over_queued" in result]
+    ratios = {
+        result["fsync"]: {name: result[f"{name}_slow_over_fast"] for name in load.no_times()}
+        for result in results
+        if "batch_slow_over_fast" in result
+    }
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     return {
         **{key: results[0][key] for key in top if key in results[0]},
         **({"memory_over_queued": held[0]} if held else {}),
-        **ratios(results),
+        **({"slow_over_fast": ratios} if ratios else {}),
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": {
             "cpu": cpu[1] if cpu else platform.machine(),
@@ -235,7 +238,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
     parser.add_argument("--producers", type=int, **one, help="one case: so many producers")
     parser.add_argument("--no-curve", dest="curve", action="store_false", **one, help="one case: without keys")
     parser.add_argument("--fsync", choices=["every", "interval", "never"], **one, help="one case: replay.fsync")
-    parser.add_argument("--sync-ms", type=float, help="a disk without, and with, so many ms more in every sync")
+    parser.add_argument("--sync-ms", type=float, help="a disk whose syncs take so much longer, now and then")
     parser.add_argument("--checkpoint-every", type=int, default=10, help="steps (default: %(default)s)")
     parser.add_argument("--limit-s", type=float, default=120.0, help="of every wait (default: %(default)s)")
     parser.add_argument("--work", type=Path, default=Path("runs/bench-replay"), help="model, prompts, keys and run")
@@ -247,7 +250,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
         cases = [Case(**chosen)]
     if args.sync_ms is not None:
         modes = [chosen["fsync"]] if "fsync" in chosen else ["interval", "every"]
-        cases = [Case(**chosen | {"fsync": mode}, sync_ms=ms) for mode in modes for ms in (0.0, args.sync_ms)]
+        cases = [Case(**chosen | {"fsync": mode}, sync_ms=args.sync_ms) for mode in modes]
     if args.minutes:
         args.seconds = 60 * args.minutes
     if not args.seconds > 0 or args.checkpoint_every < 1 or cases[0].producers < 1:

@@ -103,8 +103,12 @@ def is_full(error: BaseException | None) -> bool:
 
 def _write(path: Path, mode: int, data: bytes) -> None:
     """All of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode, 0o644)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | mode
+    try:
+        file = os.open(path, flags, 0o644)
+    except FileNotFoundError:  # mostly the folder is there, and a shared one takes its time to say so
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, flags, 0o644)
     try:
         size, done = os.fstat(file).st_size, 0
         try:

@@ -7,11 +7,18 @@ from replay import messages as m
 from replay import spans
 from replay.timeline import Timeline
 from tests.replay.simulated_run import group_message, joins, lease, service
+from tests.support.waiting import PATIENT_S
 
 
 def watched(tmp_path, **overrides):
     made = service(**overrides)
     return made, Timeline(tmp_path / "timeline.jsonl", made.run, made.peers, made.batching)
+
+
+def observe(timeline, now, woken):
+    """Look, and wait until what was seen is written."""
+    timeline.observe(now, woken)
+    timeline._disk.submit(lambda: None).result(PATIENT_S)
 
 
 def written(tmp_path, name):
@@ -23,33 +30,33 @@ def written(tmp_path, name):
 
 def test_a_server_joins_samples_waits_and_serves_the_next_version(tmp_path):
     made, timeline = watched(tmp_path)
-    timeline.observe(0.0, 0.0)
+    observe(timeline, 0.0, 0.0)
     (given,) = lease(made)
-    timeline.observe(1.0, 1.0)
+    observe(timeline, 1.0, 1.0)
     made.handle("a", group_message(given, [0]), 2.0)
     made.handle("a", m.Heartbeat(activity="waiting for leases", gauges={"tokens_per_s": 5.0, "detail": 1.0}), 2.0)
     made.handle("a", m.LeaseRequest(capacity=1, version=1, incarnation=1), 2.5)
-    timeline.observe(3.0, 3.0)
-    timeline.observe(4.0, 4.0)
+    observe(timeline, 3.0, 3.0)
+    observe(timeline, 4.0, 4.0)
     names, lines = written(tmp_path, made.peers.get("a").name)
     assert names[:3] == ["joined", "join", "rollout"] and "serves" in names[3:]
     serves = next(line for line in lines if line.get("event") == "serves")
     assert (serves["version"], serves["gauges"]) == (1, {"tokens_per_s": 5.0})
     assert lines[0]["role"] == "rollout_server" and {"host", "pid"} <= lines[0].keys()
     before = (tmp_path / "timeline.jsonl").read_text()
-    timeline.observe(5.0, 5.0)
+    observe(timeline, 5.0, 5.0)
     assert (tmp_path / "timeline.jsonl").read_text() == before, "nothing has changed"
 
 
 def test_losses_have_their_symptom_and_the_end_its_reason(tmp_path):
     made, timeline = watched(tmp_path)
     name, other = made.peers.get("a").name, made.peers.get("b").name
-    timeline.observe(0.0, 0.0)
+    observe(timeline, 0.0, 0.0)
     made.lost("a", "silent", 1.0)
-    timeline.observe(1.0, 1.0)
+    observe(timeline, 1.0, 1.0)
     assert written(tmp_path, name)[1][-1]["why"] == "silent"
     made.handle("b", m.Heartbeat(blocked="quarantined"), 2.0)
-    timeline.observe(2.0, 2.0)
+    observe(timeline, 2.0, 2.0)
     assert written(tmp_path, other)[0][-1] == "quarantined"
     made.end("all steps are done", failed=False)
     made.lost("b", "closed", 3.0)
@@ -62,11 +69,11 @@ def test_a_file_that_cannot_be_written_is_logged_and_the_run_goes_on(tmp_path, c
     made, timeline = watched(tmp_path)
     (tmp_path / "timeline.jsonl").mkdir()
     with caplog.at_level(logging.WARNING):
-        timeline.observe(0.0, 0.0)
+        observe(timeline, 0.0, 0.0)
     assert "lines are left out" in caplog.text
     joins(made, "c")
     (tmp_path / "timeline.jsonl").rmdir()
-    timeline.observe(1.0, 1.0)
+    observe(timeline, 1.0, 1.0)
     assert written(tmp_path, made.peers.get("c").name)[0][0] == "joined"
 
 
@@ -78,7 +85,7 @@ def test_a_trace_has_turns_batches_and_leases_within_its_window(tmp_path, monkey
     def turn(began, ended):
         nonlocal moment
         moment = ended
-        timeline.observe(ended, began)
+        observe(timeline, ended, began)
 
     for step in range(1, 7):
         at = 10.0 * step

@@ -24,7 +24,7 @@ from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.generate import Generator
 from rollout_server.tasks.task import Task
-from scripts.bench import bus, load, replay
+from scripts.bench import bus, load, replay, slow_disk
 from scripts.bench import learner as bench_learner
 from scripts.bench.core import cost_of, spread
 from scripts.bench.load import Case, prepare
@@ -164,3 +164,11 @@ def test_flops_of_the_learner_are_those_of_tokens_that_are_computed() -> None:
     attention = 2 * 2 * 2 * heads * int((total * (total + 1) // 2).sum())
     assert found[0] == 3 * (per_token * int(total.sum()) + attention + 2 * hidden * 512 * int(lengths.sum()))
     assert found[0] - found[1] == 3 * 7 * (per_token * prompt + 2 * 2 * 2 * heads * prompt * (prompt + 1) // 2)
+
+
+def test_times_on_a_slow_disk_are_held_against_those_between_them() -> None:
+    length = slow_disk.PHASE_S
+    times = load.no_times() | {"batch": [(0.5, 0.1), (0.6, 0.1), (length + 0.5, 0.2), (2 * length, 0.1)]}
+    found = replay.times_of(times)
+    assert (found["batch_ms"], found["batch_ms_slow_p50"], found["batch_slow_over_fast"]) == (100.0, 200.0, 2.0)
+    assert not [name for name in found if name.startswith(("status", "beat"))]

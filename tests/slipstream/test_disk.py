@@ -32,5 +32,5 @@ def test_what_finds_no_room_is_written_once_there_is(tmp_path, caplog, monkeypat
 
 def test_other_errors_are_no_full_disk(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(NotADirectoryError):
         Disk().append(tmp_path / "file" / "metrics.jsonl", "x")
