@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
     "configs": 2_658,
-    "slipstream/runtime": 2_380,
+    "slipstream/runtime": 2_384,
     "slipstream/families": 344,
     "slipstream/launch": 4_399,
     "slipstream/check": 2_128,
