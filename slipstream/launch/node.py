@@ -238,7 +238,7 @@ class Node:
         self._tails.setdefault(log, Tail.from_end(log))
 
     def _breathe(self) -> None:
-        """Show what the children wrote, and end with what started this node."""
+        """Show what the children wrote, look whether ranks take part, and end with what started this node."""
         self._show_logs()
         if self._ready_file is not None and self.assignment.spec.role == "learner":
             self._look()
