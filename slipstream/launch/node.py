@@ -36,7 +36,7 @@ from slipstream.launch.node_spec import (
 )
 from slipstream.launch.reach import END, UP
 from slipstream.launch.run_folder import JOB, folder_of
-from slipstream.launch.servers import EndedForGood, LocalServers, RunFailed
+from slipstream.launch.servers import EndedForGood, LocalServers, NoneCanStart, RunFailed
 from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, write_line
 from slipstream.runtime import hang
 from slipstream.runtime.lifeline import CANNOT_GO_ON, CANNOT_START, RUN_FAILED, TRY_AGAIN
@@ -87,6 +87,8 @@ def exit_code_of(run: Callable[[], int]) -> int:
         return CANNOT_GO_ON
     except RunFailed as failure:
         show(str(failure))
+        if isinstance(failure, NoneCanStart):  # after RUN_FAILED a rollout node is started again while a learner may be
+            return CANNOT_GO_ON
         return RUN_FAILED if isinstance(failure, EndedForGood) else 1
     except Interrupted as ended:
         show(f"ended: {ended}")

@@ -30,6 +30,10 @@ class EndedForGood(RunFailed):
     """The run or a part of it cannot go on, and another start would end alike."""
 
 
+class NoneCanStart(EndedForGood):
+    """Every rollout server of this machine refuses what it was given."""
+
+
 class DidNotStart(RunFailed, code="SLIP-RUN-07"):
     """A process of the run did not start in time."""
 
@@ -183,7 +187,7 @@ class LocalServers:
             self.say(f"{name} ended because the run has failed")
         elif code == CANNOT_START:
             if self.all_over:
-                raise EndedForGood(cause)
+                raise NoneCanStart(cause)
             self.say(f"{cause}; it is not started again, the run goes on with other servers")
         else:
             self.say(

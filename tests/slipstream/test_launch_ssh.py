@@ -25,6 +25,7 @@ from slipstream.launch.learner import node as learner_node
 from slipstream.launch.learner.generations import Start, write_start
 from slipstream.launch.node_spec import NodeSpec, read_spec, renumbered, resolve
 from slipstream.launch.reach.commands import Commands
+from slipstream.launch.servers import EndedForGood, NoneCanStart, RunFailed
 from slipstream.plan.processes import Machine
 from slipstream.runtime import ending
 from tests.support.runs import ROOT, environment, left_over, processes
@@ -305,6 +306,18 @@ def test_a_scheduler_learns_what_another_start_would_refuse_again(tmp_path, caps
     assert said in last and "refused" not in last
 
 
+@pytest.mark.parametrize(("failure", "code"), [(NoneCanStart, 2), (EndedForGood, 3), (RunFailed, 1)])
+def test_a_rollout_node_tells_servers_that_cannot_start_from_those_that_were_ended(spec, monkeypatch, failure, code):
+    def run_servers(_):
+        raise failure("given up")
+
+    monkeypatch.setattr(node, "catch_signals", lambda: None)
+    monkeypatch.setattr(node, "first_line", spec.line)
+    monkeypatch.setattr(node.Node, "run_servers", run_servers)
+    monkeypatch.setattr("sys.argv", ["node", "--stdin"])
+    assert node.main() == code
+
+
 class Way(Commands):
     """Runs the command of each node, again at each start, in place of the node's process."""
 
@@ -375,7 +388,8 @@ def test_a_node_that_is_lost_is_started_again_and_one_that_ended_by_intent_is_no
     back = tmp_path / "back"
     node1 = once(tmp_path, "began", first=first, then=f"{UP}; touch {back}; exec cat")
     is_final = code != 0 or "goes on" in said
-    ends = f"until [[ -e {tmp_path / 'began' if is_final else back} ]]; do sleep 0.05; done; sleep {int(is_final)}"
+    seen = tmp_path / "began" if is_final else back
+    ends = f"for each in {{1..600}}; do [[ -e {seen} ]] && break; sleep 0.05; done; sleep {int(is_final)}"
     commands = {"node0": f"{UP}; exec cat" if code else ends, "node1": node1}
     monkeypatch.setattr(fleet, "FAREWELL_S", 0.2)
     ended, way = run_fleet(tmp_path, rollouts=() if is_learner else ("node1",), **commands)
