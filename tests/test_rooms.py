@@ -27,7 +27,7 @@ BUDGET = {
     "learner": 9_464,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 55_433
+PRODUCT = 55_430
 SCRIPTS = 6_425
 TESTS = 46_918
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
