@@ -189,7 +189,7 @@ def show(config: Config, cases: Sequence[Case], outcomes: Sequence[RewardOutcome
         differ = sum(one is None or not math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-6) for one, other in pairs)
         console.print(f"{differ} of {len(cases)} differ from the score in the run")
     if not Path(config.model.path).is_dir():
-        console.print(f"num_tokens are words: there is no model at {config.model.path}")
+        console.print(f"num_tokens are words: there is no model at {config.model.path} (--config names yours)")
 
 
 def _number(value: float | None) -> str:

@@ -261,7 +261,7 @@ class Launcher:
         if now - self._failed < (LEAVES_S if stays else NOTED_S * (len(self.config.learner_nodes) > 1)):
             return
         if stays:
-            self.view.event(f"{failure.said}; another rank does not leave, and is ended by force")
+            self.view.event(f"{failure.said}; a rank does not leave, and is ended by force")
         said = f"the learner stopped: {failure.said}"
         if failure.code == CANNOT_GO_ON or self._replay_says_over(dealer):
             raise RunFailed(said)

@@ -119,7 +119,7 @@ def test_what_would_stop_the_run_is_refused_before_job_files_are_written(tmp_pat
             assert (tmp_path / out).is_dir()
         else:
             shown = launch(*words, code=2)
-            assert said in shown and "not looked at from here: run-folder, port" in shown
+            assert said in shown and "not looked at from here: run-folder, journal, port" in shown
             assert not (tmp_path / out).exists()
 
 
