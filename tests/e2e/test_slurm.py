@@ -168,6 +168,21 @@ def test_the_notice_before_the_limit_makes_a_checkpoint_and_the_job_goes_on(clus
     assert "resumes it from its journal and newest checkpoint" in job.said(number), kept
 
 
+def test_a_job_that_has_lost_a_learner_machine_goes_on_with_others(cluster: Cluster, job: Job) -> None:
+    """Slurm gives it the machine again only once that is back, so three are enough here."""
+    placed = ("placement.learner=node0:0; node1:0", "placement.rollout=node2:0", "placement.give_up_after_s=20")
+    number = cluster.submit(str(job.write(*placed)))
+    run = job.wait_for_step(number, 3)
+    cluster.kill_node("n2")
+    until(lambda: cluster.job(number).get("Restarts") == "1", f"queued again: {job.said(number)}", PATIENT_S)
+    job.go_on.touch()
+    cluster.start_node("n2")
+    job.wait_for_end(number)
+    said = job.said(number)
+    assert steps(run) == [*range(1, 9)] and "placement.give_up_after_s" in said, said
+    assert f"job {number} is queued again, and resumes {run.folder}" in said, said
+
+
 def test_a_lost_rollout_machine_does_not_end_the_job(cluster: Cluster, job: Job) -> None:
     number = cluster.submit(str(job.write()))
     run = job.wait_for_step(number, 2)
