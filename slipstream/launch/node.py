@@ -172,11 +172,8 @@ class Node:
             children.stop(servers.children, PATIENCE_S)
             self._show_logs()
         if failures := servers.failures:
-            said, codes = f"given up: {', '.join(failures)}", {*failures.values()}
-            if codes == {CANNOT_START}:
-                show(said)
-                return CANNOT_GO_ON
-            raise (EndedForGood if codes <= {RUN_FAILED, CANNOT_START} else RunFailed)(said)
+            final = all(code in (RUN_FAILED, CANNOT_START) for code in failures.values())
+            raise (EndedForGood if final else RunFailed)(f"given up: {', '.join(failures)}")
         return 0
 
     def _look(self) -> Mapping[str, Any]:
