@@ -24,7 +24,7 @@ import pytest
 
 from configs import load
 from scripts.chaos.checker import check
-from slipstream.runtime.hang import processes as kernel
+from slipstream.runtime import processes as kernel
 from tests.support.runs import Run, environment, free_port, left_over, patient_reward, processes, terminal
 from tests.support.waiting import PATIENT_S, until
 
