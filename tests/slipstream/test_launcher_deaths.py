@@ -100,7 +100,7 @@ def test_a_death_with_restarts_left_is_a_start_in_place(
 
 def go_on(launcher: Launcher, until_: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launcher watch until something is so."""
-    looks = iter(range(600))
+    looks = iter(range(300))
 
     class Over(Exception):
         """It is."""
