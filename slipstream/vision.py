@@ -4,8 +4,7 @@ It is frozen: features of a picture are the same in every version, and the bus h
 both ends hold the same tower is checked at Hello, by a hash of its tensors (slipstream/runtime/fingerprint.py).
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from safetensors import safe_open
 
 from configs.errors import SlipstreamError
 from slipstream.families.pictures import TOWER, Grid
+from slipstream.weight_files import weight_files
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -89,16 +89,8 @@ class VisionTower:
 def read_tower(folder: Path) -> list[tuple[str, torch.Tensor]]:
     """The tower's tensors by name, as they are stored."""
     found = []
-    for file in _tower_files(folder):
+    files = weight_files(folder, VisionError)
+    for file in sorted({path for name, path in files.items() if name.startswith(TOWER)}):
         with safe_open(str(file), framework="pt") as opened:
             found += [(name, opened.get_tensor(name)) for name in opened.keys() if name.startswith(TOWER)]  # noqa: SIM118
     return found
-
-
-def _tower_files(folder: Path) -> list[Path]:
-    """Safetensors that hold the tower."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return [folder / "model.safetensors"]
-    names: Mapping[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    return [folder / Path(file).name for file in sorted({f for n, f in names.items() if n.startswith(TOWER)})]

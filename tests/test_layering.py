@@ -17,17 +17,18 @@ from rollout_server.engines import BUILDERS
 
 ROOT = Path(__file__).parents[1]
 SHARED = ("configs", "slipstream.families", "slipstream.runtime")
+FOLDERS = ("slipstream.vision", "slipstream.weight_files")  # what both ends read of a model's folder
 MAY_IMPORT = {
     "configs": (),
     "slipstream.families": ("configs.errors",),
-    "slipstream.vision": ("configs.errors", "slipstream.families"),
+    "slipstream.weight_files": ("configs.errors",),
+    "slipstream.vision": ("configs.errors", "slipstream.families", "slipstream.weight_files"),
     "slipstream.runtime": ("configs", "slipstream.families"),
     "slipstream.runtime.hang": (*SHARED, "replay.channel", "replay.status_client"),  # asks for its Status
     "replay": SHARED,
     "weight_bus": (*SHARED, "replay.channel"),
-    "rollout_server": (*SHARED, "slipstream.vision", "replay", "weight_bus"),
-    "learner": (*SHARED, "slipstream.vision", "replay", "weight_bus"),
-    "slipstream": (*SHARED, "slipstream.vision", "replay", "weight_bus", "rollout_server", "learner"),
+    **dict.fromkeys(("rollout_server", "learner"), (*SHARED, *FOLDERS, "replay", "weight_bus")),
+    "slipstream": (*SHARED, *FOLDERS, "replay", "weight_bus", "rollout_server", "learner"),
 }
 """By the longest beginning of a module's name."""
 ENTRY = "learner/main.py"

@@ -11,25 +11,25 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
     "configs": 2_658,
-    "slipstream/runtime": 2_384,
+    "slipstream/runtime": 2_378,
     "slipstream/families": 344,
-    "slipstream/launch": 4_399,
-    "slipstream/check": 2_128,
+    "slipstream/launch": 4_402,
+    "slipstream/check": 2_133,
     "slipstream/view": 2_420,
     "slipstream/translate": 1_522,
     "slipstream/plan": 1_296,
     "slipstream/command": 158,
     "replay": 9_943,
     "weight_bus": 5_020,
-    "rollout_server/engines": 3_877,
-    "rollout_server/tasks": 7_617,
-    "rollout_server": 13_392,
-    "learner": 9_489,
+    "rollout_server/engines": 3_854,
+    "rollout_server/tasks": 7_602,
+    "rollout_server": 13_354,
+    "learner": 9_464,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 55_478
+PRODUCT = 55_441
 SCRIPTS = 6_425
-TESTS = 46_718
+TESTS = 46_952
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 

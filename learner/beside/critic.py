@@ -11,9 +11,10 @@ from learner.beside.reference import folder_of
 from learner.objective import Measurements
 from learner.optimizer import Optimizer, lr_at
 from learner.policy.model import Policy, TokenModel, shaped_policy
-from learner.policy.pretrained import fill, weight_files
+from learner.policy.pretrained import PolicyError, fill
 from learner.rows import Row
 from learner.step import accumulate_gradients, apply_update
+from slipstream.weight_files import weight_files
 
 HEAD = "lm_head.weight"
 """Name of the head's weights here; `score.weight` is what transformers calls those of a model with one label."""
@@ -52,7 +53,7 @@ class Critic:
         self._settings = config.learner.model_copy(update={"lr": config.critic.lr})
         with folder_of("critic.path", config.critic.path, config) as folder:
             self.model = shaped_policy(config, policy.mesh, policy.device, policy.budget, folder, ValueModel)
-            files, shards = weight_files(folder), self.model.shards()
+            files, shards = weight_files(folder, PolicyError), self.model.shards()
             (head,) = (shard for shard in shards if shard.name == HEAD)
             body = [shard for shard in shards if shard.name != HEAD]
             if SAVED_HEAD in files:

@@ -8,8 +8,9 @@ import torch
 
 from configs import Config
 from learner.policy.model import Policy, shaped_policy
-from learner.policy.pretrained import PolicyError, fill, weight_files
+from learner.policy.pretrained import PolicyError, fill
 from learner.rows import Row
+from slipstream.weight_files import weight_files
 
 
 class Reference:
@@ -20,7 +21,7 @@ class Reference:
         self.temperature = config.rollout.temperature
         with folder_of("algorithm.reference_path", config.algorithm.reference_path, config) as folder:
             self.model = shaped_policy(config, policy.mesh, policy.device, policy.budget, folder, is_frozen=True)
-            fill(self.model.shards(), weight_files(folder), folder)
+            fill(self.model.shards(), weight_files(folder, PolicyError), folder)
 
     def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """[n] float32 of each row's tokens at the sampling temperature, in host memory. A collective."""

@@ -36,12 +36,12 @@ from learner.policy.pretrained import (
     fill,
     has_tower,
     read_config,
-    weight_files,
 )
 from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from learner.policy.tensor_parallel import local_weight, parallelize
 from learner.rows import Row
 from slipstream.vision import VisionTower
+from slipstream.weight_files import weight_files
 from weight_bus.adapters import PREFIX, SCALE, scale_digest
 from weight_bus.digest import Digester, combined
 
@@ -279,7 +279,7 @@ def build_policy(
     """
     folder = Path(config.model.path)
     model_config = read_config(folder)
-    files = weight_files(folder)
+    files = weight_files(folder, PolicyError)
     setup = Setup.of(config, model_config.to_dict())
     policy = shaped_policy(config, mesh, device, budget or choose_for(setup, mesh, device))
     fill(policy.frozen() or policy.shards(), files, folder)

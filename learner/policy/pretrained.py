@@ -131,33 +131,6 @@ def allocate(root: Any, model: Any, config: PretrainedConfig, device: torch.devi
         raise RuntimeError(f"buffer {unknown[0]} of a {config.model_type} model has memory, but nothing defines it")
 
 
-def weight_files(folder: Path) -> dict[str, Path]:
-    """File of each tensor in the folder, by name.
-
-    Raises:
-        PolicyError: there are no safetensors, or a file that the index names is missing or not readable.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            located = {str(name): folder / Path(str(file)).name for name, file in names.items()}
-        except (ValueError, KeyError, AttributeError) as error:
-            raise PolicyError(f"model.path: {index} is not readable: {error!r}") from error
-        for path in sorted(set(located.values())):
-            if not path.is_file():
-                raise PolicyError(f"model.path: {index} names {path.name}, which is not in {folder}")
-        return located
-    single = folder / "model.safetensors"
-    if not single.is_file():
-        raise PolicyError(f"model.path: {folder} has no model.safetensors and no model.safetensors.index.json")
-    try:
-        with safe_open(single, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), single)
-    except SafetensorError as error:
-        raise PolicyError(f"model.path: {single} is not readable: {error}") from error
-
-
 def is_tower(name: str, folder: Path) -> bool:
     """Whether a tensor of the folder is the vision tower's (slipstream/vision.py)."""
     return name.startswith(TOWER) and has_tower(folder)

@@ -17,7 +17,7 @@ from stat import S_ISSOCK
 
 import psutil
 
-from slipstream.runtime.hang.processes import of
+from slipstream.runtime.processes import of
 
 ROLES = {"replay": r" replay\.main ", "learner": r" learner\.train "}
 """What the command line of a role matches."""

@@ -20,8 +20,8 @@ from configs.errors import CODE, coded
 from slipstream.runtime import packages
 from slipstream.runtime.ending import SUFFIX, Ending, how, read_file
 from slipstream.runtime.hang import expired
-from slipstream.runtime.hang.processes import of
 from slipstream.runtime.hang.report import end_of
+from slipstream.runtime.processes import of
 
 LONGEST = 600
 """Characters of what a process said that are quoted."""

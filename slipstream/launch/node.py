@@ -172,11 +172,8 @@ class Node:
             children.stop(servers.children, PATIENCE_S)
             self._show_logs()
         if failures := servers.failures:
-            said, codes = f"given up: {', '.join(failures)}", {*failures.values()}
-            if codes == {CANNOT_START}:
-                show(said)
-                return CANNOT_GO_ON
-            raise (EndedForGood if codes <= {RUN_FAILED, CANNOT_START} else RunFailed)(said)
+            final = all(code in (RUN_FAILED, CANNOT_START) for code in failures.values())
+            raise (EndedForGood if final else RunFailed)(f"given up: {', '.join(failures)}")
         return 0
 
     def _look(self) -> Mapping[str, Any]:
@@ -241,7 +238,7 @@ class Node:
         self._tails.setdefault(log, Tail.from_end(log))
 
     def _breathe(self) -> None:
-        """Show what the children wrote, and end with what started this node."""
+        """Show what the children wrote, look whether ranks take part, and end with what started this node."""
         self._show_logs()
         if self._ready_file is not None and self.assignment.spec.role == "learner":
             self._look()

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from configs.errors import coded
+from slipstream.runtime.processes import of
 
 PR_SET_PDEATHSIG = 1
 PARENT = "SLIPSTREAM_PARENT_PID"
@@ -106,8 +107,8 @@ class Cores:
 
 def cpu_seconds() -> float:
     """CPU seconds of this process and of the children that it has, and of theirs, so far (Linux; elsewhere its own)."""
-    ticks = os.sysconf("SC_CLK_TCK")
-    return time.process_time() + sum(_ticks(child) for child in _children("self")) / ticks
+    found = (of(int(child)) for child in _children("self"))
+    return time.process_time() + sum(child.cpu_s for child in found if child is not None)
 
 
 def _children(pid: str) -> list[str]:
@@ -118,10 +119,3 @@ def _children(pid: str) -> list[str]:
             for child in tasks.read_text().split():
                 found += [child, *_children(child)]
     return found
-
-
-def _ticks(pid: str) -> int:
-    with suppress(OSError):
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(after_name[11]) + int(after_name[12])  # utime and stime: fields 14 and 15 of proc(5)
-    return 0

@@ -1,13 +1,16 @@
 """Replay and the learner are killed in the middle of a run and go on in place; the journal makes the same weights."""
 
 import json
+import os
 import re
+import signal
 
 import pytest
 
 from configs import load
 from replay.journal import JournalReader
 from slipstream.launch import earlier_run
+from slipstream.runtime.hang import registry
 from tests.support.runs import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -51,22 +54,24 @@ def play(launch, run, *arguments):
 
 
 def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest(launch, tmp_path, capsys):
-    """With the journal on another disk than the run folder."""
-    elsewhere = f"replay.journal_dir={tmp_path}"
+    """Over two nodes: a rank of the other node, and replay, whose journal is on another disk than the run folder."""
     # a fixed port of the weight bus, as in every preset for several nodes: the next learner takes the same one
-    run = launch(*SETTINGS, elsewhere, f"weight_bus.port={free_port()}", steps=STEPS, split="1:2")
+    fixed = (f"replay.journal_dir={tmp_path}", f"weight_bus.port={free_port()}")
+    run, (other, servers) = launch.over_two_nodes(*SETTINGS, *fixed, steps=STEPS)
     run.wait_for_step(6)
     run.wait_until((run.folder / "checkpoints" / "step_5" / "COMPLETE").exists, "a checkpoint")
-    run.kill("learner.train")
+    noted = registry.member(run.folder, "learner-1")
+    os.kill(noted.pid, signal.SIGKILL)
     run.wait_until(lambda: run.ledger()[-1]["incarnation"] == 2, "the learner to go on")
     run.kill("replay.main")
     assert run.wait() == 0, run.text()[-3000:]
+    assert (other.wait(), servers.wait()) == (0, 0), other.text()[-3000:]
     text = run.text()
-    assert re.search(
-        r"learner rank \d \(pid \d+\) was killed by SIGKILL \[closed\]; restart 1 of 3 from its newest checkpoint", text
-    )
+    killed = f"learner rank 1 (pid {noted.pid}) was killed by SIGKILL [closed]"
+    assert f"{killed}; restart 1 of 3 from its newest checkpoint" in text
+    assert "the learner starts again: ends ranks 1. start" in other.text()
     assert re.search(r"replay \(pid \d+\) died: killed by SIGKILL.*; restart 1 of 3 in place, from its journal", text)
-    assert "rollout-0 (pid" not in text, "the rollout server stays up through both"
+    assert "rollout-node0-0 (pid" not in servers.text(), "the rollout server stays up through both"
     assert "incarnation 2 starts at version" in run.log("replay")
     steps = made(run)
     assert sorted(steps) == list(range(1, STEPS + 1))
@@ -87,7 +92,8 @@ def test_killed_processes_go_on_in_place_and_the_journal_reproduces_every_digest
     assert "deterministic kernels: on" in run.log("learner-1")
 
     assert (run.folder / "journal").readlink().parent == tmp_path
-    code, result = play(launch, run)
+    here = ("placement.learner=null", "placement.rollout=null", "placement.split=1:2")
+    code, result = play(launch, run, *(word for each in here for word in ("--set", each)))
     assert (code, result["steps"], result["equal"]) == (0, STEPS, STEPS)
     assert result["last_digest"] == steps[STEPS][-1][0]
     played = run.folder.with_name(f"{run.folder.name}-replay")

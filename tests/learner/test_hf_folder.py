@@ -59,7 +59,7 @@ def test_several_files_with_an_index(tmp_path, mesh):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(PolicyError, match=r"names model-00002-of-00002.safetensors, which is not in"):
+    with pytest.raises(PolicyError, match=r"names 'model-00002-of-00002.safetensors', which is not a file"):
         build(tmp_path, mesh)
 
 
@@ -87,7 +87,7 @@ def test_refusals_name_the_folder_and_the_reason(tmp_path, mesh):
     weights.write_bytes(b"\x10\0\0\0\0\0\0\0 not a header")
     refused("is not readable")
     weights.unlink()
-    refused("has no model.safetensors")
+    refused("has neither model.safetensors nor")
     change_config(folder, use_sliding_window=True, sliding_window=8)
     refused('sliding_window of 8 tokens.*"sliding_window": null')
     change_config(folder, model_type="gpt2")

@@ -14,7 +14,7 @@ import pytest
 from configs.algorithm import Rollout
 from slipstream.launch import children, servers
 from slipstream.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, LocalServers, Restarts, RunFailed
-from slipstream.runtime.hang import processes
+from slipstream.runtime import processes
 from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED
 from tests.support.waiting import until
 

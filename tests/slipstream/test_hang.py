@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.runtime import processes
 from slipstream.runtime.hang import __main__ as by_hand
-from slipstream.runtime.hang import expired, processes, registry, report, stacks
+from slipstream.runtime.hang import expired, registry, report, stacks
 from tests.support.waiting import until
 
 

@@ -21,9 +21,8 @@ from slipstream.launch.launcher import Launcher
 from slipstream.launch.learner.generations import NodeRanks, Start, read_start, write_ranks
 from slipstream.launch.servers import NodeAway, RunFailed
 from slipstream.plan.processes import Plan, Process
-from slipstream.runtime import ending
+from slipstream.runtime import ending, processes
 from slipstream.runtime.ending import Ending
-from slipstream.runtime.hang import processes
 from slipstream.runtime.lifeline import CANNOT_GO_ON
 from slipstream.view.live_view import LiveView
 from tests.support.waiting import until
@@ -101,7 +100,7 @@ def test_a_death_with_restarts_left_is_a_start_in_place(
 
 def go_on(launcher: Launcher, until_: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launcher watch until something is so."""
-    looks = iter(range(600))
+    looks = iter(range(300))
 
     class Over(Exception):
         """It is."""

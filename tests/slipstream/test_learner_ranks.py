@@ -16,9 +16,8 @@ from slipstream.launch.learner.node import LearnerNode, Terminal
 from slipstream.launch.learner.ranks import RankGroup, cause
 from slipstream.launch.servers import NodeAway, RunFailed
 from slipstream.launch.terminal import Interrupted
-from slipstream.runtime import ending
+from slipstream.runtime import ending, processes
 from slipstream.runtime.ending import Ending
-from slipstream.runtime.hang import processes
 from slipstream.runtime.lifeline import CANNOT_GO_ON
 from tests.support.waiting import until
 

@@ -8,7 +8,7 @@ import pytest
 from configs.errors import PackageMissing
 from slipstream.launch.reach import actor
 from slipstream.launch.reach.actor import NOT_STARTED, NodeActor
-from slipstream.runtime.hang import processes
+from slipstream.runtime import processes
 from tests.support.waiting import until
 
 NODE = """

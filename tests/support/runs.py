@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+from configs import load
+from configs.loading import dump
 from scripts.chaos.processes import commands
 from slipstream.launch.children import Tail
 from tests.support.forking import Started, Zygote
@@ -148,10 +150,15 @@ class Runs:
         self, *settings: str, name: str = "run", steps: int = 4, split: str = "1:1", arguments: Sequence[str] = ()
     ) -> Run:
         """Start the launcher with `key=value` settings over the small ones."""
-        small = [
+        small = [*self.small(steps), f"placement.split={split}"]
+        words = [word for setting in (*small, *settings) for word in ("--set", setting)]
+        return self.start(["learner.main", "--name", name, *words, *arguments], self.folder / name)
+
+    def small(self, steps: int) -> list[str]:
+        """Settings of every run."""
+        return [
             *self.input.settings,
             f"run.dir={self.folder}",
-            f"placement.split={split}",
             f"learner.total_steps={steps}",
             "rollout.groups_per_step=16",
             "rollout.max_running=128",
@@ -160,8 +167,6 @@ class Runs:
             "tracking.live=plain",
             "tracking.plot=false",
         ]
-        words = [word for setting in (*small, *settings) for word in ("--set", setting)]
-        return self.start(["learner.main", "--name", name, *words, *arguments], self.folder / name)
 
     def start(self, words: Sequence[str], folder: Path, *, cwd: Path = ROOT) -> Run:
         """`python -m` these words; `folder` is the run's."""
@@ -176,6 +181,27 @@ class Runs:
         run = Run(process, folder, output)
         self.started.append(run)
         return run
+
+    def over_two_nodes(self, *settings: str, steps: int = 4) -> tuple[Run, list[Run]]:
+        """Both have this host's address on its network: the first node, with a learner rank, and the other's parts.
+
+        They are a rollout server of the first, and a learner rank. Skips the test where this host has no network.
+        """
+        addresses = [one for each in psutil.net_if_addrs().values() for one in each if one.family is socket.AF_INET]
+        address = next((one.address for one in addresses if not one.address.startswith("127.")), None)
+        if address is None:
+            pytest.skip("this host has no address but loopback's")
+        ports = [f"{key}={free_port()}" for key in ("network.replay_port", "placement.rendezvous_port")]
+        nodes = ["placement.rollout=node0:0", "placement.learner=node0:1;node1:0", "network.insecure=true", *ports]
+        small = [*self.small(steps), "run.name=run", "placement.device=cpu", *nodes, *settings]
+        (self.folder / "run.yaml").write_text(dump(load("quickstart", small)))
+        (self.folder / "hosts").write_text(f"node0 {address}\nnode1 {address}\n")
+        files = ["--hosts", str(self.folder / "hosts"), "--config", str(self.folder / "run.yaml")]
+        first, *others = (
+            self.start(["slipstream.launch.node", "--role", role, "--node", node, *files], self.folder / "run")
+            for role, node in (("learner", "node0"), ("learner", "node1"), ("rollout", "node0"))
+        )
+        return first, others
 
     def resume(self, folder: Path, *arguments: str) -> Run:
         """`--resume` of a run in this folder."""

@@ -18,8 +18,8 @@ from safetensors import safe_open
 
 from configs.learner import Lora
 from rollout_server.engines.base import EngineError
-from rollout_server.engines.folders import weight_files
 from rollout_server.engines.torch.family import ModelSpec
+from slipstream.weight_files import weight_files
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
 from weight_bus.digest import slice_digest
 
@@ -212,7 +212,7 @@ def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype, skip: str = "")
     index names is absent, or the lm_head differs from the embedding although config.json says that they are tied.
     """
     aside: dict[str, torch.Tensor] = {}
-    for file in weight_files(folder):
+    for file in sorted(set(weight_files(folder, EngineError).values())):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 # Buffers that old Llama exports carry; the frequencies follow from the config.

@@ -20,7 +20,7 @@ from typing import Any
 
 from rollout_server.tasks.workers.frames import pack, receive
 from rollout_server.tasks.workers.supervisor import STACK
-from slipstream.runtime.hang.processes import all_processes
+from slipstream.runtime.processes import all_processes
 
 log = logging.getLogger(__name__)
 KILL_TIMEOUT_S = 5.0

@@ -15,8 +15,9 @@ import resource
 import signal
 import sys
 import time
-from collections import defaultdict
 from typing import NoReturn
+
+from slipstream.runtime.processes import all_processes, descendants
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -120,7 +121,8 @@ def _end_descendants(worker: int) -> int:
                     status = ended[1]
         except ChildProcessError:
             return status
-        left = _descendants()  # each round may bring the orphans of the one before
+        # each round may bring the orphans of the one before
+        left = [child.pid for child in descendants([os.getpid()], all_processes())]
         if time.monotonic() > deadline:
             named = ", ".join(map(str, left[:8]))
             sys.stderr.write(f"{len(left)} processes do not end {KILL_S:g} s after SIGKILL: {named}\n")
@@ -129,20 +131,3 @@ def _end_descendants(worker: int) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(ROUND_S)
-
-
-def _descendants() -> list[int]:
-    """Children of this process, their children and so on, from one reading of /proc."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                parent = file.read().rpartition(b")")[2].split()[1]
-        except (FileNotFoundError, ProcessLookupError):
-            continue  # ended meanwhile
-        children[int(parent)].append(int(name))
-    found, next_ones = [], [os.getpid()]
-    while next_ones:
-        next_ones = [child for parent in next_ones for child in children[parent]]
-        found += next_ones
-    return found

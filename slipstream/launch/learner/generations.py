@@ -17,7 +17,7 @@ from typing import Any
 
 from configs.schema import Config
 from learner.checkpoints.folders import replace_json
-from slipstream.runtime.hang import processes
+from slipstream.runtime import processes
 
 START = "launch/start.json"
 

@@ -1,7 +1,6 @@
 """Hang reports: what stood still, where, and who owed what to whom, in one file of the run folder.
 
     registry    each process notes itself at its start, and answers a signal with its stacks
-    processes   what the kernel knows of processes: state, parent, CPU time
     stacks      asks all processes of this host for their stacks
     report      the file; `expired` is called where a deadline has passed, and nothing happens before
     __main__    `python -m slipstream.runtime.hang RUN_DIR`: the same at any time

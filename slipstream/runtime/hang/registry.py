@@ -13,7 +13,7 @@ import socket
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from slipstream.runtime.hang import processes
+from slipstream.runtime import processes
 
 log = logging.getLogger(__name__)
 

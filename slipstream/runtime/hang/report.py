@@ -14,9 +14,10 @@ from typing import Any
 
 from replay import status_client
 from replay.channel import ChannelError
-from slipstream.runtime.hang import processes, registry, stacks
-from slipstream.runtime.hang.processes import STUCK, ProcessStatus
+from slipstream.runtime import processes
+from slipstream.runtime.hang import registry, stacks
 from slipstream.runtime.hang.registry import RegisteredProcess
+from slipstream.runtime.processes import STUCK, ProcessStatus
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from safetensors import safe_open
 
 from configs.learner import Lora
 from rollout_server.engines.base import EngineError
-from rollout_server.engines.folders import weight_files
 from slipstream.families.pictures import TOWER, decoder_of, vision_of
+from slipstream.weight_files import weight_files
 from weight_bus.adapters import SCALE
 from weight_bus.digest import add
 from weight_bus.remote import RemoteUpdate
@@ -234,7 +234,7 @@ def folder_tensors(folder: Path, *, whole: bool = False) -> Iterator[tuple[str, 
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tied, has_tower = decoder_of(config).get("tie_word_embeddings"), vision_of(config) is not None and not whole
-    for file in weight_files(folder):
+    for file in sorted(set(weight_files(folder, EngineError).values())):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
                 is_left_out = (tied and name == "lm_head.weight") or (has_tower and name.startswith(TOWER))
