@@ -15,7 +15,7 @@ BUDGET = {
     "slipstream/families": 344,
     "slipstream/launch": 4_402,
     "slipstream/check": 2_133,
-    "slipstream/view": 2_420,
+    "slipstream/view": 2_421,
     "slipstream/translate": 1_522,
     "slipstream/plan": 1_296,
     "slipstream/command": 158,
