@@ -15,7 +15,7 @@ BUDGET = {
     "slipstream/families": 344,
     "slipstream/launch": 4_402,
     "slipstream/check": 2_133,
-    "slipstream/view": 2_420,
+    "slipstream/view": 2_421,
     "slipstream/translate": 1_522,
     "slipstream/plan": 1_296,
     "slipstream/command": 158,
@@ -28,8 +28,8 @@ BUDGET = {
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 55_441
-SCRIPTS = 6_425
-TESTS = 46_944
+SCRIPTS = 6_426
+TESTS = 46_970
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
