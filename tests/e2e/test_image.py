@@ -129,7 +129,7 @@ def test_pods_are_ended_in_order_and_made_again(pods: Pods) -> None:
     process_1(rollout).send_signal(signal.SIGTERM)
     said, _ = rollout.communicate(timeout=GRACE_S)
     assert rollout.returncode == 130 and "leases are handed back to replay" in said, said
-    pods.of("rollout")
+    second = pods.of("rollout")
     before = len(run.steps())
     until(lambda: len(run.steps()) > before + 1, "steps with the new pod", PATIENT_S)
 
@@ -137,6 +137,9 @@ def test_pods_are_ended_in_order_and_made_again(pods: Pods) -> None:
     process_1(learner).send_signal(signal.SIGTERM)
     said, _ = learner.communicate(timeout=GRACE_S)
     assert learner.returncode == 130 and list(run.folder.glob("checkpoints/step_*/COMPLETE")), said
+    said, _ = second.communicate(timeout=GRACE_S)
+    assert second.returncode not in (None, 0), f"else its job would take it for done: {said}"
+    pods.of("rollout")
     said, _ = pods.of("learner").communicate(timeout=PATIENT_S)
     assert "resumes it from its journal and newest checkpoint" in said and pods.started[-1].returncode == 0, said
     assert [row["training/global_step"] for row in run.steps()] == [*range(1, 61)]

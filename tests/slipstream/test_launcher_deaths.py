@@ -194,7 +194,7 @@ def test_a_node_that_stays_away_ends_the_run_by_name(over_two_nodes: Launcher, m
     launcher = over_two_nodes
     monkeypatch.setattr(launcher, "_began", time.monotonic() - 601)
     with pytest.raises(NodeAway, match=r"node1 did not come within 600 s \(placement.give_up_after_s\)"):
-        launcher.watch()
+        go_on(launcher, lambda: False, monkeypatch)
 
 
 def killed(launcher: Launcher) -> None:
