@@ -77,16 +77,16 @@ class Outlet:
     def _look_at_disk(self, now: float) -> None:
         """Name what keeps the journal from its disk; end the run where waiting does not help."""
         problem, first = self._journal.problem, [each[0].since for each in (self._waiting, self._cursors) if each]
-        if problem is None and not (first and now - min(first) > SLOW_DISK_S):
-            if self.unwritten_since is not None:
-                log.info("replay: the journal is written again after %.1f s", now - self.unwritten_since)
+        if isinstance(problem, JournalReadOnly):
+            self.unwritten_since = now
+            self._fail(coded(f"replay cannot go on: {problem}", problem.code))
+        elif problem is not None or (first and now - min(first) > SLOW_DISK_S):
+            if self.unwritten_since is None:
+                why = str(problem or f"nothing was written for {SLOW_DISK_S:g} s").partition("\n")[0]
+                self.unwritten_since, self._waits.disk = now, (now, why)
+                self._counters["journal_full"] += 1
+                kind = "slow" if problem is None else "full"
+                log.error("replay: the journal waits for its disk, and nothing is acknowledged: %s [%s]", why, kind)
+        elif self.unwritten_since is not None:
+            log.info("replay: the journal is written again after %.1f s", now - self.unwritten_since)
             self.unwritten_since = self._waits.disk = None
-        elif self.unwritten_since is None:
-            why = str(problem or f"nothing was written for {SLOW_DISK_S:g} s").partition("\n")[0]
-            self.unwritten_since, self._waits.disk = now, (now, why)
-            if isinstance(problem, JournalReadOnly):
-                self._fail(coded(f"replay cannot go on: {problem}", problem.code))
-                return
-            self._counters["journal_full"] += 1
-            kind = "slow" if problem is None else "full"
-            log.error("replay: the journal waits for its disk, and nothing is acknowledged: %s [%s]", why, kind)

@@ -31,7 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site") / "built"
     environment = os.environ | {"SLIPSTREAM_PYTHON": sys.executable}
     command = ["bash", "scripts/docs.sh", "--to", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=350)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

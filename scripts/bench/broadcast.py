@@ -2,7 +2,7 @@
 
 Rank 0 broadcasts the same bytes in the same buckets, into memory that is there already, with no digest and no
 message around it, one bucket right after the other. A time is that of the slowest rank, from a common start to the
-end of its last bucket with the device synchronised. Each rank is `torchrun -m scripts.bench.broadcast`.
+end of its last bucket with the device synchronised. torchrun starts `-m scripts.bench.broadcast`.
 """
 
 import json

@@ -250,7 +250,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[Case]]:
         cases = [Case(**chosen)]
     if args.sync_ms is not None:
         modes = [chosen["fsync"]] if "fsync" in chosen else ["interval", "every"]
-        cases = [Case(**chosen | {"fsync": mode}, sync_ms=args.sync_ms) for mode in modes]
+        few = {"producers": 16} | chosen  # this process shares the machine's cores with replay
+        cases = [Case(**few | {"fsync": mode}, sync_ms=args.sync_ms) for mode in modes]
     if args.minutes:
         args.seconds = 60 * args.minutes
     if not args.seconds > 0 or args.checkpoint_every < 1 or cases[0].producers < 1:

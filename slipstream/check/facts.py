@@ -83,23 +83,28 @@ def broken_pins() -> list[str]:
     """`slipstream-rl[mcp] wants mcp>=2.3, 2.0 is installed`: pins of ours, and of SGLang on what it is built for."""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    broken = []
+    broken: list[tuple[str, str]] = []
+    absent = set()
     for owner in ("slipstream-rl", "sglang"):
         for text in _pins_of(owner):
+            found = re.search(r"extra == ['\"]([^'\"]+)", text) if owner == "slipstream-rl" else None
+            extra = found[1] if found else ""
             try:
                 wanted = Requirement(text)
+                if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra}):
+                    continue
                 there = metadata.version(wanted.name)
-            except (InvalidRequirement, metadata.PackageNotFoundError):
-                continue  # what is missing is found by what needs it
-            extra = re.search(r"extra == ['\"]([^'\"]+)", text) if owner == "slipstream-rl" else None
-            if wanted.marker is not None and not wanted.marker.evaluate({"extra": extra[1] if extra else ""}):
+            except InvalidRequirement:
+                continue
+            except metadata.PackageNotFoundError:  # found by what needs it
+                absent.add(extra)
                 continue
             if owner == "sglang" and wanted.name not in PINNED_BY_SGLANG:
                 continue
             if not wanted.specifier.contains(there, prereleases=True):
-                of = f"{owner}[{extra[1]}]" if extra else owner
-                broken.append(f"{of} wants {wanted.name}{wanted.specifier}, {there} is installed")
-    return broken
+                of = f"{owner}[{extra}]" if extra else owner
+                broken.append((extra, f"{of} wants {wanted.name}{wanted.specifier}, {there} is installed"))
+    return [line for extra, line in broken if not extra or extra not in absent]  # an extra is in use where it is whole
 
 
 def _pins_of(distribution: str) -> list[str]:

@@ -32,6 +32,7 @@ from slipstream.launch.reach.commands import Ssh
 from slipstream.launch.run_folder import new_job
 from slipstream.launch.terminal import NearLimit, say
 from slipstream.plan.processes import Machine, Plan, Process, Role, assign, table
+from slipstream.runtime.lifeline import TRY_AGAIN
 from slipstream.runtime.program import program
 from slipstream.translate.refusals import AnsweringParser, refused
 
@@ -63,7 +64,7 @@ def main() -> int:
         if reach is not None:
             trained = ledger.last_step(config.run_dir)
             code = _on_hosts(args, config, reach)
-            if code == NearLimit.code and args.srun:
+            if code in (NearLimit.code, TRY_AGAIN) and args.srun:
                 was_of_use = args.side == "rollout" or ledger.last_step(config.run_dir) > trained
                 srun.requeue(os.environ[srun.JOB], config.run_dir, was_of_use=was_of_use)
             return code

@@ -86,7 +86,8 @@ def run(reach: Reach, specs: Sequence[tuple[NodeSpec, Host]], config: Config) ->
     A learner node that fails ends them all; the run goes on without a rollout node that failed.
 
     Returns:
-        0 when all learner nodes, or where there is none all nodes, ended well; 130 or 140 after a signal, or else 1.
+        0 when all learner nodes, or where there is none all nodes, ended well; 130 or 140 after a signal; 75 where
+        another start may help, on other hosts; or else 1.
     """
     fleet = Fleet(reach, config)
     catch_signals()
@@ -138,7 +139,8 @@ class Fleet:
             said = hang.expired("the end of the nodes", owed_by=names, waited_s=FAREWELL_S, key="a fixed deadline")
             say(f"{', '.join(names)} still run {FAREWELL_S:g} s after another node has ended{said} [slow]")
         learners = [member for member in self.members if member.is_learner]
-        return 1 if any(member.code != 0 for member in learners or self.members) else 0
+        codes = {member.code for member in learners or self.members}
+        return 0 if codes == {0} else TRY_AGAIN if TRY_AGAIN in codes else 1
 
     def stop(self) -> None:
         """Close every node's stdin, which ends it; then end what is left of the ways to them."""
@@ -198,7 +200,10 @@ class Fleet:
 
     def _finish(self, member: Member, code: int, cause: str) -> None:
         """No other process of this node follows."""
-        member.code = code
+        away = [
+            other for other in self.members if other.is_learner and other.code is None and other.lost_at is not None
+        ]
+        member.code = TRY_AGAIN if code and member.is_learner and away else code  # for want of that host
         if cause:
             others = any(other.code is None for other in self.members)
             goes_on = others and not member.is_learner and not self._is_ending
@@ -216,7 +221,7 @@ class Fleet:
             say(f"{what}: the run goes on without it, and starts it again when it can be reached")
             return
         todo = "mend its host, or give the node another one in the host file, then go on with --resume RUN_DIR"
-        self._finish(member, 1, f"{what}: {member.last}; {todo if member.is_learner else 'it is given up'}")
+        self._finish(member, TRY_AGAIN, f"{what}: {member.last}; {todo if member.is_learner else 'it is given up'}")
 
     def _may_come_later(self, member: Member) -> bool:
         """Whether the run can go on without this node while it is away."""

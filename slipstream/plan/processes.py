@@ -229,7 +229,7 @@ def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, M
             other = next(other.node for other in config.shares if other.node != share.node)
             raise BadHosts(
                 f"network.host: {machines[share.node].address!r} of {share.node} cannot be reached from {other}; start"
-                " with scripts/start_learner.sh --hosts FILE, which gives every node its own address"
+                " with slipstream launch run --hosts FILE, which gives every node its own address"
             )
     if config.network.replay_port == 0:
         raise Contradiction("network.replay_port: 0 is unknown to the other nodes; give a port, such as 5757")

@@ -41,7 +41,8 @@ def check(run_dir: Path) -> dict[str, Any]:
     newest = newest_checkpoint(run_dir)
     step, folder = step_of(newest), newest / "hf"
     if not any(one.greedy for one in config.evaluation_sets):
-        raise InputMissing(f"{run_dir}: it evaluates nothing greedily (data.eval, evaluation.greedy); name another run")
+        keys = "data.eval, evaluation.every_steps, evaluation.greedy"
+        raise InputMissing(f"{run_dir}: it evaluates nothing greedily ({keys}); name another run")
     if config.environment.function is not None:
         raise InputMissing(f"{run_dir}: it evaluates episodes (environment.function), which are no single answers")
     reported, limits, left_out = list[dict[str, Any]](), list[int](), Counter[str]()

@@ -13,7 +13,7 @@ from replay import keys as make_keys
 from slipstream.launch.files.kubernetes import GRACE_S
 from tests.support.image import build, exec_in, pod, process_1
 from tests.support.namespaces import Switch, switched
-from tests.support.runs import ROOT, Run, untrained_input
+from tests.support.runs import Run, patient_reward, untrained_input
 from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -41,11 +41,11 @@ class Pods:
         self.started: list[subprocess.Popen[str]] = []
         input_ = untrained_input(self.work / "data")
         settings = [setting.replace(str(self.work), "/work") for setting in input_.settings]
-        settings[-1] = "reward.function=rewards.py:spread"
-        (self.work / "rewards.py").write_bytes((ROOT / "tests/support/rewards.py").read_bytes())
+        patient_reward(self.work, Path("/work/go_on"), pause_s=0.1)
+        settings[-1] = "reward.function=patient.py:reward"
         make_keys.make(self.work / "keys", ["nodes"], force=False)
         (folder / "names").write_text("127.0.0.1 localhost\n")
-        settings += ["run.name=tiny", "network.keys=keys", "learner.total_steps=40", "rollout.groups_per_step=8"]
+        settings += ["run.name=tiny", "network.keys=keys", "learner.total_steps=60", "rollout.groups_per_step=8"]
         settings += ["placement.device=cpu", "placement.split=null", "checkpoint.every_steps=1000"]
         settings += ["placement.learner=node0:0", "placement.rollout=node1:0", "evaluation.every_steps=0"]
         settings += ["tracking.plot=false", "weight_bus.collective_timeout_s=20", "weight_bus.deadline_s=60"]
@@ -129,13 +129,17 @@ def test_pods_are_ended_in_order_and_made_again(pods: Pods) -> None:
     process_1(rollout).send_signal(signal.SIGTERM)
     said, _ = rollout.communicate(timeout=GRACE_S)
     assert rollout.returncode == 130 and "leases are handed back to replay" in said, said
-    pods.of("rollout")
+    second = pods.of("rollout")
     before = len(run.steps())
     until(lambda: len(run.steps()) > before + 1, "steps with the new pod", PATIENT_S)
 
+    (pods.work / "go_on").touch()
     process_1(learner).send_signal(signal.SIGTERM)
     said, _ = learner.communicate(timeout=GRACE_S)
     assert learner.returncode == 130 and list(run.folder.glob("checkpoints/step_*/COMPLETE")), said
+    said, _ = second.communicate(timeout=GRACE_S)
+    assert second.returncode not in (None, 0), f"else its job would take it for done: {said}"
+    pods.of("rollout")
     said, _ = pods.of("learner").communicate(timeout=PATIENT_S)
     assert "resumes it from its journal and newest checkpoint" in said and pods.started[-1].returncode == 0, said
-    assert [row["training/global_step"] for row in run.steps()] == [*range(1, 41)]
+    assert [row["training/global_step"] for row in run.steps()] == [*range(1, 61)]

@@ -78,6 +78,10 @@ class Job:
         log = self.folder / "runs" / "tiny" / "launch" / f"slurm-{number}.log"
         return log.read_text() if log.exists() else ""
 
+    def starts(self, number: str) -> int:
+        """How often Slurm has started it."""
+        return len(re.findall(rf"^slipstream: job {number}, start ", self.said(number), re.MULTILINE))
+
     def wait_for_step(self, number: str, step: int) -> Run:
         run = self.run(number)
         until(
@@ -154,18 +158,33 @@ def test_an_array_trains_a_seed_an_index(cluster: Cluster, job: Job) -> None:
 
 def test_the_notice_before_the_limit_makes_a_checkpoint_and_the_job_goes_on(cluster: Cluster, job: Job) -> None:
     """Slurm counts in minutes: the notice of 120 s before a limit of five comes 2 to 3 minutes after the start."""
-    file = job.write("checkpoint.every_steps=1000", steps=6)
+    file = job.write("checkpoint.every_steps=1000", steps=60)
     assert "#SBATCH --signal=B:USR2@120" in file.read_text()
     number = cluster.submit("--time=5", str(file))
     run = job.wait_for_step(number, 1)
-    until(lambda: cluster.job(number).get("Restarts") == "1", "a second start", 2 * PATIENT_S)
+    until(lambda: cluster.has_ended(number) or job.starts(number) == 2, "a second start", 2 * PATIENT_S)
     (kept,) = run.folder.glob("checkpoints/step_*/COMPLETE")
     said = job.said(number)
     job.go_on.touch()
     job.wait_for_end(number)
-    assert steps(run) == [*range(1, 7)]
+    assert steps(run) == [*range(1, 61)]
     assert "SIGUSR2 received: the time limit is near" in said and "a checkpoint is written" in said, said
     assert "resumes it from its journal and newest checkpoint" in job.said(number), kept
+
+
+def test_a_job_that_has_lost_a_learner_machine_goes_on_with_others(cluster: Cluster, job: Job) -> None:
+    """Slurm gives it the machine again only once that is back, so three are enough here."""
+    placed = ("placement.learner=node0:0; node1:0", "placement.rollout=node2:0", "placement.give_up_after_s=60")
+    number = cluster.submit(str(job.write(*placed)))
+    run = job.wait_for_step(number, 3)
+    cluster.kill_node("n2")
+    until(lambda: cluster.job(number).get("Restarts") == "1", f"queued again: {job.said(number)}", PATIENT_S)
+    job.go_on.touch()
+    cluster.start_node("n2")
+    job.wait_for_end(number)
+    said = job.said(number)
+    assert steps(run) == [*range(1, 9)] and "placement.give_up_after_s" in said, said
+    assert f"job {number} is queued again, and resumes {run.folder}" in said, said
 
 
 def test_a_lost_rollout_machine_does_not_end_the_job(cluster: Cluster, job: Job) -> None:

@@ -176,6 +176,7 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
     "loss.md": ("dry run: configuration and files are in order",),
     "machines.md#One host": ("dry run: configuration and files are in order",),
     "machines.md#Several hosts": ("node0  10.0.0.1  replay", "node1  10.0.0.2  rollout-node1-0"),
+    "machines.md#Ray": ("keys: keys of the learner's node",),
     "machines.md#Slurm": ("start the run with: sbatch runs/larger/launch/run.sbatch",),
     "machines.md#Kubernetes": ("manifests/jobset.yaml", "applied"),
 }
@@ -286,3 +287,15 @@ def test_machines_train(reader: Reader, machines: Switch, page: str, run: str, s
     assert len(steps) == 40 and steps[-1]["weight_sync/digests_equal"] is True
     groups = " ".join(key for key, count in steps[-1].items() if key.startswith("rollout/groups/") and count)
     assert [name for name in servers if re.search(rf"rollout/groups/{name}\b", groups) is None] == []
+
+
+@pytest.mark.slow
+def test_a_cluster_of_ray_trains(reader: Reader) -> None:
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'slipstream-rl[ray]'")
+    from tests.e2e.test_ray import Raylets  # of a module that is skipped as a whole without Ray
+
+    with contextlib.closing(Raylets()) as raylets:
+        reader.environment |= {"RAY_ADDRESS": raylets.address}
+        reader.follow("machines.md#Ray")
+    steps = rows(reader.folder / "runs" / "three")
+    assert len(steps) == 40 and steps[-1]["rollout/groups/rollout-node2-0"] > 0

@@ -1,4 +1,4 @@
-"""One of two learner ranks over NCCL, of which the second is hit: `torchrun ... collective_cuda_rank.py FOLDER FAULT`.
+"""One of two learner ranks over NCCL, of which the second is hit: `python collective_cuda_rank.py FOLDER FAULT`.
 
 kill   SIGKILL        stop   SIGSTOP       late   the rank goes on, and begins no collective any more
 cut    NCCL's own threads stand still, which move the bytes where ranks reach each other by sockets alone
@@ -66,7 +66,7 @@ def main() -> None:
         run={"dir": str(folder), "name": "run"},
     )
     name = f"learner-{os.environ['RANK']}"
-    set_up_logging(name, config.run_dir)
+    set_up_logging(name, None)
     hang.begin(name, config.run_dir)
     with join_ranks(config) as ranks, watched(ranks.mesh, ranks.device, DEADLINE_S, break_off):
         values = torch.ones(16_000_000, device=ranks.device)

@@ -1,4 +1,4 @@
-"""One of two learner ranks on GPUs: `python learner_cuda_rank.py FOLDER`, with torchrun's environment set.
+"""One of two learner ranks on GPUs: `python learner_cuda_rank.py FOLDER`, with the environment of a rank.
 
 What it sees goes to FOLDER/rank_R.json; tests/gpu/test_learner_cuda.py looks at it.
 """

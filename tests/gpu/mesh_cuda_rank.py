@@ -1,4 +1,4 @@
-"""One of several learner ranks on GPUs: `python mesh_cuda_rank.py FOLDER`, with torchrun's environment set.
+"""One of several learner ranks on GPUs: `python mesh_cuda_rank.py FOLDER`, with the environment of a rank.
 
 Every mesh of so many ranks from the same weights, with a critic and a reference model, and checkpoints that move
 between the meshes. What it sees goes to FOLDER/rank_R.json; tests/gpu/test_meshes_cuda.py looks at it.

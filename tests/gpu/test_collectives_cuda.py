@@ -5,10 +5,7 @@
 
 import os
 import re
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,9 +13,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "learner"))
 
+from slipstream.launch.learner.ranks import RankGroup, cause
 from slipstream.runtime import ending
+from slipstream.runtime.ending import Ending
 from tests.gpu.collective_cuda_rank import DEADLINE_S
 from tests.support.ranks import ROOT
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,25 +35,26 @@ SAID = {
 
 @pytest.mark.parametrize("fault", SAID)
 def test_the_rank_is_named_in_time(tmp_path: Path, fault: str) -> None:
-    exit_file = tmp_path / "run" / "logs" / "learner.exit.json"
-    exit_file.parent.mkdir(parents=True)
-    command = [sys.executable, "-m", "slipstream.launch.torchrun", "--standalone", "--nproc-per-node=2"]
-    command += [str(Path(__file__).with_name("collective_cuda_rank.py")), str(tmp_path), fault]
+    command = [sys.executable, str(Path(__file__).with_name("collective_cuda_rank.py")), str(tmp_path), fault]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    given = {**os.environ, "PYTHONPATH": path, ending.PATH: str(exit_file), **(SOCKETS if fault == "cut" else {})}
-    process = subprocess.Popen(
-        command, env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    place = {"WORLD_SIZE": "2", "PYTHONPATH": path, **(SOCKETS if fault == "cut" else {})}
+    places = [(f"learner-{rank}", {**place, "RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    logs = tmp_path / "run" / "logs"
+    group = RankGroup.start(1, command, places, logs)
+
+    def noted() -> Ending | None:
+        group.note_failures()
+        return cause(ending.of_ranks(logs))
+
     try:
-        text = process.communicate(timeout=150)[0]
-        ended = time.time()
+        until(noted, "an end that is noted", 150)
+        found = noted()
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        group.end()
+    text = (logs / "learner-1.log").read_text()
     hit_at = float(text.split("HIT ")[1].split()[0])
-    found = ending.read_file(exit_file)
     assert found is not None and found.failed, text[-3000:]
-    print(f"\n{fault}: named after {found.unix_s - hit_at:.1f} s, ended after {ended - hit_at:.1f} s: {found.said}")
+    print(f"\n{fault}: named after {found.unix_s - hit_at:.1f} s: {found.said}")
     assert SAID[fault] in found.said, text[-3000:]
     assert found.unix_s - hit_at < DEADLINE_S + 30
     if fault == "kill":

@@ -280,7 +280,7 @@ def test_the_kernels_of_the_head_are_near_float64(temperature: float) -> None:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks saw, started as torchrun starts them."""
+    """What two ranks saw, started as the launcher starts them."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"needs two CUDA devices, torch finds {torch.cuda.device_count()}")
     folder = tmp_path_factory.mktemp("two_gpus")

@@ -150,6 +150,7 @@ def test_wandb_offline_is_resumed_under_one_id(tmp_path, monkeypatch):
     """The real package, without an account: what it has written is what `wandb sync` sends."""
     pytest.importorskip("wandb", reason="the extra `wandb` is not installed")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("CANARY", "hunter2-canary")  # as --forward-env gives it
     offline = {"trackers": ["wandb"], "tracker_options": {"wandb": {"mode": "offline"}}, "project": "sums"}
     log_some(open_metrics(tmp_path / "a", **offline), 1, 2)
     (known,) = read_ids(tmp_path / "a").values()
@@ -162,3 +163,5 @@ def test_wandb_offline_is_resumed_under_one_id(tmp_path, monkeypatch):
         file = folder / f"run-{known}.wandb"
         for name in (b"critic/score/mean", b"training/global_step"):
             until(lambda file=file, name=name: name in file.read_bytes(), f"{name!r} in {file.name}")
+    files = [path for path in (tmp_path / "a").rglob("*") if path.is_file()]
+    assert len(files) > 2 and [path for path in files if b"hunter2-canary" in path.read_bytes()] == []

@@ -330,18 +330,20 @@ def test_a_disk_that_takes_nothing_and_says_nothing_is_named(caplog):
     assert made.sayable(9.0) and made.outlet.unwritten_since is None
 
 
-def test_a_journal_that_has_become_read_only_ends_the_run_at_once(monkeypatch):
+@pytest.mark.parametrize("was_full", [False, True])
+def test_a_journal_that_has_become_read_only_ends_the_run_at_once(monkeypatch, was_full):
     made = service()
     assert made.sayable(0.0) and made.outlet.is_empty
     text = "journal/000001.seg: 7 bytes cannot be written: Read-only file system; make it writable"
     made.journal.full = True
-    monkeypatch.setattr(SimulatedJournal, "problem", JournalReadOnly(text))
     lease(made)
+    assert not was_full or made.sayable(1.0) == []
+    monkeypatch.setattr(SimulatedJournal, "problem", JournalReadOnly(text))
     made.handle("viewer", m.StatusRequest(), 1.0)
     said = made.sayable(1.0) + made.sayable(1.0)
     assert {type(each) for _, each in said} == {m.Goodbye, m.Status} and made.outlet.is_empty
     assert made.failed and made.ended.startswith("replay cannot go on: journal/000001.seg: 7 bytes cannot be written")
-    assert made.ended.endswith("make it writable [SLIP-JOURNAL-04]") and made.counters["journal_full"] == 0
+    assert made.ended.endswith("make it writable [SLIP-JOURNAL-04]") and made.counters["journal_full"] == was_full
 
 
 def test_files_are_released_once_their_snapshot_is_appended(monkeypatch):

@@ -92,7 +92,7 @@ def python(program: str, *path: Path) -> subprocess.CompletedProcess[str]:
     """Run a program with `path` on its PYTHONPATH."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, ROOT])), "OMP_NUM_THREADS": "1"}
     environment.pop("SGLANG_USE_CPU_ENGINE", None)
-    where: dict[str, Any] = {"env": environment, "cwd": ROOT / "tests", "timeout": 120}
+    where: dict[str, Any] = {"env": environment, "cwd": ROOT / "tests", "timeout": 350}
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, **where)
 
 

@@ -71,7 +71,7 @@ class Machine:
         environment |= {"PYTHONPATH": os.pathsep.join(path), "PIP_LOG": str(self.log), "PYTHON": str(python)}
         command = ["bash", ROOT / "scripts" / "install.sh", "--venv", self.venv, extras]
         self.log.write_text("")
-        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=350)
         return done, self.log.read_text().splitlines()
 
 

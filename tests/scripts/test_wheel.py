@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, copy / name)
     build = [*PIP, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", "out", "."]
-    subprocess.run(build, cwd=copy, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=copy, check=True, capture_output=True, timeout=350)
     (made,) = (copy / "out").glob("*.whl")
     return made
 
@@ -39,12 +39,12 @@ def test_the_wheel_has_the_five_packages_and_no_scripts(wheel: Path) -> None:
 def test_an_installed_wheel_runs_its_commands_outside_a_clone(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     install = [*PIP, "install", "--no-deps", "--no-index", "--target", str(target), str(wheel)]
-    subprocess.run(install, check=True, capture_output=True, timeout=120)
+    subprocess.run(install, check=True, capture_output=True, timeout=350)
     environment = {**os.environ, "PYTHONPATH": str(target)}
 
     def python(*words: str) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=350
         )
 
     where = python("-c", "import learner, replay; print(learner.__file__, replay.__file__)")

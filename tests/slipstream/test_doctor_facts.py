@@ -214,14 +214,20 @@ def test_a_container_of_16_gib_of_shared_memory_starts_a_run_over_nccl():
     assert engines > 1 and machine.shared_memory(config, SIZES, 16 * GIB, engines, "").severity == "ok"
 
 
-def test_pins_that_are_broken_are_found(monkeypatch: pytest.MonkeyPatch):
-    real = facts.metadata.version
-    monkeypatch.setattr(facts.metadata, "version", lambda name: "1.0.0" if name in ("msgpack", "mcp") else real(name))
-    wanted = {
-        "slipstream-rl wants msgpack>=1.0.8, 1.0.0 is installed",
-        "slipstream-rl[mcp] wants mcp<3,>=2.3, 1.0.0 is installed",
-    }
-    assert wanted <= set(facts.broken_pins())
+@pytest.mark.parametrize(("absent", "dev"), [("", 1), ("pytest", 0)])
+def test_pins_that_are_broken_are_found(monkeypatch: pytest.MonkeyPatch, absent: str, dev: int):
+    """Those of an extra only where the whole of it is installed."""
+
+    def version(name: str) -> str:
+        if name == absent:
+            raise facts.metadata.PackageNotFoundError(name)
+        return {"msgpack": "1.0.0", "mcp": "1.0.0", "openai": "3.57.0"}.get(name, "2.99")
+
+    monkeypatch.setattr(facts.metadata, "version", version)
+    broken = facts.broken_pins()
+    assert "slipstream-rl wants msgpack>=1.0.8, 1.0.0 is installed" in broken
+    assert "slipstream-rl[mcp] wants mcp<3,>=2.3, 1.0.0 is installed" in broken
+    assert sum(line.startswith("slipstream-rl[dev] wants openai") for line in broken) == dev
 
 
 def test_a_place_is_made_of_the_plan(tmp_path: Path):

@@ -101,6 +101,13 @@ def test_a_dry_run_over_four_hosts_shows_what_would_run_where(tmp_path, launch, 
     assert not (tmp_path / "runs").exists(), "nothing is written"
 
 
+def test_a_secret_is_given_by_its_name_and_must_be_there(launch, four, hosts, monkeypatch):
+    monkeypatch.setenv("CANARY", "hunter2")
+    shown = launch("run", *hosts, "--dry-run", *four, "--forward-env", "CANARY")
+    assert "hunter2" not in shown and [row[0] for row in table_rows(shown)].count("node3") == 4, "both sides"
+    assert "--forward-env OTHER: it is not set here" in launch("run", *hosts, *four, "--forward-env", "OTHER", code=2)
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [

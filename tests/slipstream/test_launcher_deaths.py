@@ -100,7 +100,7 @@ def test_a_death_with_restarts_left_is_a_start_in_place(
 
 def go_on(launcher: Launcher, until_: Callable[[], bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the launcher watch until something is so."""
-    looks = iter(range(600))
+    looks = iter(range(300))
 
     class Over(Exception):
         """It is."""
@@ -194,7 +194,7 @@ def test_a_node_that_stays_away_ends_the_run_by_name(over_two_nodes: Launcher, m
     launcher = over_two_nodes
     monkeypatch.setattr(launcher, "_began", time.monotonic() - 601)
     with pytest.raises(NodeAway, match=r"node1 did not come within 600 s \(placement.give_up_after_s\)"):
-        launcher.watch()
+        go_on(launcher, lambda: False, monkeypatch)
 
 
 def killed(launcher: Launcher) -> None:

@@ -187,10 +187,13 @@ def test_a_node_ends_as_the_run_does(run_dir, ended, raised):
 
 
 def test_a_second_process_of_a_node_takes_the_place_of_the_first(run_dir):
-    node = Node(run_dir.parent)
-    node.terminal = node.terminal._replace(
-        breathe=lambda: write_ranks(run_dir, "node1", NodeRanks(0, {}, "a later process"))
-    )
+    node, looks = Node(run_dir.parent), iter(range(2))
+
+    def breathe() -> None:
+        assert next(looks) is not None
+        write_ranks(run_dir, "node1", NodeRanks(0, {}, "a later process"))
+
+    node.terminal = node.terminal._replace(breathe=breathe)
     with pytest.raises(Interrupted, match="another process of node1"):
         node.run()
 

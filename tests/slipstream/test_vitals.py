@@ -1,5 +1,6 @@
 """What processes use: slopes that are robust, leaks that are named, one number a name, the endpoint for Prometheus."""
 
+import itertools
 import json
 import logging
 import re
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,26 +129,29 @@ def leaky() -> Iterator[Any]:
 
 
 def test_a_planted_leak_is_named_with_role_and_process(tmp_path, leaky, caplog):
-    """Real processes; those of a run are in tests/e2e/test_leaks.py."""
+    """Real processes, and a clock of the test's: a busy machine takes samples late. Runs: tests/e2e/test_leaks.py."""
     caplog.set_level(logging.WARNING)
     pids = {what: leaky(f"a.{what}.worker", what) for what in ("memory", "descriptors", "threads", "nothing")}
-    modules = {f"a.{what}.worker": f"{what}_role" for what in pids}
-    with Vitals(
-        config(tmp_path, "limits.growth_window_s=2.5"), "rollout-0", "rollout", modules=modules, others="x"
-    ) as it:
-        until(lambda: it.gauges().get("vitals/leaks", 0) >= 3, "all are named", 120.0)
-        gauges = it.gauges()
-    said = {record.getMessage() for record in caplog.records if record.getMessage().startswith("leak: ")}
-    for what in ("memory", "descriptors", "threads"):
-        where = rf"leak: {what}_role processes of 'rollout-0' \(1, pid {pids[what]} has most\): {what} grows? by \d+"
-        assert any(re.match(where, text) for text in said), (what, said)
+    modules, clock = {f"a.{what}.worker": f"{what}_role" for what in pids}, itertools.count()
+    watch = Vitals(config(tmp_path, "limits.growth_window_s=60"), "rollout-0", "rollout", modules=modules, others="x")
+    growing = [
+        rf"leak: {what}_role processes of 'rollout-0' \(1, pid {pids[what]} has most\): {what} grows? by \d+"
+        for what in ("memory", "descriptors", "threads")
+    ]
+
+    def all_are_named() -> bool:
+        watch.sample(float(next(clock)), by_role(psutil.Process(), "rollout", modules, "x"), {})
+        return all(any(re.match(where, text) for text in caplog.messages) for where in growing)
+
+    until(all_are_named, "all are named")
+    gauges, said = watch.gauges(), caplog.messages
     assert not any("nothing_role" in text for text in said)
     assert gauges["vitals/memory_mib_per_h/memory_role"] > 256 < gauges["vitals/descriptors_per_h/descriptors_role"]
     lines = [json.loads(line) for line in (tmp_path / "a/vitals/rollout-0.jsonl").read_text().splitlines()]
     # "x": what else this process of tests has started
     assert {line["role"] for line in lines} - {"x"} == {"rollout", *(f"{what}_role" for what in pids)}
     leaking = [line["memory_bytes"] for line in lines if line["role"] == "memory_role"]
-    assert leaking[-1] > leaking[0] + 5 * MIB and all(line["cpu_s"] >= 0 for line in lines)
+    assert leaking[-1] > leaking[0] + 2 * MIB and all(line["cpu_s"] >= 0 for line in lines)
 
 
 def test_device_memory_is_judged_too(tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""How the process of a node is started on its host: as a child, over ssh, by a step of srun, in an actor of Ray.
+"""How the process of a node is started on its host: over ssh, by a step of srun, in an actor of Ray.
 
 What is started is `python -m slipstream.launch.node --stdin`. Its stdin has one line, the node spec, and stays open:
 its end ends the node's processes in order. So nothing outlives the command that started a run.

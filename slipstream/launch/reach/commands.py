@@ -1,4 +1,4 @@
-"""Hosts that a command of this machine reaches: this one itself, others over ssh; by steps of srun: srun.py."""
+"""Hosts that a command of this machine reaches: over ssh; by steps of srun: srun.py."""
 
 import contextlib
 import os
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.placement import ONLY_NODE
 from configs.schema import Config
 from slipstream.launch.host_file import Host, read_hosts
 from slipstream.launch.node_spec import hosts_of
@@ -114,19 +113,6 @@ class Commands:
 
     def close(self) -> None:
         """It holds nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Here(Commands):
-    """This machine alone."""
-
-    def hosts(self, config: Config, *, only_rollouts: bool = False) -> dict[str, Host]:
-        """The only node. Raises ConfigError: the placement has several."""
-        return hosts_of(config, {ONLY_NODE: Host(ONLY_NODE, config.network.host, "")})
-
-    def command(self, host: Host, words: Sequence[str]) -> list[str]:
-        """The command itself."""
-        return list(words)
 
 
 @dataclass(frozen=True, slots=True)

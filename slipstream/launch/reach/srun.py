@@ -112,7 +112,7 @@ def _said(command: Sequence[str], what: str) -> list[str]:
 def requeue(job: str, run_dir: str, *, was_of_use: bool) -> None:
     """Queue this job again: its next start resumes the run. Says how to go on where Slurm refuses, or it is no use."""
     if not was_of_use:
-        say(f"job {job} is not queued again: this start has trained no step before its limit; give it more --time")
+        say(f"job {job} is not queued again: this start has trained no step")
         return
     say(f"job {job} is queued again, and resumes {run_dir}")
     try:
