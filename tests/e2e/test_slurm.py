@@ -187,6 +187,18 @@ def test_a_job_that_has_lost_a_learner_machine_goes_on_with_others(cluster: Clus
     assert f"job {number} is queued again, and resumes {run.folder}" in said, said
 
 
+def test_a_job_that_has_lost_its_first_machine_is_queued_again(cluster: Cluster, job: Job) -> None:
+    """Its script is gone with that machine, and --no-kill lets Slurm go on with the job all the same."""
+    number = cluster.submit(str(job.write()))
+    run = job.wait_for_step(number, 3)
+    cluster.kill_node("n1")
+    until(lambda: cluster.job(number).get("Restarts") == "1", "queued again", PATIENT_S)
+    job.go_on.touch()
+    cluster.start_node("n1")
+    job.wait_for_end(number)
+    assert steps(run) == [*range(1, 9)] and job.starts(number) == 2
+
+
 def test_a_lost_rollout_machine_does_not_end_the_job(cluster: Cluster, job: Job) -> None:
     number = cluster.submit(str(job.write()))
     run = job.wait_for_step(number, 2)
