@@ -162,10 +162,12 @@ def test_the_notice_before_the_limit_makes_a_checkpoint_and_the_job_goes_on(clus
     assert "#SBATCH --signal=B:USR2@120" in file.read_text()
     number = cluster.submit("--time=5", str(file))
     run = job.wait_for_step(number, 1)
-    until(lambda: cluster.has_ended(number) or job.starts(number) == 2, "a second start", 2 * PATIENT_S)
-    (kept,) = run.folder.glob("checkpoints/step_*/COMPLETE")
-    said = job.said(number)
+    until(lambda: "SIGUSR2 received" in job.said(number), "the notice", 2 * PATIENT_S)
     job.go_on.touch()
+    until(lambda: cluster.has_ended(number) or job.starts(number) == 2, "a second start", PATIENT_S)
+    kept = list(run.folder.glob("checkpoints/step_*/COMPLETE"))
+    said = job.said(number)
+    assert kept, said
     job.wait_for_end(number)
     assert steps(run) == [*range(1, 61)]
     assert "SIGUSR2 received: the time limit is near" in said and "a checkpoint is written" in said, said
