@@ -23,6 +23,8 @@ from slipstream.runtime.lifeline import CANNOT_GO_ON, RUN_FAILED, TRY_AGAIN
 POLL_S = 0.1
 FAREWELL_S = 30.0
 """How long nodes have to end by themselves after the run has ended or another node has failed."""
+CHECKPOINT_S = 20.0
+"""How long learner nodes may take for a last checkpoint before rollout nodes are ended as well."""
 STOP_S = 40.0
 """How long nodes have to end after their stdin was closed."""
 RETRY_S = 5.0
@@ -143,12 +145,16 @@ class Fleet:
         return 0 if codes == {0} else TRY_AGAIN if TRY_AGAIN in codes else 1
 
     def stop(self) -> None:
-        """Close every node's stdin, which ends it; then end what is left of the ways to them."""
-        for member in self.members:
-            member.remote.close_stdin()
-        deadline = time.monotonic() + STOP_S
-        while time.monotonic() < deadline and any(member.remote.exit_code() is None for member in self.members):
-            time.sleep(POLL_S)
+        """Close every node's stdin, which ends it; then end what is left of the ways to them.
+
+        Learner nodes come first: their last checkpoint is of one more step, for which rollout servers may be needed.
+        """
+        began, learners = time.monotonic(), [member for member in self.members if member.is_learner]
+        for members, patience_s in ((learners, CHECKPOINT_S), (self.members, STOP_S)):
+            for member in members:
+                member.remote.close_stdin()
+            while time.monotonic() < began + patience_s and any(one.remote.exit_code() is None for one in members):
+                time.sleep(POLL_S)
         for member in self.members:
             is_late = member.remote.exit_code() is None
             member.remote.kill()

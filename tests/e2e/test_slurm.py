@@ -162,10 +162,12 @@ def test_the_notice_before_the_limit_makes_a_checkpoint_and_the_job_goes_on(clus
     assert "#SBATCH --signal=B:USR2@120" in file.read_text()
     number = cluster.submit("--time=5", str(file))
     run = job.wait_for_step(number, 1)
-    until(lambda: cluster.has_ended(number) or job.starts(number) == 2, "a second start", 2 * PATIENT_S)
-    (kept,) = run.folder.glob("checkpoints/step_*/COMPLETE")
-    said = job.said(number)
+    until(lambda: "SIGUSR2 received" in job.said(number), "the notice", 2 * PATIENT_S)
     job.go_on.touch()
+    until(lambda: cluster.has_ended(number) or job.starts(number) == 2, "a second start", PATIENT_S)
+    kept = list(run.folder.glob("checkpoints/step_*/COMPLETE"))
+    said = job.said(number)
+    assert kept, said
     job.wait_for_end(number)
     assert steps(run) == [*range(1, 61)]
     assert "SIGUSR2 received: the time limit is near" in said and "a checkpoint is written" in said, said
@@ -185,6 +187,18 @@ def test_a_job_that_has_lost_a_learner_machine_goes_on_with_others(cluster: Clus
     said = job.said(number)
     assert steps(run) == [*range(1, 9)] and "placement.give_up_after_s" in said, said
     assert f"job {number} is queued again, and resumes {run.folder}" in said, said
+
+
+def test_a_job_that_has_lost_its_first_machine_is_queued_again(cluster: Cluster, job: Job) -> None:
+    """Its script is gone with that machine, and --no-kill lets Slurm go on with the job all the same."""
+    number = cluster.submit(str(job.write()))
+    run = job.wait_for_step(number, 3)
+    cluster.kill_node("n1")
+    until(lambda: cluster.job(number).get("Restarts") == "1", "queued again", PATIENT_S)
+    job.go_on.touch()
+    cluster.start_node("n1")
+    job.wait_for_end(number)
+    assert steps(run) == [*range(1, 9)] and job.starts(number) == 2
 
 
 def test_a_lost_rollout_machine_does_not_end_the_job(cluster: Cluster, job: Job) -> None:

@@ -10,6 +10,7 @@ from configs.placement import most_devices
 from configs.schema import Config
 from slipstream.launch.files.job_files import JobFiles
 from slipstream.launch.node_spec import NodeRole
+from slipstream.launch.reach.srun import STEP
 from slipstream.plan.processes import Machine, Plan, uses_gpus
 
 JOB = """#!/usr/bin/env bash
@@ -31,7 +32,7 @@ JOB = """#!/usr/bin/env bash
 #SBATCH --output={folder}/slurm-%j.log
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# The run goes on without a lost machine of rollout servers.
+# The run goes on without a lost machine of rollout servers; below is what is done about the first machine.
 #SBATCH --no-kill
 # So many seconds before the limit of --time the run writes a checkpoint and ends, and the job is queued again.
 #SBATCH --signal=B:USR2@120
@@ -43,7 +44,15 @@ cd {root}
 run_name={name}-${{SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}}${{SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}}
 own=(--set "run.name=$run_name" --set "run.seed=$(({seed} + ${{SLURM_ARRAY_TASK_ID:-0}}))")
 echo "slipstream: job $SLURM_JOB_ID, start $((${{SLURM_RESTART_COUNT:-0}} + 1)): run {runs}/$run_name${{*:+ $*}}"
-exec {python} -m slipstream.launch {side} --srun --config {config} --digest {digest}{forward} "${{own[@]}}" "$@"
+{guard}exec {python} -m slipstream.launch {side} --srun --config {config} --digest {digest}{forward} "${{own[@]}}" "$@"
+"""
+GUARD = """# A job that loses its first machine goes on without this script (--no-kill): the second queues it again.
+srun {step} --nodelist="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 2p)" bash -c 'while sleep 20; do
+  job=$(scontrol --oneliner show job "$SLURM_JOB_ID") || continue
+  [[ $job =~ \\ BatchHost=([^ ]+) ]] && first=${{BASH_REMATCH[1]}} || continue
+  [[ $job =~ \\ NodeList=([^ ]+) ]] && left=$(scontrol show hostnames "${{BASH_REMATCH[1]}}") || continue
+  grep -qx "$first" <<<"$left" || scontrol requeue "$SLURM_JOB_ID"
+done' </dev/null >/dev/null 2>&1 &
 """
 REPLAY = """export REPLAY="${REPLAY:?give the address of replay: sbatch --export=ALL,REPLAY=tcp://ADDRESS:PORT}"
 """
@@ -85,6 +94,7 @@ def files(
         folder=shlex.quote(str(folder)),
         root=shlex.quote(str(Path.cwd())),
         replay=REPLAY if role == "rollout" else "",
+        guard=GUARD.format(step=shlex.join(STEP)) if len(shares) > 1 else "",
         python=shlex.quote(sys.executable),
         side="run" if role == "learner" else role,
         config=shlex.quote(str(shipped)),
