@@ -17,7 +17,7 @@ from scripts.chaos.watch import Probe
 SERVERS = ("rollout-a-0", "rollout-b-0")
 """Of nodes a, which is the run's, and b, which joins it."""
 RAYLETS = ("head", "ray-1", "ray-2", "ray-3")
-ON_RAY = "rollout.restarts=1000 rollout.restart_backoff_s=0.5 network.insecure=true"
+ON_RAY = "rollout.restarts=1000 rollout.restart_backoff_s=0 network.insecure=true"
 LAUNCHED = {LAUNCHER: r" learner\.main ", **{name: rf" --server-name {name} " for name in SERVERS}}
 """What the command line of a process holds that a node has started."""
 
