@@ -76,6 +76,7 @@ class Cluster:
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node, and wait until it can take a job."""
+        self.switch.heal(node)
         self._daemon(node, *self._inside(node, "slurmd", "-D"))
         until(lambda: self.state(node) == "idle", f"{node} idle; {self.folder}/*.log say more")
 
@@ -116,7 +117,8 @@ class Cluster:
         return list(map(int, listed.stdout.split()))
 
     def kill_node(self, node: str) -> None:
-        """What a machine does that loses its power: everything on it is gone at once."""
+        """What a machine does that loses its power: nothing on it says a word any more, and all of it is gone."""
+        self.switch.cut(node)
         while pids := self.pids(node):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
