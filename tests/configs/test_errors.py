@@ -33,7 +33,7 @@ NOT_OURS = {
     "OSError", "ProcessLookupError", "RuntimeError", "TypeError", "ValueError", "queue.Empty",
     "yaml.YAMLError", "yaml.constructor.ConstructorError",
     # never shown: they end an inner loop, or are answers in another protocol's form
-    "_Again", "_TooLong", "ApiError", "HttpError", "Interrupted", "GoodbyeReceived",
+    "_Again", "_TooLong", "ApiError", "HttpError", "Interrupted", "NearLimit", "GoodbyeReceived",
 }  # fmt: skip
 PLAIN_RAISES = 236
 """Most raises of such classes: what a user meets is none of them, so this number only falls."""
