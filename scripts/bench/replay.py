@@ -130,7 +130,8 @@ def _flow(running: Running) -> dict[str, Any]:
         running.check()
         resident.append(resident_bytes(running.replay.pid))
         time.sleep(min(SAMPLE_S, options.seconds / 4))
-    return flow_of(before, reading(running), resident) | times_of(running.times)
+    times = times_of(running.times) if options.sync_ms else {}
+    return flow_of(before, reading(running), resident) | times
 
 
 def flow_of(before: dict[str, float], after: dict[str, float], resident: list[int]) -> dict[str, Any]:
