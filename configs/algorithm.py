@@ -45,7 +45,7 @@ class Rollout(Section):
     restarts: Own[int] = Field(default=3, ge=0)
     """How often the launcher starts a dead local rollout server again; an hour of good running refills it."""
     restart_backoff_s: Own[float] = Field(default=1.0, ge=0)
-    """Wait before the first restart; doubles with each."""
+    """Wait before the first restart; doubles with each, to 8 s at most."""
     wait_for_servers_s: float = Field(default=300.0, gt=0)
     """How long the run waits for any rollout server before it stops with an error."""
 

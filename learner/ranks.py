@@ -113,8 +113,8 @@ def meet(rank: int, world_size: int, limit_s: float) -> Store:
     try:
         served = TCPStore(host, port, world_size, rank == 0, limit, wait_for_workers=False)
     except dist.DistNetworkError as error:
-        if rank == 0:  # its port is taken
-            raise
+        if rank == 0:
+            raise RanksError(f"ranks cannot meet at {host}:{port} (placement.rendezvous_port): {error}") from error
         raise _absent(rank, [0], f"{host}:{port}", since) from error
     store = PrefixStore(f"generation-{os.environ.get(ending.GENERATION, '0')}", served)
     keys = [f"here/{other}" for other in range(world_size)]

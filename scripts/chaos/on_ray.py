@@ -4,10 +4,8 @@ Nodes, and not the harness, start what has ended again. Every server reaches rep
 """
 
 import re
-import secrets
 import socket
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from scripts.chaos import processes
@@ -28,7 +26,7 @@ class OnRay(Cluster):
         head = self._start_ray()
         ranks = "0-1" if "placement.split=2:2" in variant.settings else "0"
         own = [setting for setting in variant.settings if not setting.startswith("placement.split=")]
-        port = _free_port()
+        port = processes.free_port()
         settings = [*self.settings(data), *SMALL.split(), *ON_RAY.split(), *own, f"learner.total_steps={total_steps}"]
         settings += [f"network.replay_port={port}", f"placement.learner=n0:{ranks}"]
         if variant.keys:
@@ -47,7 +45,7 @@ class OnRay(Cluster):
 
     def _start_ray(self) -> str:
         """Start a head that runs nothing and three raylets for a node each; the head's address."""
-        ray, host, self._ray_port = str(Path(sys.executable).parent / "ray"), _own_address(), _free_port()
+        ray, host, self._ray_port = str(Path(sys.executable).parent / "ray"), _own_address(), processes.free_port()
         small = ("--block", "--object-store-memory=80000000", f"--node-ip-address={host}", "--disable-usage-stats")
         head = ("--head", f"--port={self._ray_port}", "--num-cpus=0", "--include-dashboard=false")
         more = (f"--address={host}:{self._ray_port}", "--num-cpus=1")
@@ -70,11 +68,3 @@ def _own_address() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as found:
         found.connect(("203.0.113.1", 9))
         return str(found.getsockname()[0])
-
-
-def _free_port() -> int:
-    """Below the ports that the kernel gives out by itself: nothing else takes it before it is used."""
-    while True:
-        port = 20_000 + secrets.randbelow(10_000)
-        with suppress(OSError), socket.create_server(("", port)):
-            return port

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -156,3 +157,11 @@ def _close(copy: int) -> bool:
             connection.shutdown(socket.SHUT_RDWR)
             return True
     return False
+
+
+def free_port() -> int:
+    """Below the ports that the kernel gives out by itself: nothing else takes it before it is used."""
+    while True:
+        port = 20_000 + secrets.randbelow(10_000)
+        with suppress(OSError), socket.create_server(("", port)):
+            return port

@@ -49,7 +49,7 @@ class Restarts:
     limit: int
     good_run_s: float = GOOD_RUN_S
     backoff_s: float | None = None
-    """Wait before the first restart, which doubles with each; None is at once, unless the process dies soon."""
+    """Wait before the first restart; doubles, to LONGEST_WAIT_S. None is at once, unless the process dies soon."""
     count: int = 0
     due: float | None = None
     """Monotonic second of the next start; None while nothing has died."""
@@ -68,7 +68,7 @@ class Restarts:
         if lived >= self.good_run_s:
             self.count = 0
         if self.backoff_s is not None:
-            self._wait_s = self.backoff_s * 2**self.count
+            self._wait_s = min(self.backoff_s * 2.0 ** min(self.count, 30), max(self.backoff_s, LONGEST_WAIT_S))
         elif self.count > 0 and lived < SOON_S:
             self._wait_s = min(LONGEST_WAIT_S, 2 * self._wait_s or FIRST_WAIT_S)
         else:

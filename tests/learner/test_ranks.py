@@ -1,6 +1,7 @@
 """A rank's place: device, environment and process group, and refusals that say what does not fit."""
 
 import os
+import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ def test_ranks_that_do_not_come_are_named(monkeypatch):
     with pytest.raises(CollectiveTimedOut, match=r"rank 0 .* for learner-1 \(placement.give_up_after_s\)"):
         ranks.meet(0, 3, 2.0)
     older.join()
+    with socket.create_server(("", port)), pytest.raises(RanksError, match=r":\d+ \(placement.rendezvous_port\)"):
+        ranks.meet(0, 3, 2.0)
     with pytest.raises(CollectiveTimedOut, match=r"rank 1 .* for learner-0 \("):
         ranks.meet(1, 2, 0.1)
 

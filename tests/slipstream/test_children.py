@@ -161,6 +161,8 @@ def test_each_death_right_after_a_start_doubles_the_wait_up_to_a_bound(monkeypat
     assert waits == [0, 0.5, 1, 2, 4, LONGEST_WAIT_S, LONGEST_WAIT_S, LONGEST_WAIT_S]
     clock.now += SOON_S + 1
     assert restarts.plan() == "restart 9 of 9", "one that lived for long starts at once again"
+    backoffs = [Restarts(99, backoff_s=wait_s, count=count) for wait_s, count in ((1.0, 2), (1.0, 2000), (90.0, 3))]
+    assert [each.plan().partition(" in ")[2] for each in backoffs] == ["4 s", "8 s", "90 s"]
 
 
 def test_a_good_run_gives_a_rollout_server_its_restarts_back(monkeypatch):

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import re
-import secrets
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ import pytest
 from configs import load
 from configs.loading import dump
 from scripts.chaos.processes import commands
+from scripts.chaos.processes import free_port as free_port
 from slipstream.launch.children import Tail
 from tests.support.forking import Started, Zygote
 from tests.support.waiting import PATIENT_S
@@ -263,14 +263,6 @@ def terminal(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def free_port() -> int:
-    """Below the ports that the kernel gives out by itself: nothing else takes it before the test does."""
-    while True:
-        port = 20_000 + secrets.randbelow(10_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
 
 
 def patient_reward(folder: Path, go_on: Path, *, pause_s: float) -> str:
