@@ -26,13 +26,16 @@ def alignment_of(config: WeightBus) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of an update. A tensor is never split over buckets."""
+    """One tensor of an update, or a slice of one. It is never split over buckets."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     bucket: int
     offset: int
+    start: tuple[int, ...] = ()
+    """Of a slice, where it begins in the tensor; `whole` is the tensor's shape. Both are empty where this is all."""
+    whole: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:

@@ -11,7 +11,7 @@
 A message of another session or an older epoch is ignored, which fences off peers that were stopped and come back.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -102,6 +102,13 @@ class Begin(OfVersion):
     wire_bytes: int = 0  # of the change, as it comes
     change_bytes: int = 0  # of the change after decompression; no more than wire_bytes where it is not compressed
     change_digest: str = ""  # of the change as it comes, see `delta.changes.digest_of`
+    lane: int = 0
+    lanes: int = 1  # a version comes as so many of these, and `digest` is of all of them (lanes.py)
+    position: int = 0  # of the scheduler rank that the lane leads to
+    sender: int = 0  # learner rank
+    here: int = 1  # lanes that lead to this position
+    starts: list[list[int]] = field(default_factory=list)  # of slices; empty where all are whole tensors
+    wholes: list[list[int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,10 +174,39 @@ class Goodbye(InSession):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enlist(InSession):
+    """A learner rank has lanes to send; the session is one that only learner ranks know."""
+
+    rank: int
+    endpoints: list[str]  # where the group of each of its lanes meets
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send(OfVersion):
+    """The publisher has a learner rank send its lanes of a version, in groups that are built first where `fresh`."""
+
+    size: int
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent(OfVersion):
+    """A learner rank has sent its lanes; or why not."""
+
+    reason: str = ""
+    symptom: str = ""
+    not_packed: bool = False  # it is late itself: no receiver's fault
+
+
 def described(manifest: Manifest) -> dict[str, Any]:
     """The fields of Begin that say what a version is."""
     entries = manifest.entries
+    cut = any(entry.whole for entry in entries)
     return {
+        "starts": [list(entry.start) for entry in entries] if cut else [],
+        "wholes": [list(entry.whole) for entry in entries] if cut else [],
         "names": [entry.name for entry in entries],
         "dtypes": [entry.dtype for entry in entries],
         "shapes": [list(entry.shape) for entry in entries],
@@ -195,6 +231,8 @@ def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:
     digests = dict(zip(begin.names, begin.digests, strict=True))
     try:
         layout = _layout(tensors, begin.bucket_bytes, alignment)
+        if begin.starts or begin.wholes:
+            layout = _cut(layout, begin)
         manifest = layout.with_digests({**digests, **begin.kept}, begin.kept)
     except ValueError as error:
         raise WireError(f"Begin of v{begin.version}: {error}") from error
@@ -203,7 +241,7 @@ def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:
     if begin.base and not 0 < begin.wire_bytes <= begin.change_bytes <= manifest.num_bytes:
         sizes = f"{begin.wire_bytes} and {begin.change_bytes} bytes, of {manifest.num_bytes}"
         raise WireError(f"Begin of v{begin.version}: a change of {sizes}")
-    if manifest.digest != begin.digest:
+    if begin.lanes == 1 and manifest.digest != begin.digest:
         raise WireError(f"Begin of v{begin.version}: digest {begin.digest} is not that of its tensors")
     return manifest
 
@@ -214,5 +252,19 @@ def _layout(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], bucket_bytes:
     return plan(tensors, bucket_bytes, alignment)
 
 
-TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Holding, Goodbye)
+def _cut(layout: Manifest, begin: Begin) -> Manifest:
+    """With where slices begin. Raises ValueError: they are not inside their tensors."""
+    entries = []
+    for entry, start, whole in zip(layout.entries, begin.starts, begin.wholes, strict=True):
+        if whole:
+            inside = len(start) == len(whole) == len(entry.shape)
+            if not inside or any(s < 0 or s + n > w for s, n, w in zip(start, entry.shape, whole, strict=True)):
+                raise ValueError(f"{entry.name[:80]!r}: {[*entry.shape]} at {start} is not inside {whole}")
+            entry = replace(entry, start=tuple(start), whole=tuple(whole))
+        entries.append(entry)
+    return replace(layout, entries=tuple(entries))
+
+
+TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Holding, Goodbye, Enlist, Sent)
+TO_SENDER = registry(Send, Heartbeat, Goodbye)
 TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, Begin, Commit, Abort, Removed, Goodbye)

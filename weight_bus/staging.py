@@ -46,7 +46,7 @@ class Staging:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # kernels of other streams may still use what this was before
         if not self._digesters or manifest.entries != self.manifest.entries:
-            views = [[TensorSlice(view_of(self.buckets, entry)) for entry in bucket] for bucket in manifest.by_bucket()]
+            views = [[self._part(entry) for entry in bucket] for bucket in manifest.by_bucket()]
             self._digesters = [Digester(parts) for parts in views]
         self.manifest = manifest
 
@@ -64,6 +64,9 @@ class Staging:
         sums = [value for index in buckets for value in launched[index].sums()]
         names = [entry.name for bucket in self.manifest.by_bucket() for entry in bucket]
         return self.manifest.differences({**self.manifest.kept, **dict(zip(names, sums, strict=True))})
+
+    def _part(self, entry: Entry) -> TensorSlice:
+        return TensorSlice(view_of(self.buckets, entry), entry.whole or None, entry.start or None)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The update as views into the buffers; copy them to keep them."""

@@ -79,7 +79,7 @@ class Pair:
 
     def another(self, run_id: str = RUN) -> RemoteIntake:
         """A later subscriber's end."""
-        return RemoteIntake(lambda: self.link, CONFIG, run_id, self.load, slack_s=self._slack_s)
+        return RemoteIntake(lambda: [self.link], CONFIG, run_id, self.load, slack_s=self._slack_s)
 
     def load(self, version: int, update: RemoteUpdate) -> Mapping[str, int]:
         """As an engine would, from the receiver's memory."""
