@@ -20,7 +20,7 @@ BUDGET = {
     "slipstream/plan": 1_296,
     "slipstream/command": 158,
     "replay": 9_943,
-    "weight_bus": 5_020,
+    "weight_bus": 5_174,
     "rollout_server/engines": 3_854,
     "rollout_server/tasks": 7_602,
     "rollout_server": 13_354,
