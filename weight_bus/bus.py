@@ -20,8 +20,9 @@ from weight_bus.coordinator import Coordinator
 from weight_bus.delta.changes import Change
 from weight_bus.errors import BusClosed, FolderFull, NotPacked, TransportError, WeightBusError
 from weight_bus.lanes import Lane, joined
+from weight_bus.manifest import Manifest
 from weight_bus.membership import Member, State
-from weight_bus.messages import Abort, Begin, Epoch, Send, described
+from weight_bus.messages import Abort, Begin, Epoch, Send, described, digest_array
 from weight_bus.offer import VERIFYING, Board, Offer
 from weight_bus.sender import Parcel, Sender, limit_s
 from weight_bus.senders import Senders
@@ -58,11 +59,11 @@ class Bus:
         self._coordinator = Coordinator(
             config, router=router, board=board, facts=facts, incarnation=incarnation, senders=self._senders
         )
-        mine = [lane for lane in lanes if lane.sender == 0]
-        self._sources = joined([lane.layout for lane in mine]).sources if mine else ()
+        self._mine = [lane for lane in lanes if lane.sender == 0]
+        self._sources = joined([lane.layout for lane in self._mine]).sources if lanes else ()
         self._sender = Sender(
             transports,
-            mine,
+            self._mine,
             config.collective_timeout_s,
             doing=self._doing,
             closing=lambda: board.closing,
@@ -136,7 +137,7 @@ class Bus:
         with self._board.changed:
             receivers = [member for member in receivers if self._coordinator.reach(member)]
         started = time.monotonic()
-        self._enlisted()
+        self._wait_for_senders()
         fresh = not self._membership.in_group(receivers)
         if fresh and receivers:
             receivers = self._form(offer, receivers)
@@ -155,8 +156,8 @@ class Bus:
         else:
             self._abort(offer, receivers, error)
 
-    def _enlisted(self) -> None:
-        """Wait until the senders of other learner ranks are there. Raises WeightBusError: some do not come."""
+    def _wait_for_senders(self) -> None:
+        """Until those of other learner ranks are there. Raises WeightBusError: some do not come."""
         self._coordinator.pump(lambda: not self._senders.missing, time.monotonic() + self._config.deadline_s)
         if missing := self._senders.missing:
             ranks = ", ".join(map(str, missing))
@@ -205,15 +206,13 @@ class Bus:
             parcel = self._parcel(offer, receivers)
             self._membership.begin(receivers, (offer.version, offer.digest), now, now + self._config.deadline_s)
             self._board.counters["rounds"] += 1
-            for number in range(len(offer.manifests)):
-                for rank, member in enumerate(receivers, start=1):
-                    self._router.send(member.identity, self._announcement(offer, parcel.change, member, rank, number))
+            self._announce(offer, parcel.change, receivers)
         return parcel
 
     def _parcel(self, offer: Offer, receivers: list[Member]) -> Parcel:
         """The change since the version before where every receiver has that one staged, else all of it."""
         pieces, change = offer.buckets, offer.change
-        offer.wire_bytes = sum(manifest.num_bytes for manifest in offer.manifests)
+        offer.wire_bytes = sum(manifest.layout.num_bytes for manifest in offer.manifests)
         if change is not None and all(member.base == change.base for member in receivers):
             pieces = change.pieces(self._config.bucket_bytes)
             offer.wire_bytes = sum(piece.numel() for piece in pieces)
@@ -221,29 +220,43 @@ class Bus:
         else:
             change = None
         sources = self._sources or [(0, index) for index in range(len(pieces))]
-        return Parcel(offer.version, pieces, sources, offer.progress, offer.manifest, change)
+        return Parcel(offer.version, pieces, sources, offer.progress, offer.manifest.layout, change)
 
-    def _announcement(self, offer: Offer, change: Change | None, member: Member, rank: int, number: int) -> Begin:
-        """Of the lane with this number."""
-        lane = self._lanes[number] if self._lanes else None
-        own = [other.number for other in self._lanes if other.sender == 0] or [0]
-        here = lane is None or lane.sender == 0
+    def _announce(self, offer: Offer, change: Change | None, receivers: Sequence[Member]) -> None:
+        """Send the layout of each lane to those that have not had it, and Begin to all."""
+        layouts = [manifest.layout for manifest in offer.manifests]
+        if uninformed := self._membership.uninformed(receivers, " ".join(layout.id for layout in layouts)):
+            for number, layout in enumerate(layouts):
+                new = described(layout, self._config.bucket_bytes, number)
+                self._router.send_all([member.identity for member in uninformed], new)
+        for number, manifest in enumerate(offer.manifests):
+            begin = self._begin_of(offer, manifest, self._lanes[number] if self._lanes else None, change, receivers)
+            self._router.send_all([member.identity for member in receivers], begin)
+
+    def _begin_of(
+        self, offer: Offer, manifest: Manifest, lane: Lane | None, change: Change | None, receivers: Sequence[Member]
+    ) -> Begin:
+        """Of a lane."""
+        endpoint, its = self._sender.endpoints[0], {}
+        if lane is not None:
+            here = sum(other.position == lane.position for other in self._lanes)
+            its = {"lane": lane.number, "position": lane.position, "sender": lane.sender, "here": here}
+            mine = lane in self._mine
+            endpoint = self._sender.endpoints[self._mine.index(lane)] if mine else self._senders.endpoint(lane)
         return Begin(
-            session=member.session,
             epoch=self._membership.epoch,
             version=offer.version,
             incarnation=self._incarnation,
             evaluate=offer.evaluate,
-            rank=rank,
-            size=len(self._membership.group) + 1,
-            endpoint=self._sender.endpoints[own.index(number)] if here else self._senders.endpoint(lane),
+            ranks={member.session: rank for rank, member in enumerate(receivers, start=1)},
+            size=len(receivers) + 1,
+            endpoint=endpoint,
             bucket_bytes=self._config.bucket_bytes,
-            lane=number,
+            layout=manifest.layout.id,
+            digests=digest_array(manifest),
+            digest=offer.digest,
             lanes=len(offer.manifests),
-            position=lane.position if lane is not None else 0,
-            sender=lane.sender if lane is not None else 0,
-            here=sum(other.position == lane.position for other in self._lanes) if lane is not None else 1,
-            **{**described(offer.manifests[number]), "digest": offer.digest},
+            **its,
             **(change.described() if change is not None else {}),
         )
 
@@ -255,7 +268,7 @@ class Bus:
         order = Send(session=self._sender_session, epoch=epoch, version=offer.version, size=size, fresh=fresh)
         futures = {rank: self._senders.send(rank, order) for rank in self._senders.ranks}
         futures[0] = self._sender.send(parcel, group if fresh else None)
-        pieces = max(len(parcel.pieces), sum(len(manifest.bucket_sizes) for manifest in offer.manifests))
+        pieces = max(len(parcel.pieces), sum(len(manifest.layout.bucket_sizes) for manifest in offer.manifests))
         longest_s = limit_s(pieces, len(offer.manifests), timeout_s)
         self._coordinator.pump(lambda: all(f.done() for f in futures.values()), time.monotonic() + longest_s)
         if late := [rank for rank, future in futures.items() if not future.done()]:
@@ -295,10 +308,11 @@ class Bus:
 
 def _cause(errors: Sequence[BaseException | None]) -> TransportError | None:
     """The error of the sender that says most about why; raises one that is no TransportError."""
-    found = [error for error in errors if error is not None]
-    for error in found:
-        if not isinstance(error, TransportError):
+    found: list[TransportError] = []
+    for error in errors:
+        if isinstance(error, TransportError):
+            found.append(error)
+        elif error is not None:
             raise error
-    # a member that is gone shows at once, and one that waits for it only later; packing is late for all of them
-    found.sort(key=lambda error: (not isinstance(error, NotPacked), error.symptom != "closed"))
-    return found[0] if found else None
+    # packing is late for all of them; a member that is gone shows at once, and one that waits for it only later
+    return min(found, key=lambda error: (not isinstance(error, NotPacked), error.symptom != "closed"), default=None)

@@ -78,7 +78,7 @@ class LaneSender(AbstractContextManager["LaneSender"]):
         transports = [(transport_factory or make_transport)(config, host) for _ in mine]
         self._facts = transports[0].facts()
         device = HOST if pack_on_host else transports[0].device
-        self._packer = Packer(config.bucket_bytes, device, layout=self._joined.manifest, pinned=from_gpu)
+        self._packer = Packer(config.bucket_bytes, device, layout=self._joined.layout, pinned=from_gpu)
         self._changed = threading.Condition()
         self._sets: list[Packed | None] = [None, None]
         self._closing = ""
@@ -159,7 +159,7 @@ class LaneSender(AbstractContextManager["LaneSender"]):
         packed = self._opened(order.version)
         prefix = group_prefix(self._run_id, self._incarnation, order.epoch)
         formation = Formation(epoch=order.epoch, rank=0, size=order.size, endpoint="", prefix=prefix)
-        parcel = Parcel(order.version, packed.buckets, self._joined.sources, packed.progress, self._joined.manifest)
+        parcel = Parcel(order.version, packed.buckets, self._joined.sources, packed.progress, self._joined.layout)
         self._sender.send(parcel, formation if order.fresh else None).result()
 
     def _opened(self, version: int) -> Packed:

@@ -11,12 +11,15 @@ position have one lane, of whole tensors.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from weight_bus.digest import add
-from weight_bus.manifest import ALIGNMENT, ITEM_SIZES, Entry, Manifest, Planner
+from weight_bus.manifest import ALIGNMENT, ITEM_SIZES, Entry, Layout, Manifest, Planner
+
+Place = tuple[str, tuple[int, ...]]
+"""Of a slice: the tensor, and where it begins there."""
 
 
 class Slice(NamedTuple):
@@ -41,7 +44,7 @@ class Lane:
     number: int
     sender: int
     position: int
-    layout: Manifest  # without digests
+    layout: Layout
 
 
 def whole(name: str, dtype: str, shape: Sequence[int]) -> Slice:
@@ -50,47 +53,44 @@ def whole(name: str, dtype: str, shape: Sequence[int]) -> Slice:
 
 
 def plan_lanes(
-    wanted: Sequence[Iterable[Slice]], senders: int, bucket_bytes: int, alignment: int = ALIGNMENT
+    wanted: Sequence[Iterable[Slice]],
+    senders: int,
+    bucket_bytes: int,
+    alignment: int = ALIGNMENT,
+    kept: Iterable[str] = (),
 ) -> tuple[Lane, ...]:
     """Divide what each position needs over the senders, evenly by bytes. All ranks and runs find the same.
 
-    A lane with nothing to send is left out. Raises ValueError, see `Planner.place`.
+    A lane with nothing to send is left out. `kept` tensors do not travel: their digests come with the first lane.
+
+    Raises ValueError, see `Planner.place`.
     """
     count = max(senders, len(wanted))
     lanes: list[Lane] = []
     for position, slices in enumerate(wanted):
         numbers = [number for number in range(count) if number * len(wanted) // count == position]
         loads, planners = dict.fromkeys(numbers, 0), {n: Planner(bucket_bytes, alignment) for n in numbers}
-        starts: dict[int, list[Slice]] = {number: [] for number in numbers}
         for piece in slices:
             number = min(numbers, key=lambda n: loads[n])
             loads[number] += max(1, piece.num_bytes)
-            planners[number].place(piece.name, piece.dtype, piece.shape)
-            starts[number].append(piece)
+            planners[number].place(piece.name, piece.dtype, piece.shape, piece.start, piece.whole)
         for number in numbers:
-            if starts[number]:
-                layout = _at(planners[number].manifest(), starts[number])
-                lanes.append(Lane(len(lanes), number * senders // count, position, layout))
+            if loads[number]:
+                kept_here = kept if not lanes else ()
+                lanes.append(Lane(len(lanes), number * senders // count, position, planners[number].layout(kept_here)))
     return tuple(lanes)
-
-
-def _at(layout: Manifest, slices: Sequence[Slice]) -> Manifest:
-    """The layout, with where its slices begin."""
-    pairs = zip(layout.entries, slices, strict=True)
-    cut = (e if s.shape == s.whole else replace(e, start=s.start, whole=s.whole) for e, s in pairs)
-    return replace(layout, entries=tuple(cut))
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
     """Several lanes as one layout, for the end that sends or receives all of them. Their buckets take turns."""
 
-    manifest: Manifest  # its buckets are those of all lanes; a sender's may name a tensor once a lane
+    layout: Layout  # its buckets are those of all lanes; a sender's may have a box once a lane
     sources: tuple[tuple[int, int], ...]
     """Of each bucket: the lane, counted from 0 in the order given, and its number there."""
 
 
-def joined(lanes: Sequence[Manifest]) -> Joined:
+def joined(lanes: Sequence[Layout]) -> Joined:
     """Lanes bucket by bucket in turn, so that none waits for the end of another."""
     if len(lanes) == 1:
         return Joined(lanes[0], tuple((0, index) for index in range(len(lanes[0].bucket_sizes))))
@@ -98,9 +98,9 @@ def joined(lanes: Sequence[Manifest]) -> Joined:
     turns = [(n, index) for index in range(longest) for n, lane in enumerate(lanes) if index < len(lane.bucket_sizes)]
     parted = [lane.by_bucket() for lane in lanes]
     entries = [replace(e, bucket=bucket) for bucket, (n, index) in enumerate(turns) for e in parted[n][index]]
-    digests = {name: digest for lane in lanes for name, digest in lane.digests.items()}
     sizes = tuple(lanes[n].bucket_sizes[index] for n, index in turns)
-    return Joined(Manifest(tuple(entries), sizes, digests), tuple(turns))
+    kept = tuple(name for lane in lanes for name in lane.kept)
+    return Joined(Layout(tuple(entries), sizes, kept), tuple(turns))
 
 
 def whole_digests(lanes: Iterable[Manifest]) -> dict[str, int]:
@@ -111,13 +111,13 @@ def whole_digests(lanes: Iterable[Manifest]) -> dict[str, int]:
     parts: dict[str, dict[tuple[int, ...], tuple[Entry, int]]] = {}
     kept: dict[str, int] = {}
     for lane in lanes:
-        kept |= lane.kept
-        for entry in lane.entries:
-            known = parts.setdefault(entry.name, {}).setdefault(entry.start, (entry, lane.digests[entry.name]))
-            if (known[0].shape, known[1]) != (entry.shape, lane.digests[entry.name]):
+        kept |= {name: lane.digests[name] for name in lane.layout.kept}
+        for entry in lane.layout.entries:
+            known, digest = parts.setdefault(entry.name, {}).setdefault(entry.start, (entry, lane.digests[entry.name]))
+            if (known.shape, digest) != (entry.shape, lane.digests[entry.name]):
                 raise ValueError(f"two lanes carry other copies of {entry.name!r} at {[*entry.start]}")
     for name, pieces in parts.items():
-        shapes = {entry.whole or entry.shape for entry, _ in pieces.values()}
+        shapes = {entry.whole for entry, _ in pieces.values()}
         if len(shapes) > 1 or sum(math.prod(e.shape) for e, _ in pieces.values()) != math.prod(shapes.pop()):
             raise ValueError(f"the slices of {name!r} in all lanes do not make it up")
     return {**{name: add([digest for _, digest in pieces.values()]) for name, pieces in parts.items()}, **kept}
@@ -126,8 +126,3 @@ def whole_digests(lanes: Iterable[Manifest]) -> dict[str, int]:
 def described(lane: Lane) -> str:
     """A lane in words."""
     return f"lane {lane.number}, from learner rank {lane.sender} to scheduler rank {lane.position}"
-
-
-def slices_of(lane: Lane) -> Mapping[str, Entry]:
-    """Entries of a lane by name."""
-    return {entry.name: entry for entry in lane.layout.entries}

@@ -19,8 +19,8 @@ from weight_bus.control import Router
 from weight_bus.delta.changes import ChangeMaker
 from weight_bus.digest import combined
 from weight_bus.errors import WeightBusError
-from weight_bus.lanes import Lane, joined
-from weight_bus.manifest import Manifest, alignment_of
+from weight_bus.lanes import Lane, Place, joined
+from weight_bus.manifest import Layout, Manifest, alignment_of
 from weight_bus.membership import Membership
 from weight_bus.offer import Board, Offer, PublishReport
 from weight_bus.packing import Named, Packer, PackingProgress
@@ -41,6 +41,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         incarnation: the learner's start within the run; part of every group's name.
         transport_factory: makes the data plane; none takes the configured one.
         kept: names in `digests` of tensors that never travel; every engine must hold them.
+        lanes: where other learner ranks send, too (`LaneSender`), or engines receive in several scheduler ranks.
+        from_gpu: whether what rank 0 packs for lanes lies on a GPU.
         keys: of the learner's node; without, `host` must be a loopback address unless `insecure` allows more.
 
     Raises:
@@ -63,13 +65,12 @@ class Publisher(AbstractContextManager["Publisher"]):
         lanes: Sequence[Lane] = (),
         from_gpu: bool = False,
     ) -> None:
-        self._config, self._kept, self._lanes = config, frozenset(kept), lanes
-        mine = [lane for lane in lanes if lane.sender == 0]
+        self._config, self._lanes = config, lanes
+        mine = [lane.layout for lane in lanes if lane.sender == 0]
         transports = [(transport_factory or make_transport)(config, host) for _ in mine or [None]]
         device = HOST if pack_on_host else transports[0].device
-        self._joined = joined([lane.layout for lane in mine]) if mine else None
-        layout = self._joined.manifest if self._joined is not None else None
-        self._packer = Packer(config.bucket_bytes, device, alignment_of(config), layout, pinned=from_gpu)
+        layout = joined(mine).layout if mine else None
+        self._packer = Packer(config.bucket_bytes, device, alignment_of(config), kept, layout=layout, pinned=from_gpu)
         self._overlaps = config.transport == "collective"
         """Buckets are sent while others are packed: no engine stands still for it, and nothing outlives a version."""
         self._changes = ChangeMaker(config)
@@ -120,7 +121,7 @@ class Publisher(AbstractContextManager["Publisher"]):
         digests: Mapping[str, int],
         *,
         evaluate: bool = False,
-        slices: Mapping[tuple[str, tuple[int, ...]], int] | None = None,
+        slices: Mapping[Place, int] | None = None,
     ) -> None:
         """Pack a version on this thread; the bus thread sends it, from the second version on while it is being packed.
 
@@ -158,10 +159,10 @@ class Publisher(AbstractContextManager["Publisher"]):
             progress=PackingProgress(len(buckets), 0 if room else len(buckets)),
             started_at=started,
         )
-        offer.wire_bytes = sum(manifest.num_bytes for manifest in offer.manifests)
+        offer.wire_bytes = sum(manifest.layout.num_bytes for manifest in offer.manifests)
         packed = offer.spend("gather", started)
         if due and base is not None:
-            offer.change = self._changes.change(base.digest, base.buckets, buckets, offer.manifest)
+            offer.change = self._changes.change(base.digest, base.buckets, buckets, layout)
             offer.spend("encode", packed)
         last = self._post(offer)
         if room is not None:
@@ -254,18 +255,15 @@ class Publisher(AbstractContextManager["Publisher"]):
         """The set of buffers (0 or 1) that every learner rank packs this version into. Raises as `start_publish`."""
         return self._spare_buffer(version)[0]
 
-    def _manifests(
-        self, layout: Manifest, digests: Mapping[str, int], slices: Mapping[tuple[str, tuple[int, ...]], int]
-    ) -> list[Manifest]:
-        """Of each lane, with digests; what stays as it is comes with the first."""
+    def _manifests(self, layout: Layout, digests: Mapping[str, int], slices: Mapping[Place, int]) -> Sequence[Manifest]:
+        """Of each lane."""
         if not self._lanes:
-            return [layout.with_digests(digests, self._kept)]
+            return [layout.with_digests(digests)]
         found = []
         for lane in self._lanes:
-            entries = lane.layout.entries
-            its = {e.name: slices[e.name, e.start] if e.whole else digests[e.name] for e in entries}
-            kept = {name: digests[name] for name in (self._kept if lane is self._lanes[0] else ())}
-            found.append(lane.layout.with_digests({**its, **kept}, kept))
+            its = {name: digests[name] for name in lane.layout.names}
+            its |= {e.name: slices[e.name, e.start] for e in lane.layout.entries if e.shape != e.whole}
+            found.append(lane.layout.with_digests(its))
         return found
 
     def _spare_buffer(self, version: int) -> tuple[int, Offer | None]:

@@ -6,13 +6,14 @@ decodes meanwhile: two processes on one GPU would take turns. It connects to a U
 | sender   | message                                                                                    |
 |----------|--------------------------------------------------------------------------------------------|
 | receiver | first: Hosting, the facts of its transport; at any time: Over, why it ends                 |
+| server   | NewLayout: what versions carry from now on; without an answer                              |
 | server   | Begin: receive this version (of several lanes one each)                                    |
 | receiver | Taken: where the bytes lie, or what of them is corrupt; or NotTaken: why it did not arrive |
 | server   | Forget: drop the group and what is staged                                                  |
 | receiver | Done                                                                                       |
 
-Each message is a header of replay.channel behind its length. It goes on until one end hangs up. An end that does not
-answer in time is lost for good.
+Each message is the number of its frames (replay.channel), and each frame behind its length. It goes on until one end
+hangs up. An end that does not answer in time is lost for good.
 """
 
 import logging
@@ -27,11 +28,11 @@ from typing import Any
 
 from configs.infrastructure import WeightBus
 from replay.channel import Envelope, Message, Registry, WireError, decode, encode, registry, sequence_numbers
+from replay.channel.frames import MAX_ARRAYS
 from weight_bus.errors import NotAvailable, TransportError
-from weight_bus.intake import Load, read_lanes
-from weight_bus.lanes import joined
-from weight_bus.manifest import Entry, Manifest, alignment_of
-from weight_bus.messages import Begin
+from weight_bus.intake import Layouts, Load
+from weight_bus.manifest import NOTHING, Entry, alignment_of
+from weight_bus.messages import Begin, NewLayout
 from weight_bus.transports.base import FORMING
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class Over(Message):
     for_good: bool = False  # what it lacks (see `NotAvailable`) its successor would lack, too
 
 
-ORDERS = registry(Begin, Forget)
+ORDERS = registry(NewLayout, Begin, Forget)
 HELLO = registry(Hosting, Over)
 ANSWERS: dict[type[Message], Registry] = {Begin: registry(Taken, NotTaken, Over), Forget: registry(Done, Over)}
 
@@ -136,13 +137,14 @@ class ReceiverConnection:
         return self._lost is not None
 
     def send(self, message: Message, run_id: str = "") -> None:
-        """Write a message, which has no arrays. Raises TransportError when the other end is lost, now or before."""
+        """Write a message. Raises TransportError when the other end is lost, now or before."""
         if self._lost is not None:
             raise self._lost
-        (body,) = encode(message, run_id, next(self._sequence))
+        frames = encode(message, run_id, next(self._sequence))
+        parts = [LENGTH.pack(len(frames)), *(part for frame in frames for part in (LENGTH.pack(len(frame)), frame))]
         self._socket.settimeout(SEND_S)
         try:
-            self._socket.sendall(LENGTH.pack(len(body)) + body)
+            self._socket.sendall(b"".join(parts))
         except TimeoutError as error:
             raise self._lose(f"{self._peer} reads nothing for {SEND_S:.1f} s", "silent") from error
         except OSError as error:
@@ -155,10 +157,8 @@ class ReceiverConnection:
         """
         until = None if limit_s is None else time.monotonic() + limit_s
         try:
-            (size,) = LENGTH.unpack(self._read(LENGTH.size, until))
-            if size > MAX_MESSAGE_BYTES:
-                raise WireError(f"a message of {size} bytes is announced, above {MAX_MESSAGE_BYTES}")
-            return decode([self._read(size, until)], accepted)
+            count = self._length(until, MAX_ARRAYS + 1)
+            return decode([self._read(self._length(until), until) for _ in range(count)], accepted)
         except TimeoutError:
             raise
         except (OSError, EOFError):  # OSError: reset, or closed by another thread of this end
@@ -169,22 +169,21 @@ class ReceiverConnection:
 
         Raises TransportError: the receiver is lost, now or since an earlier order.
         """
-        self.order([order], run_id, what)
+        self.tell(order, run_id, what)
         return self.answer(type(order), limit_s, what)
 
-    def order(self, orders: Sequence[Message], run_id: str, what: str) -> None:
-        """The first half of `ask`; several orders have one answer."""
+    def answer(self, order: type[Message], limit_s: float, what: str) -> Message:
+        """To what it was told; as `ask`."""
+        return self._answer(ANSWERS[order], limit_s, what)
+
+    def tell(self, order: Message, run_id: str, what: str) -> None:
+        """An order without an answer; as `ask`."""
         if self._lost is not None:
             raise self._lost.during(f"{what}, {self._peer} is lost")
         try:
-            for order in orders:
-                self.send(order, run_id)
+            self.send(order, run_id)
         except TransportError as error:
             raise error.during(what) from error
-
-    def answer(self, order: type[Message], limit_s: float, what: str) -> Message:
-        """The second half of `ask`."""
-        return self._answer(ANSWERS[order], limit_s, what)
 
     def _answer(self, accepted: Registry, limit_s: float, what: str) -> Message:
         try:
@@ -204,6 +203,12 @@ class ReceiverConnection:
     def close(self) -> None:
         """Hang up; has no effect a second time."""
         self._lose("closed by this end", "closed")
+
+    def _length(self, until: float | None, limit: int = MAX_MESSAGE_BYTES) -> int:
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, until))
+        if length > limit:
+            raise WireError(f"a message of {length} bytes or frames is announced, above {limit}")
+        return int(length)
 
     def _read(self, size: int, until: float | None) -> bytes:
         """Exactly `size` bytes. Raises EOFError where the stream ends before."""
@@ -225,30 +230,6 @@ class ReceiverConnection:
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
             self._socket.close()
         return error
-
-
-def ask_all(
-    orders: Sequence[tuple[ReceiverConnection, Sequence[Begin]]], run_id: str, limit_s: float, what: str
-) -> list[Message]:
-    """As `ReceiverConnection.ask` of each, at the same time. Raises the first error, once all have answered."""
-    answers: list[Message] = []
-    errors: list[TransportError | NotAvailable] = []
-    asked: list[ReceiverConnection] = []
-    until = time.monotonic() + limit_s
-    for line, begins in orders:
-        try:
-            line.order(begins, run_id, what)
-            asked.append(line)
-        except TransportError as error:
-            errors.append(error)
-    for line in asked:  # also where others are lost: an answer that nobody reads would be taken for the next one
-        try:
-            answers.append(line.answer(Begin, max(0.0, until - time.monotonic()), what))
-        except (TransportError, NotAvailable) as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
-    return answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,41 +269,51 @@ class RemoteIntake:
         self._lines: Sequence[ReceiverConnection] = ()
         self._update = RemoteUpdate((), [])
         self.seconds: dict[str, float] = {}
-        self.manifest = Manifest((), ())
+        self.manifest = NOTHING
+        self._layouts = Layouts()
+        self._untold: dict[int, NewLayout] = {}
+        """By lane: what the receivers have not been told of yet."""
 
     @property
     def facts(self) -> dict[str, str]:
         """See `Intake.facts`. Connects to the receivers."""
         return self._connected()[0].facts
 
+    def learn(self, new: NewLayout) -> None:
+        """See `Intake.learn`."""
+        self._layouts.learn(new, alignment_of(self._config))
+        self._untold[new.lane] = new
+
     def take(self, *begins: Begin) -> list[str]:
         """See `Intake.take`; a receiver that is lost is a peer that is lost."""
-        begin, (lanes, self.manifest) = begins[0], read_lanes(begins, alignment_of(self._config))
-        positions = sorted({one.position for one in begins})
-        lines = self._connected()
+        begin, (lanes, self.manifest) = begins[0], self._layouts.read(begins)
+        lines, positions = self._connected(), sorted({one.position for one in begins})
         if positions != [*range(len(lines))] and positions != [0]:
             raise WireError(f"v{begin.version} is for scheduler ranks {positions}, this engine has {len(lines)}")
         # the transport's own limits bound every broadcast; this bounds a receiver that stands still
-        pieces = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else sum(len(m.bucket_sizes) for m in lanes)
+        buckets, size = sum(len(lane.layout.bucket_sizes) for lane in lanes), sum(m.layout.num_bytes for m in lanes)
+        pieces = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else buckets
         limit_s = (FORMING * len(begins) + pieces) * self._config.collective_timeout_s + self._slack_s
-        limit_s += sum(manifest.num_bytes for manifest in lanes) / VERIFIED_BYTES_PER_S
-        what = f"v{begin.version} was not staged"
+        limit_s += size / VERIFIED_BYTES_PER_S
         parts = [[n for n, one in enumerate(begins) if one.position == position] for position in positions]
-        orders = [[begins[n] for n in part] for part in parts]
+        news = [[self._untold[begins[n].lane] for n in part if begins[n].lane in self._untold] for part in parts]
+        orders = [[*new, *(begins[n] for n in part)] for new, part in zip(news, parts, strict=True)]
+        self._untold = {}
+        what = f"v{begin.version} was not staged"
         answers = ask_all(list(zip(lines, orders, strict=False)), self._run_id, limit_s, what)
         corrupt: list[str] = []
-        updates = []
-        for position, answer in enumerate(answers):
+        updates: list[RemoteUpdate] = []
+        for position, (answer, part) in enumerate(zip(answers, parts, strict=True)):
             where = f"scheduler rank {position}: " if len(answers) > 1 else ""
             if isinstance(answer, NotTaken):
                 reason = f"{where}{answer.reason}"
                 raise TransportError(reason, answer.symptom) if answer.symptom else WireError(reason)
             assert isinstance(answer, Taken)
             corrupt += [f"{where}{name}" for name in answer.corrupt]
-            entries = joined([lanes[n] for n in parts[position]]).manifest.entries
-            updates.append(RemoteUpdate(entries, answer.memory))
-            for phase, seconds in answer.seconds.items():
-                self.seconds[phase] = max(seconds, self.seconds.get(phase, 0.0) if position else 0.0)
+            layout = self._layouts.joined(position, [lanes[n].layout for n in part]).layout
+            updates.append(RemoteUpdate(layout.entries, answer.memory))
+            before = self.seconds if position else {}
+            self.seconds = {phase: max(s, before.get(phase, 0.0)) for phase, s in answer.seconds.items()}
         self._update = updates[0] if len(updates) == 1 else RemoteUpdate((), [], tuple(updates))
         return corrupt
 
@@ -347,3 +338,28 @@ class RemoteIntake:
         if not self._lines:
             self._lines = self._connect()
         return self._lines
+
+
+def ask_all(
+    orders: Sequence[tuple[ReceiverConnection, Sequence[Message]]], run_id: str, limit_s: float, what: str
+) -> list[Message]:
+    """The answer of each receiver to its Begins. Raises the first error, once all have answered."""
+    answers: list[Message] = []
+    errors: list[TransportError | NotAvailable] = []
+    asked: list[ReceiverConnection] = []
+    until = time.monotonic() + limit_s
+    for line, messages in orders:
+        try:
+            for message in messages:
+                line.tell(message, run_id, what)
+            asked.append(line)
+        except TransportError as error:
+            errors.append(error)
+    for line in asked:  # also where others are lost: an answer that nobody reads would be taken for the next one
+        try:
+            answers.append(line.answer(Begin, max(0.0, until - time.monotonic()), what))
+        except (TransportError, NotAvailable) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return answers

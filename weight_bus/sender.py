@@ -11,7 +11,7 @@ import torch
 from weight_bus.delta.changes import Change
 from weight_bus.errors import NotPacked, TransportError, WeightBusError
 from weight_bus.lanes import Lane, described
-from weight_bus.manifest import Manifest
+from weight_bus.manifest import Layout
 from weight_bus.packing import PackingProgress
 from weight_bus.transports.base import FORMING, Formation, Transport, of_lane
 
@@ -26,7 +26,7 @@ class Parcel:
     pieces: Sequence[torch.Tensor]  # flat uint8, one broadcast each
     sources: Sequence[tuple[int, int]]  # of each piece: lane, counted from 0 here, and its number there
     progress: PackingProgress
-    manifest: Manifest  # of the pieces, where they are no change
+    layout: Layout  # of the pieces, where they are no change
     change: Change | None = None  # None when they are the buckets themselves
 
 
@@ -91,7 +91,7 @@ class Sender:
                 if formation is not None:
                     its = replace(formation, endpoint=self.endpoints[number])
                     transport.form(of_lane(its, self._lanes[number].number if self._lanes else 0))
-                transport.label(parcel.version, parcel.manifest if parcel.change is None else None)
+                transport.label(parcel.version, parcel.layout if parcel.change is None else None)
         limit_s = self._timeout_s / 2  # receivers wait for each bucket, too
         for number, bucket in enumerate(parcel.pieces):
             lane, index = parcel.sources[number]

@@ -1,8 +1,8 @@
 """A learner of several senders and engines of several scheduler ranks, without a model or SGLang: threads or processes.
 
-As a process: `python -m tests.support.bus_lanes sender ADDRESS SESSION RANK SENDERS SPLIT [FAULT ...]` packs what it is told on
-its standard input ("VERSION SET" a line), or `... scheduler SOCKET [FAULT ...]` receives for one scheduler rank. FAULT is
-ACTION@UPDATE[:POINT] as in bus_receiver.
+As a process: `python -m tests.support.bus_lanes sender ADDRESS SESSION RANK SENDERS POSITIONS [FAULT ...]` packs
+what it is told on its standard input ("VERSION SET" a line), or `... scheduler SOCKET [FAULT ...]` receives for one
+scheduler rank. FAULT is ACTION@UPDATE[:POINT] as in bus_receiver.
 """
 
 import os
@@ -81,8 +81,8 @@ def lanes_of(senders: int, positions: int, config: WeightBus = CONFIG) -> tuple[
 
 def pieces(lanes: Sequence[Lane], rank: int, named: Weights) -> Iterator[tuple[str, Pieces]]:
     """What a learner rank packs, each in two parts of rows."""
-    for entry in joined([lane.layout for lane in lanes if lane.sender == rank]).manifest.entries:
-        part = cut(named[entry.name], entry.start or (0,) * len(entry.shape), entry.shape)
+    for entry in joined([lane.layout for lane in lanes if lane.sender == rank]).layout.entries:
+        part = cut(named[entry.name], entry.start, entry.shape)
         half = -(-len(part) // 2)
         yield (
             entry.name,
@@ -91,7 +91,7 @@ def pieces(lanes: Sequence[Lane], rank: int, named: Weights) -> Iterator[tuple[s
 
 
 def slice_digests(lanes: Sequence[Lane], named: Weights) -> dict[tuple[str, tuple[int, ...]], int]:
-    entries = [entry for lane in lanes for entry in lane.layout.entries if entry.whole]
+    entries = [entry for lane in lanes for entry in lane.layout.entries]
     return {(e.name, e.start): slice_digest(cut(named[e.name], e.start, e.shape), e.whole, e.start) for e in entries}
 
 
@@ -111,7 +111,7 @@ class ShardedEngine(Engine):
             self._spoil(version, self.ranks[-1])
             for name, (entry, _) in held.items():
                 live = self.ranks[-1][name]
-                parts.setdefault(name, {})[entry.start] = slice_digest(live, entry.whole or None, entry.start or None)
+                parts.setdefault(name, {})[entry.start] = slice_digest(live, entry.whole, entry.start)
         return {name: add(list(pieces.values())) for name, pieces in parts.items()}
 
 
