@@ -20,7 +20,6 @@ from weight_bus.coordinator import Coordinator
 from weight_bus.delta.changes import Change
 from weight_bus.errors import BusClosed, FolderFull, NotPacked, TransportError, WeightBusError
 from weight_bus.lanes import Lane, joined
-from weight_bus.manifest import Manifest
 from weight_bus.membership import Member, State
 from weight_bus.messages import Abort, Begin, Epoch, Send, described, digest_array
 from weight_bus.offer import VERIFYING, Board, Offer
@@ -53,21 +52,20 @@ class Bus:
     ) -> None:
         self._config, self._router, self._board, self._incarnation = config, router, board, incarnation
         self._membership, self._lanes = board.membership, lanes
-        facts = transports[0].facts()
-        self._sender_session = sender_session
-        self._senders = Senders(router, lanes, sender_session, facts)
-        self._coordinator = Coordinator(
-            config, router=router, board=board, facts=facts, incarnation=incarnation, senders=self._senders
-        )
-        self._mine = [lane for lane in lanes if lane.sender == 0]
-        self._sources = joined([lane.layout for lane in self._mine]).sources if lanes else ()
+        mine = [lane for lane in lanes if lane.sender == 0]
+        self._sources = joined([lane.layout for lane in mine]).sources if mine else ()
         self._sender = Sender(
             transports,
-            self._mine,
+            mine,
             config.collective_timeout_s,
             doing=self._doing,
             closing=lambda: board.closing,
             done=self._sent,
+        )
+        facts = transports[0].facts()
+        self._senders = Senders(router, lanes, sender_session, facts, self._sender.endpoints)
+        self._coordinator = Coordinator(
+            config, router=router, board=board, facts=facts, incarnation=incarnation, senders=self._senders
         )
         self._rest_until = 0.0
         """No round before: a learner rank is late with its packing."""
@@ -230,42 +228,28 @@ class Bus:
                 new = described(layout, self._config.bucket_bytes, number)
                 self._router.send_all([member.identity for member in uninformed], new)
         for number, manifest in enumerate(offer.manifests):
-            begin = self._begin_of(offer, manifest, self._lanes[number] if self._lanes else None, change, receivers)
+            begin = Begin(
+                epoch=self._membership.epoch,
+                version=offer.version,
+                incarnation=self._incarnation,
+                evaluate=offer.evaluate,
+                ranks={member.session: rank for rank, member in enumerate(receivers, start=1)},
+                size=len(receivers) + 1,
+                bucket_bytes=self._config.bucket_bytes,
+                layout=manifest.layout.id,
+                digests=digest_array(manifest),
+                digest=offer.digest,
+                **self._senders.of_lane(number),
+                **(change.described() if change is not None else {}),
+            )
             self._router.send_all([member.identity for member in receivers], begin)
-
-    def _begin_of(
-        self, offer: Offer, manifest: Manifest, lane: Lane | None, change: Change | None, receivers: Sequence[Member]
-    ) -> Begin:
-        """Of a lane."""
-        endpoint, its = self._sender.endpoints[0], {}
-        if lane is not None:
-            here = sum(other.position == lane.position for other in self._lanes)
-            its = {"lane": lane.number, "position": lane.position, "sender": lane.sender, "here": here}
-            mine = lane in self._mine
-            endpoint = self._sender.endpoints[self._mine.index(lane)] if mine else self._senders.endpoint(lane)
-        return Begin(
-            epoch=self._membership.epoch,
-            version=offer.version,
-            incarnation=self._incarnation,
-            evaluate=offer.evaluate,
-            ranks={member.session: rank for rank, member in enumerate(receivers, start=1)},
-            size=len(receivers) + 1,
-            endpoint=endpoint,
-            bucket_bytes=self._config.bucket_bytes,
-            layout=manifest.layout.id,
-            digests=digest_array(manifest),
-            digest=offer.digest,
-            lanes=len(offer.manifests),
-            **its,
-            **(change.described() if change is not None else {}),
-        )
 
     def _transmit(self, offer: Offer, parcel: Parcel, size: int, *, fresh: bool) -> TransportError | None:
         """Send all pieces, in a new group where the epoch is fresh."""
         epoch, timeout_s = self._membership.epoch, self._config.collective_timeout_s
         prefix = group_prefix(self._router.run_id, self._incarnation, epoch)
         group = Formation(epoch=epoch, rank=0, size=size, endpoint="", prefix=prefix)
-        order = Send(session=self._sender_session, epoch=epoch, version=offer.version, size=size, fresh=fresh)
+        order = Send(session=self._senders.session, epoch=epoch, version=offer.version, size=size, fresh=fresh)
         futures = {rank: self._senders.send(rank, order) for rank in self._senders.ranks}
         futures[0] = self._sender.send(parcel, group if fresh else None)
         pieces = max(len(parcel.pieces), sum(len(manifest.layout.bucket_sizes) for manifest in offer.manifests))

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -143,15 +144,14 @@ class LaneSender(AbstractContextManager["LaneSender"]):
             self._dealer.close()
 
     def _carry_out(self, order: Send) -> None:
-        what = {"session": self._session, "epoch": order.epoch, "version": order.version}
+        answer = Sent(session=self._session, epoch=order.epoch, version=order.version)
         try:
             self._send(order)
         except TransportError as error:
             log.warning("weight bus: learner rank %d: v%d epoch %d: %s", self._rank, order.version, order.epoch, error)
             self._sender.leave()
-            answer = Sent(**what, reason=error.message, symptom=error.symptom, not_packed=isinstance(error, NotPacked))
-        else:
-            answer = Sent(**what)
+            late = isinstance(error, NotPacked)
+            answer = replace(answer, reason=error.message, symptom=error.symptom, not_packed=late)
         with suppress(ChannelError):  # the publisher is gone, and with it this learner
             self._dealer.send(answer)
 

@@ -292,5 +292,5 @@ def manifest_of(begin: Begin, layout: Layout) -> Manifest:
 
 
 TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Holding, Goodbye, Enlist, Sent)
-TO_SENDER = registry(Send, Goodbye)
 TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, NewLayout, Begin, Commit, Abort, Removed, Goodbye)
+TO_SENDER = registry(Send, Goodbye)

@@ -67,7 +67,7 @@ class Publisher(AbstractContextManager["Publisher"]):
     ) -> None:
         self._config, self._lanes = config, lanes
         mine = [lane.layout for lane in lanes if lane.sender == 0]
-        transports = [(transport_factory or make_transport)(config, host) for _ in mine or [None]]
+        transports = [(transport_factory or make_transport)(config, host) for _ in range(max(1, len(mine)))]
         device = HOST if pack_on_host else transports[0].device
         layout = joined(mine).layout if mine else None
         self._packer = Packer(config.bucket_bytes, device, alignment_of(config), kept, layout=layout, pinned=from_gpu)

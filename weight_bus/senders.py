@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 from weight_bus.control import Router
 from weight_bus.errors import NotPacked, TransportError, WeightBusError
@@ -20,10 +21,14 @@ class Senders:
         lanes: of all ranks; those of rank 0 are not sent from here.
         session: which only learner ranks know.
         facts: what a sender's transport must have in common with the publisher's.
+        endpoints: of rank 0's own lanes.
     """
 
-    def __init__(self, router: Router, lanes: Sequence[Lane], session: str, facts: dict[str, str]) -> None:
-        self._router, self._lanes, self._session, self._facts = router, lanes, session, facts
+    def __init__(
+        self, router: Router, lanes: Sequence[Lane], session: str, facts: dict[str, str], endpoints: Sequence[str]
+    ) -> None:
+        self._router, self._lanes, self.session, self._facts = router, lanes, session, facts
+        self._own = endpoints
         self.ranks = sorted({lane.sender for lane in lanes} - {0})
         self._enlisted: dict[int, tuple[str, Enlist]] = {}
         """By rank: the identity of its connection, and what it said."""
@@ -34,15 +39,20 @@ class Senders:
         """Ranks that are not there yet."""
         return [rank for rank in self.ranks if rank not in self._enlisted]
 
-    def endpoint(self, lane: Lane) -> str:
-        """Where the members of a lane of another rank meet."""
-        _, enlisted = self._enlisted[lane.sender]
-        own = [other.number for other in self._lanes if other.sender == lane.sender]
-        return enlisted.endpoints[own.index(lane.number)]
+    def of_lane(self, number: int) -> dict[str, Any]:
+        """The fields of Begin that say which lane it is, and where its members meet."""
+        if not self._lanes:
+            return {"endpoint": self._own[0]}
+        lane = self._lanes[number]
+        endpoints = self._enlisted[lane.sender][1].endpoints if lane.sender else self._own
+        nth = [other.number for other in self._lanes if other.sender == lane.sender].index(number)
+        here = sum(other.position == lane.position for other in self._lanes)
+        its = {"lane": number, "lanes": len(self._lanes), "here": here, "position": lane.position}
+        return {**its, "sender": lane.sender, "endpoint": endpoints[nth]}
 
     def hear(self, identity: str, message: Enlist | Sent) -> None:
         """Take note. Raises WeightBusError: a learner rank cannot be in a group with the engines."""
-        if message.session != self._session:
+        if message.session != self.session:
             log.warning("weight bus: refused %s: not of this learner's ranks", type(message).__name__)
             return
         match message:
@@ -64,7 +74,7 @@ class Senders:
 
     def say_goodbye(self, reason: str) -> None:
         for identity, _ in self._enlisted.values():
-            self._router.send(identity, Goodbye(session=self._session, reason=reason))
+            self._router.send(identity, Goodbye(session=self.session, reason=reason))
 
     def _sent(self, identity: str, sent: Sent) -> None:
         for rank, (order, future) in self._ordered.items():
