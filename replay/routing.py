@@ -127,12 +127,12 @@ def problem_with_batch(batch: Batch, experts: Experts | None) -> str | None:
     last = batch.routing_starts.astype(np.int64) + batch.prompt_lengths - 1
     if batch.routing_starts.min(initial=0) < 0 or last.max(initial=0) * width > batch.prompt_routing.size:
         return f"has {batch.prompt_routing.size} bytes of prompts' routing, of {int(last.max(initial=0))} positions"
-    begun, sums = dict[int, int](), batch.routing_sums.view(np.uint32)
+    begun, sums = dict[tuple[int, bytes], int](), batch.routing_sums.view(np.uint32)
     for number, (prompt, answer, head, tail) in enumerate(_samples(batch, width)):
-        start = int(batch.routing_starts[number])
-        if start not in begun:
-            begun[start] = _sum(prompt, head)
-        if _sum(answer, tail, begun[start]) != sums[number]:
+        key = (int(batch.routing_starts[number]), prompt.tobytes())
+        if key not in begun:
+            begun[key] = _sum(prompt, head)
+        if _sum(answer, tail, begun[key]) != sums[number]:
             pass_, index = batch.group_ids[batch.all_groups[batch.trajectory[number]]]
             return (
                 f"trajectory {batch.trajectory[number]}, of group ({pass_}, {index}): its routing is not that of its"

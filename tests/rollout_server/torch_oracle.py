@@ -82,8 +82,17 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
     """What an update of this model carries: HF names, a tied lm_head left out."""
-    tied = model.config.tie_word_embeddings
-    return {n: t.clone() for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+    tied, found = model.config.tie_word_embeddings, dict[str, torch.Tensor]()
+    for name, tensor in model.state_dict().items():
+        stem, is_fused, part = name.rpartition(".experts.")
+        if is_fused:  # hub files have experts one by one
+            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
+            for expert, whole in enumerate(tensor):
+                each = zip(parts, whole.chunk(len(parts)), strict=True)
+                found |= {f"{stem}.experts.{expert}.{one}.weight": block.clone() for one, block in each}
+        elif not (tied and name == "lm_head.weight"):
+            found[name] = tensor.clone()
+    return found
 
 
 @torch.inference_mode()
