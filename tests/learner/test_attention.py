@@ -123,7 +123,6 @@ def test_what_the_kernel_takes(
 def test_attention_does_what_a_family_asks_or_says_that_it_does_not(
     tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, family: str, changes: Any, refused: str
 ) -> None:
-    monkeypatch.setattr(pretrained, "FAMILIES", (family,))
     monkeypatch.setattr(pretrained, "problem_with_window", lambda *_: "")
     folder = save_model(tmp_path / "model", family, tied=False, **changes)
     policy = build_policy(configured(folder), mesh, CPU)

@@ -91,7 +91,7 @@ def test_refusals_name_the_folder_and_the_reason(tmp_path, mesh):
     change_config(folder, use_sliding_window=True, sliding_window=8)
     refused('sliding_window of 8 tokens.*"sliding_window": null')
     change_config(folder, model_type="gpt2")
-    refused("is a 'gpt2' model; the learner trains llama, qwen2, qwen3")
+    refused("is a 'gpt2' model; the learner trains llama, qwen2, qwen3, ")
     (folder / "config.json").write_text("{")
     refused("is not readable")
     (folder / "config.json").unlink()
