@@ -49,15 +49,17 @@ from weight_bus.digest import Digester, combined
 class Head(torch.nn.Module):
     """The output head, over positions in the loss alone; its logits are never whole."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
+    def __init__(self, weight: torch.nn.Parameter, scaling: float, softcap: float | None) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.scaling, self.softcap = weight, scaling, softcap
+        """Logits are divided by `scaling`, and capped where `softcap` is no None."""
         self.vocabulary: dist.ProcessGroup | None = None
         """Tensor ranks, each with its part of the vocabulary."""
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[Any, Any]:
         """See `head_logprobs`."""
-        return head_logprobs(hidden, local_weight(self.weight), targets, temperature, self.vocabulary)
+        weight, divisor = local_weight(self.weight), temperature * self.scaling
+        return head_logprobs(hidden, weight, targets, divisor, self.vocabulary, softcap=self.softcap)
 
 
 class TokenModel(torch.nn.Module):
@@ -68,7 +70,9 @@ class TokenModel(torch.nn.Module):
     def __init__(self, transformer: Any) -> None:
         super().__init__()
         self.transformer = transformer
-        transformer.lm_head = Head(transformer.lm_head.weight)
+        config = transformer.config
+        scaling, softcap = (getattr(config, key, None) for key in ("logits_scaling", "final_logit_softcapping"))
+        transformer.lm_head = Head(transformer.lm_head.weight, scaling or 1.0, softcap)
 
     def forward(self, row: Row, temperature: float) -> tuple[Any, Any]:
         """Two [n] float32 tensors."""

@@ -51,20 +51,7 @@ def read_config(folder: Path) -> PretrainedConfig:
         raise PolicyError(f"model.path: {folder}/config.json is not readable: {error}") from error
     if getattr(config, "quantization_config", None) is not None:
         raise PolicyError(f"model.path: {folder} holds quantized weights; give the unquantized checkpoint")
-    if problem := problem_with_window(config):
-        raise PolicyError(f"model.path: {folder} {problem}")
     return config
-
-
-def problem_with_window(config: PretrainedConfig) -> str:
-    """Why the learner's attention does not see what the model's sees; empty where it does."""
-    window = getattr(config, "sliding_window", None)
-    if window is None:
-        return ""
-    return (
-        f"has a sliding_window of {window} tokens, which the learner's attention does not have; where no trajectory is"
-        ' longer, set "sliding_window": null in its config.json, else take another model'
-    )
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> Any:
@@ -124,6 +111,9 @@ def allocate(root: Any, model: Any, config: PretrainedConfig, device: torch.devi
     model.tie_weights()
     # The only state that no file holds. Computed on the host, so that it is the same bits on every kind of device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    embedding = model.model.embed_tokens
+    if "embed_scale" in dict(embedding.named_buffers()):
+        embedding.embed_scale.fill_(embedding.scalar_embed_scale)
     defined = FAMILIES[config.model_type].buffers
     unknown = [name for name, _ in model.named_buffers() if not name.startswith(defined)]
     if unknown:

@@ -26,8 +26,8 @@ ONE_NORM = "it norms all heads together, and tensor ranks have some of them"
 
 
 def _gemma_window(keys: Keys, layer: int) -> int | None:
-    """Every sixth layer sees all."""
-    types, pattern = keys.get("layer_types"), keys.get("sliding_window_pattern") or 6
+    """Every sixth layer sees all, or every second one."""
+    types, pattern = keys.get("layer_types"), keys["sliding_window_pattern"]
     slides = types[layer] == "sliding_attention" if types is not None else (layer + 1) % pattern
     return keys["sliding_window"] if slides else None
 
@@ -41,6 +41,29 @@ _QWEN2 = Family(
     attention=attention(""),
     defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
     in_torch_engine=True,
+)
+_GEMMA3 = Family(
+    model_type="gemma3_text",
+    attention=attention(*BIASED, *HEAD_NORMS),
+    norms=(
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "sliding_window_pattern": 6,
+    },
+    window=_gemma_window,
+    scale=lambda keys: float(keys["query_pre_attn_scalar"]) ** -0.5,
+    buffers=("model.rotary_emb.", "model.embed_tokens.embed_scale"),
+    decides=(
+        *("layer_types", "sliding_window_pattern", "query_pre_attn_scalar", "rope_local_base_freq"),
+        *("attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"),
+    ),
 )
 _RECORDS = (
     Family(
@@ -74,29 +97,18 @@ _RECORDS = (
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         window=every_layer("sliding_window"),
     ),
-    Family(
-        model_type="gemma3_text",
-        attention=attention(*BIASED, *HEAD_NORMS),
-        norms=(
-            *("input_layernorm", "post_attention_layernorm"),
-            *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        ),
+    replace(
+        _GEMMA3,
+        model_type="gemma2",
+        attention=attention(*BIASED),
         defaults={
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "tie_word_embeddings": True,
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 256,
+            **_GEMMA3.defaults,
+            "sliding_window_pattern": 2,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
         },
-        window=_gemma_window,
-        scale=lambda keys: float(keys["query_pre_attn_scalar"]) ** -0.5,
-        buffers=("model.rotary_emb.", "model.embed_tokens.embed_scale"),
-        decides=(
-            *("layer_types", "sliding_window_pattern", "query_pre_attn_scalar", "rope_local_base_freq"),
-            *("attn_logit_softcapping", "final_logit_softcapping", "hidden_activation"),
-        ),
-        refused="its two rotary tables and the scale of its embedding are not computed",
     ),
+    _GEMMA3,
     Family(
         model_type="glm4",
         attention=attention("attention_bias"),
@@ -116,7 +128,6 @@ _RECORDS = (
         scale=lambda keys: float(keys.get("attention_multiplier", 1.0)),
         logits=lambda keys: 1 / float(keys.get("logits_scaling", 1.0)),
         decides=("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
-        refused="the scale of its logits is not computed",
     ),
     Family(
         model_type="phi3",

@@ -88,8 +88,6 @@ def test_refusals_name_the_folder_and_the_reason(tmp_path, mesh):
     refused("is not readable")
     weights.unlink()
     refused("has neither model.safetensors nor")
-    change_config(folder, use_sliding_window=True, sliding_window=8)
-    refused('sliding_window of 8 tokens.*"sliding_window": null')
     change_config(folder, model_type="gpt2")
     refused("is a 'gpt2' model; the learner trains llama, qwen2, qwen3, ")
     (folder / "config.json").write_text("{")
