@@ -14,17 +14,17 @@ BUDGET = {
     "slipstream/runtime": 2_385,
     "slipstream/families": 1_020,
     "slipstream/launch": 4_410,
-    "slipstream/check": 2_135,
+    "slipstream/check": 2_136,
     "slipstream/view": 2_421,
     "slipstream/translate": 1_522,
     "slipstream/plan": 1_297,
     "slipstream/command": 158,
     "replay": 9_943,
-    "weight_bus": 5_020,
-    "rollout_server/engines": 3_854,
+    "weight_bus": 5_174,
+    "rollout_server/engines": 3_856,
     "rollout_server/tasks": 7_641,
-    "rollout_server": 13_393,
-    "learner": 9_537,
+    "rollout_server": 13_395,
+    "learner": 9_591,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 59_950

@@ -289,11 +289,16 @@ def build_policy(
     fill(policy.frozen() or policy.shards(), files, folder)
     if has_tower(folder):
         policy.tower = VisionTower(folder, DTYPES[config.learner.compute_dtype], device)
+    begin_adapters(policy, config)
+    return policy
+
+
+def begin_adapters(policy: Policy, config: Config) -> None:
+    """Give a model whose frozen weights are loaded its first adapters; nothing without LoRA. A collective."""
     if policy.lora is not None:
         lora.initialize(policy.shards(), config.run.seed)
         frozen = digests(policy.frozen(), DTYPES[config.learner.compute_dtype], policy.group)
         policy.frozen_digests = {**frozen, SCALE: scale_digest(policy.lora.scale)}
-    return policy
 
 
 def shaped_policy(
@@ -324,7 +329,7 @@ def shaped_policy(
     if root is not TokenModel:
         model_config.tie_word_embeddings = False
     transformer = build_empty(model_config, attention.choose(learner, model_config, device))
-    adapters = learner.lora if learner.lora.rank else None
+    adapters = learner.lora if learner.lora.rank and not is_frozen else None
     if adapters is not None:
         lora.adapt(transformer, adapters, dtype)
     recompute, kept = budget.recompute, budget
