@@ -14,7 +14,7 @@ BUDGET = {
     "slipstream/runtime": 2_385,
     "slipstream/families": 1_020,
     "slipstream/launch": 4_410,
-    "slipstream/check": 2_136,
+    "slipstream/check": 2_138,
     "slipstream/view": 2_421,
     "slipstream/translate": 1_522,
     "slipstream/plan": 1_297,
