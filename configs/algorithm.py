@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.base import Own, OwnPath, Section
+from configs.base import Dtype, Own, OwnPath, Section
 from configs.engines import ENGINES, EngineFacts
 from configs.variants import Choice, Chosen, ChosenOrNone
 
@@ -34,7 +34,7 @@ class Rollout(Section):
     """Trajectories that one engine decodes at once."""
     on_new_weights: Literal["auto", "keep_kv", "recompute_kv", "drain"] = "auto"
     """What running requests do at an update; `auto` is `drain` at lag 0 and `keep_kv` above."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    dtype: Dtype = "auto"
     """Dtype of the engine's weights and of the weight bus's wire; `auto` is float32 on a CPU, bfloat16 on GPUs."""
     num_threads: Own[int] = Field(default=1, ge=1)
     """CPU threads of the embedded torch engine."""

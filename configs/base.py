@@ -2,9 +2,9 @@
 
 import math
 from enum import Enum
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 
 from configs.auto import BY_DEVICE, LEAVES
 from configs.errors import ConfigError as ConfigError
@@ -23,6 +23,16 @@ class Scope(Enum):
 Own = Annotated[T, Scope.PROCESS]
 OwnPath = Annotated[T, Scope.PATH]
 Secret = Annotated[T, Scope.SECRET]
+
+
+def _no_float16(value: object) -> object:
+    if value in ("float16", "fp16", "half"):
+        raise ValueError("float16 is not offered: its range needs a scale of the loss; take bfloat16")
+    return value
+
+
+Dtype = Annotated[Literal["auto", "float32", "bfloat16"], BeforeValidator(_no_float16)]
+"""Of weights and of what is computed with them, on both ends."""
 
 ENDLESS = ("growth_window_s",)
 """Keys in seconds that nothing waits for, so they may be infinite."""

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
-from configs.base import Section
+from configs.base import Dtype, Section
 
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
@@ -76,7 +76,7 @@ class LearnerSettings(Section):
     adam_epsilon: float = Field(default=1e-8, gt=0)
     """AdamW epsilon."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; norms, biases and the token embedding have none."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Global gradient norm clip."""
     max_tokens_per_microbatch: int = Field(default=16384, ge=1)
@@ -87,7 +87,7 @@ class LearnerSettings(Section):
     tokens. `auto`: where that saves more than the copies of keys and values cost, from 64 prompt tokens on."""
     mesh: Mesh = Mesh()
     """What ranks do beside sharding (docs/howto/memory.md)."""
-    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    compute_dtype: Dtype = "auto"
     """Dtype of the forward and backward, `auto` is float32 on a CPU and bfloat16 on GPUs; master weights, optimizer and
     reductions stay float32."""
     attention: Literal["auto", "sdpa", "varlen"] = "auto"
@@ -147,7 +147,7 @@ class Checkpoint(Section):
     """What keep_best goes by: a name of an evaluation in metrics.jsonl, such as `val-core/gsm8k/greedy`."""
     best_is: Literal["max", "min"] = "max"
     """Whether more of best_metric is better, or less."""
-    hf_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    hf_dtype: Dtype = "auto"
     """Dtype of hf/; `auto` is that of the engines on a CPU (float32) and on GPUs (bfloat16). dcp/ is always float32."""
     asynchronous: bool = True
     """Copy to host memory and write while training goes on; false trains on when all is on the disk."""

@@ -1,9 +1,11 @@
 """AdamW over the sharded float32 parameters, and the learning rate of each step."""
 
 import math
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from learner.policy.sharding import Shard, spans
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
 """Cosine and linear schedules end at this share of the peak."""
+EMBEDDING = "embed_tokens.weight"
+"""End of the name of a matrix that does not decay."""
 OFFLOADED_BYTES = 256 * 1024 * 1024
 """Parameters whose moments come from host memory together."""
 
@@ -44,15 +48,19 @@ class Optimizer:
 
     It is elementwise, so it runs on the local rows as plain tensors: the same numbers as on DTensors, without
     their dispatch. The moments exist from the start, so that a checkpoint of any step has the same layout.
-    Weight decay, 0 by default, applies to every parameter. With learner.offload_optimizer the moments lie in host
-    memory and come to the device for their update, a span of parameters at a time: the same kernel, the same bits.
+    Weight decay, 0 by default, is of matrices: norms, biases and the token embedding, also where it is the output head
+    as well, have none. With learner.offload_optimizer the moments lie in host memory and come to the device for their
+    update, a span of parameters at a time: the same kernel, the same bits.
     """
 
     def __init__(self, config: LearnerSettings, policy: Policy) -> None:
         self._policy = policy
-        self.masters = [shard.local for shard in policy.shards()]
+        shards = policy.shards()
+        self.masters = [shard.local for shard in shards]
+        decays = [len(shard.shape) > 1 and not shard.name.endswith(EMBEDDING) for shard in shards]
+        others = compress(self.masters, map(operator.not_, decays))
         self.adamw = torch.optim.AdamW(
-            self.masters,
+            [{"params": list(compress(self.masters, decays))}, {"params": list(others), "weight_decay": 0.0}],
             lr=config.lr,
             betas=config.betas,
             eps=config.adam_epsilon,

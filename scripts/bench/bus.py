@@ -224,7 +224,9 @@ def result_of(args: argparse.Namespace, found: Updates, raw: Row) -> dict[str, A
         "receivers_cpu_s": usage.ru_utime + usage.ru_stime,
         "torch": torch.__version__,
     }
-    if found.busy:
+    if "error" in found.busy:
+        result["raw_busy_error"] = found.busy["error"]
+    elif found.busy:
         result |= {"raw_busy_s": found.busy["raw_s"], "wire_over_raw_busy": phases["wire_s"] / found.busy["raw_s"]}
     return result
 
@@ -256,7 +258,8 @@ def updates(args: argparse.Namespace, folder: Path) -> Updates:
             processes.wait(what, lambda: len(publisher.members()) == args.receivers)
             rows = publish_all(publisher, made, args)
             if cuda and config.weight_bus.transport == "collective":
-                busy = raw_broadcast(config, max(row["bytes"] for row in rows))
+                with core.noted(busy, "error"):  # where the engine leaves no memory for it, the rest stays
+                    busy |= raw_broadcast(config, max(row["bytes"] for row in rows))
         # they end with the publisher's goodbye
         children.wait_or_kill([child.process for child in processes.children], END_S)
     pauses = [json.loads(line) for line in (folder / "pauses.jsonl").read_text().splitlines()]

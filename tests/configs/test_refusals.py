@@ -24,6 +24,7 @@ rollout.engine=vllm -> rollout.engine | 'torch' or 'sglang' | 'vllm'
 run.name=../x -> run.name | '../x'
 run.dir= -> run.dir | at least 1 character
 learner.betas=[0.9] -> learner.betas
+learner.compute_dtype=float16 -> learner.compute_dtype | float16 is not offered | take bfloat16
 'learner.betas=[0.9, 1.0]' -> learner.betas | from 0 to below 1
 learner.batch_deadline_s=.inf -> learner.batch_deadline_s | infinite | 1e7
 reward.timeout_s=.inf -> reward.timeout_s | infinite

@@ -44,9 +44,12 @@ def train(
     """
     model = AutoModelForCausalLM.from_pretrained(model_folder, local_files_only=True, dtype=torch.float32).eval()
     learner, first = config.learner, copy.deepcopy(model).requires_grad_(False)
-    adamw = torch.optim.AdamW(
-        model.parameters(), betas=learner.betas, eps=learner.adam_epsilon, weight_decay=learner.weight_decay
-    )
+    decays = {name: p.dim() > 1 and name != "model.embed_tokens.weight" for name, p in model.named_parameters()}
+    groups = [
+        {"params": [p for name, p in model.named_parameters() if decays[name] is own], "weight_decay": decay}
+        for own, decay in ((True, learner.weight_decay), (False, 0.0))
+    ]
+    adamw = torch.optim.AdamW(groups, betas=learner.betas, eps=learner.adam_epsilon)
     for step, trajectories in enumerate(steps, start=first_step):
         pairs = zip(trajectories, group_advantages(trajectories, config), strict=True)
         kept = [(t, a) for t, a in pairs if a or not config.algorithm.drop_zero_advantage]

@@ -43,7 +43,7 @@ def five_steps(mesh: DeviceMesh, config: Config, num_microbatches: int) -> Polic
     return policy
 
 
-SCHEDULE = {"schedule": "cosine", "weight_decay": 0.1, "max_grad_norm": 0.05}
+SCHEDULE = {"schedule": "cosine", "weight_decay": 10.0, "max_grad_norm": 0.05}
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,27 @@ def test_what_takes_too_much_is_stopped(isolated: None, program: str, how: str, 
     assert len(ended.out) + len(ended.err) < 2 * 200_000 + 2 * box.CHUNK
 
 
+@pytest.mark.parametrize(("held", "own", "seconds", "how"), [(0, 150, 60, "ran_out_of_memory"), (150, 0, 0.5, "ended")])
+def test_the_memory_of_all_processes_is_bounded(
+    isolated: None, monkeypatch: pytest.MonkeyPatch, held: int, own: int, seconds: float, how: str
+) -> None:
+    """Three forks, each within its own limit; what a fork shares with its parent counts once."""
+    monkeypatch.setattr(memory, "place_of_groups", lambda: None)
+    program = f"""
+import os, time
+held = bytearray({held} * 2**20)
+for _ in range(3):
+    if os.fork() == 0:
+        own = bytearray({own} * 2**20)
+        time.sleep({seconds})
+        os._exit(0)
+for _ in range(3):
+    os.wait()
+"""
+    limits = ResourceLimits(seconds=30.0, memory_bytes=256 * 1024**2, total_bytes=300 * 1024**2)
+    assert (ended := boxed(program, limits=limits)).how == how, ended.err
+
+
 def test_not_isolated_a_program_has_limits_and_an_environment_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its daemons end too, and the time; what it may read is not bounded, which start-up says."""
     monkeypatch.setenv("SLIPSTREAM_TEST_KEY", SECRET)

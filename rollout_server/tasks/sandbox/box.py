@@ -17,7 +17,7 @@ from typing import Literal
 
 from rollout_server.tasks.sandbox import SandboxError
 from rollout_server.tasks.sandbox.inside import NAMESPACES, READY
-from rollout_server.tasks.sandbox.memory import bounded
+from rollout_server.tasks.sandbox.memory import bounded, held_below
 
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 INSIDE = "rollout_server.tasks.sandbox.inside"
@@ -33,8 +33,10 @@ START_S = 10.0
 """For the namespaces and the interpreter, which a busy machine may take long for; the program's time comes on top."""
 KILL_S = 5.0
 POLL_MS = 20
+MEMORY_S = 0.1
+"""Between two looks at the memory of all processes, where no control group bounds it."""
 CHUNK = 65536
-How = Literal["ended", "timed_out", "flooded"]
+How = Literal["ended", "timed_out", "flooded", "ran_out_of_memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +47,7 @@ class ResourceLimits:
     memory_bytes: int = 512 * 1024**2
     """Address space of each of its processes."""
     total_bytes: int = 2 * 1024**3
-    """Of all its processes and files together, where control groups are to be had (memory.py)."""
+    """Of all its processes together; of its files as well where control groups are to be had (memory.py)."""
     file_bytes: int = 64 * 1024**2
     """Of a file, and isolated of all files together."""
     open_files: int = 64
@@ -89,7 +91,7 @@ def run(
                 "limits": asdict(limits),
                 "group": group,
             }
-            return _run(json.dumps(order).encode(), stdin, limits)
+            return _run(json.dumps(order).encode(), stdin, limits, is_bounded=bool(group))
     except OSError as error:
         raise SandboxError(f"{type(error).__name__}: {error}") from error
     finally:
@@ -107,7 +109,7 @@ def visible_paths() -> list[str]:
     return found
 
 
-def _run(order: bytes, stdin: bytes, limits: ResourceLimits) -> Ended:
+def _run(order: bytes, stdin: bytes, limits: ResourceLimits, *, is_bounded: bool) -> Ended:
     status, theirs = os.pipe()
     with os.fdopen(status, "rb", 0), contextlib.ExitStack() as open_files:
         told, into, out, err = (open_files.enter_context(tempfile.TemporaryFile()) for _ in range(4))
@@ -128,23 +130,30 @@ def _run(order: bytes, stdin: bytes, limits: ResourceLimits) -> Ended:
         finally:
             os.close(theirs)
         try:
-            how, seconds, ready = _watched(process, status, (out.fileno(), err.fileno()), limits)
+            printed = (out.fileno(), err.fileno())
+            how, seconds, ready = _watched(process, status, printed, limits, is_bounded=is_bounded)
         finally:
             _end(process)
-        printed = [os.pread(file.fileno(), limits.output_bytes, 0) for file in (out, err)]
+        said = [os.pread(fd, limits.output_bytes, 0) for fd in printed]
         if not ready.startswith(READY):
-            reason = bytes(ready or printed[1][-500:]).decode("utf-8", "replace").strip()
+            reason = bytes(ready or said[1][-500:]).decode("utf-8", "replace").strip()
             raise SandboxError(reason or f"the program was not there after {START_S + limits.seconds:g} s")
     code = process.returncode if how == "ended" else None
-    return Ended(how=how, code=code, out=printed[0], err=printed[1], seconds=seconds)
+    return Ended(how=how, code=code, out=said[0], err=said[1], seconds=seconds)
 
 
 def _watched(
-    process: "subprocess.Popen[bytes]", status: int, printed: Sequence[int], limits: ResourceLimits
+    process: "subprocess.Popen[bytes]",
+    status: int,
+    printed: Sequence[int],
+    limits: ResourceLimits,
+    *,
+    is_bounded: bool,
 ) -> tuple[How, float, bytes]:
     """(how, seconds, what it said of its start) of a program that has ended, or is past a limit."""
     start, waiting, said = time.monotonic(), select.poll(), b""
     deadline, ending = start + START_S + limits.seconds, os.pidfd_open(process.pid)
+    next_look = float("inf") if is_bounded else start
     for fd in (ending, status):
         waiting.register(fd, select.POLLIN)
     try:
@@ -164,6 +173,10 @@ def _watched(
                 return "ended", now - start, said
             if now > deadline:
                 return "timed_out", now - start, said
+            if now >= next_look:
+                if held_below(process.pid, limits.total_bytes) > limits.total_bytes:
+                    return "ran_out_of_memory", now - start, said
+                next_look = now + MEMORY_S
     finally:
         os.close(ending)
 

@@ -59,8 +59,9 @@ def reward(
 
     `timeout_s` and `total_s` are of the processor: a busy machine is no fault of a program.
 
-    `passed` is the share among those that were run; `timed_out`, `crashed`, `flooded` and `not_encoded` (a value that
-    no literal equals) are 1.0 where a test was, `forgeable` where the tests are run in the answer's own interpreter.
+    `passed` is the share among those that were run; `timed_out`, `crashed`, `flooded`, `ran_out_of_memory` and
+    `not_encoded` (a value that no literal equals) are 1.0 where a test was, `forgeable` where the tests are run in the
+    answer's own interpreter.
 
     Raises:
         ValueError: the ground truth holds no tests.
@@ -68,7 +69,7 @@ def reward(
     """
     tests = read_tests(sample["ground_truth"], max_tests)
     program = program_of(sample["completion"])
-    marks = dict.fromkeys(("timed_out", "crashed", "flooded", "not_encoded"), 0.0)
+    marks = dict.fromkeys(("timed_out", "crashed", "flooded", "ran_out_of_memory", "not_encoded"), 0.0)
     marks |= {"has_program": float(program is not None)}
     marks["forgeable"] = float(any(isinstance(test, Checks) and bool(test.whole) for test in tests))
     if program is None:
