@@ -105,9 +105,12 @@ class StepSums:
         if v["fresh"]:
             result["training/rollout_logprobs_diff_lag0_mean"] = v["fresh_diff"] / v["fresh"]
         if updates := v.get("moe_updates"):
-            names = ("max_violation", "violation"), ("idle_experts", "idle"), ("aux_loss", "aux")
-            result |= {f"moe/{metric}": v[f"moe_{name}"] / updates for metric, name in names}
-            result["moe/max_violation_max"] = v["moe_violation_max"]
+            result |= {
+                "moe/max_violation": v["moe_violation"] / updates,
+                "moe/max_violation_max": v["moe_violation_max"],
+                "moe/idle_experts": v["moe_idle"] / updates,
+                "moe/aux_loss": v["moe_aux"] / updates,
+            }
         if v.get("moe_given"):
             result["moe/routing_overridden"] = v["moe_overridden"] / v["moe_given"]
         if v["saved"]:

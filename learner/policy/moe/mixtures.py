@@ -66,11 +66,9 @@ class Mixtures:
 
         Layers without experts have zeros. `records` was set before that row.
         """
-        found = {layer: mixture.chosen for layer, mixture in self.by_layer.items()}
-        kept = [one for one in found.values() if one is not None]
-        return torch.stack(
-            [found.get(i) if i in found else torch.zeros_like(kept[0]) for i in range(self._num_layers)], 1
-        )
+        found = {layer: mixture.chosen for layer, mixture in self.by_layer.items() if mixture.chosen is not None}
+        absent = torch.zeros_like(next(iter(found.values())))
+        return torch.stack([found.get(layer, absent) for layer in range(self._num_layers)], dim=1)
 
     def add(self, row: Row) -> None:
         """Count in what the row's forward has left; a row without trajectories counts nothing."""
