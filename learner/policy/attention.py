@@ -7,9 +7,12 @@ Two implementations under names of ours, registered with transformers, which pas
     VARLEN   torch's flash attention over rows of unequal length: CUDA, 16 bit
     PADDED   scaled_dot_product_attention over trajectories that are padded here and nowhere else: any device and dtype
 
-Neither is given a mask: a token sees what stands left of it in its own trajectory, and padding stands on the right.
+Neither is given a mask: a token sees what stands left of it in its own trajectory, in layers with a window its own and
+the window's last tokens before it, and padding stands on the right. Scores are multiplied by the family's scale, and
+PADDED caps them where the family does.
 """
 
+import functools
 import inspect
 import logging
 import math
@@ -54,6 +57,8 @@ def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.devic
     if config.attention == "sdpa":
         return PADDED
     reason = reason_against_varlen(device, config, heads_of(model.to_dict()).size)
+    if not reason and getattr(model, "attn_logit_softcapping", None) is not None:
+        reason = "the kernel does not cap scores, as the model's attn_logit_softcapping wants"
     if reason and (config.attention == "varlen" or device.type == "cuda"):
         log.warning(
             "learner.attention: each trajectory is padded to the longest of its row, which takes memory and time: %s",
@@ -124,7 +129,7 @@ def check_understood(given: Mapping[str, Any]) -> None:
     """Refuse what a model family asks of its attention and these implementations do not do.
 
     Raises:
-        PolicyError: names the argument, such as `sliding_window` or `softcap`, and its value.
+        PolicyError: names the argument, such as `s_aux`, and its value.
     """
     for name, value in given.items():
         if name in WITHOUT_MEANING or value is None or (name == "dropout" and value == 0.0):
@@ -132,24 +137,19 @@ def check_understood(given: Mapping[str, Any]) -> None:
         shown = value if isinstance(value, int | float) else "a tensor of it"
         raise PolicyError(
             f"model.path: the model's attention needs {name} ({shown}), which the learner does not compute, so its"
-            " logprobs would be wrong; take a model without it, or, where no trajectory reaches a sliding_window, set"
-            ' "sliding_window": null in config.json'
+            " logprobs would be wrong; take a model without it"
         )
 
 
 def make_varlen() -> Callable[..., tuple[Tensor, None]]:
     """Attention over a packed row by torch's kernel: [1, heads, total, D] to [1, total, heads, D].
 
-    Its signature changed: `is_causal` became a window of no tokens to the right, and grouped heads came later. This is
-    looked at here, once, because the compiler of a layer cannot look.
+    Its signature changed: `is_causal` became a window of no tokens to the right, and grouped heads and a scale came
+    later. This is looked at here, once, because the compiler of a layer cannot look.
     """
     from torch.nn.attention.varlen import varlen_attn  # loads operators that a CPU run has no use for
 
-    known = inspect.signature(varlen_attn).parameters
-    keywords: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    knows_groups = "enable_gqa" in known
-    if knows_groups:
-        keywords["enable_gqa"] = True
+    known = frozenset(inspect.signature(varlen_attn).parameters)
 
     def varlen(
         module: Any,
@@ -162,26 +162,34 @@ def make_varlen() -> Callable[..., tuple[Tensor, None]]:
         cu_seq_lens_q: Tensor,
         max_length_q: int,
         prefixes: Prefixes | None = None,
+        sliding_window: int | None = None,
         **given: Any,
     ) -> tuple[Tensor, None]:
         check_understood(given)
-        if abs(scaling * math.sqrt(query.shape[-1]) - 1) > 1e-6:
-            raise ValueError(f"attention scale {scaling}: the kernel is used at 1/sqrt({query.shape[-1]}) only")
-        if not knows_groups and key.shape[1] != query.shape[1]:
+        window = -1 if sliding_window is None else sliding_window - 1
+        is_plain = window == -1 and abs(scaling * math.sqrt(query.shape[-1]) - 1) < 1e-6
+        if not (is_plain or known >= {"window_size", "scale"}):
+            raise PolicyError(
+                f"learner.attention: the model has windows or an attention scale of its own ({scaling}), which the"
+                f" kernel of torch {torch.__version__} does not have; take a newer torch, or learner.attention=sdpa"
+            )
+        wanted = {"is_causal": True, "window_size": (window, 0), "scale": scaling, "enable_gqa": True}
+        options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
+        if "enable_gqa" not in known and key.shape[1] != query.shape[1]:
             repeats = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
         q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return attend(segments, q, k, v, cu_seq_lens_q, max_length_q, prefixes, dim=0)[None], None
 
-    def segments(
-        q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor | None, longest: int, longest_key: int
-    ) -> Tensor:
-        """[tokens, heads, D], in and out; the kernel aligns its mask to the last key."""
-        kernel: Any = varlen_attn
-        out: Tensor = kernel(
-            q, k, v, starts, starts if key_starts is None else key_starts, longest, longest_key, **keywords
-        )
-        return out
+        def segments(
+            q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor | None, longest: int, longest_key: int
+        ) -> Tensor:
+            """[tokens, heads, D], in and out; the kernel aligns its mask to the last key."""
+            ends = (starts, starts if key_starts is None else key_starts, longest, longest_key)
+            kernel: Any = varlen_attn
+            out: Tensor = kernel(q, k, v, *ends, **options)
+            return out
+
+        return attend(segments, q, k, v, cu_seq_lens_q, max_length_q, prefixes, dim=0)[None], None
 
     return varlen
 
@@ -197,15 +205,18 @@ def _padded(
     cu_seq_lens_q: Tensor,
     max_length_q: int,
     prefixes: Prefixes | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
     """As varlen, in plain torch. No shape depends on data, so that it compiles."""
     check_understood(given)
+    product = functools.partial(_product, scale=scaling, softcap=softcap)
 
     def segments(
         q: Tensor, k: Tensor, v: Tensor, starts: Tensor, key_starts: Tensor | None, longest: int, longest_key: int
     ) -> Tensor:
-        return _pad_and_attend(q, k, v, starts, key_starts, longest, longest_key, scaling)
+        return _pad_and_attend(q, k, v, starts, key_starts, longest, longest_key, sliding_window, product)
 
     out = attend(segments, query[0], key[0], value[0], cu_seq_lens_q, max_length_q, prefixes, dim=1)
     return out[None], None
@@ -219,31 +230,54 @@ def _pad_and_attend(
     key_starts: Tensor | None,
     longest: int,
     longest_key: int,
-    scaling: float,
+    window: int | None,
+    product: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
     """[heads, tokens, D] to [tokens, heads, D], see learner.prefixes.Kernel."""
     heads, total, dim = query.shape
     place = torch.arange(total, device=query.device)
     segment = torch.searchsorted(starts[1:], place, right=True)
     back = segment * longest + place - starts[segment]
-    source, mask = _source(starts, longest), None
-    key_source = source
-    if key_starts is not None:
-        key_source = _source(key_starts, longest_key)
-        earlier = (key_starts.diff() - starts.diff())[:, None, None, None]
-        row, column = (torch.arange(length, device=query.device) for length in (longest, longest_key))
-        mask = column <= row[:, None] + earlier
+    source = _source(starts, longest)
+    key_source = source if key_starts is None else _source(key_starts, longest_key)
+    mask = _seen_keys(starts, key_starts, longest, longest_key, window)
 
     def padded(tensor: Tensor, source: Tensor, longest: int) -> Tensor:
         """[heads, tokens, D] to [segments, heads, longest, D]."""
         return tensor.index_select(1, source).reshape(-1, starts.shape[0] - 1, longest, dim).transpose(0, 1)
 
     q, k, v = padded(query, source, longest), *(padded(t, key_source, longest_key) for t in (key, value))
-    out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=True
-    )
+    out = product(q, k, v, mask)
     joined: Tensor = out.transpose(1, 2).reshape(-1, heads, dim).index_select(0, back)
     return joined
+
+
+def _seen_keys(
+    starts: Tensor, key_starts: Tensor | None, longest: int, longest_key: int, window: int | None
+) -> Tensor | None:
+    """Keys that each query sees, [..., longest, longest_key] bool; None where those are all up to its own place."""
+    if window is not None and window >= longest_key:
+        window = None
+    if key_starts is None and window is None:
+        return None
+    row, column = (torch.arange(length, device=starts.device) for length in (longest, longest_key))
+    last = row[:, None]
+    if key_starts is not None:  # what pads a query sees keys as well: a softmax of nothing has no gradient
+        last = (last + (key_starts.diff() - starts.diff())[:, None, None, None]).clamp(max=longest_key - 1)
+    return column <= last if window is None else (column <= last) & (column > last - window)
+
+
+def _product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None) -> Tensor:
+    """Attention of [segments, heads, tokens, D], causal without a mask; with `softcap` its scores are held at once."""
+    if softcap is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+        )
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = softcap * torch.tanh(q @ k.mT * (scale / softcap)).float()
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1).to(v.dtype) @ v
 
 
 def _source(starts: Tensor, longest: int) -> Tensor:

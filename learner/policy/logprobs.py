@@ -26,39 +26,47 @@ TILE = 256
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        softcap: float | None,
     ) -> tuple[Tensor, ...]:
         logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
         owner, mine = _located(targets, len(weight), group)
         for part in _chunks(targets, weight):
-            logits = _logits(hidden[part], weight)
+            logits = _capped(_logits(hidden[part], weight), softcap)
             found = _statistics(logits, mine[part].clamp(min=0), temperature)
             logprobs[part], entropy[part], normalizer[part] = found
         if group is not None and len(targets):
             logprobs, entropy, normalizer = _joined(logprobs, entropy, normalizer, owner, group)
         ctx.save_for_backward(hidden, weight, mine, entropy, normalizer)
-        ctx.temperature, ctx.group = temperature, group
+        ctx.temperature, ctx.group, ctx.softcap = temperature, group, softcap
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
         hidden, weight, targets, entropy, normalizer = ctx.saved_tensors
         hidden_grad = torch.empty_like(hidden)
         # sums over chunks in float32: in 16 bit each addition would round; none where the head is frozen
         weight_grad = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         for part in _chunks(targets, weight):
-            logits = _logits(hidden[part], weight)
+            logits = _capped(_logits(hidden[part], weight), ctx.softcap)
             known = (targets[part], normalizer[part], entropy[part])
             of_logprobs, of_entropy = (None if g is None else g[part] for g in grads)
             grad = _gradient(logits, *known, of_logprobs, of_entropy, ctx.temperature, hidden.dtype)
+            if ctx.softcap is not None:  # d tanh x / dx = 1 - tanh² x
+                grad = (grad * (1 - (logits / ctx.softcap).square())).to(grad.dtype)
             torch.mm(grad, weight, out=hidden_grad[part])
             if weight_grad is not None:
                 _add_product(weight_grad, grad.T, hidden[part])
         if ctx.group is not None and len(targets):
             dist.all_reduce(hidden_grad, group=ctx.group)
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None
 
 
 def _located(targets: Tensor, rows: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -98,6 +106,11 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if hidden.dtype == torch.float32 or not hidden.is_cuda:
         return hidden.float() @ weight.float().T
     return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits between -softcap and softcap, in place."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -152,7 +165,13 @@ def _gradient(
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, group: dist.ProcessGroup | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+    *,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target at the sampling temperature, and the entropy of its distribution.
 
@@ -162,9 +181,10 @@ def head_logprobs(
         targets: [n] int64.
         temperature: the one the tokens were sampled at.
         group: ranks that hold V rows each of the vocabulary, in order; with it this is a collective.
+        softcap: of a family whose logits are softcap · tanh(logits / softcap).
 
     Returns:
         Two [n] float32 tensors, with gradients to `hidden` and `weight`.
     """
-    logprobs, entropy = _Logprobs.apply(hidden, weight, targets, temperature, group)  # type: ignore[no-untyped-call]
+    logprobs, entropy = _Logprobs.apply(hidden, weight, targets, temperature, group, softcap)  # type: ignore[no-untyped-call]
     return logprobs, entropy

@@ -50,15 +50,17 @@ from weight_bus.digest import Digester, combined
 class Head(torch.nn.Module):
     """The output head, over positions in the loss alone; its logits are never whole."""
 
-    def __init__(self, weight: torch.nn.Parameter) -> None:
+    def __init__(self, weight: torch.nn.Parameter, scaling: float, softcap: float | None) -> None:
         super().__init__()
-        self.weight = weight
+        self.weight, self.scaling, self.softcap = weight, scaling, softcap
+        """Logits are divided by `scaling`, and capped where `softcap` is no None."""
         self.vocabulary: dist.ProcessGroup | None = None
         """Tensor ranks, each with its part of the vocabulary."""
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[Any, Any]:
         """See `head_logprobs`."""
-        return head_logprobs(hidden, local_weight(self.weight), targets, temperature, self.vocabulary)
+        weight, divisor = local_weight(self.weight), temperature * self.scaling
+        return head_logprobs(hidden, weight, targets, divisor, self.vocabulary, softcap=self.softcap)
 
 
 class TokenModel(torch.nn.Module):
@@ -69,7 +71,9 @@ class TokenModel(torch.nn.Module):
     def __init__(self, transformer: Any) -> None:
         super().__init__()
         self.transformer = transformer
-        transformer.lm_head = Head(transformer.lm_head.weight)
+        config = transformer.config
+        scaling, softcap = (getattr(config, key, None) for key in ("logits_scaling", "final_logit_softcapping"))
+        transformer.lm_head = Head(transformer.lm_head.weight, scaling or 1.0, softcap)
 
     def forward(self, row: Row, temperature: float) -> tuple[Any, Any]:
         """Two [n] float32 tensors."""
@@ -290,11 +294,16 @@ def build_policy(
     fill(policy.frozen() or policy.shards(), files, folder)
     if has_tower(folder):
         policy.tower = VisionTower(folder, DTYPES[config.learner.compute_dtype], device)
+    begin_adapters(policy, config)
+    return policy
+
+
+def begin_adapters(policy: Policy, config: Config) -> None:
+    """Give a model whose frozen weights are loaded its first adapters; nothing without LoRA. A collective."""
     if policy.lora is not None:
         lora.initialize(policy.shards(), config.run.seed)
         frozen = digests(policy.frozen(), DTYPES[config.learner.compute_dtype], policy.group)
         policy.frozen_digests = {**frozen, SCALE: scale_digest(policy.lora.scale)}
-    return policy
 
 
 def shaped_policy(
@@ -325,8 +334,10 @@ def shaped_policy(
     if root is not TokenModel:
         model_config.tie_word_embeddings = False
     transformer = build_empty(model_config, attention.choose(learner, model_config, device))
-    mixtures = Mixtures.adopt(transformer, 0.0 if is_frozen else config.algorithm.router_aux_loss_coef)
-    adapters = learner.lora if learner.lora.rank else None
+    mixtures = Mixtures.adopt(transformer, config.algorithm.router_aux_loss_coef)
+    if mixtures is not None and (is_frozen or root is not TokenModel):
+        mixtures.stand_beside()
+    adapters = learner.lora if learner.lora.rank and not is_frozen else None
     if adapters is not None:
         lora.adapt(transformer, adapters, dtype)
     recompute, kept = budget.recompute, budget

@@ -126,7 +126,14 @@ def allocate(root: Any, model: Any, config: PretrainedConfig, device: torch.devi
     model.tie_weights()
     # The only state that no file holds. Computed on the host, so that it is the same bits on every kind of device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    unknown = [name for name, _ in model.named_buffers() if not name.startswith("model.rotary_emb.")]
+    known, embedding = (
+        {f"model.rotary_emb.{name}" for name, _ in model.model.rotary_emb.named_buffers()},
+        model.model.embed_tokens,
+    )
+    if "embed_scale" in dict(embedding.named_buffers()):
+        embedding.embed_scale.fill_(embedding.scalar_embed_scale)
+        known.add("model.embed_tokens.embed_scale")
+    unknown = [name for name, _ in model.named_buffers() if name not in known]
     if unknown:
         raise RuntimeError(f"buffer {unknown[0]} of a {config.model_type} model has memory, but nothing defines it")
 

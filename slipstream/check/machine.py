@@ -38,10 +38,13 @@ def on_gpus(config: Config) -> bool:
 
 
 def checkpoint_bytes(config: Config, sizes: Sizes) -> int:
-    """Of one checkpoint: dcp/ of what is trained, hf/ of the whole policy; a critic is taken to be of its size."""
+    """Of one checkpoint: dcp/ of what is trained, hf/ of the whole policy; a critic is taken to be of its size.
+
+    It has adapters where the policy has them.
+    """
     lora = config.learner.lora
     trained = sizes.adapter_parameters(lora) if lora.rank else sizes.parameters
-    trained += sizes.parameters if facts_of(config.algorithm).needs_critic else 0
+    trained *= 2 if facts_of(config.algorithm).needs_critic else 1
     return trained * STATE_BYTES + weights_bytes(config, sizes)
 
 

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import Gemma2Config, Qwen3Config
 
 from configs import Config
 from configs.learner import LearnerSettings
 from learner.objective import Objective
-from learner.policy import attention, pretrained
-from learner.policy.model import Policy, build_policy
+from learner.policy import attention
+from learner.policy.model import Policy
 from learner.policy.pretrained import PolicyError
 from learner.step import StepSums, accumulate_gradients
 from tests.learner.recorded import batch_of, random_step, rows_of
-from tests.learner.tiny_models import SIZES, built, logprobs, make_config, row_of, save_model
+from tests.learner.tiny_models import SIZES, built, logprobs, make_config, row_of
 
 CPU = torch.device("cpu")
 SEQUENCES = [
@@ -53,6 +53,14 @@ def test_a_cpu_pads_unless_told_otherwise(qwen3: Path, caplog: pytest.LogCapture
     of_float32 = configured(qwen3, compute_dtype="float32").learner
     assert attention.choose(of_float32, model, torch.device("cuda")) == attention.PADDED
     assert "learner.attention: each trajectory is padded to the longest of its row" in caplog.text, "of auto on a GPU"
+
+
+def test_scores_that_are_capped_take_padding(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "reason_against_varlen", lambda *_: "")
+    monkeypatch.setattr(attention, "make_varlen", lambda: None)
+    learner = configured(qwen3).learner
+    found = [attention.choose(learner, Gemma2Config(**SIZES, attn_logit_softcapping=cap), CPU) for cap in (None, 50.0)]
+    assert found == [attention.VARLEN, attention.PADDED]
 
 
 @pytest.mark.parametrize(
@@ -109,38 +117,12 @@ def test_what_the_kernel_takes(
     assert reason in found if reason else not found
 
 
-# ---- families beyond those that are supported ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "refused"),
-    [
-        ("mistral", {"sliding_window": 4}, "sliding_window"),
-        ("mistral", {"sliding_window": None}, ""),
-        ("glm4", {}, ""),
-    ],
-)
-def test_attention_does_what_a_family_asks_or_says_that_it_does_not(
-    tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, family: str, changes: Any, refused: str
-) -> None:
-    monkeypatch.setattr(pretrained, "FAMILIES", (family,))
-    monkeypatch.setattr(pretrained, "problem_with_window", lambda *_: "")
-    folder = save_model(tmp_path / "model", family, tied=False, **changes)
-    policy = build_policy(configured(folder), mesh, CPU)
-    if refused:
-        with pytest.raises(PolicyError, match=refused):
-            logprobs(policy, SEQUENCES)
-        return
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-    for ids, found in zip(SEQUENCES, logprobs(policy, SEQUENCES), strict=True):
-        logits = theirs(torch.tensor([ids])).logits[0, :-1]
-        wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-        torch.testing.assert_close(found.double(), wanted.detach(), rtol=0, atol=1e-5)
+# ---- what a family asks for ------------------------------------------------------------------------------
 
 
 def test_arguments_of_attention_that_are_not_computed_are_errors() -> None:
-    attention.check_understood({"dropout": 0.0, "sliding_window": None, "position_ids": torch.zeros(1)})
-    for name, value in (("softcap", 50.0), ("s_aux", torch.zeros(1)), ("dropout", 0.1), ("sliding_window", 0)):
+    attention.check_understood({"dropout": 0.0, "s_aux": None, "position_ids": torch.zeros(1)})
+    for name, value in (("indexer", 50.0), ("s_aux", torch.zeros(1)), ("dropout", 0.1), ("layer_head_mask", 0)):
         with pytest.raises(PolicyError, match=name):
             attention.check_understood({name: value})
 

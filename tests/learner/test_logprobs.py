@@ -17,7 +17,7 @@ def dense(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> tu
 @pytest.mark.parametrize("chunk", [1, 4, 7, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(("with_entropy", "softcap"), [(False, None), (True, None), (True, 3.0)])
 def test_agrees_with_dense(
     monkeypatch: pytest.MonkeyPatch,
     chunk: int,
@@ -25,6 +25,7 @@ def test_agrees_with_dense(
     dtype: torch.dtype,
     tolerance: float,
     with_entropy: bool,
+    softcap: float | None,
 ) -> None:
     monkeypatch.setattr(logprobs, "CHUNK_BYTES", 4 * 50 * chunk)
     torch.manual_seed(0)
@@ -32,8 +33,10 @@ def test_agrees_with_dense(
     targets, upstream, other = torch.randint(0, 50, (21,)), torch.randn(21), torch.randn(21)
     ours = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    found, entropy = head_logprobs(*ours, targets, temperature)
-    expected, expected_entropy = dense(theirs[0].float() @ theirs[1].float().T, targets, temperature)
+    found, entropy = head_logprobs(*ours, targets, temperature, softcap=softcap)
+    logits = theirs[0].float() @ theirs[1].float().T
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    expected, expected_entropy = dense(logits, targets, temperature)
     assert found.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy, expected_entropy, rtol=1e-5, atol=1e-5)

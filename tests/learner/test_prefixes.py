@@ -140,9 +140,20 @@ def test_compiled_layers_share_prompts_and_compile_once(qwen3: Path, mesh: Devic
 
 
 def kernel(
-    q: Any, k: Any, v: Any, starts: Any, key_starts: Any, longest: int, longest_key: int, *, last: bool = True
+    q: Any,
+    k: Any,
+    v: Any,
+    starts: Any,
+    key_starts: Any,
+    longest: int,
+    longest_key: int,
+    *,
+    last: bool = True,
+    **given: Any,
 ) -> Any:
     """[total, heads, D], causal within each segment; masks are aligned to the last query and key, or to the first."""
+    window, right = given.get("window_size", (-1, 0))
+    assert right == 0
     out = torch.empty_like(q)
     segments = zip(itertools.pairwise(starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True)
     for (begin, end), (key_begin, key_end) in segments:
@@ -150,7 +161,11 @@ def kernel(
         part = [q[begin:end].transpose(0, 1)[None], *(t[key_begin:key_end].transpose(0, 1)[None] for t in (k, v))]
         earlier = (key_end - key_begin - (end - begin)) * last
         sees = torch.ones(end - begin, key_end - key_begin).tril(earlier).bool()
-        attended = torch.nn.functional.scaled_dot_product_attention(*part, attn_mask=sees, enable_gqa=True)
+        if window >= 0:
+            sees &= sees.new_ones(sees.shape).triu(earlier - window)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *part, attn_mask=sees, enable_gqa=True, scale=given.get("scale")
+        )
         out[begin:end] = attended[0].transpose(0, 1)
     assert (end, key_end) == (len(q), len(k))
     return out
@@ -161,7 +176,7 @@ def stand_in(patch: pytest.MonkeyPatch, keywords: list[str], *, last: bool = Tru
 
     def attend(*given: Any, **options: Any) -> Any:
         assert set(options) == set(keywords)
-        return kernel(*given, last=last)
+        return kernel(*given, last=last, **options)
 
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in keywords]
     attend.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

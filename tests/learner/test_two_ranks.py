@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 from learner.checkpoints.checkpointer import Checkpointer
 from tests.learner import beside_ranks, mesh_ranks
 from tests.learner.recorded import random_step
 from tests.learner.reference import train
-from tests.learner.tiny_models import CONFIGS, SIZES, built, save_model, saved
+from tests.learner.tiny_models import SIZES, built, save_model, saved
 from tests.learner.two_ranks import CONDITIONED, LORA, NUM_STEPS, configured, steps
 from tests.support.ranks import two_ranks
 from weight_bus.adapters import names_of
@@ -35,7 +35,7 @@ def folder(tmp_path_factory):
     save_model(folder / beside_ranks.MODEL, "qwen3", tied=True, num_hidden_layers=1, **UNEVEN)
     (folder / "a_file").write_text("in the way")
     mesh_ranks.save_models(folder)
-    config = CONFIGS["qwen3"](**{**SIZES, **LARGE, "tie_word_embeddings": True})
+    config = Qwen3Config(**{**SIZES, **LARGE, "tie_word_embeddings": True})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "large", max_shard_size="20MB")
     return folder

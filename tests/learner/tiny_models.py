@@ -9,15 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import (
-    AutoModelForCausalLM,
-    Glm4Config,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from configs import Config
 from configs.loading import validate
@@ -40,19 +32,12 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-CONFIGS: dict[str, type[PretrainedConfig]] = {
-    "llama": LlamaConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "mistral": MistralConfig,
-    "glm4": Glm4Config,
-}
 
 
 def save_model(folder: Path, family: str = "qwen3", *, tied: bool = True, seed: int = 0, **changes: Any) -> Path:
     """Write a random model as a Hugging Face folder; returns the folder."""
     torch.manual_seed(seed)
-    config = CONFIGS[family](**{**SIZES, "tie_word_embeddings": tied, **changes})
+    config = CONFIG_MAPPING[family](**{**SIZES, "tie_word_embeddings": tied, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

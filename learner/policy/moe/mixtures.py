@@ -18,6 +18,8 @@ class Mixtures:
         self.by_layer, self._num_layers, self._aux_coef = by_layer, num_layers, aux_coef
         one = next(iter(by_layer.values()))
         self.num_experts, self.top_k = one.num_experts, one.top_k
+        self.replays = True
+        """Whether given routing is taken."""
         self.records = False
         """Whether `chosen` is kept of each row."""
         self._left: Tensor | None = None
@@ -39,6 +41,10 @@ class Mixtures:
                 layer.mlp = by_layer[number] = Mixture(layer.mlp)
         return cls(by_layer, len(transformer.model.layers), aux_coef) if by_layer else None
 
+    def stand_beside(self) -> None:
+        """Be of a reference model or critic: routing of the policy is not theirs, and their loads are not balanced."""
+        self.replays, self._aux_coef = False, 0.0
+
     def begin(self, row: Row) -> None:
         """Set what the forward of this row needs.
 
@@ -46,17 +52,17 @@ class Mixtures:
             BatchError: the row's routing does not fit it or the model.
         """
         tokens, device = row.input_ids.shape[1], row.input_ids.device
-        shape = (tokens, self._num_layers, self.top_k)
-        if row.routing is not None and tuple(row.routing.shape) != shape:
+        routing, shape = row.routing if self.replays else None, (tokens, self._num_layers, self.top_k)
+        if routing is not None and tuple(routing.shape) != shape:
             raise BatchError(
-                f"microbatch {row.number}: has routing of {tuple(row.routing.shape)} tokens, layers and experts, where"
+                f"microbatch {row.number}: has routing of {tuple(routing.shape)} tokens, layers and experts, where"
                 f" the row and the model have {shape}"
             )
         if self._left is None:
             self._left = torch.zeros(len(self.by_layer), self.num_experts + 2, device=device)
         share = self._aux_coef / len(self.by_layer) * row.weights.sum() if self._aux_coef else None
         for left, (layer, mixture) in zip(self._left, self.by_layer.items(), strict=True):
-            mixture.given = None if row.routing is None else row.routing[:, layer].long()
+            mixture.given = None if routing is None else routing[:, layer].long()
             mixture.chosen = torch.empty(tokens, self.top_k, dtype=torch.int64, device=device) if self.records else None
             mixture.aux_share, mixture.left = share, left
 

@@ -1,0 +1,90 @@
+"""Families of decoders: the logprobs of transformers, alone and packed, with windows longer and shorter than a row."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForCausalLM
+
+from learner.policy import attention, pretrained
+from learner.policy.model import Policy, build_policy
+from tests.learner.test_prefixes import computed, rows, stand_in, trajectory
+from tests.learner.tiny_models import logprobs, make_config, save_model
+
+CPU = torch.device("cpu")
+LENGTHS = (5, 2, 23, 8)
+SEQUENCES = [
+    torch.randint(1, 64, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in LENGTHS
+]
+GEMMA3 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "query_pre_attn_scalar": 24,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral, window 4": ("mistral", {"sliding_window": 4, "tied": False}),
+    "mistral, window 23": ("mistral", {"sliding_window": 23, "tied": False}),
+    "mistral, window 64": ("mistral", {"sliding_window": 64, "tied": False}),
+    "gemma3, window 4": ("gemma3_text", {**GEMMA3, "sliding_window": 4}),
+    "gemma3, window 64": ("gemma3_text", {**GEMMA3, "sliding_window": 64}),
+    "gemma2, window 4, both caps": (
+        "gemma2", {"sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "glm4": ("glm4", {"tied": False}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0, "logits_scaling": 0.4, "residual_multiplier": 0.7, "attention_multiplier": 0.4,
+        },
+    ),
+    "phi3": ("phi3", {"tied": False}),
+    "phi3, window 4": ("phi3", {"tied": False, "sliding_window": 4}),
+    "olmo2": ("olmo2", {"tied": False}),
+    "qwen2, window 4": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+}  # fmt: skip
+
+
+def built(folder: Path, mesh: DeviceMesh, case: str, patch: pytest.MonkeyPatch) -> Policy:
+    family, changes = CASES[case]
+    patch.setattr(pretrained, "FAMILIES", (family,))
+    patch.setattr(pretrained, "problem_with_window", lambda *_: "")
+    return build_policy(make_config(save_model(folder, family, **changes)), mesh, CPU)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logprobs_are_those_of_transformers(
+    tmp_path: Path, mesh: DeviceMesh, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = built(tmp_path, mesh, case, monkeypatch)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    packed = logprobs(policy, SEQUENCES)
+    for ids, found in zip(SEQUENCES, packed, strict=True):
+        logits = theirs(torch.tensor([ids])).logits[0, :-1]
+        wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        torch.testing.assert_close(found.double(), wanted.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, logprobs(policy, [ids])[0], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", ["padded", "varlen"])
+@pytest.mark.parametrize("case", ["gemma3, window 4", "gemma2, window 4, both caps"])
+def test_answers_that_share_prompts_have_the_same_logprobs_and_gradients(
+    tmp_path: Path, mesh: DeviceMesh, case: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows begin in the prompt, in the answer, and before both."""
+    if kernel == "varlen":
+        stand_in(monkeypatch, ["window_size", "scale", "enable_gqa"])
+    policy = built(tmp_path, mesh, case, monkeypatch)
+    attentions = {"gemma3": attention.VARLEN if kernel == "varlen" else attention.PADDED, "gemma2": attention.PADDED}
+    assert policy.model.transformer.config._attn_implementation == attentions[case[:6]]
+    given = [trajectory(range(1, 8), [1] * length, 0, length) for length in (1, 3, 11)]
+    given += [
+        trajectory([5], [1] * 6, 1, 20),
+        trajectory(range(9), [1] * 2, 2, 21),
+        trajectory(range(9), [1] * 9, 2, 22),
+    ]
+    (expected, gradients), (found, others) = (computed(policy, rows(given, share)) for share in (False, True))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for gradient, other in zip(gradients, others, strict=True):
+        torch.testing.assert_close(other, gradient, rtol=0, atol=1e-6)
