@@ -30,7 +30,7 @@ class Reference:
 
     def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """[n] float32 of each row's tokens at the sampling temperature, in host memory. A collective."""
-        return self.model.logprobs(rows, self.temperature)
+        return self.model.logprobs([row.by_own_router() for row in rows], self.temperature)
 
     def refresh(self, policy: Policy) -> None:
         """Become a copy of the policy, which is sharded over the same ranks."""
@@ -54,7 +54,7 @@ class AdapterReference:
         own = [shard.local.clone() for shard in self._policy.shards()]
         self._put([shard.local for shard in self.part.weights()])
         try:
-            return self._policy.logprobs(rows, self.temperature)
+            return self._policy.logprobs([row.by_own_router() for row in rows], self.temperature)
         finally:
             self._put(own)
 
