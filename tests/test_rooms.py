@@ -10,9 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
-    "configs": 2_671,
-    "slipstream/runtime": 2_385,
-    "slipstream/families": 1_020,
+    "configs": 2_674,
+    "slipstream/runtime": 2_388,
+    "slipstream/families": 1_058,
     "slipstream/launch": 4_410,
     "slipstream/check": 2_138,
     "slipstream/view": 2_421,
