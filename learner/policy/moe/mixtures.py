@@ -6,7 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from learner.policy.moe.exchange import Exchange
 from learner.policy.moe.mixture import Mixture
 from learner.rows import BatchError, Row
 
@@ -40,6 +43,15 @@ class Mixtures:
             if hasattr(layer.mlp, "experts"):
                 layer.mlp = by_layer[number] = Mixture(layer.mlp)
         return cls(by_layer, len(transformer.model.layers), aux_coef) if by_layer else None
+
+    def divide(self, mesh: DeviceMesh) -> None:
+        """Leave each rank of the mesh its block of the experts of every layer; on the meta device."""
+        exchange = Exchange(mesh)
+        for mixture in self.by_layer.values():
+            mixture.exchange = exchange
+            for name, whole in list(mixture.experts.named_parameters()):
+                block = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+                setattr(mixture.experts, name, torch.nn.Parameter(block, requires_grad=whole.requires_grad))
 
     def stand_beside(self) -> None:
         """Be of a reference model or critic: routing of the policy is not theirs, and their loads are not balanced."""
