@@ -22,7 +22,8 @@ class Exchange:
     def __init__(self, mesh: DeviceMesh) -> None:
         self._group, self._ranks = mesh.get_group(), mesh.size()
 
-    @torch.compiler.disable  # sizes are known on the host, and experts are an FSDP unit of their own
+    # sizes are read by the host, and experts are an FSDP unit of their own
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self, experts: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: Tensor, weights: Tensor, ends: Tensor
     ) -> Tensor:
