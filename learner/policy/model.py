@@ -335,9 +335,8 @@ def shaped_policy(
     if root is not TokenModel:
         model_config.tie_word_embeddings = False
     transformer = build_empty(model_config, attention.choose(learner, model_config, device))
-    mixtures = Mixtures.adopt(transformer, config.algorithm.router_aux_loss_coef)
-    if mixtures is not None and (is_frozen or root is not TokenModel):
-        mixtures.stand_beside()
+    is_policy = root is TokenModel and not is_frozen
+    mixtures = Mixtures.adopt(transformer, config.algorithm.router_aux_loss_coef if is_policy else 0.0)
     if mixtures is not None and meshes.expert is not None:
         mixtures.divide(meshes.expert)
     adapters = learner.lora if learner.lora.rank and not is_frozen else None
