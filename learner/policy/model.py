@@ -30,6 +30,7 @@ from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
 from learner.policy.meshes import Meshes
+from learner.policy.moe.mixture import Experts
 from learner.policy.moe.mixtures import Mixtures
 from learner.policy.pretrained import (
     PolicyError,
@@ -347,9 +348,10 @@ def shaped_policy(
     if root is not TokenModel:
         model_config.tie_word_embeddings = False
     transformer = build_empty(model_config, attention.choose(learner, model_config, device))
-    mixtures = Mixtures.adopt(transformer, config.algorithm.router_aux_loss_coef)
-    if mixtures is not None and (is_frozen or root is not TokenModel):
-        mixtures.stand_beside()
+    is_policy = root is TokenModel and not is_frozen
+    mixtures = Mixtures.adopt(transformer, config.algorithm.router_aux_loss_coef if is_policy else 0.0)
+    if mixtures is not None and meshes.expert is not None:
+        mixtures.divide(meshes.expert)
     adapters = learner.lora if learner.lora.rank and not is_frozen else None
     if adapters is not None:
         lora.adapt(transformer, adapters, dtype)
@@ -362,7 +364,7 @@ def shaped_policy(
         parallelize(model.transformer, meshes.tensor)
     offloaded = learner.offload_activations and not is_frozen
     prepare(model.transformer.model.layers, recompute, compiled=learner.compile is True, offloaded=offloaded)
-    shard(model, meshes.data, dtype, kept)
+    shard(model, meshes, dtype, kept)
     allocate(model, model.transformer, model_config, device)
     return Policy(model, folder, mesh, device, budget, adapters, mixtures)
 
@@ -383,10 +385,14 @@ def choose_for(setup: Setup, mesh: DeviceMesh | Meshes, device: torch.device) ->
     return choose(setup, None if free is None else usable(free))
 
 
-def shard(model: TokenModel, mesh: DeviceMesh, compute_dtype: torch.dtype, budget: Budget) -> None:
+def shard(model: TokenModel, meshes: Meshes, compute_dtype: torch.dtype, budget: Budget) -> None:
     """Make FSDP units; on the meta device, so that nothing is allocated yet."""
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    inner = model.transformer
+    inner, mesh = model.transformer, meshes.data
+    if meshes.experts is not None:
+        as_given = replace(precision, cast_forward_inputs=False)
+        for block in (module for module in model.modules() if isinstance(module, Experts)):
+            fully_shard(block, mesh=meshes.experts, mp_policy=as_given, reshard_after_forward=not budget.keeps_gathered)
     apart = [] if inner.config.tie_word_embeddings else [inner.model.embed_tokens, inner.lm_head]
     for unit in [*inner.model.layers, *apart]:
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not budget.keeps_gathered)
