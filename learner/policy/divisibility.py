@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from configs.learner import LearnerSettings, Mesh
-from slipstream.families.sizes import heads_of, keys_of
+from configs.learner import LearnerSettings
+from slipstream.families.sizes import Sizes, heads_of, keys_of
 from slipstream.families.table import family_of
 
 MAX_HEAD_DIM = 256
@@ -12,13 +12,16 @@ HEAD_DIM_STEP = 8
 """Head sizes that flash attention takes: multiples of 8 up to 256."""
 
 
-def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
-    """What the mesh does not divide, and a value that works; else empty.
+def problem_with(learner: LearnerSettings, model: Mapping[str, Any]) -> str:
+    """What the mesh does not divide, and a value that works, or a target that is not there; else empty.
 
     Args:
-        mesh: learner.mesh.
+        learner: its mesh and adapters.
         model: the keys of config.json.
     """
+    mesh, lora, there = learner.mesh, learner.lora, Sizes.of(model).projections
+    if lora.rank and lora.targets != "all-linear" and (strange := [name for name in lora.targets if name not in there]):
+        return f"learner.lora.targets: no {strange[0]} in a {model['model_type']} model; it has {', '.join(there)}"
     if mesh.tensor == 1:
         return ""
     if reason := family_of(model).against_tensor:

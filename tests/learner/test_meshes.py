@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import ConfigError
-from configs.learner import Mesh
+from configs.learner import LearnerSettings, Mesh
 from examples.random_qwen3 import SHAPES
 from learner.policy.divisibility import problem_with
 from learner.policy.model import build_policy
@@ -37,7 +37,7 @@ NUM_STEPS = 5
     ],
 )
 def test_what_a_mesh_does_not_divide_is_named_with_what_works(sizes: Any, changes: Any, said: str) -> None:
-    found = problem_with(Mesh(**sizes), MODEL | changes)
+    found = problem_with(LearnerSettings(mesh=Mesh(**sizes)), MODEL | changes)
     assert said in found if said else not found
 
 
