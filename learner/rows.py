@@ -106,12 +106,10 @@ class Row:
     saved: int = 0
     """Tokens of the trajectories that the row leaves out, because they share their prompts."""
     routing: torch.Tensor | None = None
-    """[total, layers, k] experts of each token in each decoder layer, uint8 or uint16; None where the model routes."""
+    """[total, layers, k] experts of each token in each decoder layer, uint8 or uint16; None where the model routes. The
+    last token of a trajectory, which no engine has read, has those of the one before it."""
     pictures: RowPictures | None = None
     """Of its prompts; position_ids are [3, 1, total] then, of time, row and column."""
-    routing: torch.Tensor | None = None
-    """[total, layers, k] uint8 (above 256 experts int16), the engine's experts of each token; None: the router chooses.
-    The last of a trajectory, which no engine has read, has those of the one before it."""
 
     def by_own_router(self) -> "Row":
         """For another model than the one that sampled, which chooses experts itself."""
@@ -219,8 +217,7 @@ def _routed(laid: Layout, routing: list[NDArray[Any]]) -> torch.Tensor | None:
     if not routing:
         return None
     first = offsets([len(rows) for rows in routing])
-    rows = np.concatenate(routing)[first[laid.owners] + laid.positions]
-    return torch.from_numpy(rows if rows.itemsize == 1 else rows.astype(np.int16))
+    return torch.from_numpy(np.concatenate(routing)[first[laid.owners] + laid.positions])
 
 
 def _loss_tokens(batch: Batch) -> NDArray[np.int64]:

@@ -10,14 +10,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "learner")
 BUDGET = {
-    "configs": 2_671,
-<<<<<<< HEAD
-    "slipstream/runtime": 2_381,
-    "slipstream/families": 412,
-=======
-    "slipstream/runtime": 2_385,
-    "slipstream/families": 1_020,
->>>>>>> main
+    "configs": 2_674,
+    "slipstream/runtime": 2_388,
+    "slipstream/families": 1_058,
     "slipstream/launch": 4_410,
     "slipstream/check": 2_138,
     "slipstream/view": 2_421,
@@ -26,27 +21,15 @@ BUDGET = {
     "slipstream/command": 158,
     "replay": 10_127,
     "weight_bus": 5_174,
-<<<<<<< HEAD
-    "rollout_server/engines": 3_980,
+    "rollout_server/engines": 3_970,
     "rollout_server/tasks": 7_644,
-    "rollout_server": 13_531,
-    "learner": 9_626,
-}
-"""Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 56_214
-SCRIPTS = 6_429
-TESTS = 47_586
-=======
-    "rollout_server/engines": 3_856,
-    "rollout_server/tasks": 7_641,
-    "rollout_server": 13_395,
+    "rollout_server": 13_521,
     "learner": 9_871,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 59_950
 SCRIPTS = 6_429
 TESTS = 49_000
->>>>>>> main
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 

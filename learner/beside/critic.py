@@ -69,7 +69,7 @@ class Critic:
 
     def values(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """[n] float32 of each row, the values before its tokens, in host memory. A collective."""
-        return self.model.logprobs([row.by_own_router() for row in rows], 1.0)
+        return self.model.logprobs(rows, 1.0)
 
     def train(self, rows: Sequence[Row], *, step: int, global_tokens: int) -> dict[str, float]:
         """critic.updates updates on rows that have values and returns; numbers for metrics.jsonl. A collective.
@@ -77,7 +77,7 @@ class Critic:
         An update whose loss or gradient is not finite is left out, on all ranks alike.
         """
         lr, loss = lr_at(step, self._settings), ValueLoss(self.config.clip, global_tokens)
-        applied, rows = 0, [row.by_own_router() for row in rows]
+        applied = 0
         for _ in range(self.config.updates):
             sums = accumulate_gradients(self.model, rows, loss, temperature=1.0, global_tokens=global_tokens)
             limit = self._settings.max_grad_norm

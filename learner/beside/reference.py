@@ -30,7 +30,7 @@ class Reference:
 
     def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """[n] float32 of each row's tokens at the sampling temperature, in host memory. A collective."""
-        return self.model.logprobs([row.by_own_router() for row in rows], self.temperature)
+        return self.model.logprobs(rows, self.temperature)
 
     def refresh(self, policy: Policy) -> None:
         """Become a copy of the policy, which is sharded over the same ranks."""

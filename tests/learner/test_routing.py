@@ -17,8 +17,8 @@ from slipstream.families.experts import Experts, experts_of
 from tests.replay.simulation.samples import make_group
 
 STEP, SIZE = 1, 4
-QWEN3_30B = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts_per_tok": 8, "num_experts": 128}
-FEW, MANY = Experts((0, 2), 2, 6), Experts((1,), 3, 300)
+QWEN3_30B = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32}
+FEW, MANY = Experts(2, 2, 6), Experts(1, 3, 300)
 
 
 def group_of(experts: Experts, index: int, *, own_prompts: bool, left_out: int | None = None) -> m.Group:

@@ -14,17 +14,11 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rollout_server.engines.base import EngineError
-<<<<<<< HEAD
-from slipstream.families.decoders import FAMILIES, heads_of
-from slipstream.families.experts import WITH_EXPERTS, Experts, experts_of
-from slipstream.families.pictures import FAMILIES as WITH_PICTURES
-=======
->>>>>>> main
+from slipstream.families.experts import Experts, experts_of
 from slipstream.families.pictures import Vision, decoder_of, vision_of
 from slipstream.families.sizes import Sizes, heads_of
 from slipstream.families.table import FAMILIES
 
-SERVED = (*FAMILIES, *WITH_EXPERTS)
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -57,8 +51,9 @@ class ModelSpec:
     vision: Vision | None = None
     """Of a model that takes pictures."""
     experts: Experts | None = None
-    """Of a mixture of experts, whose `expert_size` is the width of each, and its weights of a token's experts add up to
-    one where `normalised`."""
+    has_experts: tuple[bool, ...] = ()
+    """Of each layer; `expert_size` is the width of one, and the weights of a token's experts add up to one where
+    `normalised`."""
     expert_size: int = 0
     normalised: bool = False
     axes: tuple[int, ...] = ()
@@ -75,27 +70,21 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
         raise EngineError(f"{path} does not exist; model.path must be a Hugging Face model folder")
     raw = json.loads(path.read_text(encoding="utf-8"))
     vision, raw = vision_of(raw), decoder_of(raw)
-<<<<<<< HEAD
-    model_type = raw.get("model_type")
-    if model_type not in SERVED:
-        raise EngineError(
-            f"{path}: model_type {model_type!r} is not served by the torch engine "
-            f"(it serves {', '.join((*SERVED, *WITH_PICTURES))}); use rollout.engine: sglang"
-=======
     model_type = raw.get("model_type", "")
     if model_type not in FAMILIES or not FAMILIES[model_type].in_torch_engine:
         served = ", ".join(name for name, family in FAMILIES.items() if family.in_torch_engine)
         raise EngineError(
             f"{path}: model_type {model_type!r} is not served by the torch engine "
             f"(it serves {served}); use rollout.engine: sglang"
->>>>>>> main
         )
     if raw.get("quantization_config") is not None:
         raise EngineError(f"{path}: quantization_config is set, the torch engine serves unquantized weights only")
     config = CONFIG_MAPPING[model_type].from_dict(raw)
     _refuse_what_differs(path, config, max_context)
     heads, (inv_freq, rope_scaling) = heads_of(config.to_dict()), _rope(path, config)
-    there = {weight.name for weight in Sizes.of(config.to_dict()).layer(has_experts=False)}
+    sizes = Sizes.of(config.to_dict())
+    there = {weight.name: weight for weight in sizes.layer(has_experts=False)}
+    norm = there.get("self_attn.q_norm.weight")
     return ModelSpec(
         family=config.model_type,
         vocab_size=config.vocab_size,
@@ -107,24 +96,18 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
         intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
         tied=bool(config.tie_word_embeddings),
-<<<<<<< HEAD
-        qkv_bias=qwen2 or attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=model_type == "llama" and bool(config.mlp_bias),
-        qk_norm=model_type in ("qwen3", "qwen3_moe"),
-        qk_norm_whole=model_type == "olmoe",
-=======
         qkv_bias="self_attn.q_proj.bias" in there,
         o_bias="self_attn.o_proj.bias" in there,
         mlp_bias="mlp.up_proj.bias" in there,
-        qk_norm="self_attn.q_norm.weight" in there,
->>>>>>> main
+        qk_norm=norm is not None and not norm.whole,
+        qk_norm_whole=norm is not None and norm.whole,
         inv_freq=inv_freq,
         rope_scaling=rope_scaling,
         vision=vision,
         axes=_axes(path, config) if vision is not None else (),
         experts=experts_of(config.to_dict()),
-        expert_size=config.intermediate_size if model_type == "olmoe" else getattr(config, "moe_intermediate_size", 0),
+        has_experts=sizes.has_experts,
+        expert_size=sizes.dims.get("expert_inner", 0),
         normalised=bool(getattr(config, "norm_topk_prob", False)),
     )
 

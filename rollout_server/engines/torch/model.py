@@ -85,7 +85,7 @@ class TorchModel:
             tokens: [n] last token of each row, rows 0..n-1 of the cache.
             positions: [n] where each of them lies.
             shift: [n] what its rotary position is more; below 0 after pictures.
-            routed: gets the experts [n, k] of each layer that has them.
+            routed: gets the experts [n, k] of each layer, zeros of one that has none.
 
         Returns:
             float32 logits [n, V].
@@ -130,7 +130,7 @@ class TorchModel:
             first_row: row of the first answer.
             prompt_of_row: which prompt each row gets; answers to one prompt share its forward.
             looks: pictures of each prompt.
-            routed: gets the experts [P * longest, k] of each layer that has them.
+            routed: gets the experts [P * longest, k] of each layer, zeros of one that has none.
 
         Returns:
             float32 logits [P, V] after the last token of each prompt.
@@ -200,6 +200,8 @@ class TorchModel:
         normed = self._norm(x, layer["post_norm"])
         if "router" in layer:
             return x + self._mixture(layer, normed, routed)
+        if routed is not None and self.spec.experts is not None:
+            routed.append(torch.zeros(len(x), self.spec.experts.chosen, dtype=torch.int64))
         gate_up = layer.adapt("gate_up", normed, F.linear(normed, layer["gate_up"], layer.get("gate_up_bias")))
         gate, up = gate_up.chunk(2, dim=-1)
         inner = F.silu(gate) * up

@@ -68,7 +68,7 @@ def _layer_layout(spec: ModelSpec, index: int) -> dict[str, RowRange]:
         add("self_attn.k_norm", kv_rows, 0, into="k_norm")
     add("self_attn.o_proj", hidden, q_rows, into="o", bias=spec.o_bias)
     add("post_attention_layernorm", hidden, 0, into="post_norm")
-    if spec.experts is not None and index in spec.experts.layers:
+    if spec.experts is not None and spec.has_experts[index]:
         inner = spec.expert_size
         add("mlp.gate", spec.experts.number, hidden, into="router")
         for expert in range(spec.experts.number):
