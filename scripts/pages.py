@@ -1,4 +1,4 @@
-"""`python -m scripts.pages [--check]`: docs/configuration.md, docs/reference/errors.md, metrics.md and families.md, in a clone."""
+"""`python -m scripts.pages [--check]`: configuration.md and reference/{errors,metrics,families}.md of docs."""
 
 import argparse
 import itertools

@@ -19,9 +19,11 @@ def problem_with(learner: LearnerSettings, model: Mapping[str, Any]) -> str:
         learner: its mesh and adapters.
         model: the keys of config.json.
     """
-    mesh, lora, there = learner.mesh, learner.lora, Sizes.of(model).projections
-    if lora.rank and lora.targets != "all-linear" and (strange := [name for name in lora.targets if name not in there]):
-        return f"learner.lora.targets: no {strange[0]} in a {model['model_type']} model; it has {', '.join(there)}"
+    mesh, lora = learner.mesh, learner.lora
+    if lora.rank and lora.targets != "all-linear":
+        there = Sizes.of(model).projections
+        if strange := [name for name in lora.targets if name not in there]:
+            return f"learner.lora.targets: no {strange[0]} in a {model['model_type']} model; it has {', '.join(there)}"
     if mesh.tensor == 1:
         return ""
     if reason := family_of(model).against_tensor:
