@@ -6,7 +6,8 @@ waits for:    subscribers (silence, slowness and the collective timeout bound ev
 unblocked by: a message, a packed update, a heartbeat period, close()
 
 A round sends the version on offer to members that need it, in the group of one epoch. The members of the last epoch use
-its group again; any other set forms the next epoch, of exactly those that answer for it.
+its group again; any other set forms the next epoch, of exactly those that answer for it. Newcomers and late members
+have a group of their own, beside the main one, with a transport and a thread of its own.
 """
 
 import logging
@@ -23,7 +24,7 @@ from weight_bus.control import Router, wake_quickly
 from weight_bus.coordinator import Coordinator
 from weight_bus.delta.changes import Change
 from weight_bus.errors import BusClosed, FolderFull, NotPacked, TransportError, WeightBusError
-from weight_bus.membership import Member, State
+from weight_bus.membership import Group, Member, State
 from weight_bus.messages import Abort, Begin, Epoch, described, digest_array
 from weight_bus.offer import VERIFYING, Board, Offer
 from weight_bus.transports.base import FORMING, Formation, Transport, group_prefix
@@ -105,16 +106,24 @@ class Bus:
     """Started by Publisher; ends with `board.closing`."""
 
     def __init__(
-        self, config: WeightBus, *, router: Router, board: Board, transport: Transport, incarnation: int
+        self,
+        config: WeightBus,
+        *,
+        router: Router,
+        board: Board,
+        transport: Transport,
+        another: Callable[[], Transport],
+        incarnation: int,
     ) -> None:
+        """`another` makes a second transport, for the group beside the main one."""
         self._config, self._router, self._board, self._incarnation = config, router, board, incarnation
         self._membership = board.membership
         self._coordinator = Coordinator(
             config, router=router, board=board, facts=transport.facts(), incarnation=incarnation
         )
-        self._sender = Sender(transport, config.collective_timeout_s, board, router.wake)
-        self._suspects: frozenset[str] = frozenset()
-        """Sessions of the receivers of the last group, where it broke: any of them may have broken it."""
+        self._main = self._sender(transport)
+        self._beside: Sender | None = None
+        self._another = another
         self.thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
         self.thread.start()
 
@@ -123,11 +132,12 @@ class Bus:
         try:
             while True:
                 self._take_up()
-                if receivers := self._receivers():
-                    self._round(receivers)
+                group, receivers = self._next_round()
+                if receivers:
+                    self._round(group, receivers)
                 else:
                     due = time.monotonic() + self._config.heartbeat_s
-                    self._coordinator.pump(lambda: bool(self._board.pending or self._receivers()), due)
+                    self._coordinator.pump(lambda: bool(self._board.pending or self._next_round()[1]), due)
         except BusClosed as closed:
             self._coordinator.say_goodbye(str(closed))
         except Exception as error:
@@ -137,7 +147,8 @@ class Bus:
                 self._board.changed.notify_all()
             self._coordinator.say_goodbye(f"the publisher failed: {error}")
         finally:
-            self._sender.close()
+            for sender in filter(None, (self._main, self._beside)):
+                sender.close()
             self._router.close()
 
     def _take_up(self) -> None:
@@ -152,47 +163,59 @@ class Bus:
                 self._board.pending, self._board.current = None, pending
             self._board.settle(now)
 
-    def _receivers(self) -> list[Member]:
+    def _next_round(self) -> tuple[Group, list[Member]]:
         with self._board.changed:
             offer = self._board.current
             if offer is None or offer.progress.stalled:
-                return []
-            return self._membership.needing(offer.version, time.monotonic())
+                return self._membership.main, []
+            return self._membership.next_round(offer.version, time.monotonic())
+
+    def _sender(self, transport: Transport) -> Sender:
+        return Sender(transport, self._config.collective_timeout_s, self._board, self._router.wake)
+
+    def _sender_of(self, group: Group) -> Sender:
+        """Raises WeightBusError: a second transport is not available."""
+        if group is self._membership.main:
+            return self._main
+        if self._beside is None:
+            self._beside = self._sender(self._another())
+        return self._beside
 
     # ---- a round ----
 
-    def _round(self, receivers: list[Member]) -> None:
-        """Send the current version to members that are idle, once. Failures end in other states of the members."""
+    def _round(self, group: Group, receivers: list[Member]) -> None:
+        """Send the current version to members that are free, once. Failures end in other states of the members."""
         offer = self._board.current
         assert offer is not None
         with self._board.changed:
             receivers = [member for member in receivers if self._coordinator.reach(member)]
         started = time.monotonic()
-        fresh = not self._membership.in_group(receivers)
+        fresh = group.sessions != tuple(member.session for member in receivers)
         if fresh and receivers:
-            receivers = self._form(offer, receivers)
+            receivers = self._form(offer, group, receivers)
         if not receivers:
             return
+        sender = self._sender_of(group)
         offer.spend("epoch", started)
         started = offer.sending_since = time.monotonic()
-        parcel = self._begin(offer, receivers)
+        parcel = self._begin(offer, group, sender, receivers)
         if parcel is None:
             return
-        error = self._transmit(offer, parcel, len(receivers) + 1, fresh=fresh)
+        error = self._transmit(offer, parcel, sender, group if fresh else None, len(receivers) + 1)
         offer.sent_at, offer.sending_since = offer.spend("send", started), 0.0
-        self._suspects = frozenset()
+        group.suspects = frozenset()
         if error is None:
             self._board.emit("sent", offer.version)
         else:
-            self._abort(offer, receivers, error)
+            self._abort(offer, group, sender, receivers, error)
 
-    def _form(self, offer: Offer, invited: list[Member]) -> list[Member]:
-        """Invite members to the next epoch; those that answer."""
+    def _form(self, offer: Offer, group: Group, invited: list[Member]) -> list[Member]:
+        """Invite members to the group's next epoch; those that answer."""
         # a survivor of a broken group may sit in its own collective timeout meanwhile
         patience = self._config.collective_timeout_s + 2 * self._config.heartbeat_s
         membership, now = self._membership, time.monotonic()
         with self._board.changed:
-            epoch = membership.invite(invited, now, now + patience)
+            epoch = membership.invite(group, invited, now, now + patience)
             self._board.counters["epochs"] += 1
             names = [member.name for member in invited]
             for member in invited:
@@ -206,7 +229,7 @@ class Bus:
         self._coordinator.pump(lambda: not present(State.INVITED), until)
         with self._board.changed:
             ready = present(State.READY)
-            if len(ready) > 1 and frozenset(m.session for m in ready) == self._suspects:
+            if len(ready) > 1 and frozenset(m.session for m in ready) == group.suspects:
                 # all live and yet their round failed: one at a time shows which data plane is broken
                 for member in ready[1:]:
                     membership.release(member, time.monotonic())
@@ -217,7 +240,7 @@ class Bus:
         self._board.emit("epoch", offer.version, detail=detail)
         return ready
 
-    def _begin(self, offer: Offer, receivers: list[Member]) -> Parcel | None:
+    def _begin(self, offer: Offer, group: Group, sender: Sender, receivers: list[Member]) -> Parcel | None:
         """Announce the version to every receiver; None when it was called off meanwhile."""
         now = time.monotonic()
         with self._board.changed:
@@ -227,9 +250,10 @@ class Bus:
                         self._membership.release(member, now)
                 return None
             parcel = self._parcel(offer, receivers)
-            self._membership.begin(receivers, (offer.version, offer.digest), now, now + self._config.deadline_s)
+            target = offer.version, offer.digest
+            self._membership.begin(group, receivers, target, now, now + self._config.deadline_s)
             self._board.counters["rounds"] += 1
-            self._announce(offer, parcel.change, receivers)
+            self._announce(offer, parcel.change, group.epoch, sender.endpoint, receivers)
         return parcel
 
     def _parcel(self, offer: Offer, receivers: list[Member]) -> Parcel:
@@ -241,20 +265,22 @@ class Bus:
         offer.wire_bytes = sum(piece.numel() for piece in parcel.pieces)
         return parcel
 
-    def _announce(self, offer: Offer, change: Change | None, receivers: Sequence[Member]) -> None:
+    def _announce(
+        self, offer: Offer, change: Change | None, epoch: int, endpoint: str, receivers: Sequence[Member]
+    ) -> None:
         """Send the layout to those that have not had it, and Begin to all."""
         layout = offer.manifest.layout
         if uninformed := self._membership.uninformed(receivers, layout.id):
             new = described(layout, self._config.bucket_bytes)
             self._router.send_all([member.identity for member in uninformed], new)
         begin = Begin(
-            epoch=self._membership.epoch,
+            epoch=epoch,
             version=offer.version,
             incarnation=self._incarnation,
             evaluate=offer.evaluate,
             ranks={member.session: rank for rank, member in enumerate(receivers, start=1)},
             size=len(receivers) + 1,
-            endpoint=self._sender.endpoint,
+            endpoint=endpoint,
             bucket_bytes=self._config.bucket_bytes,
             layout=layout.id,
             digests=digest_array(offer.manifest),
@@ -263,13 +289,16 @@ class Bus:
         )
         self._router.send_all([member.identity for member in receivers], begin)
 
-    def _transmit(self, offer: Offer, parcel: Parcel, size: int, *, fresh: bool) -> TransportError | None:
-        """Send all pieces, in a new group where the epoch is fresh."""
-        epoch, endpoint = self._membership.epoch, self._sender.endpoint
-        prefix = group_prefix(self._router.run_id, self._incarnation, epoch)
-        group = Formation(epoch=epoch, rank=0, size=size, endpoint=endpoint, prefix=prefix)
-        future = self._sender.send(offer, parcel, group if fresh else None)
-        limit_s = self._sender.limit_s(parcel)
+    def _transmit(
+        self, offer: Offer, parcel: Parcel, sender: Sender, fresh: Group | None, size: int
+    ) -> TransportError | None:
+        """Send all pieces, in a group that is formed first where it is fresh."""
+        formation = None
+        if fresh is not None:
+            prefix = group_prefix(self._router.run_id, self._incarnation, fresh.epoch)
+            formation = Formation(epoch=fresh.epoch, rank=0, size=size, endpoint=sender.endpoint, prefix=prefix)
+        future = sender.send(offer, parcel, formation)
+        limit_s = sender.limit_s(parcel)
         self._coordinator.pump(future.done, time.monotonic() + limit_s)
         if not future.done():
             doing = f"{self._board.doing} v{offer.version}, not done in {limit_s:.0f} s"
@@ -279,17 +308,18 @@ class Bus:
             raise error
         return error
 
-    def _abort(self, offer: Offer, receivers: list[Member], error: TransportError) -> None:
+    def _abort(
+        self, offer: Offer, group: Group, sender: Sender, receivers: list[Member], error: TransportError
+    ) -> None:
         """Break the group. Members that have staged everything go on; the others are sent the version again."""
-        epoch = self._membership.epoch
         with self._board.changed:
-            log.warning("weight bus: v%d epoch %d: %s", offer.version, epoch, error)
-            self._membership.break_group()
-            aborted = [member for member in receivers if self._release(offer, member, epoch, error)]
-        self._sender.leave()
+            log.warning("weight bus: v%d epoch %d: %s", offer.version, group.epoch, error)
+            group.sessions = ()
+            aborted = [member for member in receivers if self._release(offer, member, group.epoch, error)]
+        sender.leave()
         if isinstance(error, NotPacked | FolderFull):  # here, and no receiver's fault
             return
-        self._suspects = frozenset(member.session for member in receivers)
+        group.suspects = frozenset(member.session for member in receivers)
         if aborted and len(receivers) == 1:
             self._coordinator.charge(aborted[0], str(error))
 

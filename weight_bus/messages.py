@@ -168,6 +168,7 @@ class Holding(OfVersion):
 
     limit_s: float
     reason: str
+    stages: bool = False  # it takes newer versions meanwhile, in the place of this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,7 +59,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         pack_on_host: bool = False,
     ) -> None:
         self._config = config
-        transport = (transport_factory or make_transport)(config, host)
+        make = transport_factory or make_transport
+        transport = make(config, host)
         device = HOST if pack_on_host else transport.device
         self._packer = Packer(config.bucket_bytes, device, alignment_of(config), kept)
         self._overlaps = config.transport == "collective"
@@ -74,7 +75,14 @@ class Publisher(AbstractContextManager["Publisher"]):
         """Listeners to what happens on the bus; they run on its thread and must be quick."""
         self._last: Offer | None = None
         self._closed = False
-        self._bus = Bus(config, router=self._router, board=self._board, transport=transport, incarnation=incarnation)
+        self._bus = Bus(
+            config,
+            router=self._router,
+            board=self._board,
+            transport=transport,
+            another=lambda: make(config, host),
+            incarnation=incarnation,
+        )
 
     @property
     def version(self) -> int:
