@@ -131,11 +131,17 @@ class Algorithm(Section):
     """Leave out an answer with a token whose importance ratio is below this (slime: 1e-4); 0 has no such bound."""
     veto_high: float = Field(default=0.0, ge=0)
     """Leave out an answer with a token whose importance ratio is above this (SkyRL: 100); 0 has no such bound."""
+    routing_replay: bool = True
+    """Of a mixture of experts: the learner computes a token by the experts that the engine has chosen for it, which
+    travel with the answers (R3, 2510.11370); false has its router choose anew."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """Loss of a batch: mean over tokens (DAPO), mean over answers of their token means (GRPO, GSPO), or mean over
     answers of their token sums over rollout.max_new_tokens (Dr. GRPO)."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Factor of the entropy bonus, averaged like the loss."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Factor of the load balancing loss of a mixture of experts, over the tokens of each microbatch and the mean over
+    layers (transformers: 0.001); with it, gradients depend on how a batch is divided into microbatches."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """Estimator of the KL divergence from a reference model; `none` needs no such model, and `k1` goes into the reward
     alone."""

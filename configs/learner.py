@@ -5,8 +5,8 @@ from typing import Literal, get_args
 from pydantic import Field, field_validator
 
 from configs.base import Dtype, Section
+from slipstream.families.record import Projection
 
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 """Of attention and MLP, in the order of a decoder layer."""
 
@@ -47,8 +47,17 @@ class Mesh(Section):
     tensor: int = Field(default=1, ge=1)
     """Ranks of one node that divide heads, the MLP and the vocabulary among them, and compute the same rows."""
 
+    expert: int = Field(default=1, ge=1)
+    """Neighbouring ranks that divide the experts of a mixture among them and send tokens to each other; each has rows
+    of its own. The rest of the model, and blocks of experts, are sharded as without."""
+
     def __str__(self) -> str:
-        return f"replicate {self.replicate} × tensor {self.tensor}"
+        return f"replicate {self.replicate} × tensor {self.tensor} × expert {self.expert}"
+
+    @property
+    def size(self) -> int:
+        """Ranks must be a multiple of it."""
+        return self.replicate * self.tensor * self.expert
 
 
 class LearnerSettings(Section):

@@ -4,27 +4,37 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.learner import LearnerSettings, Mesh
-from slipstream.families.decoders import heads_of
+from slipstream.families.sizes import Sizes, heads_of, keys_of
+from slipstream.families.table import family_of
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
 """Head sizes that flash attention takes: multiples of 8 up to 256."""
 
 
-def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
-    """What the mesh does not divide, and a value that works; else empty.
+def problem_with(learner: LearnerSettings, model: Mapping[str, Any]) -> str:
+    """What the mesh does not divide, and a value that works, or a target that is not there; else empty.
 
     Args:
-        mesh: learner.mesh.
+        learner: its mesh and adapters.
         model: the keys of config.json.
     """
+    mesh, lora = learner.mesh, learner.lora
+    if lora.rank and lora.targets != "all-linear":
+        there = Sizes.of(model).projections
+        if strange := [name for name in lora.targets if name not in there]:
+            return f"learner.lora.targets: no {strange[0]} in a {model['model_type']} model; it has {', '.join(there)}"
+    if mesh.expert > 1 and (problem := _problem_with_experts(mesh, model)):
+        return problem
     if mesh.tensor == 1:
         return ""
+    if reason := family_of(model).against_tensor:
+        return f"learner.mesh.tensor: {mesh.tensor} with a {model['model_type']} model: {reason}; take 1"
     heads = heads_of(model)
     parts = {
         "num_attention_heads": heads.query,
         "num_key_value_heads": heads.key_value,
-        "intermediate_size": int(model["intermediate_size"]),
+        "intermediate_size": int(keys_of(model)["intermediate_size"]),
         "vocab_size": int(model["vocab_size"]),
     }
     uneven = {name: size for name, size in parts.items() if size % mesh.tensor}
@@ -32,6 +42,16 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
         works = next(n for n in range(mesh.tensor, 0, -1) if all(size % n == 0 for size in parts.values()))
         found = " and ".join(f"{name} {size}" for name, size in uneven.items())
         return f"learner.mesh.tensor: {mesh.tensor} does not divide {found} of the model; take {works}"
+    return ""
+
+
+def _problem_with_experts(mesh: Mesh, model: Mapping[str, Any]) -> str:
+    experts = Sizes.of(model).dims.get("experts", 0) if family_of(model).moe else 0
+    if not experts:
+        return f"learner.mesh.expert: {mesh.expert} with a {model['model_type']} model, which has no experts; take 1"
+    if experts % mesh.expert:
+        works = next(n for n in range(mesh.expert, 0, -1) if experts % n == 0)
+        return f"learner.mesh.expert: {mesh.expert} does not divide the {experts} experts of the model; take {works}"
     return ""
 
 

@@ -19,12 +19,10 @@ from safetensors import safe_open
 from configs.learner import Lora
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.torch.family import ModelSpec
+from slipstream.families.record import EMBEDDING, HEAD, NORM
 from slipstream.weight_files import weight_files
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
 from weight_bus.digest import slice_digest
-
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +39,9 @@ def layout(spec: ModelSpec) -> dict[str, RowRange]:
     table: dict[str, RowRange] = {EMBEDDING: RowRange("embed", 0, (spec.vocab_size, spec.hidden_size))}
     for index in range(spec.num_layers):
         table.update(_layer_layout(spec, index))
-    table["model.norm.weight"] = RowRange("norm", 0, (spec.hidden_size,))
+    table[NORM] = RowRange("norm", 0, (spec.hidden_size,))
     if not spec.tied:
-        table[LM_HEAD] = RowRange("lm_head", 0, (spec.vocab_size, spec.hidden_size))
+        table[HEAD] = RowRange("lm_head", 0, (spec.vocab_size, spec.hidden_size))
     return table
 
 
@@ -65,8 +63,20 @@ def _layer_layout(spec: ModelSpec, index: int) -> dict[str, RowRange]:
     if spec.qk_norm:
         add("self_attn.q_norm", spec.head_dim, 0, into="q_norm")
         add("self_attn.k_norm", spec.head_dim, 0, into="k_norm")
+    if spec.qk_norm_whole:
+        add("self_attn.q_norm", q_rows, 0, into="q_norm")
+        add("self_attn.k_norm", kv_rows, 0, into="k_norm")
     add("self_attn.o_proj", hidden, q_rows, into="o", bias=spec.o_bias)
     add("post_attention_layernorm", hidden, 0, into="post_norm")
+    if spec.experts is not None and spec.has_experts[index]:
+        inner = spec.expert_size
+        add("mlp.gate", spec.experts.number, hidden, into="router")
+        for expert in range(spec.experts.number):
+            name, start = f"mlp.experts.{expert}", 2 * expert * inner
+            add(f"{name}.gate_proj", inner, hidden, into="experts_gate_up", start=start)
+            add(f"{name}.up_proj", inner, hidden, into="experts_gate_up", start=start + inner)
+            add(f"{name}.down_proj", hidden, inner, into="experts_down", start=expert * hidden)
+        return table
     add("mlp.gate_proj", inner, hidden, into="gate_up", bias=spec.mlp_bias)
     add("mlp.up_proj", inner, hidden, into="gate_up", start=inner, bias=spec.mlp_bias)
     add("mlp.down_proj", hidden, inner, into="down", bias=spec.mlp_bias)
@@ -139,7 +149,7 @@ class LiveWeights:
         if lora is not None:
             self._updated = {}
             for name, rows in self.layout.items():
-                if is_adapted(name, lora.projections):
+                if is_adapted(name, lora.projections) and ".experts." not in name:
                     self._add_adapter(name, rows, lora)
             self._views |= self._updated
 
@@ -181,7 +191,7 @@ class LiveWeights:
 
     def _check(self, name: str, tensor: torch.Tensor, view: torch.Tensor | None, *, repeated: bool) -> None:
         if view is None:
-            tie = f" (tied: it is part of {EMBEDDING})" if name == LM_HEAD else ""
+            tie = f" (tied: it is part of {EMBEDDING})" if name == HEAD else ""
             lora = f" (learner.lora.rank is {self.lora.rank} here, so updates are adapters)" if self.lora else ""
             adapter = " (an adapter; set learner.lora here as the learner has it)" if ".lora_" in name else ""
             raise EngineError(f"tensor {name!r} is not part of this {self.spec.family} model{adapter or lora or tie}")
@@ -219,12 +229,12 @@ def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype, skip: str = "")
                 if name.endswith("rotary_emb.inv_freq") or (skip and name.startswith(skip)):
                     continue
                 tensor = opened.get_tensor(name)
-                if tied and name in (EMBEDDING, LM_HEAD):
+                if tied and name in (EMBEDDING, HEAD):
                     aside[name] = tensor
-                if not (tied and name == LM_HEAD):
+                if not (tied and name == HEAD):
                     yield name, tensor.to(dtype)
-    if LM_HEAD in aside and EMBEDDING in aside and not torch.equal(aside[LM_HEAD], aside[EMBEDDING]):
+    if HEAD in aside and EMBEDDING in aside and not torch.equal(aside[HEAD], aside[EMBEDDING]):
         raise EngineError(
-            f"{folder}: tie_word_embeddings is true but {LM_HEAD} differs from {EMBEDDING}; "
+            f"{folder}: tie_word_embeddings is true but {HEAD} differs from {EMBEDDING}; "
             "set it to false in config.json, or remove the one that is wrong"
         )

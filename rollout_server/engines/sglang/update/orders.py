@@ -22,7 +22,8 @@ from safetensors import safe_open
 
 from configs.learner import Lora
 from rollout_server.engines.base import EngineError
-from slipstream.families.pictures import TOWER, decoder_of, vision_of
+from slipstream.families.pictures import decoder_of, vision_of
+from slipstream.families.record import HEAD, TOWER
 from slipstream.weight_files import weight_files
 from weight_bus.adapters import SCALE
 from weight_bus.digest import add
@@ -42,7 +43,9 @@ Update = Iterable[tuple[str, torch.Tensor]] | RemoteUpdate
 class StagingFolder:
     """The server's side. Set the environment before the schedulers start: `os.environ[FOLDER] = str(staging.path)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: str | None = None) -> None:
+        """`family` is model.family, of which schedulers take the record."""
+        self._family = family
         root = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         _remove_left_behind(root)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))  # mode 0700
@@ -81,9 +84,9 @@ class StagingFolder:
             for number, storage in storages.values()
         ]
 
-    def write_receiver(self, path: Path, config: Mapping[str, Any], host: str, *, export: bool) -> None:
-        """Ask for a receiver that connects to `path`; see `receiver.start`."""
-        self._write(receive={"socket": str(path), "config": config, "host": host, "export": export})
+    def write_receiver(self, paths: Sequence[Path], config: Mapping[str, Any], host: str, *, export: bool) -> None:
+        """Ask for a receiver in each scheduler, which connects to its path; see `receiver.start`."""
+        self._write(receive={"sockets": [*map(str, paths)], "config": config, "host": host, "export": export})
 
     def write_digest(self) -> None:
         """Order digests of the live tensors. Raises EngineError before the first update."""
@@ -151,6 +154,7 @@ class StagingFolder:
     def _write(self, *, load: bool = False, memory: Sequence[Any] = (), **order: Any) -> None:
         self._sequence += 1
         request = {"sequence": self._sequence, "load": load, "memory": memory, "tensors": self._tensors, **order}
+        request["family"] = self._family
         request |= {"base": self._base, "lora": self._lora}
         replace(self.path / REQUEST, request)
 
@@ -237,6 +241,6 @@ def folder_tensors(folder: Path, *, whole: bool = False) -> Iterator[tuple[str, 
     for file in sorted(set(weight_files(folder, EngineError).values())):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
-                is_left_out = (tied and name == "lm_head.weight") or (has_tower and name.startswith(TOWER))
+                is_left_out = (tied and name == HEAD) or (has_tower and name.startswith(TOWER))
                 if not is_left_out and not name.endswith("rotary_emb.inv_freq"):
                     yield name, tuple(opened.get_slice(name).get_shape())
