@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
+from learner.checkpoints.export import write_hf_folder
 from learner.policy import attention, pretrained
 from learner.policy.model import Policy, build_policy
 from tests.learner.test_prefixes import computed, rows, stand_in, trajectory
@@ -54,13 +55,21 @@ def built(folder: Path, mesh: DeviceMesh, case: str, patch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logprobs_are_those_of_transformers(
+def test_logprobs_are_those_of_transformers_before_and_after_an_export(
     tmp_path: Path, mesh: DeviceMesh, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = built(tmp_path, mesh, case, monkeypatch)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
-    packed = logprobs(policy, SEQUENCES)
-    for ids, found in zip(SEQUENCES, packed, strict=True):
+    policy = built(tmp_path / "first", mesh, case, monkeypatch)
+    check(policy, tmp_path / "first")
+    for shard in policy.shards():
+        shard.local.add_(torch.randn(shard.local.shape, generator=torch.Generator().manual_seed(1)), alpha=0.05)
+    (tmp_path / "export").mkdir()
+    write_hf_folder(policy.shards(), tmp_path / "first", tmp_path / "export", "float32", mesh.get_group())
+    check(policy, tmp_path / "export")
+
+
+def check(policy: Policy, folder: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    for ids, found in zip(SEQUENCES, logprobs(policy, SEQUENCES), strict=True):
         logits = theirs(torch.tensor([ids])).logits[0, :-1]
         wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         torch.testing.assert_close(found.double(), wanted.detach(), rtol=0, atol=1e-5)
