@@ -58,9 +58,10 @@ class Optimizer:
         shards = policy.shards()
         self.masters = [shard.local for shard in shards]
         decays = [len(shard.shape) > 1 and not shard.name.endswith(EMBEDDING) for shard in shards]
-        others = compress(self.masters, map(operator.not_, decays))
+        others = list(compress(self.masters, map(operator.not_, decays)))
+        groups: list[dict[str, Any]] = [{"params": list(compress(self.masters, decays))}]
         self.adamw = torch.optim.AdamW(
-            [{"params": list(compress(self.masters, decays))}, {"params": list(others), "weight_decay": 0.0}],
+            [*groups, {"params": others, "weight_decay": 0.0}],
             lr=config.lr,
             betas=config.betas,
             eps=config.adam_epsilon,

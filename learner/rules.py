@@ -105,11 +105,6 @@ def _of_critic(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[s
                 f"learner.mesh: {learner.mesh} with a {role} ({key}), which knows ranks that shard and nothing else;"
                 " leave learner.mesh out"
             )
-        if is_needed and learner.lora.rank:
-            yield (
-                f"learner.lora.rank: {learner.lora.rank} with a {role} ({key}), which is not made for adapters yet;"
-                " take learner.lora.rank=0"
-            )
     if critic.path is not None and not needs_critic:
         yield (
             f"critic.path: {critic.path!r}, but nothing here needs a critic; set algorithm.advantage=gae, or leave it"

@@ -11,7 +11,7 @@ from learner.advantages import build_advantage, facts_of, need_tokens
 from learner.beside.advantages import Judged, judge
 from learner.beside.critic import Critic
 from learner.beside.folders import check_folders
-from learner.beside.reference import Reference
+from learner.beside.reference import AdapterReference, Reference
 from learner.checkpoints.parts import Part
 from learner.policy.model import Policy
 from learner.rows import Row
@@ -22,7 +22,11 @@ class Beside:
     """The models beside a policy; without any, a batch goes through untouched."""
 
     def __init__(
-        self, config: Config, policy: Policy, reference: Reference | None = None, critic: Critic | None = None
+        self,
+        config: Config,
+        policy: Policy,
+        reference: Reference | AdapterReference | None = None,
+        critic: Critic | None = None,
     ) -> None:
         self._config, self._policy, self._advantage = config, policy, build_advantage(config.algorithm)
         self.reference, self.critic = reference, critic
@@ -76,7 +80,7 @@ class Beside:
         """
         parts = {}
         if self.reference is not None and self._config.algorithm.reference_refresh_steps:
-            parts["reference"] = Part(self.reference.model)
+            parts["reference"] = self.reference.part
         if self.critic is not None:
             parts["critic"] = Part(self.critic.model, self.critic.optimizer)
         return parts
@@ -90,6 +94,9 @@ def build_beside(config: Config, policy: Policy) -> Beside:
         PolicyError: a folder holds no model that the learner can use.
     """
     check_folders(config)
-    reference = Reference(config, policy) if config.algorithm.kl != "none" else None
+    reference: Reference | AdapterReference | None = None
+    if config.algorithm.kl != "none":
+        is_own = policy.lora is None or config.algorithm.reference_path is not None
+        reference = (Reference if is_own else AdapterReference)(config, policy)
     critic = Critic(config, policy) if facts_of(config.algorithm).needs_critic else None
     return Beside(config, policy, reference, critic)

@@ -1,4 +1,7 @@
-"""The critic of PPO: a language model with a scalar head, its loss, its optimizer, and its step."""
+"""The critic of PPO: a language model with a scalar head, its loss, its optimizer, and its step.
+
+With learner.lora its head and adapters of its own are in training.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +13,7 @@ from configs import Config
 from learner.beside.reference import folder_of
 from learner.objective import Measurements
 from learner.optimizer import Optimizer, lr_at
-from learner.policy.model import Policy, TokenModel, shaped_policy
+from learner.policy.model import Policy, TokenModel, begin_adapters, shaped_policy
 from learner.policy.pretrained import PolicyError, fill
 from learner.rows import Row
 from learner.step import accumulate_gradients, apply_update
@@ -54,13 +57,14 @@ class Critic:
         with folder_of("critic.path", config.critic.path, config) as folder:
             self.model = shaped_policy(config, policy.mesh, policy.device, policy.budget, folder, ValueModel)
             files, shards = weight_files(folder, PolicyError), self.model.shards()
-            (head,) = (shard for shard in shards if shard.name == HEAD)
-            body = [shard for shard in shards if shard.name != HEAD]
+            (head,) = (shard for shard in shards if shard.name.endswith(HEAD))
+            body = self.model.frozen() or [shard for shard in shards if shard is not head]
             if SAVED_HEAD in files:
                 body.append(replace(head, name=SAVED_HEAD))
             else:
                 head.local.zero_()
             fill(body, files, folder)
+            begin_adapters(self.model, config)
         self.optimizer = Optimizer(self._settings, self.model)
 
     def values(self, rows: Sequence[Row]) -> list[torch.Tensor]:

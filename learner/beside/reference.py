@@ -1,14 +1,18 @@
-"""The reference model of a KL term: frozen weights, no optimizer."""
+"""The reference model of a KL term: frozen weights, no optimizer; with LoRA the policy's own, and adapters."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from configs import Config
+from learner.checkpoints.parts import Part
+from learner.policy import lora
 from learner.policy.model import Policy, shaped_policy
 from learner.policy.pretrained import PolicyError, fill
+from learner.policy.sharding import Shard
 from learner.rows import Row
 from slipstream.weight_files import weight_files
 
@@ -22,6 +26,7 @@ class Reference:
         with folder_of("algorithm.reference_path", config.algorithm.reference_path, config) as folder:
             self.model = shaped_policy(config, policy.mesh, policy.device, policy.budget, folder, is_frozen=True)
             fill(self.model.shards(), weight_files(folder, PolicyError), folder)
+        self.part = Part(self.model)
 
     def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """[n] float32 of each row's tokens at the sampling temperature, in host memory. A collective."""
@@ -29,8 +34,38 @@ class Reference:
 
     def refresh(self, policy: Policy) -> None:
         """Become a copy of the policy, which is sharded over the same ranks."""
-        for mine, new in zip(self.model.shards(), policy.shards(), strict=True):
+        news: Iterable[Shard] = policy.shards()
+        if policy.lora is not None:
+            news = lora.merged(policy.frozen(), news, policy.lora, policy.meshes.replica)
+        for mine, new in zip(self.model.shards(), news, strict=True):
             mine.local.copy_(new.local)
+
+
+class AdapterReference:
+    """The policy's frozen weights with other adapters: at first those of a new run, which add nothing."""
+
+    def __init__(self, config: Config, policy: Policy) -> None:
+        """`policy` is as build_policy made it."""
+        self.temperature, self._policy = config.rollout.temperature, policy
+        self.part = Part(policy, held=[replace(shard, local=shard.local.clone()) for shard in policy.shards()])
+
+    def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
+        """As those of Reference: from the policy itself, while it has the other adapters. A collective."""
+        own = [shard.local.clone() for shard in self._policy.shards()]
+        self._put([shard.local for shard in self.part.weights()])
+        try:
+            return self._policy.logprobs(rows, self.temperature)
+        finally:
+            self._put(own)
+
+    def refresh(self, policy: Policy) -> None:
+        """Take the policy's adapters."""
+        for mine, new in zip(self.part.weights(), policy.shards(), strict=True):
+            mine.local.copy_(new.local)
+
+    def _put(self, adapters: Sequence[torch.Tensor]) -> None:
+        for shard, local in zip(self._policy.shards(), adapters, strict=True):
+            shard.local.copy_(local)
 
 
 @contextmanager

@@ -31,6 +31,12 @@ class Part:
 
     policy: Policy
     optimizer: Optimizer | None = None
+    held: list[Shard] | None = None
+    """Tensors of the policy's names and shapes in place of its own."""
+
+    def weights(self) -> list[Shard]:
+        """This rank's rows, sharing memory."""
+        return self.policy.shards() if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class Tensors:
 
 def tensors_of(part: Part) -> Tensors:
     """The tensors of a part, sharing memory."""
-    optimizer, weights = part.optimizer, part.policy.shards()
+    optimizer, weights = part.optimizer, part.weights()
     if optimizer is None:
         return Tensors(weights, {}, 0)
     return Tensors(weights, {kind: optimizer.moments(kind) for kind in MOMENTS}, optimizer.num_steps)
@@ -110,7 +116,7 @@ def save_part(folder: Path, part: Part) -> None:
         CheckpointException: a shard could not be written on some rank.
     """
     policy, tensors = part.policy, tensors_of(part)
-    described = describe(tensors, policy.group) | {"dtype": str(tensors.weights[0].local.dtype)}
+    described = describe(tensors, policy.group, policy.frozen_digests) | {"dtype": str(tensors.weights[0].local.dtype)}
     dcp_save(for_dcp(policy, tensors), checkpoint_id=folder / "dcp", process_group=policy.group)
     if policy.rank == 0:
         (folder / "part.json").write_text(json.dumps(described) + "\n", encoding="utf-8")
@@ -135,7 +141,7 @@ def load_part(folder: Path, part: Part) -> None:
     dcp_load(for_dcp(policy, tensors), checkpoint_id=folder / "dcp", process_group=policy.group)
     if part.optimizer is not None:
         part.optimizer.set_steps(saved["optimizer_steps"])
-    for key, found in describe(tensors_of(part), policy.group).items():
+    for key, found in describe(tensors_of(part), policy.group, policy.frozen_digests).items():
         if found != saved[key]:
             raise ValueError(f"{folder.name}/: {key} is {found} after loading, {saved[key]} was saved")
 

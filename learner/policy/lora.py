@@ -20,7 +20,7 @@ from configs.learner import Lora
 from learner.policy.sharding import Shard, gather
 from weight_bus.adapters import is_adapted, names_of
 
-A = "lora_A"
+A, B = "lora_A", "lora_B"
 
 
 class AdaptedLinear(torch.nn.Module):
@@ -50,10 +50,11 @@ def adapt(transformer: Any, lora: Lora, compute_dtype: torch.dtype) -> None:
 
 
 def initialize(adapters: Iterable[Shard], seed: int) -> None:
-    """Give A its random rows, the same at every number of ranks, and B zeros."""
+    """Give A its random rows, the same at every number of ranks, and B zeros; what else is in training stays."""
     for shard in adapters:
         if f".{A}." not in shard.name:
-            shard.local.zero_()
+            if f".{B}." in shard.name:
+                shard.local.zero_()
             continue
         own = int.from_bytes(hashlib.blake2b(f"{seed}/{shard.name}".encode(), digest_size=7).digest(), "big")
         bound = shard.shape[1] ** -0.5

@@ -14,8 +14,9 @@ import psutil
 from configs import auto
 from configs.schema import Config
 from learner.advantages import facts_of
-from learner.policy.memory import GIB, Sizes
+from learner.policy.memory import GIB
 from slipstream.check.finding import Finding, ok, stop, warn
+from slipstream.families.sizes import Sizes
 
 OPEN_FILES = 1024
 FREE_INODES = 10_000
@@ -38,10 +39,13 @@ def on_gpus(config: Config) -> bool:
 
 
 def checkpoint_bytes(config: Config, sizes: Sizes) -> int:
-    """Of one checkpoint: dcp/ of what is trained, hf/ of the whole policy; a critic is taken to be of its size."""
+    """Of one checkpoint: dcp/ of what is trained, hf/ of the whole policy; a critic is taken to be of its size.
+
+    It has adapters where the policy has them.
+    """
     lora = config.learner.lora
     trained = sizes.adapter_parameters(lora) if lora.rank else sizes.parameters
-    trained += sizes.parameters if facts_of(config.algorithm).needs_critic else 0
+    trained *= 2 if facts_of(config.algorithm).needs_critic else 1
     return trained * STATE_BYTES + weights_bytes(config, sizes)
 
 

@@ -56,7 +56,6 @@ learner.mesh.tensor=2 learner.compile=true -> learner.mesh.tensor 2 | learner.co
 learner.collective_deadline_s=30 placement.split=1:2 -> collective_deadline_s: 30 | weight_bus.deadline_s 30 | take 60
 replay.async_lag=0 replay.on_stale=substitute -> replay.on_stale: 'substitute' | take 'wait'
 learner.lora.rank=4 rollout.dtype=bfloat16 -> rollout.dtype 'bfloat16' | 'float32' | one dtype
-@gae learner.lora.rank=4 -> learner.lora.rank: 4 with a critic (algorithm.advantage=gae)
 algorithm.correction=token_tis -> algorithm.correction: 'token_tis' truncates weights only | a correction that masks
 replay.async_lag=9 -> replay.async_lag: 9 | take 8 or less
 replay.async_lag=0 rollout.on_new_weights=keep_kv -> rollout.on_new_weights: 'keep_kv' | 'drain'

@@ -29,7 +29,8 @@ PPO = {
     "critic": {"lr": 1e-3, "updates": 2, "lam": 0.95},
 }
 BOTH = {"algorithm": {"kl": "k3", "kl_coef": 0.2, "reference_refresh_steps": 2}}
-CASES = {"ppo": PPO, "reference": BOTH}
+ADAPTERS = PPO | {"learner": {**SECTIONS["learner"], "lora": {"rank": 2}, "lr": 5e-3}}
+CASES = {"ppo": PPO, "reference": BOTH, "adapters": ADAPTERS}
 
 
 def configured(folder: Path, name: str, split: str = "1:2", parent: str = "beside") -> Config:

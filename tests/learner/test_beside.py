@@ -17,10 +17,12 @@ from learner.beside.advantages import judge
 from learner.beside.beside import build_beside
 from learner.beside.critic import HEAD, Critic, ValueLoss
 from learner.beside.folders import check_folders
+from learner.beside.reference import AdapterReference, Reference
 from learner.guards import Guards
-from learner.policy.memory import GIB, Setup, Sizes, choose
+from learner.policy.memory import GIB, Setup, choose
 from learner.rows import Row, lay_out
 from learner.trainer import CRITIC_WARMUP, Trainer
+from slipstream.families.sizes import Sizes
 from tests.learner import algorithm_reference as oracle
 from tests.learner.recorded import batch_of, random_step, rows_of
 from tests.learner.reference import Recorded
@@ -178,6 +180,50 @@ def test_a_reference_starts_as_the_policy_and_is_refreshed(qwen3: Path, mesh: De
     trainer = Trainer(config, policy, optimizer, beside=build_beside(config, policy))
     kl = [trainer.train_step(batch_of(STEP, step)).values["actor/kl_loss"] for step in range(1, 5)]
     assert kl[0] == kl[3] == 0.0 and min(kl[1:3]) > 0.0, "the same weights give the same bits"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_adapters_off_are_the_reference_model(mesh: DeviceMesh, tmp_path: Path, family: str) -> None:
+    """Of a policy that has learnt, which comes out unharmed; a refresh takes its adapters, by either kind."""
+    folder = save_model(tmp_path, family, tied=family == "qwen3")
+    kl = {"kl": "k3", "kl_coef": 0.2, "reference_refresh_steps": 3}
+    sections: dict[str, Any] = {"learner": {"lora": {"rank": 3}, "lr": 5e-2, "warmup_steps": 0}}
+    config = configured(folder, algorithm=kl, **sections)
+    policy, optimizer = built(config, mesh)
+    beside = build_beside(config, policy)
+    own, whole = beside.reference, Reference(configured(folder, algorithm=kl | {"reference_path": str(folder)}), policy)
+    trainer = Trainer(config, policy, optimizer, beside=beside)
+    losses = [trainer.train_step(batch_of(STEP, step)).values["actor/kl_loss"] for step in (1, 2)]
+    assert isinstance(own, AdapterReference) and losses[0] == 0.0 < losses[1]
+    rows, digest = rows_of(batch_of(STEP, 3, num_microbatches=2), config)[0], policy.parameter_digest()
+
+    def furthest(others: list[torch.Tensor]) -> list[float]:
+        found = own.logprobs(rows)
+        return [float((one - other).abs().max()) for one, other in zip(found, others, strict=True)]
+
+    assert max(furthest(whole.logprobs(rows))) <= 1e-6
+    now = policy.logprobs(rows, TEMPERATURE)
+    assert min(furthest(now)) > 1e-3 and policy.parameter_digest() == digest
+    for reference in (own, whole):
+        reference.refresh(policy)
+    assert max(furthest(now)) == 0.0 and max(furthest(whole.logprobs(rows))) <= 1e-5
+
+
+def test_a_critic_of_adapters_learns_with_its_weights_frozen(qwen3: Path, mesh: DeviceMesh) -> None:
+    critic = CRITIC | {"updates": 3, "clip": 5.0, "lr": 5e-3}
+    learner = {"lora": {"rank": 3}, "adam_epsilon": 1e-6, "warmup_steps": 0}
+    config = configured(qwen3, algorithm={"advantage": "gae"}, critic=critic, learner=learner)
+    policy, optimizer = built(config, mesh)
+    beside = build_beside(config, policy)
+    assert beside.critic is not None
+    model = beside.critic.model
+    start = load_file(qwen3 / "model.safetensors")
+    trainer = Trainer(config, policy, optimizer, beside=beside)
+    explained = [trainer.train_step(batch_of(STEP, 3)).values["critic/vf_explained_var"] for _ in range(3)]
+    assert explained[0] < 0.05 < 0.3 < explained[2], explained
+    assert all(torch.equal(shard.local, start[shard.name]) for shard in model.frozen())
+    trained = {shard.name: float(shard.local.abs().max()) for shard in model.shards()}
+    assert len(trained) == 2 * 7 * 2 + 1 and min(trained.values()) > 0, "every adapter, and the head"
 
 
 def test_a_critic_takes_the_head_of_its_folder(qwen3: Path, mesh: DeviceMesh, tmp_path: Path) -> None:

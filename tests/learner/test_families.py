@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from learner.checkpoints.export import write_hf_folder
-from learner.policy import attention, pretrained
+from learner.policy import attention
 from learner.policy.model import Policy, build_policy
 from tests.learner.test_prefixes import computed, rows, stand_in, trajectory
 from tests.learner.tiny_models import logprobs, make_config, save_model
@@ -47,18 +47,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def built(folder: Path, mesh: DeviceMesh, case: str, patch: pytest.MonkeyPatch) -> Policy:
+def built(folder: Path, mesh: DeviceMesh, case: str) -> Policy:
     family, changes = CASES[case]
-    patch.setattr(pretrained, "FAMILIES", (family,))
-    patch.setattr(pretrained, "problem_with_window", lambda *_: "")
     return build_policy(make_config(save_model(folder, family, **changes)), mesh, CPU)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_logprobs_are_those_of_transformers_before_and_after_an_export(
-    tmp_path: Path, mesh: DeviceMesh, case: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, mesh: DeviceMesh, case: str
 ) -> None:
-    policy = built(tmp_path / "first", mesh, case, monkeypatch)
+    policy = built(tmp_path / "first", mesh, case)
     check(policy, tmp_path / "first")
     for shard in policy.shards():
         shard.local.add_(torch.randn(shard.local.shape, generator=torch.Generator().manual_seed(1)), alpha=0.05)
@@ -85,10 +83,10 @@ def test_answers_that_share_prompts_have_the_same_logprobs_and_gradients(
     given = [trajectory(range(1, 8), [1] * length, 0, length) for length in (1, 3, 11)]
     given += [trajectory([5], [1] * 6, 1, 20), trajectory(range(14), [1] * 2, 2, 21)]
     given += [trajectory(range(14), [1] * 4, 2, 22)]
-    expected, gradients = computed(built(tmp_path, mesh, case, monkeypatch), rows(given, False))
+    expected, gradients = computed(built(tmp_path, mesh, case), rows(given, False))
     if kernel == "varlen":
         stand_in(monkeypatch, ["window_size", "scale", "enable_gqa"])
-    policy = built(tmp_path, mesh, case, monkeypatch)
+    policy = built(tmp_path, mesh, case)
     attentions = {"gemma3": attention.VARLEN if kernel == "varlen" else attention.PADDED, "gemma2": attention.PADDED}
     assert policy.model.transformer.config._attn_implementation == attentions[case[:6]]
     found, others = computed(policy, rows(given, True))
