@@ -54,7 +54,7 @@ class AdapterReference:
         own = [shard.local.clone() for shard in self._policy.shards()]
         self._put([shard.local for shard in self.part.weights()])
         try:
-            return self._policy.logprobs(rows, self.temperature)
+            return self._policy.logprobs([row.by_own_router() for row in rows], self.temperature)
         finally:
             self._put(own)
 

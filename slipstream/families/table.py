@@ -164,7 +164,7 @@ _RECORDS = (
             "max_window_layers": 28,
         },
         decides=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"),
-        refused="experts are not trained",
+        in_torch_engine=True,
     ),
     Family(
         model_type="olmoe",
@@ -174,7 +174,7 @@ _RECORDS = (
         defaults={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
         against_tensor=ONE_NORM,
         decides=("num_experts", "num_experts_per_tok", "norm_topk_prob", "clip_qkv"),
-        refused="experts are not trained",
+        in_torch_engine=True,
     ),
 )
 FAMILIES: Mapping[str, Family] = {record.model_type: record for record in _RECORDS}
