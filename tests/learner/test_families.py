@@ -61,7 +61,7 @@ def test_logprobs_are_those_of_transformers_before_and_after_an_export(
     for shard in policy.shards():
         shard.local.add_(torch.randn(shard.local.shape, generator=torch.Generator().manual_seed(1)), alpha=0.05)
     (tmp_path / "export").mkdir()
-    write_hf_folder(policy.shards(), tmp_path / "first", tmp_path / "export", "float32", mesh.get_group())
+    write_hf_folder(policy.layout, policy.shards(), policy.source, tmp_path / "export", "float32", policy.group)
     check(policy, tmp_path / "export")
 
 
