@@ -203,7 +203,8 @@ def test_preflight_names_the_set_whose_file_is_missing_or_whose_answers_are_too_
 
 def test_preflight_names_a_window_that_engines_would_leave_out(model, tmp_path):
     (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
-    described = json.loads((model / "config.json").read_text()) | {"model_type": "mistral", "sliding_window": 8}
+    described = json.loads((model / "config.json").read_text())
+    described |= {"sliding_window": 8, "layer_types": ["sliding_attention"] * 4}
     (model / "config.json").write_text(json.dumps(described))
     with pytest.raises(ConfigError, match=r"^model\.path: .* attention sees 8 tokens .* all 26 of data"):
         check_input(config_of(model, f"data.train={file_of(tmp_path, '1+1=')}"))
