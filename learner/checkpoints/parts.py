@@ -21,6 +21,7 @@ from configs.schema import Config
 from learner.checkpoints.folders import CheckpointError
 from learner.optimizer import MOMENTS, Optimizer
 from learner.policy.model import Policy
+from learner.policy.pinned import host_tensors
 from learner.policy.sharding import Shard, digests
 from weight_bus.digest import combined
 
@@ -71,26 +72,23 @@ class HostMemory:
     parameter in training that the rank holds, and 4 for one that is not trained."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._copies: list[torch.Tensor] = []
 
     def copy(self, part: Tensors) -> Tensors:
         """Copy a part; the copy is complete on return, and overwritten by the next call."""
-        copied = Tensors(
-            [self._copy("model", shard) for shard in part.weights],
-            {kind: [self._copy(kind, shard) for shard in shards] for kind, shards in part.moments.items()},
-            part.num_steps,
-        )
-        if any(shard.local.is_cuda for shard in part.weights):  # asked of the sources: of no rows, no copy is pinned
+        sources = [shard.local for _, shard in part.keyed()]
+        pinned = any(source.is_cuda for source in sources)
+        if [copy.shape for copy in self._copies] != [source.shape for source in sources]:
+            self._copies = []  # the old blocks go first
+            self._copies = host_tensors(sources, pinned=pinned)
+        for copy, source in zip(self._copies, sources, strict=True):
+            copy.copy_(source, non_blocking=True)
+        if pinned:
             torch.cuda.synchronize()
-        return copied
-
-    def _copy(self, kind: str, shard: Shard) -> Shard:
-        key, source = f"{kind}.{shard.name}", shard.local
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != source.shape:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self._buffers[key] = buffer
-        return replace(shard, local=buffer.copy_(source, non_blocking=True))
+        left = iter(self._copies)
+        weights = [replace(shard, local=next(left)) for shard in part.weights]
+        moments = {kind: [replace(shard, local=next(left)) for shard in held] for kind, held in part.moments.items()}
+        return Tensors(weights, moments, part.num_steps)
 
 
 def describe(

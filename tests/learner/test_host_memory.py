@@ -9,8 +9,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
 from learner import optimizer as optimizer_module
+from learner.checkpoints.parts import HostMemory, Tensors
+from learner.optimizer import MOMENTS
+from learner.policy import pinned
 from learner.policy.memory import GIB, Setup, Sizes, choose
 from learner.policy.model import Policy
+from learner.policy.sharding import Shard
 from tests.learner.recorded import batch_of, random_step, train_on
 from tests.learner.tiny_models import built, make_config
 
@@ -58,3 +62,22 @@ def test_what_lies_in_host_memory_is_not_counted_on_the_device() -> None:
         found[key] = choose(setup.with_tokens(16_384), 200 * GIB).items
     assert found["offload_optimizer"]["AdamW state"] < 0.2 * found[""]["AdamW state"]
     assert found[""]["activations"] - found["offload_activations"]["activations"] == 34 * 4096 * 2 * 16_384
+
+
+def test_copies_of_a_checkpoint_take_what_they_hold_and_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the power of two above each tensor, which torch's allocator of pinned memory would take."""
+    monkeypatch.setattr(pinned, "BLOCK_BYTES", 1 << 20)
+    shapes = [(1000, 64), (0, 64), *[(300, 64), (100, 64), (64,), (1,)] * 20]
+    shards = [Shard(str(i), shape, torch.full(shape, float(i)), 0) for i, shape in enumerate(shapes)]
+    memory, part = HostMemory(), Tensors(shards, {kind: shards for kind in MOMENTS}, 3)
+    first = memory.copy(part)
+    for shard in shards:
+        shard.local.add_(1000)
+    again = memory.copy(part)
+    copies = [copy for _, copy in again.keyed()]
+    assert [copy.local.data_ptr() for _, copy in first.keyed()] == [copy.local.data_ptr() for copy in copies]
+    for (name, copy), (_, source) in zip(again.keyed(), part.keyed(), strict=True):
+        assert torch.equal(copy.local, source.local) and copy.local.data_ptr() % 64 == 0, name
+    storages = {copy.local.untyped_storage().data_ptr(): copy.local.untyped_storage().nbytes() for copy in copies}
+    held = sum(copy.local.nbytes for copy in copies)
+    assert all(size.bit_count() == 1 for size in storages.values()) and held <= sum(storages.values()) <= 1.1 * held
