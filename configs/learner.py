@@ -5,8 +5,8 @@ from typing import Literal, get_args
 from pydantic import Field, field_validator
 
 from configs.base import Dtype, Section
+from slipstream.families.record import Projection
 
-Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 """Of attention and MLP, in the order of a decoder layer."""
 

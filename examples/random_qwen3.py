@@ -19,7 +19,7 @@ PAD, EOS, UNK = range(3)
 COLUMNS = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
 COLUMNS += ["head_dim", "vocab_size", "tie_word_embeddings"]
 SHAPES: dict[str, dict[str, Any]] = {
-    name: dict(zip(COLUMNS, sizes, strict=True))
+    name: {"model_type": "qwen3", **dict(zip(COLUMNS, sizes, strict=True))}
     for name, *sizes in (
         ("tiny", 64, 2, 192, 4, 2, 16, 512, True),
         ("10M", 320, 7, 960, 5, 5, 64, 4096, True),

@@ -4,6 +4,7 @@ It is frozen: features of a picture are the same in every version, and the bus h
 both ends hold the same tower is checked at Hello, by a hash of its tensors (slipstream/runtime/fingerprint.py).
 """
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,9 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from configs.errors import SlipstreamError
-from slipstream.families.pictures import TOWER, Grid
+from slipstream.families.pictures import Grid
+from slipstream.families.record import TOWER
+from slipstream.families.table import FAMILIES
 from slipstream.weight_files import weight_files
 
 if TYPE_CHECKING:
@@ -54,15 +57,11 @@ class VisionTower:
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         from transformers import AutoConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-        towers: dict[str, Any] = {
-            "qwen2_vl": Qwen2VisionTransformerPretrainedModel,
-            "qwen2_5_vl": Qwen2_5_VisionTransformerPretrainedModel,
-        }
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        self._tower = towers[config.model_type]._from_config(config.vision_config, dtype=dtype)
+        module, name = FAMILIES[config.model_type].tower
+        kind: Any = getattr(importlib.import_module(module), name)
+        self._tower = kind._from_config(config.vision_config, dtype=dtype)
         given = {name.removeprefix(TOWER): tensor for name, tensor in read_tower(folder)}
         try:
             self._tower.load_state_dict(given)

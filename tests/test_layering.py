@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = ("configs", "slipstream.families", "slipstream.runtime")
 FOLDERS = ("slipstream.vision", "slipstream.weight_files")  # what both ends read of a model's folder
 MAY_IMPORT = {
-    "configs": (),
+    "configs": ("slipstream.families",),
     "slipstream.families": ("configs.errors",),
     "slipstream.weight_files": ("configs.errors",),
     "slipstream.vision": ("configs.errors", "slipstream.families", "slipstream.weight_files"),

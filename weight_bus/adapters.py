@@ -1,7 +1,7 @@
 """Names of LoRA adapters on the bus (peft's), and the digest of their scale.
 
 An update then carries adapters only. The weights that they are added to, and the factor of what they add, must be on
-both ends already: the manifest has their digests (`Manifest.kept`), and an engine that holds others is quarantined.
+both ends already: the manifest has their digests (`Layout.kept`), and an engine that holds others is quarantined.
 """
 
 from collections.abc import Iterable

@@ -24,7 +24,7 @@ from weight_bus.coordinator import Coordinator
 from weight_bus.delta.changes import Change
 from weight_bus.errors import BusClosed, FolderFull, NotPacked, TransportError, WeightBusError
 from weight_bus.membership import Member, State
-from weight_bus.messages import Abort, Begin, Epoch, described
+from weight_bus.messages import Abort, Begin, Epoch, described, digest_array
 from weight_bus.offer import VERIFYING, Board, Offer
 from weight_bus.transports.base import FORMING, Formation, Transport, group_prefix
 
@@ -87,7 +87,7 @@ class Sender:
         if formation is not None:
             board.doing = f"building the group of epoch {formation.epoch} for"
             self._transport.form(formation)
-        self._transport.label(offer.version, offer.manifest if parcel.change is None else None)
+        self._transport.label(offer.version, offer.manifest.layout if parcel.change is None else None)
         limit_s = self._timeout_s / 2  # receivers wait for each bucket, too
         for index, bucket in enumerate(parcel.pieces):
             if board.closing:
@@ -229,8 +229,7 @@ class Bus:
             parcel = self._parcel(offer, receivers)
             self._membership.begin(receivers, (offer.version, offer.digest), now, now + self._config.deadline_s)
             self._board.counters["rounds"] += 1
-            for rank, member in enumerate(receivers, start=1):
-                self._router.send(member.identity, self._announcement(offer, parcel.change, member, rank))
+            self._announce(offer, parcel.change, receivers)
         return parcel
 
     def _parcel(self, offer: Offer, receivers: list[Member]) -> Parcel:
@@ -242,20 +241,27 @@ class Bus:
         offer.wire_bytes = sum(piece.numel() for piece in parcel.pieces)
         return parcel
 
-    def _announcement(self, offer: Offer, change: Change | None, member: Member, rank: int) -> Begin:
-        return Begin(
-            session=member.session,
+    def _announce(self, offer: Offer, change: Change | None, receivers: Sequence[Member]) -> None:
+        """Send the layout to those that have not had it, and Begin to all."""
+        layout = offer.manifest.layout
+        if uninformed := self._membership.uninformed(receivers, layout.id):
+            new = described(layout, self._config.bucket_bytes)
+            self._router.send_all([member.identity for member in uninformed], new)
+        begin = Begin(
             epoch=self._membership.epoch,
             version=offer.version,
             incarnation=self._incarnation,
             evaluate=offer.evaluate,
-            rank=rank,
-            size=len(self._membership.group) + 1,
+            ranks={member.session: rank for rank, member in enumerate(receivers, start=1)},
+            size=len(receivers) + 1,
             endpoint=self._sender.endpoint,
             bucket_bytes=self._config.bucket_bytes,
-            **described(offer.manifest),
+            layout=layout.id,
+            digests=digest_array(offer.manifest),
+            digest=offer.digest,
             **(change.described() if change is not None else {}),
         )
+        self._router.send_all([member.identity for member in receivers], begin)
 
     def _transmit(self, offer: Offer, parcel: Parcel, size: int, *, fresh: bool) -> TransportError | None:
         """Send all pieces, in a new group where the epoch is fresh."""

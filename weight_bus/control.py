@@ -2,6 +2,7 @@
 
 import socket
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 import zmq
@@ -35,11 +36,19 @@ class Router(Hub):
 
         `run_id` answers a peer of another run, which refuses anything that does not carry its own.
         """
+        return self._queue(identity, encode(message, run_id or self.run_id, next(self._sequence)))
+
+    def send_all(self, identities: Iterable[str], message: Message) -> None:
+        """Queue one message for several, encoded once. Those that it cannot be sent to are silent, or slow, later."""
+        frames = encode(message, self.run_id, next(self._sequence))
+        for identity in identities:
+            self._queue(identity, frames)
+
+    def _queue(self, identity: str, frames: Sequence[bytes | memoryview]) -> str:
         if (route := self._arrivals.route(identity)) is None:
             return "closed"
-        frames = [route, *encode(message, run_id or self.run_id, next(self._sequence))]
         try:
-            self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+            self._socket.send_multipart([route, *frames], flags=zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:
                 return "closed"

@@ -5,14 +5,13 @@
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 
 import torch
 
 from replay.channel import WireError
 from weight_bus.delta.changes import ChangeReader
-from weight_bus.manifest import ALIGNMENT, Manifest
-from weight_bus.messages import Begin, manifest_of
+from weight_bus.manifest import ALIGNMENT, NOTHING, Manifest
+from weight_bus.messages import Begin, NewLayout, layout_of, manifest_of
 from weight_bus.staging import Staging
 from weight_bus.transports.base import Formation, Transport, group_prefix, ignore
 
@@ -29,6 +28,7 @@ class Intake:
         self.seconds: dict[str, float] = {}
         """Of the last version: `wire`, from the first bucket to the last, and `verify`, what digests took beyond it."""
         self._transport, self._run_id, self._alignment = transport, run_id, alignment
+        self._layout = NOTHING.layout
         self._formed = 0  # epoch of the present group, 0 for none
         self.staging = staging or Staging()
         self._reader = ChangeReader(transport.device)
@@ -44,14 +44,20 @@ class Intake:
         """Of the last version."""
         return self.staging.manifest
 
+    def learn(self, new: NewLayout) -> None:
+        """What versions carry from now on. Raises WireError: it is not consistent."""
+        self._layout = layout_of(new, self._alignment)
+
     def take(self, begin: Begin) -> list[str]:
-        """Receive every bucket; builds the group where the epoch is new. Blocks for broadcasts only.
+        """Receive every bucket, as the only one of `begin.ranks`, in a group that is built where the epoch is new.
+
+        Blocks for broadcasts only.
 
         Returns the names of tensors whose bytes are not the manifest's; none means that the version is staged.
 
         Raises TransportError: a peer was lost. The group is gone; WireError: the manifest is not consistent.
         """
-        manifest = manifest_of(begin, self._alignment)
+        manifest = manifest_of(begin, self._layout)
         if not begin.base:
             self._holds = ""
             self.staging.prepare(manifest, self._transport.device)
@@ -59,7 +65,7 @@ class Intake:
         if self._formed != begin.epoch:
             self._transport.form(_formation(begin, self._run_id))
             self._formed = begin.epoch
-        self._transport.label(begin.version, None if begin.base else manifest)
+        self._transport.label(begin.version, None if begin.base else manifest.layout)
         started = time.monotonic()
         for index, bucket in enumerate(pieces):
             self._transport.broadcast(bucket, index)
@@ -74,7 +80,7 @@ class Intake:
     def _change(self, begin: Begin, manifest: Manifest) -> list[str]:
         """Make the new version of what is staged, as `take`. Not before all has come: the others wait for this one."""
         held, self._holds = self._holds, ""
-        if held != begin.base or replace(manifest, digests=self.staging.manifest.digests) != self.staging.manifest:
+        if held != begin.base or manifest.layout.id != self.staging.manifest.layout.id:
             raise WireError(f"v{begin.version} comes as a change of {begin.base}, and {held or 'nothing'} is staged")
         if not self._reader.arrived(begin.wire_bytes, begin.change_digest):
             return [f"the change from {begin.base}"]
@@ -98,4 +104,5 @@ class Intake:
 
 def _formation(begin: Begin, run_id: str) -> Formation:
     prefix = group_prefix(run_id, begin.incarnation, begin.epoch)
-    return Formation(epoch=begin.epoch, rank=begin.rank, size=begin.size, endpoint=begin.endpoint, prefix=prefix)
+    (rank,) = begin.ranks.values()
+    return Formation(epoch=begin.epoch, rank=rank, size=begin.size, endpoint=begin.endpoint, prefix=prefix)

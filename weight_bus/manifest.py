@@ -1,4 +1,4 @@
-"""The manifest: what a weight update carries, in order, and where each tensor lies in its bucket.
+"""What a weight update carries, in order, where each tensor lies in its bucket, and the digests of one version.
 
 A layout is made once (names, dtypes, shapes never change within a run); `with_digests` adds what is new in a version.
 
@@ -6,9 +6,13 @@ A layout is made once (names, dtypes, shapes never change within a run); `with_d
         Entry("a", ..., bucket=0, offset=0), Entry("b", ..., bucket=0, offset=64), Entry("c", ..., bucket=1, offset=0)
 """
 
+import hashlib
+import json
 import math
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from configs.infrastructure import WeightBus
 from weight_bus.digest import combined
@@ -26,38 +30,47 @@ def alignment_of(config: WeightBus) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of an update. A tensor is never split over buckets."""
+    """One box of a logical tensor: all of it, as a rule. It is never split over buckets.
+
+    Example: the lower half of a matrix [8, 3] has start (4, 0), shape (4, 3), whole (8, 3).
+    """
 
     name: str
     dtype: str
+    start: tuple[int, ...]  # its first index in the logical tensor
     shape: tuple[int, ...]
+    whole: tuple[int, ...]  # shape of the logical tensor
     bucket: int
     offset: int
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor on the wire."""
+        """Size on the wire."""
         return math.prod(self.shape) * ITEM_SIZES[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The ordered list of everything a weight update carries, and the digest of each tensor.
-
-    A digest without an entry is of a tensor that stays as it is: the engine must hold it, and it does not travel.
-    """
+@dataclass(frozen=True)
+class Layout:
+    """What every version of a run carries, and which tensors stay as they are: only their digests travel."""
 
     entries: tuple[Entry, ...]
     bucket_sizes: tuple[int, ...]
-    digests: Mapping[str, int] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
 
-    @property
-    def digest(self) -> str:
-        """One digest for the whole version; names the policy together with (incarnation, version)."""
-        return combined(self.digests)
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Logical tensors in the order of their digests: those that travel, then the kept ones."""
+        return (*dict.fromkeys(entry.name for entry in self.entries), *self.kept)
+
+    @cached_property
+    def id(self) -> str:
+        """Of these very contents."""
+        entries = [(e.name, e.dtype, e.start, e.shape, e.whole, e.bucket, e.offset) for e in self.entries]
+        contents = json.dumps([entries, self.bucket_sizes, self.kept])
+        return hashlib.blake2b(contents.encode(), digest_size=16).hexdigest()
 
     def by_bucket(self) -> list[list[Entry]]:
-        """The tensors of each bucket, in order."""
+        """The entries of each bucket, in order."""
         buckets: list[list[Entry]] = [[] for _ in self.bucket_sizes]
         for entry in self.entries:
             buckets[entry.bucket].append(entry)
@@ -68,22 +81,24 @@ class Manifest:
         """Bytes on the wire."""
         return sum(self.bucket_sizes)
 
-    @property
-    def kept(self) -> dict[str, int]:
-        """Digests of what stays as it is, by name."""
-        sent = {entry.name for entry in self.entries}
-        return {name: digest for name, digest in self.digests.items() if name not in sent}
+    def with_digests(self, digests: Mapping[str, int]) -> "Manifest":
+        """One version. Raises ValueError unless there is exactly the digest of each of `names`."""
+        if wrong := digests.keys() ^ self.names:
+            raise ValueError(f"digests do not match the layout, first difference: {min(wrong)!r}")
+        return Manifest(self, digests)
 
-    def with_digests(self, digests: Mapping[str, int], kept: Collection[str] = ()) -> "Manifest":
-        """The same layout with the digests of one version; `kept` names those of tensors that stay as they are.
 
-        Raises ValueError unless each is that of a tensor here, or of a kept one that is not here.
-        """
-        sent = {entry.name for entry in self.entries}
-        wrong = sent.intersection(kept) or (sent.union(kept) ^ set(digests))
-        if wrong:
-            raise ValueError(f"digests do not match the manifest, first difference: {min(wrong)!r}")
-        return replace(self, digests=dict(digests))
+@dataclass(frozen=True)
+class Manifest:
+    """A layout and the digest of each logical tensor in one version."""
+
+    layout: Layout
+    digests: Mapping[str, int]
+
+    @cached_property
+    def digest(self) -> str:
+        """One digest for the whole version; names the policy together with (incarnation, version)."""
+        return combined(self.digests)
 
     def differences(self, held: Mapping[str, int]) -> list[str]:
         """Names whose digest in `held` is missing or not the manifest's; names that are too many."""
@@ -91,27 +106,43 @@ class Manifest:
         return wrong + sorted(set(held) - set(self.digests))
 
 
+NOTHING = Layout((), ()).with_digests({})
+"""Before the first version."""
+
+
 class Planner:
     """Lays out tensors one by one, as they are gathered: in buckets of at most `bucket_bytes`, or of a larger one."""
 
     def __init__(self, bucket_bytes: int, alignment: int = ALIGNMENT) -> None:
         self._bucket_bytes, self._alignment = bucket_bytes, alignment
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[tuple[str, tuple[int, ...]], Entry] = {}
+        self._tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._sizes: list[int] = []
 
-    def place(self, name: str, dtype: str, shape: tuple[int, ...]) -> Entry:
-        """The place of the next tensor.
+    def place(
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        start: tuple[int, ...] = (),
+        whole: tuple[int, ...] = (),
+    ) -> Entry:
+        """The place of the next box: without `start` and `whole`, of a tensor as it is.
 
         Raises:
-            ValueError: the name appears twice, the dtype cannot travel, a size is negative, or without gaps the tensor
-                would begin inside an element.
+            ValueError: the box appears twice, is of a tensor with another dtype or shape, or is not inside it; the
+                dtype cannot travel; or without gaps the box would begin inside an element.
         """
-        if name in self._entries:
+        start, whole = start or (0,) * len(shape), whole or shape
+        if (name, start) in self._entries:
             raise ValueError(f"tensor {name!r} appears twice in the update")
         if dtype not in ITEM_SIZES:
             raise ValueError(f"tensor {name!r} has dtype {dtype}, the weight bus carries {sorted(ITEM_SIZES)}")
-        if any(axis < 0 for axis in shape):
-            raise ValueError(f"tensor {name[:80]!r} has shape {[*shape]}")
+        inside = len(start) == len(shape) == len(whole)
+        if not (inside and all(s >= 0 <= n <= w - s for s, n, w in zip(start, shape, whole, strict=True))):
+            raise ValueError(f"tensor {name[:80]!r} of shape {[*whole]} has a box of shape {[*shape]} at {[*start]}")
+        if self._tensors.setdefault(name, (dtype, whole)) != (dtype, whole):
+            raise ValueError(f"tensor {name!r} appears as {self._tensors[name]} and as {(dtype, whole)}")
         size = math.prod(shape) * ITEM_SIZES[dtype]
         if not self._sizes or (self._sizes[-1] and self._sizes[-1] + size > self._bucket_bytes):
             self._sizes.append(0)
@@ -120,13 +151,17 @@ class Planner:
                 f"tensor {name!r} of {dtype} would begin at byte {self._sizes[-1]} of a bucket without gaps"
                 " (weight_bus.transport 'disk'); give all tensors one dtype, or take weight_bus.transport: collective"
             )
-        self._entries[name] = entry = Entry(name, dtype, tuple(shape), len(self._sizes) - 1, self._sizes[-1])
+        entry = Entry(name, dtype, start, shape, whole, len(self._sizes) - 1, self._sizes[-1])
+        self._entries[name, start] = entry
         self._sizes[-1] = aligned(self._sizes[-1] + size, self._alignment)
         return entry
 
-    def manifest(self) -> Manifest:
-        """The layout of everything placed so far, without digests."""
-        return Manifest(tuple(self._entries.values()), tuple(self._sizes))
+    def layout(self, kept: Iterable[str] = ()) -> Layout:
+        """The layout of everything placed so far. Raises ValueError: a kept tensor is among it, or comes twice."""
+        layout = Layout(tuple(self._entries.values()), tuple(self._sizes), tuple(kept))
+        if len(set(layout.names)) < len(layout.names):
+            raise ValueError(f"of the kept tensors {[*layout.kept][:5]} one comes twice, or travels")
+        return layout
 
 
 def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
@@ -135,10 +170,10 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def plan(
-    tensors: Iterable[tuple[str, str, tuple[int, ...]]], bucket_bytes: int, alignment: int = ALIGNMENT
-) -> Manifest:
-    """Lay tensors (name, dtype, shape) out in order. Raises ValueError, see `Planner.place`."""
+    boxes: Iterable[tuple[Any, ...]], bucket_bytes: int, alignment: int = ALIGNMENT, kept: Iterable[str] = ()
+) -> Layout:
+    """Lay boxes out in order: (name, dtype, shape[, start, whole]). Raises ValueError, see `Planner`."""
     planner = Planner(bucket_bytes, alignment)
-    for name, dtype, shape in tensors:
-        planner.place(name, dtype, shape)
-    return planner.manifest()
+    for box in boxes:
+        planner.place(*box)
+    return planner.layout(kept)

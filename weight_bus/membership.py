@@ -61,6 +61,7 @@ class Member:
     target: int = -1  # version on its way to it, with the digest `expected`
     expected: str = ""
     base: str = ""  # digest of the version whose bytes it has beside its engine, proven; empty while that is not known
+    layout: str = ""  # id of the layout that it was sent last
     faults: int = 0  # failed updates since the last verified one
     retry_at: float = -math.inf  # not sent anything before this time
     hold: str = ""  # why it is HOLDING
@@ -184,6 +185,13 @@ class Membership:
             member.epoch = self.epoch
         self.group = tuple(member.session for member in members)
 
+    def uninformed(self, members: Iterable[Member], layout: str) -> list[Member]:
+        """Those that were not sent this layout yet; it counts as sent from now on."""
+        found = [member for member in members if member.layout != layout]
+        for member in found:
+            member.layout = layout
+        return found
+
     def receiving(self, session: str, epoch: int, version: int) -> Member | None:
         """The member that is RECEIVING exactly this; None for late messages."""
         return self._in(session, epoch, version, State.RECEIVING)
@@ -231,6 +239,7 @@ class Membership:
         assert member.state in UNTOUCHED, member.state
         self._move(member, State.WAITING, now)
         member.retry_at = retry_at
+        member.layout = ""  # it may not have come, either
 
     def fault(self, member: Member, retry_at: float = -math.inf) -> None:
         """Count a failed update; the next try is at `retry_at` or later."""

@@ -1,22 +1,24 @@
 """Control plane of the weight bus: what publisher and subscribers say beside the buckets.
 
-| phase  | publisher                | subscriber                                                  |
-|--------|--------------------------|-------------------------------------------------------------|
-| join   | Welcome                  | Join                                                        |
-| epoch  | Epoch                    | EpochReady                                                  |
-| send   | Begin, then the buckets  | Staged (whole and verified, or corrupt) or ReceiveFailed    |
+| phase  | publisher                | subscriber                                                    |
+|--------|--------------------------|---------------------------------------------------------------|
+| join   | Welcome                  | Join                                                          |
+| epoch  | Epoch                    | EpochReady                                                    |
+| send   | NewLayout where it is new, Begin, then buckets | Staged (whole, verified; or corrupt) or ReceiveFailed |
 | apply  | Commit or Abort          | Applied (what the engine holds), or Holding and later Applied |
-| always | Heartbeat, Removed, Goodbye | Heartbeat, Goodbye                                       |
+| always | Heartbeat, Removed, Goodbye | Heartbeat, Goodbye                                         |
 
 A message of another session or an older epoch is ignored, which fences off peers that were stopped and come back.
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from replay.channel import Message, WireError, registry
-from weight_bus.manifest import ALIGNMENT, Manifest, plan
+from weight_bus.manifest import ALIGNMENT, Layout, Manifest, plan
 
 MAX_UPDATE_BYTES = 1 << 42
 
@@ -78,25 +80,41 @@ class EpochReady(InSession):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Begin(OfVersion):
-    """The buckets of `version` follow in the group of `epoch`, which is built first where it is new.
+class NewLayout(Message):
+    """What versions carry whose Begin names this `id`; sent before the first of them, and the same to all members.
 
-    The layout is not sent: both sides derive it from names, dtypes, shapes and `bucket_bytes`.
+    Where a tensor lies in a bucket is not said: both sides derive it.
     """
 
+    id: str  # `Layout.id`
+    bucket_bytes: int
+    names: list[str]  # of logical tensors
+    dtypes: list[str]
+    shapes: list[list[int]]
+    boxes: list[list[int]] = field(default_factory=list)
+    """Of each entry: number of its tensor, start, shape. Without any, each tensor is an entry."""
+    kept: list[str] = field(default_factory=list)
+    """Tensors that do not travel: the engine must hold them (weight_bus/adapters.py)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Begin(Message):
+    """The buckets of `version` follow in the group of `epoch`, which is built first where it is new.
+
+    It is the same to all members, so that it is encoded once.
+    """
+
+    epoch: int
+    version: int
     incarnation: int
     evaluate: bool
-    rank: int
+    ranks: dict[str, int]  # of each session in the group; 0 is the publisher
     size: int
     endpoint: str  # where the transport meets, as the publisher's transport names it
     bucket_bytes: int
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    digests: list[int]
+    layout: str  # id
+    digests: NDArray[np.int64]  # of the layout's names, in order; their 64 bits
     digest: str  # of the whole version
-    kept: dict[str, int] = field(default_factory=dict)
-    """Digests of tensors that do not travel: the engine must hold them (weight_bus/adapters.py)."""
     base: str = ""
     """Digest of the staged version that what follows is a change of; empty says that the version comes whole."""
     wire_bytes: int = 0  # of the change, as it comes
@@ -167,52 +185,78 @@ class Goodbye(InSession):
     reason: str
 
 
-def described(manifest: Manifest) -> dict[str, Any]:
-    """The fields of Begin that say what a version is."""
-    entries = manifest.entries
-    return {
-        "names": [entry.name for entry in entries],
-        "dtypes": [entry.dtype for entry in entries],
-        "shapes": [list(entry.shape) for entry in entries],
-        "digests": [manifest.digests[entry.name] for entry in entries],
-        "digest": manifest.digest,
-        "kept": manifest.kept,
-    }
+def described(layout: Layout, bucket_bytes: int) -> NewLayout:
+    """A layout as it travels."""
+    tensors = {entry.name: entry for entry in layout.entries}
+    numbers = {name: number for number, name in enumerate(tensors)}
+    boxes = [[numbers[entry.name], *entry.start, *entry.shape] for entry in layout.entries]
+    is_whole = all(entry.shape == entry.whole for entry in layout.entries)
+    return NewLayout(
+        id=layout.id,
+        bucket_bytes=bucket_bytes,
+        names=list(tensors),
+        dtypes=[entry.dtype for entry in tensors.values()],
+        shapes=[list(entry.whole) for entry in tensors.values()],
+        boxes=[] if is_whole else boxes,
+        kept=list(layout.kept),
+    )
 
 
-def manifest_of(begin: Begin, alignment: int = ALIGNMENT) -> Manifest:
-    """The manifest that a Begin describes.
+def layout_of(new: NewLayout, alignment: int = ALIGNMENT) -> Layout:
+    """The inverse of `described`.
 
     Raises:
-        WireError: lists of different lengths, a negative size, an absurd total, an unknown dtype, a name given
-            twice, or digests that are not those of `begin.digest`.
+        WireError: lists of different lengths, a box that is not inside its tensor, an absurd total, an unknown dtype, a
+            name given twice, or contents that are not those of `new.id`.
     """
-    if not len(begin.names) == len(begin.dtypes) == len(begin.shapes) == len(begin.digests):
-        raise WireError(f"Begin of v{begin.version}: names, dtypes, shapes and digests differ in length")
-    if begin.bucket_bytes < 1 or not 0 < begin.rank < begin.size:
-        raise WireError(f"Begin of v{begin.version}: bucket_bytes {begin.bucket_bytes}, rank {begin.rank}/{begin.size}")
-    tensors = tuple(zip(begin.names, begin.dtypes, map(tuple, begin.shapes), strict=True))
-    digests = dict(zip(begin.names, begin.digests, strict=True))
+    if not len(new.names) == len(new.dtypes) == len(new.shapes) or new.bucket_bytes < 1:
+        raise WireError(f"layout: names, dtypes, shapes differ in length, or bucket_bytes {new.bucket_bytes}")
+    tensors = list(zip(new.names, new.dtypes, map(tuple, new.shapes), strict=True))
     try:
-        layout = _layout(tensors, begin.bucket_bytes, alignment)
-        manifest = layout.with_digests({**digests, **begin.kept}, begin.kept)
+        boxes = [_box(tensors, *box) for box in new.boxes]
+        layout = plan(boxes or tensors, new.bucket_bytes, alignment, new.kept)
     except ValueError as error:
-        raise WireError(f"Begin of v{begin.version}: {error}") from error
-    if manifest.num_bytes > MAX_UPDATE_BYTES:
-        raise WireError(f"Begin of v{begin.version}: {manifest.num_bytes} bytes is above {MAX_UPDATE_BYTES}")
-    if begin.base and not 0 < begin.wire_bytes <= begin.change_bytes <= manifest.num_bytes:
-        sizes = f"{begin.wire_bytes} and {begin.change_bytes} bytes, of {manifest.num_bytes}"
+        raise WireError(f"layout: {error}") from error
+    if layout.num_bytes > MAX_UPDATE_BYTES:
+        raise WireError(f"layout: {layout.num_bytes} bytes is above {MAX_UPDATE_BYTES}")
+    if layout.id != new.id:
+        raise WireError(f"layout: id {new.id[:40]!r} is not that of its tensors, {layout.id}")
+    return layout
+
+
+def _box(tensors: list[tuple[str, str, tuple[int, ...]]], number: int = -1, *place: int) -> tuple[Any, ...]:
+    """Of tensor `number`, as `plan` takes it. Raises ValueError."""
+    if not 0 <= number < len(tensors) or len(place) != 2 * len(tensors[number][2]):
+        raise ValueError(f"a box {[number, *place][:9]} of {len(tensors)} tensors")
+    name, dtype, whole = tensors[number]
+    return name, dtype, place[len(whole) :], place[: len(whole)], whole
+
+
+def digest_array(manifest: Manifest) -> NDArray[np.int64]:
+    """The digests as Begin carries them."""
+    return np.array([manifest.digests[name] for name in manifest.layout.names], np.uint64).view(np.int64)
+
+
+def manifest_of(begin: Begin, layout: Layout) -> Manifest:
+    """The manifest that a Begin describes, where `layout` came last.
+
+    Raises WireError: another layout, an impossible rank or change, or digests that are not those of `begin.digest`.
+    """
+    if begin.layout != layout.id:
+        raise WireError(f"Begin of v{begin.version}: layout {begin.layout[:40]!r} has not come")
+    if len(begin.digests) != len(layout.names):
+        raise WireError(f"Begin of v{begin.version}: {len(begin.digests)} digests of {len(layout.names)} tensors")
+    if begin.bucket_bytes < 1 or not all(0 < rank < begin.size for rank in begin.ranks.values()):
+        ranks = f"rank {min(begin.ranks.values())}/{begin.size}"
+        raise WireError(f"Begin of v{begin.version}: bucket_bytes {begin.bucket_bytes}, {ranks}")
+    manifest = Manifest(layout, dict(zip(layout.names, begin.digests.view(np.uint64).tolist(), strict=True)))
+    if begin.base and not 0 < begin.wire_bytes <= begin.change_bytes <= layout.num_bytes:
+        sizes = f"{begin.wire_bytes} and {begin.change_bytes} bytes, of {layout.num_bytes}"
         raise WireError(f"Begin of v{begin.version}: a change of {sizes}")
     if manifest.digest != begin.digest:
         raise WireError(f"Begin of v{begin.version}: digest {begin.digest} is not that of its tensors")
     return manifest
 
 
-@lru_cache(maxsize=2)
-def _layout(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], bucket_bytes: int, alignment: int) -> Manifest:
-    """Remembered, because it stays the same: an update waits for it."""
-    return plan(tensors, bucket_bytes, alignment)
-
-
 TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Holding, Goodbye)
-TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, Begin, Commit, Abort, Removed, Goodbye)
+TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, NewLayout, Begin, Commit, Abort, Removed, Goodbye)

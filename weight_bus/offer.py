@@ -185,7 +185,7 @@ class Board:
             held=held,
             seconds=seconds,
             epoch=self.membership.epoch,
-            num_bytes=offer.wire_bytes or offer.manifest.num_bytes,
+            num_bytes=offer.wire_bytes or offer.manifest.layout.num_bytes,
             spans=tuple(sorted(spans, key=lambda span: span[1])),
             late=tuple(sorted(late.intersection(failed))),
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from weight_bus.errors import NonFiniteWeights
-from weight_bus.manifest import ALIGNMENT, Entry, Manifest, Planner, aligned
+from weight_bus.manifest import ALIGNMENT, Entry, Layout, Planner, aligned
 from weight_bus.staging import DTYPES, HOST, NAMES, view_of
 from weight_bus.transports.base import ignore
 
@@ -71,14 +71,17 @@ class Packer:
     """Two alternating sets of buckets, each of the model's size in the wire dtype: in host memory or, with a transport
     between GPUs, in that of learner rank 0's GPU."""
 
-    def __init__(self, bucket_bytes: int, device: torch.device = HOST, alignment: int = ALIGNMENT) -> None:
+    def __init__(
+        self, bucket_bytes: int, device: torch.device = HOST, alignment: int = ALIGNMENT, kept: Iterable[str] = ()
+    ) -> None:
         self._bucket_bytes, self._device, self._alignment = bucket_bytes, device, alignment
-        self._layout: Manifest | None = None
+        self._kept = sorted(kept)
+        self._layout: Layout | None = None
         self._sets: list[list[torch.Tensor]] = [[], []]
         self._views: list[list[torch.Tensor]] = [[], []]  # the tensors of each set, as far as they were packed once
 
-    def room(self, into: int) -> tuple[Manifest, list[torch.Tensor]] | None:
-        """Layout (without digests) and buckets of an update that is still to be packed; None before the first."""
+    def room(self, into: int) -> tuple[Layout, list[torch.Tensor]] | None:
+        """Layout and buckets of an update that is still to be packed; None before the first."""
         if self._layout is None:
             return None
         buckets = self._sets[into]
@@ -89,7 +92,7 @@ class Packer:
 
     def pack(
         self, named_tensors: Named, into: int, packed: Callable[[int], None] = ignore
-    ) -> tuple[Manifest, list[torch.Tensor]]:
+    ) -> tuple[Layout, list[torch.Tensor]]:
         """Copy an update into set `into` (0 or 1). The copies have ended when this returns.
 
         Args:
@@ -98,12 +101,11 @@ class Packer:
             into: the set that is not being read.
             packed: called with how many buckets are whole and finite, as they get so.
 
-        Returns the layout (without digests) and the buckets, flat uint8.
+        Returns the layout and the buckets, flat uint8.
 
         Raises:
             NonFiniteWeights: a tensor holds NaN or infinity.
-            ValueError: a tensor has no place (`Planner.place`), or names, dtypes or shapes differ from the first
-                update's.
+            ValueError: a tensor has no place (`Planner`), or names, dtypes or shapes differ from the first update's.
         """
         known, buckets = self.room(into) or (None, [])
         views = self._views[into] if known is not None else []
@@ -118,7 +120,7 @@ class Packer:
             if number == len(views):
                 views.append(view_of(buckets, entry))
             filling.add(entry, tensor, views[number])
-        layout = planner.manifest()
+        layout = planner.layout(self._kept)
         if known is not None and len(layout.entries) < len(known.entries):
             left = known.entries[len(layout.entries)].name
             raise ValueError(f"the update ends before tensor {left!r}, which earlier updates carried")
@@ -126,7 +128,7 @@ class Packer:
         if known is None:
             buckets = [bucket[:size] for bucket, size in zip(buckets, layout.bucket_sizes, strict=True)]
             self._layout, self._sets[into], self._views[into] = layout, buckets, views
-        return layout, buckets
+        return known or layout, buckets
 
     def _new(self, size: int, *, pinned: bool) -> torch.Tensor:
         # zero, because the bytes between tensors travel too and are never written again

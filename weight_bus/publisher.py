@@ -58,10 +58,10 @@ class Publisher(AbstractContextManager["Publisher"]):
         insecure: bool = False,
         pack_on_host: bool = False,
     ) -> None:
-        self._config, self._kept = config, frozenset(kept)
+        self._config = config
         transport = (transport_factory or make_transport)(config, host)
         device = HOST if pack_on_host else transport.device
-        self._packer = Packer(config.bucket_bytes, device, alignment_of(config))
+        self._packer = Packer(config.bucket_bytes, device, alignment_of(config), kept)
         self._overlaps = config.transport == "collective"
         """Buckets are sent while others are packed: no engine stands still for it, and nothing outlives a version."""
         self._changes = ChangeMaker(config)
@@ -127,14 +127,14 @@ class Publisher(AbstractContextManager["Publisher"]):
             version=version,
             evaluate=evaluate,
             buffer=spare,
-            manifest=layout.with_digests(digests, self._kept),
+            manifest=layout.with_digests(digests),
             buckets=buckets,
             progress=PackingProgress(len(buckets), 0 if room else len(buckets)),
             started_at=started,
         )
         packed = offer.spend("gather", started)
         if due and base is not None:
-            offer.change = self._changes.change(base.digest, base.buckets, buckets, offer.manifest)
+            offer.change = self._changes.change(base.digest, base.buckets, buckets, layout)
             offer.spend("encode", packed)
         last = self._post(offer)
         if room is not None:

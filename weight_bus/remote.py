@@ -6,13 +6,14 @@ decodes meanwhile: two processes on one GPU would take turns. It connects to a U
 | sender   | message                                                                                    |
 |----------|--------------------------------------------------------------------------------------------|
 | receiver | first: Hosting, the facts of its transport; at any time: Over, why it ends                 |
+| server   | NewLayout: what versions carry from now on; without an answer                              |
 | server   | Begin: receive this version                                                                |
 | receiver | Taken: where the bytes lie, or what of them is corrupt; or NotTaken: why it did not arrive |
 | server   | Forget: drop the group and what is staged                                                  |
 | receiver | Done                                                                                       |
 
-Each message is a header of replay.channel behind its length. It goes on until one end hangs up. An end that does not
-answer in time is lost for good.
+Each message is the number of its frames (replay.channel), and each frame behind its length. It goes on until one end
+hangs up. An end that does not answer in time is lost for good.
 """
 
 import logging
@@ -27,10 +28,11 @@ from typing import Any
 
 from configs.infrastructure import WeightBus
 from replay.channel import Envelope, Message, Registry, WireError, decode, encode, registry, sequence_numbers
+from replay.channel.frames import MAX_ARRAYS
 from weight_bus.errors import NotAvailable, TransportError
 from weight_bus.intake import Load
-from weight_bus.manifest import Entry, Manifest, alignment_of
-from weight_bus.messages import Begin, manifest_of
+from weight_bus.manifest import NOTHING, Entry, alignment_of
+from weight_bus.messages import Begin, NewLayout, layout_of, manifest_of
 from weight_bus.transports.base import FORMING
 
 log = logging.getLogger(__name__)
@@ -87,7 +89,7 @@ class Over(Message):
     for_good: bool = False  # what it lacks (see `NotAvailable`) its successor would lack, too
 
 
-ORDERS = registry(Begin, Forget)
+ORDERS = registry(NewLayout, Begin, Forget)
 HELLO = registry(Hosting, Over)
 ANSWERS: dict[type[Message], Registry] = {Begin: registry(Taken, NotTaken, Over), Forget: registry(Done, Over)}
 
@@ -135,13 +137,14 @@ class ReceiverConnection:
         return self._lost is not None
 
     def send(self, message: Message, run_id: str = "") -> None:
-        """Write a message, which has no arrays. Raises TransportError when the other end is lost, now or before."""
+        """Write a message. Raises TransportError when the other end is lost, now or before."""
         if self._lost is not None:
             raise self._lost
-        (body,) = encode(message, run_id, next(self._sequence))
+        frames = encode(message, run_id, next(self._sequence))
+        parts = [LENGTH.pack(len(frames)), *(part for frame in frames for part in (LENGTH.pack(len(frame)), frame))]
         self._socket.settimeout(SEND_S)
         try:
-            self._socket.sendall(LENGTH.pack(len(body)) + body)
+            self._socket.sendall(b"".join(parts))
         except TimeoutError as error:
             raise self._lose(f"{self._peer} reads nothing for {SEND_S:.1f} s", "silent") from error
         except OSError as error:
@@ -154,10 +157,8 @@ class ReceiverConnection:
         """
         until = None if limit_s is None else time.monotonic() + limit_s
         try:
-            (size,) = LENGTH.unpack(self._read(LENGTH.size, until))
-            if size > MAX_MESSAGE_BYTES:
-                raise WireError(f"a message of {size} bytes is announced, above {MAX_MESSAGE_BYTES}")
-            return decode([self._read(size, until)], accepted)
+            count = self._length(until, MAX_ARRAYS + 1)
+            return decode([self._read(self._length(until), until) for _ in range(count)], accepted)
         except TimeoutError:
             raise
         except (OSError, EOFError):  # OSError: reset, or closed by another thread of this end
@@ -168,13 +169,17 @@ class ReceiverConnection:
 
         Raises TransportError: the receiver is lost, now or since an earlier order.
         """
+        self.tell(order, run_id, what)
+        return self._answer(ANSWERS[type(order)], limit_s, what)
+
+    def tell(self, order: Message, run_id: str, what: str) -> None:
+        """An order without an answer; as `ask`."""
         if self._lost is not None:
             raise self._lost.during(f"{what}, {self._peer} is lost")
         try:
             self.send(order, run_id)
         except TransportError as error:
             raise error.during(what) from error
-        return self._answer(ANSWERS[type(order)], limit_s, what)
 
     def _answer(self, accepted: Registry, limit_s: float, what: str) -> Message:
         try:
@@ -194,6 +199,12 @@ class ReceiverConnection:
     def close(self) -> None:
         """Hang up; has no effect a second time."""
         self._lose("closed by this end", "closed")
+
+    def _length(self, until: float | None, limit: int = MAX_MESSAGE_BYTES) -> int:
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, until))
+        if length > limit:
+            raise WireError(f"a message of {length} bytes or frames is announced, above {limit}")
+        return int(length)
 
     def _read(self, size: int, until: float | None) -> bytes:
         """Exactly `size` bytes. Raises EOFError where the stream ends before."""
@@ -252,21 +263,33 @@ class RemoteIntake:
         self._line: ReceiverConnection | None = None
         self._memory: list[Any] = []
         self.seconds: dict[str, float] = {}
-        self.manifest = Manifest((), ())
+        self.manifest = NOTHING
+        self._layout = NOTHING.layout
+        self._untold: NewLayout | None = None
+        """What the receiver has not been told of yet."""
 
     @property
     def facts(self) -> dict[str, str]:
         """See `Intake.facts`. Connects to the receiver."""
         return self._connected().facts
 
+    def learn(self, new: NewLayout) -> None:
+        """See `Intake.learn`."""
+        self._layout = layout_of(new, alignment_of(self._config))
+        self._untold = new
+
     def take(self, begin: Begin) -> list[str]:
         """See `Intake.take`; a receiver that is lost is a peer that is lost."""
-        manifest = manifest_of(begin, alignment_of(self._config))
+        manifest = manifest_of(begin, self._layout)
         # the transport's own limits bound every broadcast; this bounds a receiver that stands still
-        coming = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else len(manifest.bucket_sizes)
+        coming = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else len(manifest.layout.bucket_sizes)
         limit_s = (FORMING + coming) * self._config.collective_timeout_s + self._slack_s
-        limit_s += manifest.num_bytes / VERIFIED_BYTES_PER_S
-        answer = self._connected().ask(begin, self._run_id, limit_s, f"v{begin.version} was not staged")
+        limit_s += manifest.layout.num_bytes / VERIFIED_BYTES_PER_S
+        line, what = self._connected(), f"v{begin.version} was not staged"
+        if self._untold is not None:
+            line.tell(self._untold, self._run_id, what)
+            self._untold = None
+        answer = line.ask(begin, self._run_id, limit_s, what)
         if isinstance(answer, NotTaken):
             raise TransportError(answer.reason, answer.symptom) if answer.symptom else WireError(answer.reason)
         assert isinstance(answer, Taken)
@@ -275,7 +298,7 @@ class RemoteIntake:
 
     def apply(self, version: int, _: Load) -> Mapping[str, int]:
         """Have the engine load what is staged in it; digests of what it holds then."""
-        return self._load(version, RemoteUpdate(self.manifest.entries, self._memory))
+        return self._load(version, RemoteUpdate(self.manifest.layout.entries, self._memory))
 
     def forget(self) -> None:
         """Drop the group and what is staged. A receiver that is lost is named by the next `take`."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 
 from replay.channel import WireError
-from weight_bus.digest import Digester, Launched, TensorSlice
-from weight_bus.manifest import Entry, Manifest
+from weight_bus.digest import Digester, Launched, TensorSlice, add
+from weight_bus.manifest import NOTHING, Entry, Manifest
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -14,7 +14,7 @@ HOST = torch.device("cpu")
 
 
 def view_of(buckets: list[torch.Tensor], entry: Entry) -> torch.Tensor:
-    """The tensor of `entry` as a view into its bucket (flat uint8)."""
+    """What `entry` says as a view into its bucket (flat uint8)."""
     flat = buckets[entry.bucket][entry.offset : entry.offset + entry.num_bytes]
     return flat.view(DTYPES[entry.dtype]).view(entry.shape)
 
@@ -27,7 +27,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._device = HOST
-        self.manifest = Manifest((), ())
+        self.manifest = NOTHING
         self.buckets: list[torch.Tensor] = []
         self._digesters: list[Digester] = []  # of each bucket
         self._launched: dict[int, Launched] = {}
@@ -35,19 +35,22 @@ class Staging:
     def prepare(self, manifest: Manifest, device: torch.device = HOST) -> None:
         """Make room for an update, anew for another layout or device. Raises WireError: there is no memory for it."""
         self._launched.clear()
-        if manifest.bucket_sizes != self.manifest.bucket_sizes or device != self._device:
+        layout, before = manifest.layout, self.manifest.layout
+        if layout.bucket_sizes != before.bucket_sizes or device != self._device:
             self._device, self._digesters, self.buckets = device, [], []  # first, so that the old ones make room
             try:
-                self.buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in manifest.bucket_sizes]
+                self.buckets = [torch.empty(size, dtype=torch.uint8, device=device) for size in layout.bucket_sizes]
             except RuntimeError as error:  # of torch's allocators
-                self.manifest = Manifest((), ())
-                wanted = sum(manifest.bucket_sizes)
-                raise WireError(f"a manifest of {wanted} bytes does not fit into the memory here: {error}") from error
+                self.manifest = NOTHING
+                said = f"{layout.num_bytes} bytes of an update do not fit into the memory here: {error}"
+                raise WireError(said) from error
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # kernels of other streams may still use what this was before
-        if not self._digesters or manifest.entries != self.manifest.entries:
-            views = [[TensorSlice(view_of(self.buckets, entry)) for entry in bucket] for bucket in manifest.by_bucket()]
-            self._digesters = [Digester(parts) for parts in views]
+        if not self._digesters or layout.id != before.id:
+            self._digesters = [
+                Digester(TensorSlice(view_of(self.buckets, entry), entry.whole, entry.start) for entry in bucket)
+                for bucket in layout.by_bucket()
+            ]
         self.manifest = manifest
 
     def digest(self, index: int) -> None:
@@ -56,16 +59,23 @@ class Staging:
 
     def corrupt(self) -> list[str]:
         """Names of the tensors whose staged bytes are not what the manifest says. Waits for the device."""
+        kept = {name: self.manifest.digests[name] for name in self.manifest.layout.kept}
+        return self.manifest.differences({**kept, **self.sums()})
+
+    def sums(self) -> dict[str, int]:
+        """Digests of the staged boxes, added up by tensor. Waits for the device."""
         buckets = range(len(self._digesters))
         for index in buckets:
             if index not in self._launched:
                 self.digest(index)
         launched, self._launched = self._launched, {}
-        sums = [value for index in buckets for value in launched[index].sums()]
-        names = [entry.name for bucket in self.manifest.by_bucket() for entry in bucket]
-        return self.manifest.differences({**self.manifest.kept, **dict(zip(names, sums, strict=True))})
+        sums = dict[str, int]()
+        for index, entries in zip(buckets, self.manifest.layout.by_bucket(), strict=True):
+            for entry, value in zip(entries, launched[index].sums(), strict=True):
+                sums[entry.name] = add([sums.get(entry.name, 0), value])
+        return sums
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The update as views into the buffers; copy them to keep them."""
-        for entry in self.manifest.entries:
+        for entry in self.manifest.layout.entries:
             yield entry.name, view_of(self.buckets, entry)

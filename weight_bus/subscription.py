@@ -129,18 +129,21 @@ class Subscription:
             BusClosed: the publisher said goodbye.
             RemovedFromBus: the publisher gave this subscriber up, or is of an older learner.
         """
-        if not isinstance(message, m.InSession) or message.session != self.session:
+        if isinstance(message, m.InSession) and message.session != self.session:
             return False
         match message:
+            case m.NewLayout():
+                self._learn(message)
+            case m.Begin() if rank := message.ranks.get(self.session):
+                mine = replace(message, ranks={self.session: rank})
+                if self._expected(mine):
+                    self._receive(mine)
             case m.Welcome():
                 self._welcome(message)
             case m.Epoch():
                 self._forget()
                 self.epoch = message.epoch
                 self.outbox.append(m.EpochReady(session=self.session, epoch=message.epoch))
-            case m.Begin():
-                if self._expected(message):
-                    self._receive(message)
             case m.Commit():
                 return self._commit(message, engine)
             case m.Abort():
@@ -176,6 +179,12 @@ class Subscription:
         self._staged = None
         self._intake.forget()
 
+    def _learn(self, new: m.NewLayout) -> None:
+        try:
+            self._intake.learn(new)
+        except WireError as error:
+            log.warning("weight bus: %r refused a layout of %s: %s", self.name, self.address, error)
+
     def _receive(self, begin: m.Begin) -> None:
         self._staged = None
         try:
@@ -194,7 +203,7 @@ class Subscription:
 
     def _answer(self, kind: Callable[..., Message], about: m.Begin | m.Commit, **fields: Any) -> None:
         """Tell the publisher what became of a version."""
-        self.outbox.append(kind(session=about.session, epoch=about.epoch, version=about.version, **fields))
+        self.outbox.append(kind(session=self.session, epoch=about.epoch, version=about.version, **fields))
 
     def _expected(self, begin: m.Begin) -> bool:
         """Whether a Begin is of the epoch that was agreed on, and not of a learner of the past."""
@@ -234,7 +243,7 @@ class Subscription:
         differences = self._intake.manifest.differences(held)
         if differences and not reason:
             reason = f"{len(differences)} tensors of the engine differ, first {differences[0]!r}"
-            if self._intake.manifest.kept.keys() & set(differences):
+            if set(self._intake.manifest.layout.kept) & set(differences):
                 reason += "; no update carries that: start the engine with the learner's model.path and learner.lora"
         if reason:
             engine.quarantine(commit.version, reason)

@@ -31,7 +31,7 @@ from learner.policy.memory import PLACES_PER_TOKEN
 from learner.policy.pretrained import PolicyError
 from learner.prefixes import Prefixes, attend, lay_side_by_side
 from learner.rows import Row
-from slipstream.families.decoders import heads_of
+from slipstream.families.sizes import heads_of
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.learner import LearnerSettings, Mesh
-from slipstream.families.decoders import heads_of
+from slipstream.families.sizes import heads_of, keys_of
+from slipstream.families.table import family_of
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
@@ -20,11 +21,13 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
     """
     if mesh.tensor == 1:
         return ""
+    if reason := family_of(model).against_tensor:
+        return f"learner.mesh.tensor: {mesh.tensor} with a {model['model_type']} model: {reason}; take 1"
     heads = heads_of(model)
     parts = {
         "num_attention_heads": heads.query,
         "num_key_value_heads": heads.key_value,
-        "intermediate_size": int(model["intermediate_size"]),
+        "intermediate_size": int(keys_of(model)["intermediate_size"]),
         "vocab_size": int(model["vocab_size"]),
     }
     uneven = {name: size for name, size in parts.items() if size % mesh.tensor}

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs.errors import BadValue, NoRoom, SlipstreamError
-from configs.learner import LearnerSettings, Lora
+from configs.learner import LearnerSettings
 from configs.machine import gpu_bytes
 from configs.schema import Config
 from learner.advantages import facts_of
 from learner.policy.divisibility import problem_with_kernel
 from replay.batches.sharing import COPIES_PER_TOKEN
-from slipstream.families.decoders import heads_of
 from slipstream.families.pictures import decoder_of
+from slipstream.families.sizes import Sizes, heads_of
 from slipstream.runtime.fingerprint import read_json
 
 Recompute = Literal["none", "selective", "full"]
@@ -53,66 +53,6 @@ REGATHER_COST, SHARDED_COST, HOST_COST = 0.04, 0.10, 0.01
 
 class OutOfMemory(SlipstreamError, RuntimeError, code="SLIP-LEARN-03"):
     """The device's memory ran out; the message says which key to set to which value."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """A dense decoder, as its config.json describes it."""
-
-    hidden: int
-    layers: int
-    intermediate: int
-    query: int
-    """Heads times their size."""
-    key_value: int
-    """Keys and values together."""
-    vocabulary: int
-    tied: bool
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Sizes":
-        """From the keys of config.json."""
-        heads = heads_of(config)
-        return cls(
-            hidden=int(config["hidden_size"]),
-            layers=int(config["num_hidden_layers"]),
-            intermediate=int(config["intermediate_size"]),
-            query=heads.query * heads.size,
-            key_value=2 * heads.key_value * heads.size,
-            vocabulary=int(config["vocab_size"]),
-            tied=bool(config.get("tie_word_embeddings")),
-        )
-
-    def over(self, ranks: int) -> "Sizes":
-        """What each of so many tensor ranks computes: hidden states are whole on all of them."""
-        return replace(
-            self,
-            query=self.query // ranks,
-            key_value=self.key_value // ranks,
-            intermediate=self.intermediate // ranks,
-            vocabulary=self.vocabulary // ranks,
-        )
-
-    def adapter_parameters(self, lora: Lora) -> int:
-        """Of A and B of all layers."""
-        key, mlp = self.key_value // 2, self.intermediate
-        ends = {"q_proj": self.query, "k_proj": key, "v_proj": key, "o_proj": self.query}
-        ends |= {"gate_proj": mlp, "up_proj": mlp, "down_proj": mlp}
-        return self.layers * lora.rank * sum(self.hidden + ends[name] for name in lora.projections)
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of one decoder layer; norms and biases are too small to count."""
-        return self.hidden * (2 * self.query + self.key_value + 3 * self.intermediate)
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Of the embedding; an output head of its own has as many."""
-        return self.vocabulary * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        return self.layers * self.layer_parameters + (1 if self.tied else 2) * self.embedding_parameters
 
 
 @dataclass(frozen=True, slots=True)

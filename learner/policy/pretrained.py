@@ -16,12 +16,10 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from configs.errors import SlipstreamError
 from learner.policy.sharding import Shard
-from slipstream.families.decoders import FAMILIES
-from slipstream.families.pictures import FAMILIES as WITH_PICTURES
-from slipstream.families.pictures import TOWER, decoder_of, vision_of
+from slipstream.families.pictures import decoder_of, vision_of
+from slipstream.families.record import HEAD, TOWER
+from slipstream.families.table import FAMILIES, family_of
 from slipstream.runtime.progress import Progress
-
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
 COPY_BYTES = 64 * 1024 * 1024
 """Rows are copied in pieces of at most this size (float32), so that no copy on its way needs more host memory."""
@@ -42,31 +40,18 @@ def read_config(folder: Path) -> PretrainedConfig:
     if not (folder / "config.json").is_file():
         raise PolicyError(f"model.path: {folder} has no config.json")
     try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        family_of(raw)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if config.model_type in WITH_PICTURES:
-            raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if vision_of(raw) is not None:
             config = Qwen2Config.from_dict(decoder_of(raw))
+    except LookupError as error:
+        raise PolicyError(f"model.path: {folder} {error.args[0]}") from error
     except (OSError, ValueError, KeyError) as error:
         raise PolicyError(f"model.path: {folder}/config.json is not readable: {error}") from error
-    if config.model_type not in FAMILIES:
-        families = ", ".join((*FAMILIES, *WITH_PICTURES))
-        raise PolicyError(f"model.path: {folder} is a {config.model_type!r} model; the learner trains {families}")
     if getattr(config, "quantization_config", None) is not None:
         raise PolicyError(f"model.path: {folder} holds quantized weights; give the unquantized checkpoint")
-    if problem := problem_with_window(config):
-        raise PolicyError(f"model.path: {folder} {problem}")
     return config
-
-
-def problem_with_window(config: PretrainedConfig) -> str:
-    """Why the learner's attention does not see what the model's sees; empty where it does."""
-    window = getattr(config, "sliding_window", None)
-    if window is None:
-        return ""
-    return (
-        f"has a sliding_window of {window} tokens, which the learner's attention does not have; where no trajectory is"
-        ' longer, set "sliding_window": null in its config.json, else take another model'
-    )
 
 
 def build_empty(config: PretrainedConfig, attention: str) -> Any:
@@ -126,14 +111,11 @@ def allocate(root: Any, model: Any, config: PretrainedConfig, device: torch.devi
     model.tie_weights()
     # The only state that no file holds. Computed on the host, so that it is the same bits on every kind of device.
     model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
-    known, embedding = (
-        {f"model.rotary_emb.{name}" for name, _ in model.model.rotary_emb.named_buffers()},
-        model.model.embed_tokens,
-    )
+    embedding = model.model.embed_tokens
     if "embed_scale" in dict(embedding.named_buffers()):
         embedding.embed_scale.fill_(embedding.scalar_embed_scale)
-        known.add("model.embed_tokens.embed_scale")
-    unknown = [name for name, _ in model.named_buffers() if name not in known]
+    defined = FAMILIES[config.model_type].buffers
+    unknown = [name for name, _ in model.named_buffers() if not name.startswith(defined)]
     if unknown:
         raise RuntimeError(f"buffer {unknown[0]} of a {config.model_type} model has memory, but nothing defines it")
 
@@ -161,7 +143,7 @@ def fill(shards: Iterable[Shard], files: Mapping[str, Path], folder: Path) -> No
         if shard.name not in files:
             raise PolicyError(f"model.path: {folder} has no tensor {shard.name!r}, which its config.json asks for")
         by_file.setdefault(files[shard.name], []).append(shard)
-    known = {*names, *TIED, *(name for name in files if is_tower(name, folder))}
+    known = {*names, HEAD, *(name for name in files if is_tower(name, folder))}
     extra = sorted(name for name in files if name not in known and not name.endswith("rotary_emb.inv_freq"))
     if extra:
         raise PolicyError(f"model.path: {folder} has tensor {extra[0]!r}, which its config.json does not ask for")

@@ -23,32 +23,37 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-PER_HEAD_NORMS = ("q_norm", "k_norm")
-"""Of Qwen3. Each rank norms its own heads, so the gradient of the one weight is the sum over the group."""
+from slipstream.families.record import DIVIDED
+from slipstream.families.sizes import Sizes
 
 
 def parallelize(transformer: Any, mesh: DeviceMesh) -> None:
     """Divide a transformers model on the meta device over `mesh`, in place."""
+    plan = _plan(Sizes.of(transformer.config.to_dict()))
     for layer in transformer.model.layers:
-        parallelize_module(layer, mesh, _plan(layer), src_data_rank=None)
+        parallelize_module(layer, mesh, plan, src_data_rank=None)
     embedding = transformer.model.embed_tokens = VocabularyEmbedding(transformer.model.embed_tokens, mesh)
     head = transformer.lm_head
     head.vocabulary = mesh.get_group()
     head.weight = embedding.weight if transformer.config.tie_word_embeddings else _rows_of(head.weight, mesh)
 
 
-def _plan(layer: Any) -> dict[str, ParallelStyle]:
-    whole, norms = Replicate(), [name for name in PER_HEAD_NORMS if hasattr(layer.self_attn, name)]
-    by_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+def _plan(sizes: Sizes) -> dict[str, ParallelStyle]:
+    """Of a layer. Each rank norms its own heads, so the gradient of such a norm's weight is the sum over the group."""
+    whole, styles = Replicate(), dict[str, ParallelStyle]()
+    for weight in sizes.layer(has_experts=False):
+        module = weight.name.rpartition(".")[0]
+        if weight.columns:
+            styles[module] = ColwiseParallel() if weight.rows in DIVIDED else RowwiseParallel()
+        elif weight.rows == "head":
+            styles[module] = SequenceParallel(sequence_dim=2, use_local_output=True)
     return {
         # one input for all products that follow, so that its gradient is summed over the group once
         "self_attn": PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": whole}, desired_input_kwarg_layouts={"hidden_states": whole}
         ),
         "mlp": PrepareModuleInput(input_layouts=whole, desired_input_layouts=whole),
-        **{name: ColwiseParallel() for name in by_columns},
-        **{name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")},
-        **{f"self_attn.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in norms},
+        **styles,
     }
 
 

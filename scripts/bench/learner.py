@@ -21,6 +21,7 @@ import numpy as np
 
 from scripts.bench.broadcast import device_time
 from scripts.bench.core import CaseFailed, output_of, say, write_json
+from slipstream.families.sizes import Sizes
 from slipstream.runtime.lifeline import PARENT, die_with_parent
 
 GROUP = 8
@@ -115,14 +116,8 @@ def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int, rank: in
 
 def flops(model: Any, rows: Any) -> float:
     """Of one update on these rows: see the module's docstring."""
-    heads = model.num_attention_heads * model.head_dim
-    keys = model.num_key_value_heads * model.head_dim
-    hidden, layers = model.hidden_size, model.num_hidden_layers
-    per_token = layers * 2 * (2 * hidden * heads + 2 * hidden * keys + 3 * hidden * model.intermediate_size)
-    tokens = sum(row.input_ids.numel() for row in rows)
-    attention = layers * 2 * 2 * heads * sum(map(pairs, rows))
-    head = 2 * hidden * model.vocab_size * sum(len(row.kept) for row in rows)
-    return float(3 * (per_token * tokens + attention + head))
+    tokens, targets = sum(row.input_ids.numel() for row in rows), sum(len(row.kept) for row in rows)
+    return Sizes.of(model.to_dict()).flops(tokens, sum(map(pairs, rows)), targets)
 
 
 def pairs(row: Any) -> int:

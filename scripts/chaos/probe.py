@@ -34,7 +34,7 @@ from scripts.chaos.watch import SPOIL, Gate
 from weight_bus import Subscriber, messages
 from weight_bus.digest import combined
 from weight_bus.intake import Load
-from weight_bus.manifest import Manifest
+from weight_bus.manifest import Layout
 from weight_bus.transports import Formation, Transport, TransportFactory, make_transport
 from weight_bus.transports.base import ignore
 from weight_bus.transports.gloo import GlooCollective
@@ -136,9 +136,9 @@ class GatedTransport:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def label(self, version: int, manifest: Manifest | None) -> None:
-        self._buckets = len(manifest.by_bucket()) if manifest is not None else 1  # a change is one
-        self._inner.label(version, manifest)
+    def label(self, version: int, layout: Layout | None) -> None:
+        self._buckets = len(layout.bucket_sizes) if layout is not None else 1  # a change is one
+        self._inner.label(version, layout)
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
         moments = {0: "first bucket", self._buckets - 1: "last bucket", self._buckets // 2: "middle bucket"}

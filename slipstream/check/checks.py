@@ -17,7 +17,6 @@ from configs.errors import BadValue, ConfigError, Contradiction, InputMissing, N
 from configs.machine import NCCL_DEFAULTS, has_usable_gpu
 from configs.schema import Config
 from learner import rules
-from learner.policy.memory import Sizes
 from replay.channel import ChannelError, load_keys
 from replay.data import DataError
 from replay.data.rows import RowError
@@ -26,6 +25,7 @@ from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.rewards import RewardError
 from slipstream.check import facts, functions, machine, memory, model_folders, prompts
 from slipstream.check.finding import Finding, Severity, ok, refused, warn
+from slipstream.families.sizes import Sizes
 from slipstream.runtime.fingerprint import FingerprintError
 from slipstream.runtime.variants import VariantFails
 

@@ -14,8 +14,9 @@ import psutil
 from configs import auto
 from configs.schema import Config
 from learner.advantages import facts_of
-from learner.policy.memory import GIB, Sizes
+from learner.policy.memory import GIB
 from slipstream.check.finding import Finding, ok, stop, warn
+from slipstream.families.sizes import Sizes
 
 OPEN_FILES = 1024
 FREE_INODES = 10_000

@@ -5,8 +5,9 @@ from pathlib import Path
 from configs.errors import NoRoom
 from configs.machine import gpu_bytes
 from configs.schema import Config
-from learner.policy.memory import ENGINE_SHARE, GIB, Setup, Sizes, available_bytes, choose, refusal
+from learner.policy.memory import ENGINE_SHARE, GIB, Setup, available_bytes, choose, refusal
 from slipstream.families.pictures import decoder_of
+from slipstream.families.sizes import Sizes
 from slipstream.runtime.fingerprint import FingerprintError, read_json
 
 

@@ -16,14 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from configs.errors import SlipstreamError
+from slipstream.families.table import FAMILIES
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-"""Model types of config.json: a Qwen2 decoder with rotary positions of three axes, and a vision tower."""
-TOWER = "visual."
-"""How names of the tower's tensors begin in a folder."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 MAX_PIXELS = 64 * 1024**2
 """Of a picture before it is made smaller; a few bytes can announce a picture that fills all memory."""
@@ -126,7 +123,7 @@ class Vision:
 
 def vision_of(config: Mapping[str, Any]) -> Vision | None:
     """Of a config.json; None of a model that takes no pictures."""
-    if config.get("model_type") not in FAMILIES:
+    if not _has_tower(config):
         return None
     tower = config.get("vision_config") or {}
     return Vision(
@@ -142,18 +139,23 @@ def decoder_of(config: Mapping[str, Any]) -> dict[str, Any]:
     That of other models comes back as it is. Keys of a decoder stand at the top or in `text_config`, where transformers
     5 writes them.
     """
-    if config.get("model_type") not in FAMILIES:
+    if not _has_tower(config):
         return dict(config)
     own = {key: value for key, value in config.items() if key != "text_config"}
     text = {key: value for key, value in (config.get("text_config") or {}).items() if key != "tie_word_embeddings"}
     rope = text.get("rope_parameters") or own.get("rope_parameters") or own.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or text.get("rope_theta") or own.get("rope_theta") or 1_000_000.0
-    merged = {**own, **text, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    merged = {**own, **text, "model_type": FAMILIES[config["model_type"]].text, "architectures": ["Qwen2ForCausalLM"]}
     merged.pop("rope_scaling", None)
     kept = {key: value for key, value in rope.items() if key not in ("type", "rope_type")}
     kind = rope.get("rope_type", rope.get("type", "default"))
     merged["rope_parameters"] = {**kept, "rope_type": "default" if kind == "mrope" else kind, "rope_theta": theta}
     return merged
+
+
+def _has_tower(config: Mapping[str, Any]) -> bool:
+    family = FAMILIES.get(config.get("model_type", ""))
+    return family is not None and bool(family.text)
 
 
 def opened(source: str | bytes) -> Picture:

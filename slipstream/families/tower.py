@@ -4,7 +4,7 @@ import json
 from hashlib import blake2b
 from pathlib import Path
 
-from slipstream.families.pictures import TOWER
+from slipstream.families.record import TOWER
 
 LENGTH_BYTES = 8
 """Of the number at the start of a safetensors file, which says how long its header is."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from configs.errors import BadOption
 from configs.schema import Config
-from learner.policy.memory import ENGINE_SHARE, GIB, Setup, Sizes, available_bytes, choose, usable
+from learner.policy.memory import ENGINE_SHARE, GIB, Setup, available_bytes, choose, usable
+from slipstream.families.sizes import Sizes
 from slipstream.plan.costs import Fitted, Workload
 from slipstream.plan.simulation import SimulatedRun, SimulationResult
 

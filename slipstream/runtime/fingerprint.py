@@ -17,6 +17,7 @@ from configs.errors import SlipstreamError, kind_of
 from configs.schema import Config
 from configs.shared import shared_values
 from slipstream.families.pictures import decoder_of, vision_of
+from slipstream.families.table import FAMILIES
 from slipstream.families.tower import tower_digest
 
 ARCHITECTURE_KEYS = (
@@ -70,7 +71,7 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
     found = {
         "tokenizer": _hash({"vocabulary": vocabulary, "settings": settings}),
         "chat_template": NO_TEMPLATE if template is None else _hash(template),
-        "architecture": _hash({key: config[key] for key in ARCHITECTURE_KEYS if key in config}),
+        "architecture": _hash({key: config[key] for key in _decisive(config) if key in config}),
         "vocab_size": str(config.get("vocab_size", "unknown")),
         "eos_token_ids": ",".join(map(str, sorted(eos_ids))),
     }
@@ -191,6 +192,12 @@ def _tokenizer_settings(folder: Path) -> dict[str, Any]:
     raw = _optional_json(folder / "tokenizer_config.json")
     settings = {key: raw.get(key) for key in TOKENIZER_SETTINGS}
     return {k: v.get("content") if isinstance(v, dict) else v for k, v in settings.items()}
+
+
+def _decisive(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Keys of config.json that change what is computed."""
+    family = FAMILIES.get(config.get("model_type", ""))
+    return (*ARCHITECTURE_KEYS, *(family.decides if family else ()))
 
 
 def _hash(value: object) -> str:

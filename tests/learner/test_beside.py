@@ -19,9 +19,10 @@ from learner.beside.critic import HEAD, Critic, ValueLoss
 from learner.beside.folders import check_folders
 from learner.beside.reference import AdapterReference, Reference
 from learner.guards import Guards
-from learner.policy.memory import GIB, Setup, Sizes, choose
+from learner.policy.memory import GIB, Setup, choose
 from learner.rows import Row, lay_out
 from learner.trainer import CRITIC_WARMUP, Trainer
+from slipstream.families.sizes import Sizes
 from tests.learner import algorithm_reference as oracle
 from tests.learner.recorded import batch_of, random_step, rows_of
 from tests.learner.reference import Recorded

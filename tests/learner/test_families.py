@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
-from learner.policy import attention, pretrained
+from learner.policy import attention
 from learner.policy.model import Policy, build_policy
 from tests.learner.test_prefixes import computed, rows, stand_in, trajectory
 from tests.learner.tiny_models import logprobs, make_config, save_model
@@ -48,8 +48,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def built(folder: Path, mesh: DeviceMesh, case: str, patch: pytest.MonkeyPatch) -> Policy:
     family, changes = CASES[case]
-    patch.setattr(pretrained, "FAMILIES", (family,))
-    patch.setattr(pretrained, "problem_with_window", lambda *_: "")
     return build_policy(make_config(save_model(folder, family, **changes)), mesh, CPU)
 
 

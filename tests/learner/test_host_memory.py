@@ -8,13 +8,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
+from examples.random_qwen3 import SHAPES
 from learner import optimizer as optimizer_module
 from learner.checkpoints.parts import HostMemory, Tensors
 from learner.optimizer import MOMENTS
 from learner.policy import pinned
-from learner.policy.memory import GIB, Setup, Sizes, choose
+from learner.policy.memory import GIB, Setup, choose
 from learner.policy.model import Policy
 from learner.policy.sharding import Shard
+from slipstream.families.sizes import Sizes
 from tests.learner.recorded import batch_of, random_step, train_on
 from tests.learner.tiny_models import built, make_config
 
@@ -57,8 +59,7 @@ def test_what_lies_in_host_memory_is_not_counted_on_the_device() -> None:
     found = {}
     for key in ("", "offload_optimizer", "offload_activations"):
         learner = configured(Path("unused"), recompute="full", **({key: True} if key else {})).learner
-        sizes = {"hidden": 4096, "layers": 36, "intermediate": 12_288, "query": 4096, "key_value": 2048}
-        setup = Setup(sizes=Sizes(**sizes, vocabulary=151_936, tied=False), learner=learner, num_ranks=8)
+        setup = Setup(sizes=Sizes.of(SHAPES["8B"]), learner=learner, num_ranks=8)
         found[key] = choose(setup.with_tokens(16_384), 200 * GIB).items
     assert found["offload_optimizer"]["AdamW state"] < 0.2 * found[""]["AdamW state"]
     assert found[""]["activations"] - found["offload_activations"]["activations"] == 34 * 4096 * 2 * 16_384

@@ -18,13 +18,13 @@ from configs import Config
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.objective import Objective
 from learner.optimizer import Optimizer
-from learner.policy.memory import Sizes
 from learner.policy.model import Policy
 from learner.ranks import Ranks
 from learner.step import accumulate_gradients
 from learner.weights import WeightPublisher
 from rollout_server.engines import Sampling, build_engine
 from rollout_server.follower import WeightFollower
+from slipstream.families.sizes import Sizes
 from tests.learner.recorded import batch_of, random_step, rows_of, train_on
 from tests.learner.tiny_models import CPU, built, logprobs, make_config, save_model
 from tests.learner.tiny_models import saved as saved_folder

@@ -8,7 +8,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from configs import load
 from configs.learner import LearnerSettings
@@ -19,14 +18,13 @@ from learner.policy.memory import (
     Budget,
     OutOfMemory,
     Setup,
-    Sizes,
     choose,
     largest_microbatch,
     refusal,
     usable,
 )
 from learner.train import REFUSALS
-from slipstream.families.decoders import FAMILIES
+from slipstream.families.sizes import Sizes
 from tests.learner.tiny_models import built, make_config
 
 
@@ -124,15 +122,3 @@ def test_attention_that_pads_is_in_the_budget() -> None:
         config = make_config(Path("unused"), placement={"device": "cuda"}, learner=learner)
         found = choose(Setup.of(config, SHAPES["0.6B"] | changed), None)
         assert ("padding of attention" in found.items) is pads, learner
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("given", [{}, {"num_key_value_heads": 8}, {"head_dim": 16}, {"num_key_value_heads": None}])
-def test_sizes_are_those_of_transformers_where_config_json_leaves_keys_out(family: str, given: dict[str, Any]) -> None:
-    raw: dict[str, Any] = {"hidden_size": 640, "num_attention_heads": 64, "intermediate_size": 8, "vocab_size": 8}
-    raw |= {"model_type": family, "num_hidden_layers": 1, **given}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family].from_dict(raw))
-    attention, found = model.model.layers[0].self_attn, Sizes.of(raw)
-    theirs = (attention.q_proj.out_features, attention.k_proj.out_features + attention.v_proj.out_features)
-    assert (found.query, found.key_value) == theirs

@@ -24,7 +24,7 @@ from rollout_server.engines.sglang.update.receiver import Handles, Receiver
 from tests.support import bus_receiver
 from tests.support.bus_receiver import HOST, Weights, digests
 from weight_bus import TransportError
-from weight_bus.messages import Begin, described
+from weight_bus.messages import Begin, described, digest_array
 from weight_bus.packing import Packer
 from weight_bus.remote import (
     LENGTH,
@@ -48,6 +48,7 @@ CPU = torch.device("cpu")
 EPOCHS = itertools.count(1)
 
 weights = partial(bus_receiver.weights, rows=30)
+LAYOUT = described(Packer(CONFIG.bucket_bytes).pack(weights(1).items(), 0)[0], CONFIG.bucket_bytes)
 
 
 @pytest.fixture
@@ -79,7 +80,9 @@ class Pair:
 
     def another(self, run_id: str = RUN) -> RemoteIntake:
         """A later subscriber's end."""
-        return RemoteIntake(lambda: self.link, CONFIG, run_id, self.load, slack_s=self._slack_s)
+        intake = RemoteIntake(lambda: self.link, CONFIG, run_id, self.load, slack_s=self._slack_s)
+        intake.learn(LAYOUT)
+        return intake
 
     def load(self, version: int, update: RemoteUpdate) -> Mapping[str, int]:
         """As an engine would, from the receiver's memory."""
@@ -104,8 +107,8 @@ class Sender(threading.Thread):
     ) -> None:
         super().__init__(daemon=True)
         named = weights(version)
-        manifest, self._buckets = Packer(CONFIG.bucket_bytes).pack(named.items(), 0)
-        manifest = manifest.with_digests(digests(named))
+        layout, self._buckets = Packer(CONFIG.bucket_bytes).pack(named.items(), 0)
+        manifest = layout.with_digests(digests(named))
         change: dict[str, Any] = {}
         if base:
             self._buckets = [torch.zeros(100, dtype=torch.uint8)]
@@ -115,16 +118,17 @@ class Sender(threading.Thread):
         self._transport = GlooCollective(CONFIG, HOST)
         self._epoch = next(EPOCHS)
         self.begin = Begin(
-            session="s",
             epoch=self._epoch,
             version=version,
             incarnation=0,
             evaluate=False,
-            rank=1,
+            ranks={"s": 1},
             size=2,
             endpoint=self._transport.serve(),
             bucket_bytes=CONFIG.bucket_bytes,
-            **described(manifest),
+            layout=layout.id,
+            digests=digest_array(manifest),
+            digest=manifest.digest,
             **change,
         )
         if lost_before:
@@ -288,13 +292,14 @@ def test_a_line_carries_messages_of_any_length_and_refuses_what_is_none() -> Non
     other.send(Forget())
     with pytest.raises(WireError, match="message kind 'Forget' is not accepted here"):
         line.receive(ACCEPTED, 5)
-    theirs.sendall(LENGTH.pack(5) + b"hello")
+    theirs.sendall(LENGTH.pack(1) + LENGTH.pack(5) + b"hello")
     with pytest.raises(WireError, match="header"):
         line.receive(ACCEPTED, 5)
-    theirs.sendall(LENGTH.pack(MAX_MESSAGE_BYTES + 1))
-    with pytest.raises(WireError, match="is announced"):
-        line.receive(ACCEPTED, 5)
-    theirs.sendall(LENGTH.pack(50) + b"half")
+    for announced in (LENGTH.pack(1) + LENGTH.pack(MAX_MESSAGE_BYTES + 1), LENGTH.pack(1000)):
+        theirs.sendall(announced)
+        with pytest.raises(WireError, match="is announced"):
+            line.receive(ACCEPTED, 5)
+    theirs.sendall(LENGTH.pack(1) + LENGTH.pack(50) + b"half")
     other.close()
     other.close()
     assert line.receive(ACCEPTED, 5) is None

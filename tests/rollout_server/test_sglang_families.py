@@ -39,14 +39,11 @@ def served(folder: Path, family: str, parent: int) -> dict[str, float]:
     import torch
 
     from configs.loading import load
-    from learner.policy import pretrained
     from learner.policy.model import build_policy
     from rollout_server.engines.base import Sampling
     from rollout_server.engines.sglang.engine import SGLangEngine
     from tests.learner.tiny_models import logprobs, process_group, save_model
 
-    pretrained.FAMILIES = (family,)
-    pretrained.problem_with_window = lambda *_: ""
     torch.set_num_threads(1)
     model = save_model(folder / "model", family, max_position_embeddings=PROMPT_TOKENS + NEW_TOKENS, **FAMILIES[family])
     config = load("quickstart", [

@@ -12,7 +12,7 @@ from rollout_server.engines.sglang.update import adapted as adapted_module
 from rollout_server.engines.sglang.update.adapted import AdaptedWeights
 from rollout_server.engines.sglang.update.layout import live_slices
 from tests.rollout_server.sglang_served import Served, check_logprobs, digests, random_model
-from tests.rollout_server.test_sglang_requests import FOLDER, Model, cut_of, filled
+from tests.rollout_server.test_sglang_requests import FOLDER, NORM, UP, Model, cut_of, filled
 from tests.rollout_server.test_torch_lora import ALL, adapters_of, merged
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
 from weight_bus.digest import add, slice_digest
@@ -68,7 +68,7 @@ def test_every_rank_merges_its_slices_and_nothing_drifts(ranks: int) -> None:
 
 def test_a_live_weight_a_kept_copy_and_an_adapter_that_changed_are_found_by_name() -> None:
     _, (model,) = filled(1)
-    adapted, name = AdaptedWeights(model, FOLDER.items(), ORDER), "mlp.up_proj.weight"
+    adapted, name = AdaptedWeights(model, FOLDER.items(), ORDER), UP
     adapted.load(list(update(1).items()))
     before = held([adapted])
 
@@ -106,15 +106,15 @@ def test_adapters_in_host_memory_are_merged_on_the_models_device(monkeypatch: py
 def test_an_update_that_is_not_these_adapters_touches_nothing() -> None:
     whole, (model,) = filled(1)
     adapted, adapters = AdaptedWeights(model, FOLDER.items(), ORDER), update(1)
-    a, _ = names_of("mlp.up_proj.weight")
+    a, _ = names_of(UP)
     for wrong in (
         {n: t for n, t in adapters.items() if n != a},
         adapters | {a: torch.zeros(3, 8)},
-        adapters | {"norm.weight": whole["norm.weight"]},
+        adapters | {NORM: whole[NORM]},
     ):
         with pytest.raises(ValueError, match=r"the update has .*, learner\.lora means .* here"):
             adapted.load(list(wrong.items()))
-    assert torch.equal(live_piece(model, "mlp.up_proj.weight"), whole["mlp.up_proj.weight"])
+    assert torch.equal(live_piece(model, UP), whole[UP])
 
 
 async def test_a_real_sglang_decodes_with_what_adapters_make_of_its_weights(served: Served) -> None:

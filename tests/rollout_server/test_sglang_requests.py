@@ -8,7 +8,6 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from configs.loading import load
 from rollout_server.engines import staging_in
@@ -32,6 +32,7 @@ from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
 from rollout_server.engines.sglang.update.live import RankWeights, _covered
 from rollout_server.engines.sglang.update.orders import FOLDER as FOLDER_VARIABLE
 from rollout_server.engines.sglang.update.orders import StagingFolder
+from slipstream.families.sizes import Sizes
 from weight_bus.digest import TensorSlice as Piece
 from weight_bus.digest import add, slice_digest, slice_digests
 
@@ -254,8 +255,18 @@ def test_a_broadcast_that_hangs_longer_than_an_engine_may_be_silent_is_refused()
 # ---- the layout of live tensors, on models as SGLang fuses, slices and pads them -----------------------------
 
 HIDDEN, HEADS, KV_HEADS, HEAD = 8, 4, 2, 4
-VOCABULARY, PADDED = 10, 16
-MLP = 6
+VOCABULARY, PADDED = 40, 64
+MLP = 8
+CONFIG = LlamaConfig(
+    hidden_size=HIDDEN,
+    num_attention_heads=HEADS,
+    num_key_value_heads=KV_HEADS,
+    head_dim=HEAD,
+    intermediate_size=MLP,
+    vocab_size=VOCABULARY,
+    num_hidden_layers=1,
+    tie_word_embeddings=True,
+)
 
 
 def part(rows: int, columns: int = HIDDEN, **attributes: Any) -> torch.nn.Module:
@@ -272,30 +283,20 @@ class Model(torch.nn.Module):
 
     def __init__(self, rank: int, ranks: int) -> None:
         super().__init__()
-        rows = PADDED // ranks
-        vocabulary = SimpleNamespace(
-            org_vocab_start_index=min(rank * rows, VOCABULARY), org_vocab_end_index=min((rank + 1) * rows, VOCABULARY)
-        )
-        self.embed = part(rows, shard_indices=vocabulary)
-        heads, kv_heads = HEADS // ranks, max(1, KV_HEADS // ranks)
-        of_qkv = {"num_heads": heads, "num_kv_heads": kv_heads, "num_kv_head_replicas": max(1, ranks // KV_HEADS)}
-        self.attn, self.mlp = torch.nn.Module(), torch.nn.Module()
-        self.attn.qkv_proj = part((heads + 2 * kv_heads) * HEAD, tp_rank=rank, head_size=HEAD, **of_qkv)
-        self.mlp.gate_up_proj = part(2 * MLP // ranks, output_sizes=[MLP, MLP], tp_size=ranks, tp_rank=rank)
-        self.mlp.down_proj = part(HIDDEN, MLP // ranks, input_size_per_partition=MLP // ranks, tp_rank=rank)
-        self.norm = part(HIDDEN, 0)
+        self.config, self.model, layer = CONFIG, torch.nn.Module(), torch.nn.Module()
+        self.model.embed_tokens, self.model.norm = part(PADDED // ranks, shard_indices=object()), part(HIDDEN, 0)
+        layer.self_attn, layer.mlp = torch.nn.Module(), torch.nn.Module()
+        rows = (HEADS // ranks + 2 * max(1, KV_HEADS // ranks)) * HEAD
+        layer.self_attn.qkv_proj = part(rows, tp_rank=rank, tp_size=ranks)
+        layer.self_attn.o_proj = part(HIDDEN, HEADS * HEAD // ranks)
+        layer.mlp.gate_up_proj = part(2 * MLP // ranks)
+        layer.mlp.down_proj = part(HIDDEN, MLP // ranks)
+        layer.input_layernorm, layer.post_attention_layernorm = part(HIDDEN, 0), part(HIDDEN, 0)
+        self.model.layers = torch.nn.ModuleList([layer])
 
 
-FOLDER = {
-    "embed.weight": (VOCABULARY, HIDDEN),
-    "attn.q_proj.weight": (HEADS * HEAD, HIDDEN),
-    "attn.k_proj.weight": (KV_HEADS * HEAD, HIDDEN),
-    "attn.v_proj.weight": (KV_HEADS * HEAD, HIDDEN),
-    "mlp.gate_proj.weight": (MLP, HIDDEN),
-    "mlp.up_proj.weight": (MLP, HIDDEN),
-    "mlp.down_proj.weight": (HIDDEN, MLP),
-    "norm.weight": (HIDDEN,),
-}
+FOLDER = dict(Sizes.of(CONFIG.to_dict()).tensors())
+NORM, UP, KEY = "model.norm.weight", "model.layers.0.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.weight"
 
 
 def cut_of(whole: dict[str, torch.Tensor], piece: LiveSlice) -> torch.Tensor:
@@ -331,17 +332,17 @@ def test_digests_of_slices_add_up_over_ranks_fusions_and_padding(ranks: int) -> 
 
 def test_kv_heads_with_replicas_begin_at_the_same_place() -> None:
     _, models = filled(4)
-    starts = [next(p for p in live_slices(m, FOLDER.items()) if p.name == "attn.k_proj.weight").start for m in models]
+    starts = [next(p for p in live_slices(m, FOLDER.items()) if p.name == KEY).start for m in models]
     assert starts == [(0, 0), (0, 0), (HEAD, 0), (HEAD, 0)]
 
 
 def test_what_an_update_does_not_name_is_not_covered() -> None:
     (model,) = filled(1)[1]
-    but_one = [shape for shape in FOLDER.items() if shape[0] != "norm.weight"]
+    but_one = [shape for shape in FOLDER.items() if shape[0] != NORM]
     assert not _covered(model, live_slices(model, but_one))
-    half = [shape for shape in FOLDER.items() if shape[0] != "mlp.up_proj.weight"]
+    half = [shape for shape in FOLDER.items() if shape[0] != UP]
     assert not _covered(model, live_slices(model, half)), "half of a fused tensor"
-    model.norm.bias = torch.nn.Parameter(torch.zeros(HIDDEN))
+    model.model.norm.bias = torch.nn.Parameter(torch.zeros(HIDDEN))
     assert not _covered(model, live_slices(model, FOLDER.items()))
 
 
@@ -364,7 +365,7 @@ class Mover(Model):
         for piece in live_slices(self, FOLDER.items()):
             piece.view.copy_(whole[piece.name])
         if self.moves:
-            self.norm.weight = torch.nn.Parameter(self.norm.weight.detach().clone())
+            self.model.norm.weight = torch.nn.Parameter(self.model.norm.weight.detach().clone())
 
 
 def test_a_parameter_that_moved_is_refused_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +384,7 @@ def test_a_parameter_that_moved_is_refused_for_good(monkeypatch: pytest.MonkeyPa
         model.moves = False
         assert update(1) == ""
         model.moves = True
-        assert "parameters of the model have moved, first 'norm.weight'" in update(2)
+        assert "parameters of the model have moved, first 'model.norm.weight'" in update(2)
         model.moves = False
         assert "have moved" in update(3), "its graphs read the old memory for ever"
     finally:

@@ -10,13 +10,14 @@ import pytest
 
 from configs import load
 from configs.errors import NoRoom, PackageMissing
-from learner.policy.memory import GIB, Sizes, available_bytes
+from learner.policy.memory import GIB, available_bytes
 from slipstream.check import compare, facts, machine
 from slipstream.check.checks import check_available
 from slipstream.check.finding import Finding
 from slipstream.check.machine import disk as room
 from slipstream.check.pictures import problem_with_pictures
 from slipstream.check.places import Place
+from slipstream.families.sizes import Sizes
 from slipstream.launch.doctor import places_of
 from slipstream.launch.reach.commands import Ssh
 
@@ -139,7 +140,13 @@ def test_infiniband_ports_are_read_and_one_that_is_down_is_named(tmp_path: Path)
 
 
 SIZES = Sizes.of(
-    {"hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "vocab_size": 151936}
+    {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+    }
     | {"num_attention_heads": 32, "num_key_value_heads": 8}
 )  # 8B
 ON_GPUS = ("placement.device=cuda", "rollout.engine=sglang")
@@ -163,7 +170,7 @@ def test_shared_memory_and_disks_are_held_against_what_a_run_writes(tmp_path: Pa
     config = load("quickstart", [*ON_GPUS, "weight_bus.backend=gloo", f"run.dir={tmp_path}"])
     found = [machine.shared_memory(config, SIZES, free * GIB, 1, "") for free in (64, 12, 1)]
     assert [each.severity for each in found] == ["ok", "warn", "stop"] and "docker run --shm-size" in found[2].line
-    assert "one checkpoint and the journal take" in room(config, replace(SIZES, layers=100_000)).line
+    assert "one checkpoint and the journal take" in room(config, replace(SIZES, has_experts=(False,) * 100_000)).line
 
 
 @pytest.mark.parametrize(

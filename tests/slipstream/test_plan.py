@@ -233,6 +233,7 @@ def test_every_split_of_a_node_and_whole_nodes_above():
 
 
 MODEL = {
+    "model_type": "qwen3",
     "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
 }  # fmt: skip

@@ -31,7 +31,7 @@ class Rig:
         self.coordinator = Coordinator(WeightBus(), **given)
 
     def offer(self, version: int) -> None:
-        manifest: Any = SimpleNamespace(digest=f"d{version}", num_bytes=1)
+        manifest: Any = SimpleNamespace(digest=f"d{version}", layout=SimpleNamespace(num_bytes=1))
         self.board.current = Offer(version=version, manifest=manifest, **OFFER)  # type: ignore[arg-type]
 
     def hears(self, message: Message, run_id: str = "r") -> list[Message]:
@@ -63,8 +63,10 @@ def test_a_broken_broadcast_breaks_the_group_and_is_charged_to_an_only_receiver(
     """Of several, any may have broken it."""
     rig = Rig(*names)
     one = rig.members[0]
+    assert rig.board.membership.uninformed(rig.members, "l") == rig.members
     rig.hears(m.ReceiveFailed(**rig.about(one), reason="its peer is gone"))
     assert one.state is State.WAITING and rig.board.membership.group == ()
+    assert rig.board.membership.uninformed(rig.members, "l") == [one], "it may not have come"
     assert one.faults == (len(names) == 1) == (one.retry_at > 0.0) == (rig.board.current.failed != {})
 
 

@@ -1,28 +1,39 @@
 """Packing and staging: layout, reuse of buffers, refusals, and what Begin carries of a manifest."""
 
 import dataclasses
+import time
+from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from replay.channel import WireError
-from tests.support.bus_receiver import digests, weights
+from replay.channel import WireError, decode
+from tests.support.bus_receiver import CONFIG, digests, weights
+from tests.weight_bus.test_bus_membership import admitted, asks, made
+from weight_bus.bus import Bus
+from weight_bus.control import Router
 from weight_bus.errors import NonFiniteWeights
-from weight_bus.manifest import Manifest
-from weight_bus.messages import Begin, described, manifest_of
+from weight_bus.manifest import Layout, Manifest, plan
+from weight_bus.messages import TO_SUBSCRIBER, Begin, described, digest_array, layout_of, manifest_of
 from weight_bus.packing import Packer, Pieces
 from weight_bus.staging import Staging
 
 BUCKET_BYTES = 300_000
 
 
-def begin_of(version: int) -> Begin:
+def manifest(version: int) -> Manifest:
     named = weights(version)
-    layout, _ = Packer(BUCKET_BYTES).pack(named.items(), 0)
-    manifest = layout.with_digests(digests(named))
-    place = {"session": "s", "epoch": 1, "incarnation": 1, "rank": 1, "size": 2, "endpoint": "127.0.0.1:1"}
-    about = {"version": version, "evaluate": False, "bucket_bytes": BUCKET_BYTES}
-    return Begin(**place, **about, **described(manifest))
+    layout, _ = Packer(BUCKET_BYTES, kept=["base"]).pack(named.items(), 0)
+    return layout.with_digests({**digests(named), "base": 2**64 - 1})
+
+
+def begin_of(manifest: Manifest) -> Begin:
+    place = {"epoch": 1, "incarnation": 1, "ranks": {"s": 1}, "size": 2, "endpoint": "127.0.0.1:1"}
+    about = {"version": 1, "evaluate": False, "bucket_bytes": BUCKET_BYTES, "layout": manifest.layout.id}
+    return Begin(**place, **about, digests=digest_array(manifest), digest=manifest.digest)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,27 +100,99 @@ def test_a_layout_never_changes_within_a_run():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"names": ["a"]}, "differ in length"),
-        ({"rank": 0}, "rank 0/2"),
-        ({"rank": 2}, "rank 2/2"),
+        ({"ranks": {"s": 0}}, "rank 0/2"),
+        ({"ranks": {"s": 2}}, "rank 2/2"),
         ({"bucket_bytes": 0}, "bucket_bytes 0"),
         ({"digest": "0" * 32}, "is not that of its tensors"),
+        ({"digests": np.zeros(7, np.int64)}, "is not that of its tensors"),
+        ({"digests": np.zeros(6, np.int64)}, "6 digests of 7 tensors"),
+        ({"layout": "another"}, "'another' has not come"),
+    ],
+)
+def test_a_begin_that_does_not_fit_together_is_refused(change, reason):
+    expected = manifest(1)
+    begin = begin_of(expected)
+    assert manifest_of(begin, expected.layout).digests == expected.digests
+    with pytest.raises(WireError, match=reason):
+        manifest_of(dataclasses.replace(begin, **change), expected.layout)
+
+
+HALVES = [[0, 0, 0, 500, 100], [0, 0, 100, 500, 157], *([i, 0, 0, 500, 257] for i in range(1, 5)), [5, 0, 33]]
+"""A matrix in two boxes, the others whole."""
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"names": ["a"]}, "differ in length"),
+        ({"bucket_bytes": 0}, "bucket_bytes 0"),
         ({"dtypes": ["int64"] * 6}, "int64"),
         ({"names": ["a"] * 6}, "appears twice"),
         ({"shapes": [[1], [1], [-3, -3], [1], [1], [1]]}, r"shape \[-3, -3\]"),
         ({"shapes": [[1 << 62]] * 6}, "is above"),
-        ({"kept": {"norm.weight": 1}}, "first difference: 'norm.weight'"),
-        ({"kept": {"other": 1}}, "is not that of its tensors"),
+        ({"kept": ["norm.weight"]}, "comes twice, or travels"),
+        ({"kept": ["other"]}, "is not that of its tensors"),
+        ({"boxes": HALVES}, "is not that of its tensors"),
+        ({"boxes": [HALVES[0], *HALVES]}, "appears twice"),
+        ({"boxes": [[0, 1, 0, 500, 257]]}, r"box of shape \[500, 257\] at \[1, 0\]"),
+        ({"boxes": [[0, -1, 0, 500, 257]]}, r"box of shape \[500, 257\] at \[-1, 0\]"),
+        ({"boxes": [[0, 0, 500]]}, "a box"),
+        ({"boxes": [[6, 0, 33]]}, "a box"),
+        ({"boxes": [[]]}, "a box"),
     ],
 )
-def test_a_begin_that_does_not_fit_together_is_refused(change, reason):
+def test_a_layout_that_does_not_fit_together_is_refused(change, reason):
+    expected = manifest(1).layout
+    new = described(expected, BUCKET_BYTES)
+    assert layout_of(new) == expected
     with pytest.raises(WireError, match=reason):
-        manifest_of(dataclasses.replace(begin_of(1), **change))
+        layout_of(dataclasses.replace(new, **change))
+
+
+def test_digests_of_boxes_add_up_to_those_of_their_tensors():
+    """Boxes of a matrix in any order, also where rows and columns are cut."""
+    rows, columns, named = ((0, 7), (7, 13)), ((0, 100), (100, 157)), weights(1, rows=20)
+    whole = named["layers.0.weight"]
+    boxes = [("w", "bfloat16", (h, w), (r, c), (20, 257)) for c, w in columns for r, h in rows]
+    layout = layout_of(described(plan([*boxes, ("norm", "float32", (33,))], 3000), 3000))
+    assert len(layout.bucket_sizes) > 1 and layout.names == ("w", "norm")
+    staging = Staging()
+    sums = digests({"w": whole, "norm": named["norm.weight"]})
+    staging.prepare(layout.with_digests(sums))
+    for entry, (_, held) in zip(layout.entries, staging.tensors(), strict=True):
+        source = whole if entry.name == "w" else named["norm.weight"]
+        held.copy_(source[tuple(slice(s, s + n) for s, n in zip(entry.start, entry.shape, strict=True))])
+    assert staging.corrupt() == [] and staging.sums() == sums
+    next(iter(staging.tensors()))[1][3, 4] += 1
+    assert staging.corrupt() == ["w"]
+
+
+def test_what_begins_an_update_of_many_tensors_is_made_and_encoded_once_for_all_servers():
+    """18,819 tensors and 256 servers, as for Qwen3-30B-A3B: 6.8 ms a server before."""
+    layout = plan([(f"model.layers.{i}.weight", "bfloat16", (i + 1,)) for i in range(18_819)], CONFIG.bucket_bytes)
+    membership, queued, seconds = made(), list[tuple[str, Any]](), []
+    members = [admitted(membership, asks(f"r{i}")) for i in range(256)]
+    with closing(Router("127.0.0.1", 0, "r")) as router:
+        router._queue = lambda identity, frames: queued.append((identity, frames)) or ""  # type: ignore
+        given = {"_router": router, "_membership": membership, "_incarnation": 1, "_config": CONFIG}
+        bus: Any = SimpleNamespace(**given, _sender=SimpleNamespace(endpoint="127.0.0.1:1"))
+        for version in range(3):
+            started = time.thread_time()
+            manifest = layout.with_digests({name: version for name in layout.names})
+            offer: Any = SimpleNamespace(version=version, evaluate=False, manifest=manifest, digest=manifest.digest)
+            Bus._announce(bus, offer, None, members)
+            seconds.append(time.thread_time() - started)
+    everyone = [member.identity for member in members]
+    assert [identity for identity, _ in queued] == 4 * everyone, "the layout once, and three times Begin"
+    assert len({id(frames) for _, frames in queued}) == 4
+    assert min(seconds) < 0.05
+    new, begin = (decode(queued[i][1], TO_SUBSCRIBER).message for i in (0, -1))
+    assert manifest_of(begin, layout_of(new)).digests == manifest.digests and begin.ranks[members[-1].session] == 256
 
 
 def test_a_manifest_that_no_memory_holds_is_refused_by_size():
     staging = Staging()
-    with pytest.raises(WireError, match="a manifest of 1152921504606846976 bytes does not fit into the memory here"):
-        staging.prepare(Manifest((), (2**60,)))
-    staging.prepare(Manifest((), (64,)))
+    with pytest.raises(WireError, match="1152921504606846976 bytes of an update do not fit into the memory here"):
+        staging.prepare(Layout((), (2**60,)).with_digests({}))
+    staging.prepare(Layout((), (64,)).with_digests({}))
     assert [bucket.numel() for bucket in staging.buckets] == [64], "and the next one is received as always"

@@ -4,9 +4,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from configs.infrastructure import WeightBus
+from replay.channel import WireError
 from weight_bus import messages as m
 from weight_bus.errors import BusClosed, RemovedFromBus, TransportError, WeightBusError
 from weight_bus.subscription import EngineCallbacks, Subscription
@@ -24,10 +26,17 @@ class Plane:
         self.breaks = False
         self.seconds = {"wire": 1.0, "verify": 2.0}
         self.forgot = 0
-        kept = {"base": 5}
-        self.manifest: Any = SimpleNamespace(kept=kept, differences=lambda held: [k for k in held if held[k] != 1])
+        self.layouts = list[str]()
+        layout = SimpleNamespace(kept=("base",))
+        self.manifest: Any = SimpleNamespace(layout=layout, differences=lambda held: [k for k in held if held[k] != 1])
+
+    def learn(self, new: m.NewLayout) -> None:
+        if not new.names:
+            raise WireError("no tensors")
+        self.layouts.append(new.id)
 
     def take(self, begin: m.Begin) -> list[str]:
+        assert [*begin.ranks.values()] == [2], "its own"
         if self.breaks:
             raise TransportError("a peer was lost", "closed")
         return self.corrupt
@@ -77,9 +86,9 @@ class Bench:
 
     def begin(self, version: int = 3, **fields: Any) -> m.Begin:
         values: dict[str, Any] = {
-            "session": self.subject.session, "epoch": 1, "incarnation": 1, "evaluate": True, "rank": 1, "size": 2,
-            "endpoint": "", "bucket_bytes": 1, "names": [], "dtypes": [], "shapes": [], "digests": [],
-            "digest": f"d{version}",
+            "ranks": {"another": 1, fields.pop("session", self.subject.session): 2}, "size": 3, "epoch": 1,
+            "incarnation": 1, "evaluate": True, "endpoint": "", "bucket_bytes": 1, "layout": "l",
+            "digests": np.zeros(0, np.int64), "digest": f"d{version}",
         }  # fmt: skip
         return m.Begin(version=version, **values | fields)
 
@@ -117,6 +126,13 @@ def test_it_joins_again_until_it_is_welcome_and_beats_from_then_on() -> None:
     assert bench.said() == [m.EpochReady(session="i-1", epoch=4)] and bench.plane.forgot == 1
 
 
+def test_a_layout_is_for_all_sessions_and_one_that_is_none_is_passed_over(bench: Bench) -> None:
+    for number, names in enumerate(("w", "", "v")):
+        new = m.NewLayout(id=f"l{number}", bucket_bytes=1, names=[*names], dtypes=[], shapes=[])
+        assert not bench.hear(new)
+    assert bench.plane.layouts == ["l0", "l2"] and not bench.said()
+
+
 def test_a_version_is_staged_and_loaded_and_proven_and_only_then_held(bench: Bench) -> None:
     assert not bench.hear(bench.begin(3))
     (staged,) = bench.said()
@@ -140,7 +156,7 @@ def test_a_version_is_staged_and_loaded_and_proven_and_only_then_held(bench: Ben
 def test_what_is_of_another_epoch_learner_session_or_of_the_past_is_not_received(bench: Bench, fields: Any) -> None:
     assert bench.receives(3)
     bench.said()
-    stray = replace(bench.begin(4), **fields)
+    stray = bench.begin(**{"version": 4, **fields})
     bench.hear(stray)
     assert bench.subject._staged is None and not bench.said()
     bench.hear(bench.commit(stray.version, epoch=stray.epoch, digest=stray.digest))

@@ -18,7 +18,7 @@ from replay.channel import WireError
 from weight_bus.delta import coding
 from weight_bus.digest import slice_digest
 from weight_bus.errors import NotAvailable, WeightBusError
-from weight_bus.manifest import ITEM_SIZES, Manifest
+from weight_bus.manifest import ITEM_SIZES, Layout
 
 LEVEL = 1  # of zstd; 3 gains nothing on what coding.py makes and costs a quarter more time
 
@@ -67,7 +67,7 @@ class ChangeMaker:
         return True
 
     def change(
-        self, base: str, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], layout: Manifest
+        self, base: str, old: Sequence[torch.Tensor], new: Sequence[torch.Tensor], layout: Layout
     ) -> Change | None:
         """The change from `old` to `new`, or None when this version is to be sent whole after all.
 

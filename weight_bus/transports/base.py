@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 
 from configs.infrastructure import WeightBus
-from weight_bus.manifest import Manifest
+from weight_bus.manifest import Layout
 
-PROTOCOL = "3"
+PROTOCOL = "4"
 """Of the bus: what Begin says, and what travels in a group (buckets in order, then the closing collective); a fact of
 every transport, so that two releases that differ in it refuse each other when they join."""
 
@@ -55,7 +55,7 @@ class Transport(Protocol):
     def form(self, formation: Formation) -> None:
         """Leave the present group and enter this one. Raises TransportError when a member stays away."""
 
-    def label(self, version: int, manifest: Manifest | None) -> None:
+    def label(self, version: int, layout: Layout | None) -> None:
         """Before the first bucket: what the buckets hold, or None for a change of the version before."""
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:

@@ -27,7 +27,7 @@ import torch
 
 from configs.infrastructure import WeightBus
 from weight_bus.errors import TransportError, WeightBusError
-from weight_bus.manifest import Entry, Manifest
+from weight_bus.manifest import Entry, Layout
 from weight_bus.transports.base import PROTOCOL, Formation, ignore
 
 KEPT = 2
@@ -78,12 +78,12 @@ class DiskTransport:
         else:
             self._wait_for(owner, "is weight_bus.folder the same shared folder as the learner's?")
 
-    def label(self, version: int, manifest: Manifest | None) -> None:
+    def label(self, version: int, layout: Layout | None) -> None:
         """What comes next: a version as it is, or a change of the version before."""
         if self._folder is None:
             raise TransportError(f"v{version}: no group is formed", "closed")
-        self._version, self._entries = version, manifest.by_bucket() if manifest is not None else None
-        self._version_folder = self._folder / f"v{version:06d}{'' if manifest is not None else '.change'}"
+        self._version, self._entries = version, layout.by_bucket() if layout is not None else None
+        self._version_folder = self._folder / f"v{version:06d}{'' if layout is not None else '.change'}"
         if self._rank == 0:
             _remove_older(self._folder, "v", version - KEPT + 1)
 

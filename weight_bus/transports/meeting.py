@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from configs.infrastructure import WeightBus
 from weight_bus.errors import TransportError
-from weight_bus.manifest import Manifest
+from weight_bus.manifest import Layout
 from weight_bus.transports.base import PROTOCOL, Formation
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class GroupTransport:
                 self._meeting.forget()
             raise
 
-    def label(self, version: int, manifest: Manifest | None) -> None:
+    def label(self, version: int, layout: Layout | None) -> None:
         """A group carries bytes, whatever they are."""
 
     def leave(self) -> None:

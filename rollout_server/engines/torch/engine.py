@@ -29,7 +29,7 @@ from rollout_server.engines.torch.rows import Request
 from rollout_server.engines.torch.sampling import stream_key
 from rollout_server.engines.torch.viewer import Viewer
 from rollout_server.engines.torch.weights import LiveWeights, read_folder
-from slipstream.families.pictures import TOWER
+from slipstream.families.record import TOWER
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

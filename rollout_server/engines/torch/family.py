@@ -14,9 +14,9 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rollout_server.engines.base import EngineError
-from slipstream.families.decoders import FAMILIES, heads_of
-from slipstream.families.pictures import FAMILIES as WITH_PICTURES
 from slipstream.families.pictures import Vision, decoder_of, vision_of
+from slipstream.families.sizes import Sizes, heads_of
+from slipstream.families.table import FAMILIES
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
@@ -60,19 +60,19 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
         raise EngineError(f"{path} does not exist; model.path must be a Hugging Face model folder")
     raw = json.loads(path.read_text(encoding="utf-8"))
     vision, raw = vision_of(raw), decoder_of(raw)
-    model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    model_type = raw.get("model_type", "")
+    if model_type not in FAMILIES or not FAMILIES[model_type].in_torch_engine:
+        served = ", ".join(name for name, family in FAMILIES.items() if family.in_torch_engine)
         raise EngineError(
             f"{path}: model_type {model_type!r} is not served by the torch engine "
-            f"(it serves {', '.join((*FAMILIES, *WITH_PICTURES))}); use rollout.engine: sglang"
+            f"(it serves {served}); use rollout.engine: sglang"
         )
     if raw.get("quantization_config") is not None:
         raise EngineError(f"{path}: quantization_config is set, the torch engine serves unquantized weights only")
     config = CONFIG_MAPPING[model_type].from_dict(raw)
     _refuse_what_differs(path, config, max_context)
     heads, (inv_freq, rope_scaling) = heads_of(config.to_dict()), _rope(path, config)
-    qwen2 = model_type == "qwen2"
-    attention_bias = bool(getattr(config, "attention_bias", False)) and not qwen2
+    there = {weight.name for weight in Sizes.of(config.to_dict()).layer(has_experts=False)}
     return ModelSpec(
         family=config.model_type,
         vocab_size=config.vocab_size,
@@ -84,10 +84,10 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
         intermediate_size=config.intermediate_size,
         rms_norm_eps=config.rms_norm_eps,
         tied=bool(config.tie_word_embeddings),
-        qkv_bias=qwen2 or attention_bias,
-        o_bias=attention_bias,
-        mlp_bias=model_type == "llama" and bool(config.mlp_bias),
-        qk_norm=model_type == "qwen3",
+        qkv_bias="self_attn.q_proj.bias" in there,
+        o_bias="self_attn.o_proj.bias" in there,
+        mlp_bias="mlp.up_proj.bias" in there,
+        qk_norm="self_attn.q_norm.weight" in there,
         inv_freq=inv_freq,
         rope_scaling=rope_scaling,
         vision=vision,

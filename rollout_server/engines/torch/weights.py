@@ -19,12 +19,10 @@ from safetensors import safe_open
 from configs.learner import Lora
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.torch.family import ModelSpec
+from slipstream.families.record import EMBEDDING, HEAD, NORM
 from slipstream.weight_files import weight_files
 from weight_bus.adapters import SCALE, is_adapted, names_of, scale_digest
 from weight_bus.digest import slice_digest
-
-EMBEDDING = "model.embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +39,9 @@ def layout(spec: ModelSpec) -> dict[str, RowRange]:
     table: dict[str, RowRange] = {EMBEDDING: RowRange("embed", 0, (spec.vocab_size, spec.hidden_size))}
     for index in range(spec.num_layers):
         table.update(_layer_layout(spec, index))
-    table["model.norm.weight"] = RowRange("norm", 0, (spec.hidden_size,))
+    table[NORM] = RowRange("norm", 0, (spec.hidden_size,))
     if not spec.tied:
-        table[LM_HEAD] = RowRange("lm_head", 0, (spec.vocab_size, spec.hidden_size))
+        table[HEAD] = RowRange("lm_head", 0, (spec.vocab_size, spec.hidden_size))
     return table
 
 
@@ -181,7 +179,7 @@ class LiveWeights:
 
     def _check(self, name: str, tensor: torch.Tensor, view: torch.Tensor | None, *, repeated: bool) -> None:
         if view is None:
-            tie = f" (tied: it is part of {EMBEDDING})" if name == LM_HEAD else ""
+            tie = f" (tied: it is part of {EMBEDDING})" if name == HEAD else ""
             lora = f" (learner.lora.rank is {self.lora.rank} here, so updates are adapters)" if self.lora else ""
             adapter = " (an adapter; set learner.lora here as the learner has it)" if ".lora_" in name else ""
             raise EngineError(f"tensor {name!r} is not part of this {self.spec.family} model{adapter or lora or tie}")
@@ -219,12 +217,12 @@ def read_folder(folder: Path, *, tied: bool, dtype: torch.dtype, skip: str = "")
                 if name.endswith("rotary_emb.inv_freq") or (skip and name.startswith(skip)):
                     continue
                 tensor = opened.get_tensor(name)
-                if tied and name in (EMBEDDING, LM_HEAD):
+                if tied and name in (EMBEDDING, HEAD):
                     aside[name] = tensor
-                if not (tied and name == LM_HEAD):
+                if not (tied and name == HEAD):
                     yield name, tensor.to(dtype)
-    if LM_HEAD in aside and EMBEDDING in aside and not torch.equal(aside[LM_HEAD], aside[EMBEDDING]):
+    if HEAD in aside and EMBEDDING in aside and not torch.equal(aside[HEAD], aside[EMBEDDING]):
         raise EngineError(
-            f"{folder}: tie_word_embeddings is true but {LM_HEAD} differs from {EMBEDDING}; "
+            f"{folder}: tie_word_embeddings is true but {HEAD} differs from {EMBEDDING}; "
             "set it to false in config.json, or remove the one that is wrong"
         )

@@ -9,12 +9,16 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from replay.channel import Message
 from tests.replay.simulation.network import Network
 from weight_bus import messages as m
 from weight_bus.errors import TransportError
 from weight_bus.intake import Load
+from weight_bus.manifest import plan
 
+LAYOUT = plan([("w", "float32", (1,))], 1)
 NOBODY = -1
 """Weights that no learner has made."""
 PATIENCE = 30
@@ -84,12 +88,11 @@ class SimulatedBus:
         assert self.published is not None
         incarnation, version, digest = self.published
         begin = m.Begin(
-            session=member["session"], epoch=self.epoch, version=version, incarnation=incarnation, evaluate=True,
-            rank=1, size=2, endpoint="", bucket_bytes=1, names=["w"], dtypes=["float32"], shapes=[[1]],
-            digests=[self.number], digest=digest,
+            ranks={member["session"]: 1}, size=2, epoch=self.epoch, version=version, incarnation=incarnation,
+            evaluate=True, endpoint="", bucket_bytes=1, layout="w", digests=np.array([self.number]), digest=digest,
         )  # fmt: skip
         if self.rng.random() < self.faults:
-            lost = replace(begin, digests=[NOBODY], digest="lost")
+            lost = replace(begin, digests=np.array([NOBODY]), digest="lost")
             strays = [replace(lost, epoch=self.epoch - 1), replace(lost, incarnation=incarnation - 1)]
             if member["holds"] is not None and version > 1:
                 strays.append(replace(begin, version=version - 2, digest="older"))
@@ -98,7 +101,8 @@ class SimulatedBus:
         self._offer(identity, begin)
 
     def _offer(self, identity: str, begin: m.Begin) -> None:
-        self._offered[begin.session, begin.epoch, begin.version] = begin.digest
+        (session,) = begin.ranks
+        self._offered[session, begin.epoch, begin.version] = begin.digest
         self._say(identity, begin)
 
     def _commit(self, identity: str, staged: m.Staged) -> None:
@@ -126,8 +130,8 @@ class SimulatedIntake:
     def take(self, begin: m.Begin) -> list[str]:
         if self.rng.random() < self.faults:
             raise TransportError("a peer was lost", "closed")
-        self.begun, (number,) = begin, begin.digests
-        self.manifest = SimpleNamespace(kept={}, differences=lambda held: [] if held == {"w": number} else ["w"])
+        self.begun, (number,) = begin, begin.digests.tolist()
+        self.manifest = SimpleNamespace(layout=LAYOUT, differences=lambda held: [] if held == {"w": number} else ["w"])
         return ["w"] if self.rng.random() < self.faults else []
 
     def apply(self, version: int, load: Load) -> Mapping[str, int]:

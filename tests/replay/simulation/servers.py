@@ -151,7 +151,7 @@ class SimulatedServer:
     def _load(self, version: int, _: Any) -> Mapping[str, int]:
         """The engine stands still from here until the version is proven."""
         assert self.subscription is not None
-        (loading,) = self.subscription._intake.begun.digests  # type: ignore[attr-defined]
+        (loading,) = self.subscription._intake.begun.digests.tolist()  # type: ignore[attr-defined]
         self.policy, self.weights = None, NOBODY if self.rng.random() < self.faults else loading
         return {"w": self.weights}
 

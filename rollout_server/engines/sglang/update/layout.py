@@ -1,10 +1,7 @@
-"""Inverse map of SGLang's fusions: Hugging Face tensor to slice of a live tensor.
+"""Logical tensors in the live tensors of a scheduler: views, by the record of the model's family.
 
-Stated rules. Fused projections: q, k, v are rows of `qkv_proj`, gate and up rows of `gate_up_proj`. Tensor
-parallelism: each rank holds a slice, named by where it begins in the Hugging Face tensor; replicas (norms, KV
-heads when there are more ranks than heads) begin at the same place on several ranks and must be equal there. Padded
-vocabulary: the rows past the real vocabulary belong to no Hugging Face tensor. Ties: a tied lm_head is the
-embedding, under the embedding's name.
+Where each lies is written in slipstream/families/names.py. Replicas (norms, KV heads when there are more ranks than
+heads) begin at the same place on several ranks and must be equal there.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,13 +10,15 @@ from typing import Any
 
 import torch
 
-QKV = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
-GATE_UP = {"gate_proj": 0, "up_proj": 1}
+from slipstream.families.names import Place, held
+from slipstream.families.pictures import decoder_of
+from slipstream.families.record import Part
+from slipstream.families.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
 class LiveSlice:
-    """This rank's part of a Hugging Face tensor, a view into the live tensor."""
+    """This rank's part of a logical tensor, a view into the live tensor."""
 
     name: str
     full_shape: tuple[int, ...]
@@ -28,50 +27,37 @@ class LiveSlice:
 
 
 def live_slices(model: Any, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[LiveSlice]:
-    """A slice for each (name, full shape). Raises KeyError: no such tensor; ValueError: another shape."""
-    modules = dict(model.named_modules())
+    """Slices of each (name, full shape), most often one; none of an expert that another rank has.
+
+    Raises LookupError: no such tensor or family; ValueError: another shape, or not as the family's record says.
+    """
+    sizes, live = Sizes.of(decoder_of(model.config.to_dict())), dict(model.named_parameters())
+    shapes = dict(sizes.tensors())
+    parts: dict[str, list[Part]] = {name: [] for name in shapes}
+    for part in held(sizes, place_of(model)):
+        parts[part.name].append(part)
     for name, shape in tensors:
-        path, _, leaf = name.rpartition(".")
-        yield _live_slice(modules, name, shape, path=path, leaf=leaf)
+        if tuple(shape) != shapes[name]:
+            raise ValueError(f"{name}: {tuple(shape)} in the update, {shapes[name]} by config.json")
+        for part in parts[name]:
+            yield _slice(part, live[part.holder].detach())
 
 
-def _live_slice(modules: dict[str, Any], name: str, shape: tuple[int, ...], *, path: str, leaf: str) -> LiveSlice:
-    parent, _, last = path.rpartition(".")
-    if last in QKV and f"{parent}.qkv_proj" in modules:
-        module = modules[f"{parent}.qkv_proj"]
-        view, first = _rows_of_qkv(module, getattr(module, leaf), QKV[last])
-        start = (first, *(0,) * (len(shape) - 1))
-    elif last in GATE_UP and f"{parent}.gate_up_proj" in modules:
-        module = modules[f"{parent}.gate_up_proj"]
-        rows = module.output_sizes[GATE_UP[last]] // module.tp_size
-        view = getattr(module, leaf).narrow(0, rows * GATE_UP[last], rows)
-        start = (module.tp_rank * rows, *(0,) * (len(shape) - 1))
-    else:
-        view, start = _whole_or_sliced(modules[path], leaf, shape)
-    view = view.detach()
-    inside = all(s + n <= full for s, n, full in zip(start, view.shape, shape, strict=True))
-    if view.dim() != len(shape) or not inside:
-        raise ValueError(f"{name}: the live slice {tuple(view.shape)} at {start} is not inside {shape}")
-    return LiveSlice(name, shape, start, view)
+def place_of(model: Any) -> Place:
+    """Which rank of its engine holds this model."""
+    divided = next(module for module in model.modules() if hasattr(module, "tp_rank") and hasattr(module, "tp_size"))
+    expert_ranks = next((m.moe_ep_size for m in model.modules() if hasattr(m, "moe_ep_size")), 1)
+    return Place(divided.tp_rank, divided.tp_size, expert_ranks)
 
 
-def _rows_of_qkv(module: Any, tensor: torch.Tensor, which: int) -> tuple[torch.Tensor, int]:
-    """Rows of q, k or v, and where they begin in the Hugging Face tensor."""
-    q_rows, kv_rows = module.num_heads * module.head_size, module.num_kv_heads * module.head_size
-    if which == 0:
-        return tensor.narrow(0, 0, q_rows), module.tp_rank * q_rows
-    first = (module.tp_rank // module.num_kv_head_replicas) * kv_rows
-    return tensor.narrow(0, q_rows + (which - 1) * kv_rows, kv_rows), first
-
-
-def _whole_or_sliced(module: Any, leaf: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, tuple[int, ...]]:
-    tensor = getattr(module, leaf)
-    zeros = (0,) * len(shape)
-    indices = getattr(module, "shard_indices", None)
-    if indices is not None:  # vocabulary: padded rows are outside
-        first, end = indices.org_vocab_start_index, min(indices.org_vocab_end_index, shape[0])
-        return tensor.narrow(0, 0, end - first), (first, *zeros[1:])
-    columns = getattr(module, "input_size_per_partition", None)
-    if leaf == "weight" and columns is not None and len(shape) == 2 and columns < shape[1]:
-        return tensor, (0, module.tp_rank * columns)
-    return tensor, zeros
+def _slice(part: Part, view: torch.Tensor) -> LiveSlice:
+    front = len(part.at) - len(part.size)
+    block = (*(1,) * front, *part.size)
+    is_inside = len(part.at) == view.dim() and all(
+        first + size <= whole for first, size, whole in zip(part.at, block, view.shape, strict=True)
+    )
+    if not is_inside:
+        raise ValueError(f"{part.name}: {part.size} at {part.at} of {part.holder}, which is {tuple(view.shape)}")
+    for dim, (first, size) in enumerate(zip(part.at, block, strict=True)):
+        view = view.narrow(dim, first, size)
+    return LiveSlice(part.name, part.shape, part.start, view[(0,) * front])

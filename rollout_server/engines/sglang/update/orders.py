@@ -22,7 +22,8 @@ from safetensors import safe_open
 
 from configs.learner import Lora
 from rollout_server.engines.base import EngineError
-from slipstream.families.pictures import TOWER, decoder_of, vision_of
+from slipstream.families.pictures import decoder_of, vision_of
+from slipstream.families.record import HEAD, TOWER
 from slipstream.weight_files import weight_files
 from weight_bus.adapters import SCALE
 from weight_bus.digest import add
@@ -237,6 +238,6 @@ def folder_tensors(folder: Path, *, whole: bool = False) -> Iterator[tuple[str, 
     for file in sorted(set(weight_files(folder, EngineError).values())):
         with safe_open(str(file), framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  # no mapping
-                is_left_out = (tied and name == "lm_head.weight") or (has_tower and name.startswith(TOWER))
+                is_left_out = (tied and name == HEAD) or (has_tower and name.startswith(TOWER))
                 if not is_left_out and not name.endswith("rotary_emb.inv_freq"):
                     yield name, tuple(opened.get_slice(name).get_shape())

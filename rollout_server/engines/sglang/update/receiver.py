@@ -22,7 +22,7 @@ from weight_bus.control import wake_quickly
 from weight_bus.errors import NotAvailable, TransportError
 from weight_bus.intake import Intake
 from weight_bus.manifest import alignment_of
-from weight_bus.messages import Begin
+from weight_bus.messages import Begin, NewLayout
 from weight_bus.remote import ORDERS, Done, Forget, Hosting, NotTaken, Over, ReceiverConnection, Taken
 from weight_bus.staging import Staging
 from weight_bus.transports import Transport, TransportFactory, make_transport
@@ -106,13 +106,15 @@ class Receiver(threading.Thread):
         transport = self._factory(self._config, self._host)
         line.send(Hosting(facts=transport.facts()))
         while (order := line.receive(ORDERS, None)) is not None:
+            intake = self._intake_of(order.run_id, transport)
             match order.message:
+                case NewLayout():
+                    intake.learn(order.message)
                 case Begin():
-                    answer: Message = self._take(self._intake_of(order.run_id, transport), order.message)
+                    line.send(self._take(intake, order.message))
                 case Forget():
-                    self._intake_of(order.run_id, transport).forget()
-                    answer = Done()
-            line.send(answer)
+                    intake.forget()
+                    line.send(Done())
 
     def _intake_of(self, run_id: str, transport: Transport) -> Intake:
         """That of a run. All have the same buffers: other ranks may have them mapped."""
