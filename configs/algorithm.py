@@ -136,6 +136,9 @@ class Algorithm(Section):
     answers of their token sums over rollout.max_new_tokens (Dr. GRPO)."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Factor of the entropy bonus, averaged like the loss."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Factor of the load balancing loss of a mixture of experts, over the tokens of each microbatch and the mean over
+    layers (transformers: 0.001); with it, gradients depend on how a batch is divided into microbatches."""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
     """Estimator of the KL divergence from a reference model; `none` needs no such model, and `k1` goes into the reward
     alone."""

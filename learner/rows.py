@@ -103,6 +103,8 @@ class Row:
     """Answers that share their prompts; None without any."""
     saved: int = 0
     """Tokens of the trajectories that the row leaves out, because they share their prompts."""
+    routing: torch.Tensor | None = None
+    """[total, layers, k] experts of each token in each decoder layer, uint8 or uint16; None where the model routes."""
     pictures: RowPictures | None = None
     """Of its prompts; position_ids are [3, 1, total] then, of time, row and column."""
 

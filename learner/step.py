@@ -104,6 +104,15 @@ class StepSums:
         }
         if v["fresh"]:
             result["training/rollout_logprobs_diff_lag0_mean"] = v["fresh_diff"] / v["fresh"]
+        if updates := v.get("moe_updates"):
+            result |= {
+                "moe/max_violation": v["moe_violation"] / updates,
+                "moe/max_violation_max": v["moe_violation_max"],
+                "moe/idle_experts": v["moe_idle"] / updates,
+                "moe/aux_loss": v["moe_aux"] / updates,
+            }
+        if v.get("moe_given"):
+            result["moe/routing_overridden"] = v["moe_overridden"] / v["moe_given"]
         if v["saved"]:
             result["perf/prefix_tokens_saved"] = v["saved"]
         if v["peak_bytes_max"]:
@@ -136,6 +145,8 @@ def accumulate_gradients(
         policy.prepare_row(last=number == len(rows))
         loss, measured = objective(row, *policy.forward(row, temperature))
         loss.backward()  # type: ignore[no-untyped-call]
+        if policy.mixtures is not None:
+            policy.mixtures.add(row)
         for name, value in measured.items():
             combine = torch.maximum if name.endswith(MAX) else torch.add
             found[name] = combine(found[name], value.double()) if name in found else value.double()
@@ -146,6 +157,8 @@ def accumulate_gradients(
     found["squared_gradient"] = policy.squared_gradient()
     found["peak_bytes_max"] = torch.tensor(take_peak_bytes(policy.device), dtype=torch.float64, device=policy.device)
     values = _over_ranks(policy, found)
+    if policy.mixtures is not None:
+        values |= policy.mixtures.take(policy.group)
     if values["tokens"] != global_tokens:
         raise ValueError(
             f"{values['tokens']:.0f} tokens are in the loss over all ranks, the batch says {global_tokens}"

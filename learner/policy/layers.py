@@ -20,6 +20,7 @@ KEPT = (
     "aten::mm",
     "aten::addmm",
     "aten::linear",
+    "aten::_grouped_mm",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",

@@ -29,6 +29,7 @@ from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
 from learner.policy.meshes import Meshes
+from learner.policy.moe.mixtures import Mixtures
 from learner.policy.pretrained import (
     PolicyError,
     allocate,
@@ -119,6 +120,8 @@ class Policy:
         """By dtype: where the shards lay, and what digests them there."""
         self.tower: VisionTower | None = None
         """What makes features of pictures: frozen, whole on each rank, in the dtype of the forward."""
+        self.mixtures: Mixtures | None = None
+        """Of experts, in a model that has any."""
         self.lora: Lora | None = None
         """Adapters are in training, and all else is frozen."""
         self.frozen_digests: dict[str, int] = {}
@@ -129,6 +132,8 @@ class Policy:
         if row.pictures is not None:
             assert self.tower is not None, "a batch with pictures is refused where the model takes none"
             row = replace(row, pictures=row.pictures.seen_by(self.tower))
+        if self.mixtures is not None:
+            self.mixtures.begin(row)
         attention.warn_of_padding(row, self.model.transformer.config._attn_implementation)
         return tuple(self.model(row, temperature))
 
@@ -329,6 +334,9 @@ def shaped_policy(
     if root is not TokenModel:
         model_config.tie_word_embeddings = False
     transformer = build_empty(model_config, attention.choose(learner, model_config, device))
+    mixtures = Mixtures.adopt(transformer, config.algorithm.router_aux_loss_coef)
+    if mixtures is not None and (is_frozen or root is not TokenModel):
+        mixtures.stand_beside()
     adapters = learner.lora if learner.lora.rank and not is_frozen else None
     if adapters is not None:
         lora.adapt(transformer, adapters, dtype)
@@ -344,7 +352,7 @@ def shaped_policy(
     shard(model, meshes.data, dtype, kept)
     allocate(model, model.transformer, model_config, device)
     policy = Policy(model, folder, mesh, device, budget)
-    policy.lora = adapters
+    policy.mixtures, policy.lora = mixtures, adapters
     return policy
 
 

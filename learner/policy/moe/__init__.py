@@ -1,0 +1,1 @@
+"""Mixtures of experts: router, grouped products, auxiliary loss, given routing, experts divided over ranks."""

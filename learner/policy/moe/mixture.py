@@ -1,0 +1,150 @@
+"""A mixture of experts in a decoder layer: each token goes to the k experts that its router gives the most weight.
+
+The router computes in float32 from the weights of the compute dtype, which are those that an engine has. Tokens are
+sorted by expert, so that the experts of a layer are two grouped products whatever their loads. Nothing adds up by
+atomics: the way back of each gather is a gather and a sum over k, so a batch gives the same bits again.
+
+A token's weight of an expert is multiplied in before the second product, not after it. That is the same sum, and a
+backward need not keep what the product made, k hidden states a token.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm, linear
+
+from learner.policy.tensor_parallel import local_weight
+
+
+class Experts(torch.nn.Module):
+    """Gated experts of one layer, or a rank's block of them."""
+
+    def __init__(self, theirs: Any) -> None:
+        """Take over the parameters of transformers' module: [E, 2I, H] and [E, H, I]."""
+        super().__init__()
+        self.gate_up_proj, self.down_proj, self.activation = theirs.gate_up_proj, theirs.down_proj, theirs.act_fn
+
+    def forward(self, tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        """[S, H] of tokens [S, H] with weights [S], sorted by expert; those of expert e end at `ends[e]`."""
+        up, down = local_weight(self.gate_up_proj).mT, local_weight(self.down_proj).mT
+        gate, value = grouped_mm(tokens, up, offs=ends).float().chunk(2, dim=-1)
+        inner = self.activation(gate) * value * weights[:, None]
+        return grouped_mm(inner.to(tokens.dtype), down, offs=ends)
+
+
+class Mixture(torch.nn.Module):
+    """Router and experts of one layer, under the names that transformers gives their parameters.
+
+    What a row brings and what it leaves are tensors of the module and not arguments, for a decoder layer of
+    transformers passes none on; `Mixtures` sets and reads them.
+    """
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.experts, self.gate = Experts(theirs.experts), theirs.gate
+        self.top_k, self.normalizes = int(self.gate.top_k), bool(self.gate.norm_topk_prob)
+        self.num_experts = len(self.gate.weight)
+        self.given: Tensor | None = None
+        """[T, k] experts of each token, in place of the router's own choice."""
+        self.aux_share: Tensor | None = None
+        """0-dim, the factor of the layer's auxiliary loss in the loss of the batch."""
+        self.chosen: Tensor | None = None
+        """[T, k] int64, filled with the experts that each token went to."""
+        self.left = torch.zeros(0)
+        """[E + 2] float32, filled with tokens of each expert, the auxiliary loss, and choices that `given` overrode."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[..., H] of hidden states."""
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        experts, weights = self.route(tokens)
+        order, places, ends = by_expert(experts, self.num_experts)
+        sorted_tokens = Gathered.apply(tokens, order, places, self.top_k)  # type: ignore[no-untyped-call]
+        sorted_weights = Gathered.apply(weights.reshape(-1, 1), order, places, 1)  # type: ignore[no-untyped-call]
+        made = self.experts(sorted_tokens, sorted_weights[:, 0], ends)
+        total: Tensor = Summed.apply(made, order, places, self.top_k)  # type: ignore[no-untyped-call]
+        return total.view(hidden.shape)
+
+    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, k] int64 experts of each token, and their float32 weights."""
+        probabilities = linear(tokens.float(), self.gate.weight.float()).softmax(dim=-1)
+        own = probabilities.detach().topk(self.top_k, dim=-1).indices
+        experts = own if self.given is None else self.given
+        weights = probabilities.gather(1, experts)
+        if self.normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        loads = tokens_of(experts, self.num_experts)
+        aux = self.num_experts * (loads / len(tokens) * probabilities.mean(dim=0)).sum()
+        if self.aux_share is not None:
+            weights = WithLoss.apply(weights, self.aux_share * aux)  # type: ignore[no-untyped-call]
+        self._leave(experts, own, loads, aux.detach())
+        return experts, weights
+
+    @torch.no_grad()
+    def _leave(self, experts: Tensor, own: Tensor, loads: Tensor, aux: Tensor) -> None:
+        # written over, not added up: a layer that is recomputed comes here twice
+        overridden = torch.zeros_like(aux)
+        if self.given is not None:
+            overridden = (own[:, :, None] != experts[:, None, :]).all(dim=-1).sum().float()
+        self.left.copy_(torch.cat([loads, aux[None], overridden[None]]))
+        if self.chosen is not None:
+            self.chosen.copy_(experts)
+
+
+def tokens_of(experts: Tensor, num_experts: int) -> Tensor:
+    """[E] float32, how many choices of [T, k] fell on each expert."""
+    return (experts.reshape(-1, 1) == torch.arange(num_experts, device=experts.device)).sum(dim=0).float()
+
+
+def by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How choices [T, k] are sorted by expert.
+
+    Returns:
+        [S] which choice stands at each place, [S] the place of each choice, and [E] int32 where each expert's end.
+    """
+    ids, order = experts.reshape(-1).to(torch.int16).sort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    numbers = torch.arange(num_experts, device=order.device, dtype=torch.int16)
+    return order, places, torch.searchsorted(ids, numbers, right=True, out_int32=True)
+
+
+class Gathered(torch.autograd.Function):
+    """[S, H], the token of each choice where the choice stands; k choices a token."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.k = k
+        return tokens[order // k]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return grads[0][places].view(-1, ctx.k, grads[0].shape[-1]).sum(dim=1), None, None, None
+
+
+class Summed(torch.autograd.Function):
+    """[T, H], the sum of what a token's k choices have made: the way back of Gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return made[places].view(-1, k, made.shape[-1]).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return grads[0][order // ctx.k], None, None, None
+
+
+class WithLoss(torch.autograd.Function):
+    """A value as it is, whose backward is also that of a loss: a layer need not hand its loss to the end."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, loss: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones((), device=grads[0].device)
