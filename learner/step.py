@@ -151,6 +151,7 @@ def accumulate_gradients(
             combine = torch.maximum if name.endswith(MAX) else torch.add
             found[name] = combine(found[name], value.double()) if name in found else value.double()
     found["saved"] = torch.tensor(sum(row.saved for row in rows), dtype=torch.float64, device=policy.device)
+    found["flops"] = torch.tensor(policy.flops(rows), dtype=torch.float64, device=policy.device)
     if not policy.leads:  # another rank measured the same tokens
         found = {name: torch.zeros_like(value) for name, value in found.items()}
     policy.settle_gradients()

@@ -25,6 +25,7 @@ from configs.learner import Lora
 from learner.policy import attention, lora
 from learner.policy.communication import Communication
 from learner.policy.divisibility import problem_with
+from learner.policy.flops import flops_of
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
@@ -41,6 +42,7 @@ from learner.policy.pretrained import (
 from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from learner.policy.tensor_parallel import local_weight, parallelize
 from learner.rows import Row
+from slipstream.families.sizes import Sizes
 from slipstream.vision import VisionTower
 from slipstream.weight_files import weight_files
 from weight_bus.adapters import PREFIX, SCALE, scale_digest
@@ -143,6 +145,14 @@ class Policy:
         found = [self.forward(row.to(self.device), temperature)[0] for row in rows]
         self.clear_gradients()  # there are none, but the root module holds what it has gathered until then
         return [values.cpu() for values in found]
+
+    @functools.cached_property
+    def _sizes(self) -> Sizes:
+        return Sizes.of(self.model.transformer.config.to_dict())
+
+    def flops(self, rows: Sequence[Row]) -> float:
+        """Of forward and backward over rows in host memory."""
+        return flops_of(self._sizes, rows, frozen=self.lora is not None)
 
     def when_exhausted(self, error: RuntimeError, config: Config) -> str:
         """What to change where the error says that memory ran out; empty for other errors."""
