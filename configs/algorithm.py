@@ -131,6 +131,9 @@ class Algorithm(Section):
     """Leave out an answer with a token whose importance ratio is below this (slime: 1e-4); 0 has no such bound."""
     veto_high: float = Field(default=0.0, ge=0)
     """Leave out an answer with a token whose importance ratio is above this (SkyRL: 100); 0 has no such bound."""
+    routing_replay: bool = True
+    """Of a mixture of experts: the learner computes a token by the experts that the engine has chosen for it, which
+    travel with the answers (R3, 2510.11370); false has its router choose anew."""
     aggregation: Literal["token", "sequence", "constant"] = "token"
     """Loss of a batch: mean over tokens (DAPO), mean over answers of their token means (GRPO, GSPO), or mean over
     answers of their token sums over rollout.max_new_tokens (Dr. GRPO)."""

@@ -162,7 +162,8 @@ class Learner:
 
     def check(self, batch: Batch) -> None:
         """Raises BatchError for a bad part, before any rank starts on the batch."""
-        check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self.policy.vocab_size)
+        lag, vocab_size = self.config.replay.async_lag, self.policy.vocab_size
+        check_batch(batch, async_lag=lag, vocab_size=vocab_size, experts=self.trainer.experts)
         check_rewards(batch, self.trainer.advantage)
 
     def update(self, batch: Batch) -> Update:

@@ -21,6 +21,8 @@ from learner.prefixes import Layout, Prefixes, lay_side_by_side
 from learner.prefixes import offsets as offsets
 from replay.batches.sharing import Wanted
 from replay.messages import Batch
+from replay.routing import problem_with_batch
+from slipstream.families.experts import Experts
 
 PAD_ID = 0
 """Any id of the vocabulary."""
@@ -104,9 +106,14 @@ class Row:
     saved: int = 0
     """Tokens of the trajectories that the row leaves out, because they share their prompts."""
     routing: torch.Tensor | None = None
-    """[total, layers, k] experts of each token in each decoder layer, uint8 or uint16; None where the model routes."""
+    """[total, layers, k] experts of each token in each decoder layer, uint8 or uint16; None where the model routes. The
+    last token of a trajectory, which no engine has read, has those of the one before it."""
     pictures: RowPictures | None = None
     """Of its prompts; position_ids are [3, 1, total] then, of time, row and column."""
+
+    def by_own_router(self) -> "Row":
+        """For another model than the one that sampled, which chooses experts itself."""
+        return self if self.routing is None else replace(self, routing=None)
 
     def to(self, device: torch.device) -> "Row":
         """The same row on a device."""
@@ -122,6 +129,7 @@ def lay_out(
     weights: NDArray[np.float32],
     share_prefixes: Wanted = False,
     shown: Shown | None = None,
+    routing: Sequence[NDArray[Any]] = (),
 ) -> list[Row]:
     """Exactly `batch.num_microbatches` rows of this rank, in order and in host memory.
 
@@ -134,20 +142,18 @@ def lay_out(
         weights: [N] float32, of each token of a trajectory; trajectories of weight 0 are left out.
         share_prefixes: as in the configuration.
         shown: pictures of the batch, where it has any.
+        routing: [P + L, layers, k] of each sample, where it is replayed.
     """
     tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
-    lags, is_fresh = lags_of(batch), batch.versions == batch.step - 1
-    answers = offsets(batch.lengths)
+    lags, is_fresh, answers = lags_of(batch), batch.versions == batch.step - 1, offsets(batch.lengths)
 
     def row(number: int, members: list[int]) -> Row:
         pieces, prompts = [tokens[i] for i in members], [int(batch.prompt_lengths[i]) for i in members]
         laid, positions, pictures = _laid(batch, members, pieces, prompts, share_prefixes, shown)
         chosen = [np.flatnonzero(batch.loss_mask[answers[i] : answers[i + 1]]) for i in members]
         # an answer's first token is predicted from the prompt's last
-        kept = [
-            np.where(at > 0, first + at - 1, before)
-            for at, first, before in zip(chosen, laid.answers, laid.before, strict=False)
-        ]
+        places = zip(chosen, laid.answers, laid.before, strict=False)
+        kept = [np.where(at > 0, first + at - 1, before) for at, first, before in places]
         ends = zip(pieces, prompts, chosen, strict=False)
         targets = [piece[prompt + at].astype(np.int64) for piece, prompt, at in ends]
         of_token = joined([answers[i] + at for i, at in zip(members, chosen, strict=True)])
@@ -171,6 +177,7 @@ def lay_out(
             groups=torch.from_numpy(batch.all_groups[whole].astype(np.int64)),
             fresh=torch.tensor([is_fresh[answers[i] : answers[i + 1]].all() for i in members], dtype=torch.bool),
             number=number,
+            routing=_routed(laid, [routing[i] for i in members] if routing else []),
             trajectories=torch.from_numpy(whole.astype(np.int64)),
         )
 
@@ -205,6 +212,14 @@ def _laid(
     return laid, *shown.laid(batch, members, laid)
 
 
+def _routed(laid: Layout, routing: list[NDArray[Any]]) -> torch.Tensor | None:
+    """[total, layers, k] of a row; a shared prompt's tokens have it of the first trajectory that shares it."""
+    if not routing:
+        return None
+    first = offsets([len(rows) for rows in routing])
+    return torch.from_numpy(np.concatenate(routing)[first[laid.owners] + laid.positions])
+
+
 def _loss_tokens(batch: Batch) -> NDArray[np.int64]:
     """[n] tokens in the loss of each sample."""
     in_loss = offsets(batch.loss_mask != 0)
@@ -221,8 +236,10 @@ def lags_of(batch: Batch) -> NDArray[np.int32]:
     return np.where(batch.loss_mask != 0, batch.step - 1 - batch.versions, 0)
 
 
-def check(batch: Batch, *, async_lag: int, vocab_size: int) -> None:
+def check(batch: Batch, *, async_lag: int, vocab_size: int, experts: Experts | None = None) -> None:
     """Refuse a batch that contradicts itself, the lag bound (invariant 1) or the model.
+
+    With `experts` their routing is replayed, and must be that of its tokens.
 
     Groups keep the bound that they were admitted under, where a resumed run has a lower `async_lag`.
 
@@ -249,6 +266,8 @@ def check(batch: Batch, *, async_lag: int, vocab_size: int) -> None:
         raise BatchError(f"{where}: answer token {i} has behaviour logprob {batch.logprobs[i]}")
     _check_counts(batch, where)
     _check_minibatches(batch, where)
+    if (problem := problem_with_batch(batch, experts)) is not None:
+        raise BatchError(f"{where}: {problem}")
 
 
 def _check_counts(batch: Batch, where: str) -> None:

@@ -23,6 +23,8 @@ from learner.policy.model import Policy
 from learner.rows import BatchError, Row, lay_out, minibatches_of
 from learner.step import Measure, StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch
+from replay.routing import positions_of
+from slipstream.families.experts import Experts, experts_of
 from slipstream.runtime.variants import VariantFails
 
 CRITIC_WARMUP = "critic_warmup"
@@ -82,7 +84,13 @@ class Update:
         return not self.reason
 
 
-def prepare(batch: Batch, advantage: Advantage, config: Config, looker: PictureDecoder | None = None) -> Prepared:
+def prepare(
+    batch: Batch,
+    advantage: Advantage,
+    config: Config,
+    looker: PictureDecoder | None = None,
+    experts: Experts | None = None,
+) -> Prepared:
     """Advantages of the whole batch, token weights of each mini-batch, and this rank's rows.
 
     Where advantages need forwards over the tokens, all trajectories are laid out, and advantages wait for those.
@@ -98,7 +106,8 @@ def prepare(batch: Batch, advantage: Advantage, config: Config, looker: PictureD
     if looker is None and batch.picture_counts.size:
         raise BatchError(f"batch {batch.step}: has pictures, and model.path takes none")
     shown = looker.look(batch) if looker is not None else None
-    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown)
+    routing = positions_of(batch, experts) if experts is not None and batch.routing.size else []
+    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown, routing)
     return Prepared(advantages, rows, [(part.microbatches, int(tokens[part.trajectories].sum())) for part in parts])
 
 
@@ -142,6 +151,9 @@ class Trainer:
     ) -> None:
         self.config, self.policy, self.optimizer, self._span = config, policy, optimizer, span
         self.guards, self.looker = guards, PictureDecoder.of(policy.source)
+        described = policy.model.transformer.config.to_dict()
+        self.experts = experts_of(described) if config.algorithm.routing_replay else None
+        """Of which the engine's choices are replayed."""
         self.advantage = build_advantage(config.algorithm)
         self.objective: Measure = objective_of(config)
         self.beside = beside or Beside(config, policy)
@@ -150,7 +162,7 @@ class Trainer:
         """Forward and backward over all rows, clip, AdamW. A collective; decides alike on all ranks."""
         learner, beside = self.config.learner, self.beside
         with self._span("lay_out"):
-            work = prepare(batch, self.advantage, self.config, self.looker)
+            work = prepare(batch, self.advantage, self.config, self.looker, self.experts)
         with self._span("judge"):
             judged = beside.judge(batch, work.rows, work.advantages, global_tokens=work.global_tokens)
         if batch.step <= beside.warmup_steps:

@@ -33,17 +33,14 @@ class Hello(Message):
     host: str
     rank: int = 0
     world_size: int = 1
-    fingerprint: dict[str, str] = field(default_factory=dict)
-    """What both ends must agree on (tokenizer, vocabulary, group size, ...), by name."""
+    fingerprint: dict[str, str] = field(default_factory=dict)  # by name, what both ends must agree on
     digest: str = ""
-    bus_address: str | None = None
-    """Learner rank 0: control address of the weight bus."""
+    bus_address: str | None = None  # learner rank 0: control address of the weight bus
     version: int = 0
     """Learner: version of the weights that it holds at start; `digest` is their parameter digest."""
     incarnation: int = 0
     """Learner: the incarnation that it has, when it comes back to a replay that was restarted; 0 at its own start."""
-    cursor: dict[str, Any] | None = None
-    """Learner rank 0 after `--resume`: replay's state from the checkpoint."""
+    cursor: dict[str, Any] | None = None  # learner rank 0 after `--resume`: replay's state from the checkpoint
     rolls_back: bool = False
     """Learner rank 0: the line of policies ends at `version`; what was made and sampled after it does not count."""
     leaves_out_flat_groups: bool = False  # a learner, groups whose rewards are all equal
@@ -108,8 +105,7 @@ class LeaseRequest(Message):
 
     capacity: int
     version: int
-    incarnation: int = 0
-    """Of the learner that made the version."""
+    incarnation: int = 0  # of the learner that made the version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,16 +143,13 @@ class Renew(Message):
     """
 
     leases: list[list[int]]
-    finished: list[list[int]] = field(default_factory=list)
-    """[pass, index, attempt] of groups sent and not acknowledged."""
+    finished: list[list[int]] = field(default_factory=list)  # [pass, index, attempt] of groups sent, not acknowledged
     evaluations: list[list[int | str | bool]] = field(default_factory=list)
     """[version, set, greedy, first, whether its result was sent] of parts of evaluations."""
-    queued: list[int] = field(default_factory=list)
-    """Positions in `leases` of those that wait for their turn: nothing of them runs."""
+    queued: list[int] = field(default_factory=list)  # positions in `leases` of those that wait: nothing of them runs
     sampled: int = 0
     """Tokens that the engine has sampled since its start, of evaluations too: whether it works at all."""
-    progress: list[list[int]] = field(default_factory=list)
-    """[position in leases, answer, tokens before, new ones, 0 | 1 | 2]."""
+    progress: list[list[int]] = field(default_factory=list)  # [position in leases, answer, tokens before, new, 0|1|2]
     token_ids: Int32 = field(default_factory=_no_ints)
     logprobs: Float32 = field(default_factory=_no_floats)
     versions: Int32 = field(default_factory=_no_ints)
@@ -184,8 +177,7 @@ class Group(OfLease):
     data_source: str
     prompt_ids: Int32
     """Of all samples, or with `prompt_lengths` of each, concatenated."""
-    lengths: Int32
-    """[S] tokens of each sample after its prompt."""
+    lengths: Int32  # [S] tokens of each sample after its prompt
     token_ids: Int32
     loss_mask: UInt8
     """Answer tokens, environment tokens included, and 1 where the policy sampled one."""
@@ -208,6 +200,10 @@ class Group(OfLease):
     error_detail: str = ""
     policies: list[list[int]] = field(default_factory=list)
     """[incarnation, version] of each policy that may have sampled a token of it. Empty: of what its sender serves."""
+    routing: UInt8 = field(default_factory=_no_bytes)
+    prompt_routing: UInt8 = field(default_factory=_no_bytes)
+    routing_sums: Int32 = field(default_factory=_no_ints)
+    """Experts of tokens and of prompts, and [S] a sum of each sample (replay/routing.py); empty: none are replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,8 +262,7 @@ class Batch(OfStep):
     loss_mask: UInt8
     logprobs: Float32
     versions: Int32
-    all_rewards: Float32
-    """[N] rewards of the whole batch."""
+    all_rewards: Float32  # [N] of the whole batch
     all_groups: Int32
     all_loss_tokens: Int32
     """[N] of each trajectory: position in group_ids of its group, its tokens in the loss, samples (empty: one each)."""
@@ -277,6 +272,11 @@ class Batch(OfStep):
     picture_bytes: UInt8 = field(default_factory=_no_bytes)
     picture_counts: Int32 = field(default_factory=_no_ints)
     """Of each of group_ids, 0 where no sample of it is here; empty: no prompt has pictures."""
+    routing: UInt8 = field(default_factory=_no_bytes)
+    prompt_routing: UInt8 = field(default_factory=_no_bytes)
+    routing_starts: Int32 = field(default_factory=_no_ints)
+    routing_sums: Int32 = field(default_factory=_no_ints)
+    """As in Group, and [n] the first row of each sample's prompt; empty: none are replayed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,8 +343,7 @@ class OfPart(Message):
     """About a part of an evaluation."""
 
     version: int
-    set: str = ""
-    """Name in data.eval; empty where that is one file."""
+    set: str = ""  # name in data.eval; empty where that is one file
     greedy: bool
     first: int = 0  # number in its set of the first prompt
     samples: int = 1

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from replay import messages as m
+from replay import routing
 from replay.data import stream_seed
 from replay.state.answers import ERRORS, PROMPT_ERRORS
 from rollout_server.engines.base import Completion, Partial, Sampling
@@ -94,6 +95,11 @@ class EpisodeGenerator(Generator):
             **joined(samples),
             **errors_of([episode.verdict for episode in episodes]),
             **packed(() if seen is None else seen.sources),
+            **routing.packed(
+                [sample.prompt_ids for sample in samples] if prompt_lengths.size else [prompt_ids],
+                [sample.token_ids for sample in samples],
+                [sample.routing for sample in samples],
+            ),
         )
 
     async def _look(self, row: dict[str, Any]) -> Seen | None:

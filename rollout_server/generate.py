@@ -12,6 +12,7 @@ import numpy as np
 
 from configs.schema import Config
 from replay import messages as m
+from replay import routing
 from replay.state.answers import ERRORS, PROMPT_ERRORS
 from rollout_server.engines.base import Completion, Engine, Partial, Sampling, first_error
 from rollout_server.progress import prefixes_of
@@ -81,7 +82,8 @@ class Generator:
             _, verdicts = await self.score([lease.prompt] * len(completions), completions)
         finally:
             self._sampled.pop(request_id, None)
-        token_ids = np.concatenate([c.token_ids for c in completions])
+        answers, chosen = [c.token_ids for c in completions], [c.routing for c in completions]
+        prompt_ids, token_ids = np.array(prompt.token_ids, dtype=np.int32), np.concatenate(answers)
         return m.Group(
             pass_=lease.pass_,
             index=lease.index,
@@ -90,7 +92,7 @@ class Generator:
             reward_metrics=means([verdict.metrics for verdict in verdicts if not verdict.left_out]),
             generate_s=seconds,
             data_source=str(lease.prompt.get("data_source", "")),
-            prompt_ids=np.array(prompt.token_ids, dtype=np.int32),
+            prompt_ids=prompt_ids,
             lengths=np.array([c.token_ids.size for c in completions], dtype=np.int32),
             token_ids=token_ids,
             loss_mask=np.ones(token_ids.size, dtype=np.uint8),
@@ -99,6 +101,7 @@ class Generator:
             rewards=np.array([verdict.score for verdict in verdicts], dtype=np.float32),
             **errors_of(verdicts),
             **packed(prompt.sources),
+            **routing.packed([prompt_ids], answers, chosen),
         )
 
     async def sample(self, prompt: Prompt, lease: m.Lease, request_id: str) -> list[Completion]:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from replay import routing
 from replay.messages import Batch, Group
 
 Int32 = NDArray[np.int32]
@@ -160,21 +161,25 @@ def _tokens(groups: list[Group], mine: Int32) -> dict[str, Any]:
     """Token arrays of one rank's samples, concatenated in the order of `mine`."""
     token_ids: list[Int32] = []
     pieces: list[tuple[Group, slice]] = []
+    samples: list[tuple[Group, int, slice]] = []
     starts = [[*_starts(g.lengths).tolist(), g.token_ids.size] for g in groups]
     first = _starts(np.array([g.lengths.size for g in groups], np.int32)).tolist()
     for i in mine.tolist():
         number = bisect_right(first, i) - 1
         group, k = groups[number], i - first[number]
         start, end = starts[number][k : k + 2]
+        samples.append((group, k, slice(start, end)))
         token_ids += [_prompt(group, k), group.token_ids[start:end]]
         if pieces and pieces[-1][0] is group and pieces[-1][1].stop == start:  # one copy for neighbours
             start = pieces.pop()[1].start
         pieces.append((group, slice(start, end)))
     nothing = groups[0]  # where answers were left out, there may be more ranks than answers
-    return {"token_ids": np.concatenate([nothing.token_ids[:0], *token_ids])} | {
+    arrays = {
         name: np.concatenate([getattr(nothing, name)[:0], *(getattr(group, name)[piece] for group, piece in pieces)])
         for name in ("loss_mask", "logprobs", "versions")
     }
+    arrays["token_ids"] = np.concatenate([nothing.token_ids[:0], *token_ids])
+    return arrays | routing.of_samples(samples)
 
 
 def _pictures(groups: list[Group], mine: Int32) -> dict[str, Any]:

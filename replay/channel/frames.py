@@ -98,6 +98,8 @@ def encode(message: Message, run_id: str, sequence: int) -> list[bytes | memoryv
     described = []
     for name, dtype in kind.ARRAYS.items():
         array = np.ascontiguousarray(getattr(message, name), dtype=DTYPES[dtype])
+        if not array.size and _may_lack(kind, name):
+            continue
         described.append((name, dtype, array.shape))
         arrays.append(memoryview(cast(Any, array)).cast("B") if array.size else b"")
     header = {
@@ -220,9 +222,14 @@ def _arrays(kind: type[Message], described: list[Any], frames: Sequence[bytes | 
         if shape[0] * DTYPES[dtype].itemsize != len(frame):
             raise WireError(f"{kind.__name__}.{name}: {len(frame)} bytes for shape {shape} of {dtype}")
         arrays[name] = np.frombuffer(frame, dtype=DTYPES[dtype])
-    if missing := kind.ARRAYS.keys() - arrays.keys():
+    if missing := {name for name in kind.ARRAYS.keys() - arrays.keys() if not _may_lack(kind, name)}:
         raise WireError(f"{kind.__name__}: arrays {sorted(missing)} are missing")
     return arrays
+
+
+def _may_lack(kind: type[Message], name: str) -> bool:
+    """Whether an array has a default: an empty one does not travel then."""
+    return kind.__dataclass_fields__[name].default_factory is not dataclasses.MISSING
 
 
 _SCHEMAS: dict[type[Message], tuple[Field, ...]] = {}

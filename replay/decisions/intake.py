@@ -174,7 +174,8 @@ class GroupIntake:
             return True
 
     def _problem_with(self, group: m.Group, slot: Slot) -> str | None:
-        return problem_with(group, slot, self.run.config, Bounds(self.run.newest_possible, self.leasing.vocab_size))
+        bounds = Bounds(self.run.newest_possible, self.leasing.vocab_size, self.leasing.experts)
+        return problem_with(group, slot, self.run.config, bounds)
 
     def _ack(self, peer: Peer, of: m.OfLease, status: AckStatus, reason: str = "") -> None:
         ack = m.Ack(pass_=of.pass_, index=of.index, attempt=of.attempt, status=status, reason=reason)

@@ -15,6 +15,7 @@ from replay.state.leases import GroupId, Leases, Shares, Slot, SlotState
 from replay.state.peers import Peer, Peers
 from replay.state.run import RunState
 from replay.state.validation import Bounds
+from slipstream.families.experts import Experts
 from slipstream.runtime.lifeline import BoundedLog
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ class LeaseScheduler:
         self.run, self.peers = run, peers
         size = peers.expected.get("vocab_size", "")
         self.vocab_size = int(size) if size.isdigit() else None
+        told = peers.expected.get("experts", "") if run.config.algorithm.routing_replay else ""
+        self.experts = Experts.of_told(told)
+        """Of the model, where their routing is replayed."""
         self.buffer, self.leases = run.buffer, run.leases
         self.last_drop = ""
         """Group, reason and detail of the last drop."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from replay import routing
 from replay.batches.build import samples_of
 from replay.messages import EvaluationResult, Group
 
@@ -34,6 +35,7 @@ def kept(group: Group) -> Group:
         changed |= {"prompt_ids": group.prompt_ids[np.repeat(samples, own)], "prompt_lengths": own[samples]}
     if group.samples.size:
         changed["samples"] = group.samples[stays]
+    changed |= routing.kept(group, samples)
     rewards, lengths = group.rewards[stays], group.lengths[samples]
     return replace(group, rewards=rewards, lengths=lengths, left_out=group.left_out[:0], **changed)
 

@@ -7,10 +7,12 @@ import numpy as np
 
 from configs.schema import Config
 from replay.messages import EvaluationResult, Float32, Group, Int32
+from replay.routing import problem_with_group
 from replay.state.answers import problem_with_errors
 from replay.state.buffer import IN_ORDER
 from replay.state.evaluation_parts import EvaluationWork
 from replay.state.leases import Slot
+from slipstream.families.experts import Experts
 from slipstream.families.pictures import problem_with as problem_with_pictures
 
 LOGPROB_SLACK = 1e-3
@@ -23,6 +25,8 @@ class Bounds:
     newest_version: int
     vocab_size: int | None
     """None where the model's config does not say."""
+    experts: Experts | None = None
+    """Of which the routing is replayed."""
 
 
 def problem_with(group: Group, slot: Slot, config: Config, bounds: Bounds) -> str | None:
@@ -43,6 +47,7 @@ def problem_with(group: Group, slot: Slot, config: Config, bounds: Bounds) -> st
         return None  # every episode failed before its first turn
     problem = _shape_problem(group, config) or _value_problem(group, bounds.vocab_size)
     problem = problem or problem_with_pictures(group.pictures, group.picture_bytes, slot.row)
+    problem = problem or problem_with_group(group, bounds.experts)
     return problem or _version_problem(group, slot, config, bounds.newest_version)
 
 

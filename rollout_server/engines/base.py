@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["keep_kv", "recompute_kv", "drain"]
 FinishReason = Literal["stop", "length", "abort"]
+Routing = NDArray[Any]
+"""Expert ids: uint8 where a layer has at most 256 experts, else uint16."""
 
 
 class EngineError(SlipstreamError, RuntimeError, code="SLIP-ENGINE-01"):
@@ -114,6 +116,20 @@ class Completion(Partial):
     """
 
     finish_reason: FinishReason
+    routing: Routing | None = None
+    """[P + L - 1, layers, k] experts (slipstream/families/experts.py) of each position of prompt and answer but the
+    last, which no pass has read; None of a model without experts. See `Engine.generate` for which pass."""
+
+    def first(self, count: int) -> "Completion":
+        """Its first tokens, as an answer that has stopped."""
+        cut = self.token_ids.size - count
+        return Completion(
+            token_ids=self.token_ids[:count],
+            logprobs=self.logprobs[:count],
+            versions=self.versions[:count],
+            routing=None if self.routing is None else self.routing[: len(self.routing) - cut],
+            finish_reason="stop",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +179,11 @@ class Engine(Protocol):
                 ended comes back as it is. What follows a prefix need not be what the engine it comes from would have
                 sampled; it is of the same distribution.
             pictures: of the prompt; EngineError where the model takes none.
+
+        Routing is that of the pass which sampled the token behind the position, as its logprob and version are: it
+        stays where an update has keys and values computed again. A prompt's is of the pass that made its keys and
+        values; in the prefix cache that may be another request's, of the same weights. A prefix comes without, and gets
+        that of the pass which reads it here.
 
         Raises EngineError where the prompt or a prefix does not fit, `request_id` is in use, or `pinned` is not held.
         """

@@ -132,10 +132,4 @@ async def until_stopped(
 def _cut(decode: Decode, answer: Completion, stops: Sequence[str]) -> Completion:
     if (stop := first_stop(decode, answer.token_ids.tolist(), stops)) is None:
         return answer
-    kept = slice(0, stop.num_tokens)
-    return Completion(
-        token_ids=answer.token_ids[kept],
-        logprobs=answer.logprobs[kept],
-        versions=answer.versions[kept],
-        finish_reason="stop",
-    )
+    return answer.first(stop.num_tokens)

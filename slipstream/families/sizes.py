@@ -37,7 +37,8 @@ class Heads(NamedTuple):
 
 def keys_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """With what the family takes for those left out. Raises LookupError."""
-    return {**family_of(config).defaults, **config}
+    aliased = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+    return {**family_of(config).defaults, **config, **aliased}
 
 
 def heads_of(config: Mapping[str, Any]) -> Heads:

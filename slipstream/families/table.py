@@ -22,6 +22,7 @@ FUSED_MLP = (
 )
 BIASED = ("attention_bias", "attention_bias")
 ONE_MATRIX = "its checkpoint has gate and up in one matrix, whose rows tensor ranks would not divide alike"
+BY_EXPERTS = "its experts are divided by learner.mesh.expert"
 ONE_NORM = "it norms all heads together, and tensor ranks have some of them"
 
 
@@ -148,6 +149,7 @@ _RECORDS = (
     ),
     Family(
         model_type="qwen3_moe",
+        against_tensor=BY_EXPERTS,
         attention=attention(*BIASED, *HEAD_NORMS),
         moe=EXPERTS,
         has_experts=_sparse_as_qwen,
@@ -163,7 +165,7 @@ _RECORDS = (
             "max_window_layers": 28,
         },
         decides=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers"),
-        refused="experts are not trained",
+        in_torch_engine=True,
     ),
     Family(
         model_type="olmoe",
@@ -173,7 +175,7 @@ _RECORDS = (
         defaults={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
         against_tensor=ONE_NORM,
         decides=("num_experts", "num_experts_per_tok", "norm_topk_prob", "clip_qkv"),
-        refused="experts are not trained",
+        in_torch_engine=True,
     ),
 )
 FAMILIES: Mapping[str, Family] = {record.model_type: record for record in _RECORDS}

@@ -16,6 +16,7 @@ import jinja2
 from configs.errors import SlipstreamError, kind_of
 from configs.schema import Config
 from configs.shared import shared_values
+from slipstream.families.experts import experts_of
 from slipstream.families.pictures import decoder_of, vision_of
 from slipstream.families.table import FAMILIES
 from slipstream.families.tower import tower_digest
@@ -75,6 +76,8 @@ def model_fingerprint(path: str, chat_template: str | None = None) -> dict[str, 
         "vocab_size": str(config.get("vocab_size", "unknown")),
         "eos_token_ids": ",".join(map(str, sorted(eos_ids))),
     }
+    if (experts := experts_of(config)) is not None:
+        found["experts"] = experts.told()
     if vision_of(raw) is None:
         return found
     try:

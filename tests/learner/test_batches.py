@@ -39,7 +39,7 @@ class Rank(Learner):
     def __init__(self, config: Any, ranks: Any, batches: Any) -> None:
         self.config = config
         self.policy = SimpleNamespace(vocab_size=64)  # type: ignore
-        self.trainer = SimpleNamespace(advantage=build_advantage(config.algorithm))  # type: ignore
+        self.trainer = SimpleNamespace(experts=None, advantage=build_advantage(config.algorithm))  # type: ignore
 
     def start(self, *, resume: bool) -> int:
         return STEP - 1

@@ -52,7 +52,8 @@ def test_a_step_counts_the_flops_of_all_its_updates(qwen3: Path, mesh: DeviceMes
     policy, optimizer = built(config, mesh)
     spans, batch = Spans(), batch_of(random_step(3), 3, num_microbatches=2)
     update = Trainer(config, policy, optimizer, spans).train_step(batch)
-    flops, seconds = 2 * policy.flops(rows_of(batch, config)[0]), spans.take()
+    sizes = Sizes.of(policy.model.transformer.config.to_dict())
+    flops, seconds = 2 * flops_of(sizes, rows_of(batch, config)[0]), spans.take()
     assert update.sums.values["flops"] == flops > 0
     took = seconds["timing_s/gradients"] + seconds["timing_s/apply"]
     assert mfu(flops, seconds, 1e9) == pytest.approx(flops / took / 1e9)

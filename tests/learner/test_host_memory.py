@@ -15,7 +15,6 @@ from learner.optimizer import MOMENTS
 from learner.policy import pinned
 from learner.policy.memory import GIB, Setup, choose
 from learner.policy.model import Policy
-from learner.policy.sharding import Shard
 from slipstream.families.sizes import Sizes
 from tests.learner.recorded import batch_of, random_step, train_on
 from tests.learner.tiny_models import built, make_config
@@ -69,16 +68,18 @@ def test_copies_of_a_checkpoint_take_what_they_hold_and_share_nothing(monkeypatc
     """Not the power of two above each tensor, which torch's allocator of pinned memory would take."""
     monkeypatch.setattr(pinned, "BLOCK_BYTES", 1 << 20)
     shapes = [(1000, 64), (0, 64), *[(300, 64), (100, 64), (64,), (1,)] * 20]
-    shards = [Shard(str(i), shape, torch.full(shape, float(i)), 0) for i, shape in enumerate(shapes)]
-    memory, part = HostMemory(), Tensors(shards, {kind: shards for kind in MOMENTS}, 3)
+    held = {str(i): torch.full(shape, float(i)) for i, shape in enumerate(shapes)}
+    memory, part = HostMemory(), Tensors(held, {kind: held for kind in MOMENTS}, 3)
     first = memory.copy(part)
-    for shard in shards:
-        shard.local.add_(1000)
+    for source in held.values():
+        source.add_(1000)
     again = memory.copy(part)
-    copies = [copy for _, copy in again.keyed()]
-    assert [copy.local.data_ptr() for _, copy in first.keyed()] == [copy.local.data_ptr() for copy in copies]
-    for (name, copy), (_, source) in zip(again.keyed(), part.keyed(), strict=True):
-        assert torch.equal(copy.local, source.local) and copy.local.data_ptr() % 64 == 0, name
-    storages = {copy.local.untyped_storage().data_ptr(): copy.local.untyped_storage().nbytes() for copy in copies}
-    held = sum(copy.local.nbytes for copy in copies)
-    assert all(size.bit_count() == 1 for size in storages.values()) and held <= sum(storages.values()) <= 1.1 * held
+    copies = [copy for copied in (again.weights, *again.moments.values()) for copy in copied.values()]
+    assert list(again.moments) == list(MOMENTS) and again.num_steps == 3
+    for copied in (again.weights, *again.moments.values()):
+        assert copied.keys() == held.keys() and all(torch.equal(copied[name], held[name]) for name in held)
+    assert all(torch.equal(copy, again.weights[name]) for name, copy in first.weights.items()), "in the same memory"
+    blocks = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in copies}
+    needed = sum(copy.nbytes for copy in copies)
+    assert all(size.bit_count() == 1 for size in blocks.values()) and needed <= sum(blocks.values()) <= 1.1 * needed
+    assert all(copy.data_ptr() % 64 == 0 for copy in copies)

@@ -117,7 +117,7 @@ def test_groups_keep_the_bound_that_they_were_admitted_under() -> None:
 
 
 def checking(config: Config) -> Any:
-    trainer = SimpleNamespace(advantage=build_advantage(config.algorithm))
+    trainer = SimpleNamespace(experts=None, advantage=build_advantage(config.algorithm))
     return SimpleNamespace(config=config, policy=SimpleNamespace(vocab_size=64), trainer=trainer)
 
 

@@ -5,7 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    OlmoeConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from rollout_server.engines.base import Completion
 
@@ -23,7 +31,14 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": True,
 }
-CONFIGS: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "olmoe": OlmoeConfig,
+}
+MIXTURE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 SCALED = {"rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
 LLAMA3_ROPE = {**SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN_ROPE = {**SCALED, "rope_type": "yarn"}
@@ -36,6 +51,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2-tied-linear-rope": {"family": "qwen2", "rope_parameters": LINEAR_ROPE},
     "llama-untied-llama3-rope": {"family": "llama", "tie_word_embeddings": False, "rope_parameters": LLAMA3_ROPE},
     "llama-tied-all-biases": {"family": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen3-moe": {"family": "qwen3_moe", **MIXTURE, "norm_topk_prob": True},
+    "qwen3-moe-some-dense": {"family": "qwen3_moe", **MIXTURE, "num_hidden_layers": 3, "mlp_only_layers": [1]},
+    "olmoe-untied": {"family": "olmoe", **MIXTURE, "tie_word_embeddings": False},
     "llama-no-gqa-yarn": {"family": "llama", "num_key_value_heads": 4, "rope_parameters": YARN_ROPE},
 }
 
@@ -64,8 +82,17 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 def hf_tensors(model: Any) -> dict[str, torch.Tensor]:
     """What an update of this model carries: HF names, a tied lm_head left out."""
-    tied = model.config.tie_word_embeddings
-    return {n: t.clone() for n, t in model.state_dict().items() if not (tied and n == "lm_head.weight")}
+    tied, found = model.config.tie_word_embeddings, dict[str, torch.Tensor]()
+    for name, tensor in model.state_dict().items():
+        stem, is_fused, part = name.rpartition(".experts.")
+        if is_fused:  # hub files have experts one by one
+            parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[part]
+            for expert, whole in enumerate(tensor):
+                each = zip(parts, whole.chunk(len(parts)), strict=True)
+                found |= {f"{stem}.experts.{expert}.{one}.weight": block.clone() for one, block in each}
+        elif not (tied and name == "lm_head.weight"):
+            found[name] = tensor.clone()
+    return found
 
 
 @torch.inference_mode()

@@ -50,6 +50,7 @@ class TorchEngine:
         num_threads: intra-op threads; torch keeps one number per process.
         seed: mixed into every request's seed.
         lora: adapters, zero at first, that updates carry; the weights of the folder stay then.
+        routing: answers come with the experts of their tokens, where the model has any.
 
     Raises EngineError where the folder cannot be served exactly.
     """
@@ -64,6 +65,7 @@ class TorchEngine:
         num_threads: int = 1,
         seed: int = 0,
         lora: Lora | None = None,
+        routing: bool = True,
     ) -> None:
         if dtype not in DTYPES:
             raise EngineError(
@@ -85,6 +87,7 @@ class TorchEngine:
         self._lane = partial(
             DecodeLane,
             TorchModel(self._spec, dtype=weights.dtype, max_context=max_context),
+            experts=self._spec.experts if routing else None,
             max_running=max_running,
             max_context=max_context,
             lock=self._lock,
@@ -143,6 +146,8 @@ class TorchEngine:
             lane = self.live if pinned is None else self._pins.get(pinned)
             if lane is None:
                 raise EngineError(f"version {pinned} is not pinned here (pinned: {sorted(self._pins)})")
+            if request.done and lane.rows.routing is not None:
+                await self._in_thread(lane.route, request)
             with self._lock:
                 if request_id in self._requests:
                     raise EngineError(f"request id {request_id!r} is already running")

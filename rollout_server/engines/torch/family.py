@@ -14,6 +14,7 @@ from transformers import CONFIG_MAPPING
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rollout_server.engines.base import EngineError
+from slipstream.families.experts import Experts, experts_of
 from slipstream.families.pictures import Vision, decoder_of, vision_of
 from slipstream.families.sizes import Sizes, heads_of
 from slipstream.families.table import FAMILIES
@@ -40,12 +41,21 @@ class ModelSpec:
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    """Norms of queries and keys, of each head."""
+    qk_norm_whole: bool
+    """Of all heads together (OLMo)."""
     inv_freq: torch.Tensor
     """[head_dim / 2] float32 rotary frequencies."""
     rope_scaling: float
     """Factor on cos and sin (yarn's attention factor; 1 elsewhere)."""
     vision: Vision | None = None
     """Of a model that takes pictures."""
+    experts: Experts | None = None
+    has_experts: tuple[bool, ...] = ()
+    """Of each layer; `expert_size` is the width of one, and the weights of a token's experts add up to one where
+    `normalised`."""
+    expert_size: int = 0
+    normalised: bool = False
     axes: tuple[int, ...] = ()
     """[head_dim / 2] by which axis each pair turns where positions have three; empty elsewhere."""
 
@@ -72,7 +82,9 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
     config = CONFIG_MAPPING[model_type].from_dict(raw)
     _refuse_what_differs(path, config, max_context)
     heads, (inv_freq, rope_scaling) = heads_of(config.to_dict()), _rope(path, config)
-    there = {weight.name for weight in Sizes.of(config.to_dict()).layer(has_experts=False)}
+    sizes = Sizes.of(config.to_dict())
+    there = {weight.name: weight for weight in sizes.layer(has_experts=False)}
+    norm = there.get("self_attn.q_norm.weight")
     return ModelSpec(
         family=config.model_type,
         vocab_size=config.vocab_size,
@@ -87,11 +99,16 @@ def read_spec(folder: Path, max_context: int) -> ModelSpec:
         qkv_bias="self_attn.q_proj.bias" in there,
         o_bias="self_attn.o_proj.bias" in there,
         mlp_bias="mlp.up_proj.bias" in there,
-        qk_norm="self_attn.q_norm.weight" in there,
+        qk_norm=norm is not None and not norm.whole,
+        qk_norm_whole=norm is not None and norm.whole,
         inv_freq=inv_freq,
         rope_scaling=rope_scaling,
         vision=vision,
         axes=_axes(path, config) if vision is not None else (),
+        experts=experts_of(config.to_dict()),
+        has_experts=sizes.has_experts,
+        expert_size=sizes.dims.get("expert_inner", 0),
+        normalised=bool(getattr(config, "norm_topk_prob", False)),
     )
 
 
@@ -107,8 +124,14 @@ def _axes(path: Path, config: Any) -> tuple[int, ...]:
 def _refuse_what_differs(path: Path, config: Any, max_context: int) -> None:
     if config.hidden_act != "silu":
         raise EngineError(f"{path}: hidden_act {config.hidden_act!r}, the torch engine does silu only")
+    if getattr(config, "clip_qkv", None) is not None:
+        raise EngineError(f"{path}: clip_qkv {config.clip_qkv}, the torch engine clips nothing")
     window = getattr(config, "sliding_window", None)
-    if window is not None and window < max_context and "sliding_attention" in (config.layer_types or ()):
+    if (
+        window is not None
+        and window < max_context
+        and "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    ):
         raise EngineError(
             f"{path}: use_sliding_window with sliding_window {window} below the context of {max_context} tokens; "
             "the torch engine attends to the whole context only"

@@ -5,6 +5,8 @@ live requests.
 """
 
 import threading
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +16,7 @@ from rollout_server.engines.torch.model import KVCache, TorchModel
 from rollout_server.engines.torch.rows import Request, RowTable
 from rollout_server.engines.torch.sampling import choose, uniforms
 from rollout_server.engines.torch.weights import LiveWeights
+from slipstream.families.experts import Experts
 
 MAX_PREFILL_TOKENS = 16384
 """Padded prompt tokens of one forward; bounds its memory and how long a pause can wait for it."""
@@ -31,11 +34,12 @@ class DecodeLane:
         max_running: int,
         max_context: int,
         lock: threading.Lock,
+        experts: Experts | None = None,
     ) -> None:
         self.model = model
         self.weights = weights
         self.version = version
-        self.rows = RowTable(max_running=max_running, max_context=max_context)
+        self.rows = RowTable(max_running=max_running, max_context=max_context, experts=experts)
         self.cache = KVCache(model.spec, weights.dtype, max_rows=max_running, max_length=max_context)
         self.generated_tokens = 0
         self.prefilled_prompts = 0
@@ -57,9 +61,15 @@ class DecodeLane:
         self.cache.reserve(last, longest + 1)
         self.cache.clear(first, last)
         looks = [self.rows.answers[first + prompt_of_row.index(number)].request.look for number in range(len(prompts))]
+        routed: list[torch.Tensor] = []
         logits = self.model.prefill(
-            self.weights, self.cache, prompts, first_row=first, prompt_of_row=prompt_of_row, looks=looks
+            self.weights, self.cache, prompts, first_row=first, prompt_of_row=prompt_of_row, looks=looks, routed=routed
         )
+        if self.rows.routing is not None:
+            of_prompts = torch.stack(routed, dim=1).view(len(prompts), -1, *self.rows.routing.shape[2:]).numpy()
+            for row, number in enumerate(prompt_of_row, start=first):
+                size = len(prompts[number])
+                self.rows.routing[row, :size] = of_prompts[number, :size]
         self.prefilled_prompts += len(prompts)
         self._sample(first, logits[torch.tensor(prompt_of_row)])
 
@@ -67,7 +77,10 @@ class DecodeLane:
         rows, n = self.rows, self.rows.running
         positions = rows.length[:n] - 1
         self.cache.reserve(n, int(positions.max()) + 1)
-        logits = self.model.decode(self.weights, self.cache, rows.token[:n], positions, rows.shift[:n])
+        routed: list[torch.Tensor] = []
+        logits = self.model.decode(self.weights, self.cache, rows.token[:n], positions, rows.shift[:n], routed)
+        if rows.routing is not None:
+            rows.routing[np.arange(n), positions] = torch.stack(routed, dim=1).numpy()
         self._sample(0, logits)
 
     def _sample(self, start: int, logits: torch.Tensor) -> None:
@@ -106,6 +119,19 @@ class DecodeLane:
             self.model.prefill(
                 self.weights, self.cache, known, first_row=first, prompt_of_row=list(range(last - first)), looks=looks
             )
+
+    def route(self, request: Request) -> None:
+        """Give prefixes that have ended a routing, for they come without; in memory of its own."""
+        for index, answer in request.done.items():
+            known = np.concatenate([request.prompt, answer.token_ids])[:-1]
+            routed: list[torch.Tensor] = []
+            cache = KVCache(self.model.spec, self.weights.dtype, max_rows=1, max_length=len(known))
+            cache.reserve(1, len(known))
+            given: dict[str, Any] = {"first_row": 0, "prompt_of_row": [0], "looks": [request.look], "routed": routed}
+            self.model.prefill(self.weights, cache, [known], **given)
+            assert self.rows.routing is not None
+            routing = torch.stack(routed, dim=1).numpy().astype(self.rows.routing.dtype)
+            request.done[index] = replace(answer, routing=routing)
 
     def abort(self, request: Request | None = None) -> None:
         """End one request, or all of them, now; answers come back with what they have."""

@@ -16,6 +16,7 @@ from rollout_server.engines.torch.rows import Look
 from rollout_server.engines.torch.weights import Layer, LiveWeights
 
 LENGTH_BUCKET = 16
+Routed = list[torch.Tensor] | None
 
 
 def _bucketed(length: int) -> int:
@@ -76,6 +77,7 @@ class TorchModel:
         tokens: NDArray[np.int64],
         positions: NDArray[np.int64],
         shift: NDArray[np.int64],
+        routed: Routed = None,
     ) -> torch.Tensor:
         """One token for every running row; its KV is written at its position.
 
@@ -83,6 +85,7 @@ class TorchModel:
             tokens: [n] last token of each row, rows 0..n-1 of the cache.
             positions: [n] where each of them lies.
             shift: [n] what its rotary position is more; below 0 after pictures.
+            routed: gets the experts [n, k] of each layer, zeros of one that has none.
 
         Returns:
             float32 logits [n, V].
@@ -106,7 +109,7 @@ class TorchModel:
             mixed = F.scaled_dot_product_attention(
                 q.view(n, kv_heads, self._rows_per_kv, dim), keys[:n, :, :length], values[:n, :, :length], mask
             )
-            x = self._after_attention(layer, x, mixed.reshape(n, heads * dim))
+            x = self._after_attention(layer, x, mixed.reshape(n, heads * dim), routed)
         return self._logits(weights, x)
 
     def prefill(
@@ -118,6 +121,7 @@ class TorchModel:
         first_row: int,
         prompt_of_row: list[int],
         looks: Sequence[Look | None],
+        routed: Routed = None,
     ) -> torch.Tensor:
         """Write the KV of P whole prompts to the rows from `first_row` on.
 
@@ -126,6 +130,7 @@ class TorchModel:
             first_row: row of the first answer.
             prompt_of_row: which prompt each row gets; answers to one prompt share its forward.
             looks: pictures of each prompt.
+            routed: gets the experts [P * longest, k] of each layer, zeros of one that has none.
 
         Returns:
             float32 logits [P, V] after the last token of each prompt.
@@ -152,7 +157,7 @@ class TorchModel:
             if self._rows_per_kv > 1:
                 k, v = (part.repeat_interleave(self._rows_per_kv, dim=1) for part in (k, v))
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = self._after_attention(layer, x, mixed.transpose(1, 2).reshape(num * longest, -1))
+            x = self._after_attention(layer, x, mixed.transpose(1, 2).reshape(num * longest, -1), routed)
         ends = [row * longest + len(prompt) - 1 for row, prompt in enumerate(prompts)]
         return self._logits(weights, x[torch.tensor(ends)])
 
@@ -173,9 +178,13 @@ class TorchModel:
         spec, heads = self.spec, self.spec.num_heads
         normed = self._norm(x, layer["input_norm"])
         fused = layer.adapt("qkv", normed, F.linear(normed, layer["qkv"], layer.get("qkv_bias")))
+        if spec.qk_norm_whole:
+            widths = [heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
+            q, k, v = torch.split(fused, widths, dim=-1)
+            fused = torch.cat((self._norm(q, layer["q_norm"]), self._norm(k, layer["k_norm"]), v), dim=-1)
         by_head = fused.view(x.shape[0], -1, spec.head_dim)
         qk, v = by_head[:, : -spec.num_kv_heads], by_head[:, -spec.num_kv_heads :]
-        if "q_norm" in layer:
+        if spec.qk_norm:
             q, k = qk[:, :heads], qk[:, heads:]
             qk = torch.cat((self._norm(q, layer["q_norm"]), self._norm(k, layer["k_norm"])), dim=1)
         half = spec.head_dim // 2
@@ -183,17 +192,41 @@ class TorchModel:
         turned = torch.addcmul(qk * cos, swapped, sin)
         return turned[:, :heads], turned[:, heads:], v
 
-    def _after_attention(self, layer: Layer, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """Output projection, MLP and both residuals; [N, hidden]."""
+    def _after_attention(self, layer: Layer, x: torch.Tensor, mixed: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """Output projection, MLP or experts, and both residuals; [N, hidden]."""
         x = layer.adapt("o", mixed, torch.addmm(x, mixed, layer["o"].t()))
         if "o_bias" in layer:
             x = x + layer["o_bias"]
         normed = self._norm(x, layer["post_norm"])
+        if "router" in layer:
+            return x + self._mixture(layer, normed, routed)
+        if routed is not None and self.spec.experts is not None:
+            routed.append(torch.zeros(len(x), self.spec.experts.chosen, dtype=torch.int64))
         gate_up = layer.adapt("gate_up", normed, F.linear(normed, layer["gate_up"], layer.get("gate_up_bias")))
         gate, up = gate_up.chunk(2, dim=-1)
         inner = F.silu(gate) * up
         x = layer.adapt("down", inner, torch.addmm(x, inner, layer["down"].t()))
         return x + layer["down_bias"] if "down_bias" in layer else x
+
+    def _mixture(self, layer: Layer, x: torch.Tensor, routed: Routed) -> torch.Tensor:
+        """What the chosen experts make of each of [N, hidden], by their weights; the router is in float32."""
+        experts = self.spec.experts
+        assert experts is not None
+        scores = F.softmax(F.linear(x.float(), layer["router"].float()), dim=-1)
+        weights, chosen = scores.topk(experts.chosen, dim=-1)
+        if routed is not None:
+            routed.append(chosen)
+        if self.spec.normalised:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, out = weights.to(x.dtype), torch.zeros_like(x)
+        inward = layer["experts_gate_up"].view(experts.number, -1, x.shape[1])
+        outward = layer["experts_down"].view(experts.number, x.shape[1], -1)
+        for expert in np.unique(chosen.numpy()).tolist():
+            token, place = (chosen == expert).nonzero(as_tuple=True)
+            gate, up = F.linear(x[token], inward[expert]).chunk(2, dim=-1)
+            made = F.linear(F.silu(gate) * up, outward[expert])
+            out.index_add_(0, token, made * weights[token, place].unsqueeze(1))
+        return out
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self.spec.rms_norm_eps)

@@ -7,13 +7,14 @@ is a few numpy operations over all rows; Python touches a single answer only whe
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_server.engines.base import Completion, FinishReason, Partial, Sampling
+from rollout_server.engines.base import Completion, FinishReason, Partial, Routing, Sampling
+from slipstream.families.experts import Experts
 
 ADMIT_FRACTION = 8
 NO_TOKEN = -1
@@ -81,8 +82,12 @@ class RowTable:
     `ids[r, :length[r]]` is prompt plus answer so far; the last of these tokens is not in the KV cache yet.
     """
 
-    def __init__(self, *, max_running: int, max_context: int) -> None:
+    def __init__(self, *, max_running: int, max_context: int, experts: Experts | None = None) -> None:
         self.max_running = max_running
+        self.routing: Routing | None = None
+        """[rows, positions, layers, k] of a model with experts."""
+        if experts is not None:
+            self.routing = np.zeros((max_running, max_context, *experts.shape), dtype=experts.dtype)
         self.answers: list[Answer] = []
         self.waiting: deque[Answer] = deque()
         self.complete: list[Request] = []
@@ -194,7 +199,10 @@ class RowTable:
         stopped = self._stopped(rows).tolist()
         for row, start, stop, at_stop in zip(rows.tolist(), starts, stops, stopped, strict=True):
             reason: FinishReason = "abort" if aborted else "stop" if at_stop else "length"
-            self._end(self.answers[row], self._tokens(row, start, stop).as_completion(reason))
+            answer = self._tokens(row, start, stop).as_completion(reason)
+            if self.routing is not None:
+                answer = replace(answer, routing=self.routing[row, : stop - 1].copy())
+            self._end(self.answers[row], answer)
         n, left = self.running, self.running - len(rows)
         stays = np.ones(n, dtype=np.bool_)
         stays[rows] = False
@@ -210,7 +218,7 @@ class RowTable:
         for column in (*columns, self.shift, self.stops):
             column[target] = column[source]
         width = int(self.length[target].max())
-        for table in (self.ids, self.logprobs, self.versions):
+        for table in (self.ids, self.logprobs, self.versions, *([] if self.routing is None else [self.routing])):
             table[target, :width] = table[source, :width]
         for old, new in zip(source.tolist(), target.tolist(), strict=True):
             self.answers[new] = self.answers[old]

@@ -63,8 +63,20 @@ def _layer_layout(spec: ModelSpec, index: int) -> dict[str, RowRange]:
     if spec.qk_norm:
         add("self_attn.q_norm", spec.head_dim, 0, into="q_norm")
         add("self_attn.k_norm", spec.head_dim, 0, into="k_norm")
+    if spec.qk_norm_whole:
+        add("self_attn.q_norm", q_rows, 0, into="q_norm")
+        add("self_attn.k_norm", kv_rows, 0, into="k_norm")
     add("self_attn.o_proj", hidden, q_rows, into="o", bias=spec.o_bias)
     add("post_attention_layernorm", hidden, 0, into="post_norm")
+    if spec.experts is not None and spec.has_experts[index]:
+        inner = spec.expert_size
+        add("mlp.gate", spec.experts.number, hidden, into="router")
+        for expert in range(spec.experts.number):
+            name, start = f"mlp.experts.{expert}", 2 * expert * inner
+            add(f"{name}.gate_proj", inner, hidden, into="experts_gate_up", start=start)
+            add(f"{name}.up_proj", inner, hidden, into="experts_gate_up", start=start + inner)
+            add(f"{name}.down_proj", hidden, inner, into="experts_down", start=expert * hidden)
+        return table
     add("mlp.gate_proj", inner, hidden, into="gate_up", bias=spec.mlp_bias)
     add("mlp.up_proj", inner, hidden, into="gate_up", start=inner, bias=spec.mlp_bias)
     add("mlp.down_proj", hidden, inner, into="down", bias=spec.mlp_bias)
@@ -137,7 +149,7 @@ class LiveWeights:
         if lora is not None:
             self._updated = {}
             for name, rows in self.layout.items():
-                if is_adapted(name, lora.projections):
+                if is_adapted(name, lora.projections) and ".experts." not in name:
                     self._add_adapter(name, rows, lora)
             self._views |= self._updated
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_server.engines.base import Partial
+from rollout_server.engines.base import Completion, Partial, Routing
 
 Int32 = NDArray[np.int32]
 
@@ -25,6 +25,8 @@ class EpisodeSample:
     """[L] behaviour logprobs; 0 of tokens of the environment."""
     versions: Int32
     """[L] of each sampled token, and of the sampled token before one of the environment."""
+    routing: Routing | None = None
+    """[P + L - 1, layers, k] experts of all positions but the last: of the first turn whose passes have read them."""
 
 
 @dataclass(slots=True)
@@ -34,6 +36,7 @@ class _Growing:
     """Prompt and everything after it."""
     parts: list[tuple[int | None, Partial]] = field(default_factory=list)
     """By order: (number of the turn, its answer), or (None, what the environment added)."""
+    routing: Routing | None = None
 
 
 class EpisodeRecorder:
@@ -63,7 +66,7 @@ class EpisodeRecorder:
         used = 0 if sample is None else ids.size - sample.prompt.size
         return min(self._most - used, max_context - ids.size)
 
-    def add(self, context: Sequence[int] | Int32, answer: Partial, turn: int) -> None:
+    def add(self, context: Sequence[int] | Int32, answer: Completion, turn: int) -> None:
         """Take in a turn by its number: the exact ids that the engine was given, and what it returned."""
         ids = np.asarray(context, np.int32)
         sample = self._extended_by(ids)
@@ -83,6 +86,9 @@ class EpisodeRecorder:
             sample.parts.append((None, given))
         sample.parts.append((turn, answer))
         sample.ids = np.concatenate((ids, answer.token_ids))
+        if answer.routing is not None:
+            before = answer.routing[:0] if sample.routing is None else sample.routing
+            sample.routing = np.concatenate((before, answer.routing[len(before) :]))
         self.turns.add(turn)
         self.sampled_tokens += answer.token_ids.size
 
@@ -94,6 +100,8 @@ class EpisodeRecorder:
                 while sample.parts and sample.parts[-1][0] in (turn, None):
                     _, given = sample.parts.pop()
                     sample.ids = sample.ids[: sample.ids.size - given.token_ids.size]
+                if sample.routing is not None:
+                    sample.routing = sample.routing[: sample.ids.size - 1]
         self._samples = [sample for sample in self._samples if sample.parts]
 
     def samples(self, leave_out: Collection[int] = ()) -> list[EpisodeSample]:
@@ -125,4 +133,5 @@ def _made(sample: _Growing, turns: Collection[int]) -> EpisodeSample:
         loss_mask=np.repeat(np.array(trained, np.uint8), sizes),
         logprobs=np.concatenate([part.logprobs for part in answers]),
         versions=np.concatenate([part.versions for part in answers]),
+        routing=sample.routing,
     )
