@@ -215,7 +215,6 @@ def run_heat(task: Task) -> dict[str, Any]:
         rows = prepare(batch, trainer.advantage, config).rows
         computed, tokens, whole = over_ranks(model, rows, ranks.device, tensor)
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
-        speed = peak_flops(device)
         return {
             **{name: getattr(task, name) for name in ("shape", "heat", "ranks", "mesh")},
             "device": device,
@@ -227,7 +226,7 @@ def run_heat(task: Task) -> dict[str, Any]:
             "tokens_per_s": tokens / step_s,
             "tokens_per_s_a_device": tokens / step_s / task.ranks,
             "tokens_computed": computed,
-            "mfu": whole / step_s / speed / task.ranks if speed else None,
+            "mfu": whole / step_s / speed / task.ranks if (speed := peak_flops(device)) else None,
             "peak_gib": max(update.sums.values["peak_bytes_max"] for update in updates[WARM_UP:]) / 2**30,
             "microbatches": len(rows),
             "fill": statistics.mean(row.input_ids.numel() for row in rows) / max(row.input_ids.numel() for row in rows),
