@@ -233,8 +233,9 @@ class SGLangProcess:
         sampling: Sampling,
         new_tokens: int,
         pictures: Pictures | None = None,
+        routed: bool = False,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Outputs of one request, cumulative. Raises EngineError if SGLang refuses it."""
+        """Outputs of one request, cumulative; the last `routed`, if asked. Raises EngineError if SGLang refuses it."""
         shown = None if pictures is None else [self._image_data(pictures, token_ids, new_tokens)]
         request = self._requests.GenerateReqInput(
             input_ids=token_ids,
@@ -247,6 +248,7 @@ class SGLangProcess:
             # a learner's restart the versions past its checkpoint are made again.
             extra_key=f"w{part.version}.{self._loads}",
             image_data=shown,
+            **({"return_routed_experts": True} if routed else {}),
         )
         try:
             async for output in self._manager.generate_request(request, None):
