@@ -47,8 +47,17 @@ class Mesh(Section):
     tensor: int = Field(default=1, ge=1)
     """Ranks of one node that divide heads, the MLP and the vocabulary among them, and compute the same rows."""
 
+    expert: int = Field(default=1, ge=1)
+    """Neighbouring ranks that divide the experts of a mixture among them and send tokens to each other; each has rows
+    of its own. The rest of the model, and blocks of experts, are sharded as without."""
+
     def __str__(self) -> str:
-        return f"replicate {self.replicate} × tensor {self.tensor}"
+        return f"replicate {self.replicate} × tensor {self.tensor} × expert {self.expert}"
+
+    @property
+    def size(self) -> int:
+        """Ranks must be a multiple of it."""
+        return self.replicate * self.tensor * self.expert
 
 
 class LearnerSettings(Section):

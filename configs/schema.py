@@ -38,11 +38,11 @@ class Config(Tree):
                 " one GPU; take weight_bus.backend=gloo"
             )
         mesh, ranks = self.learner.mesh, self.num_learner_ranks
-        if ranks % (mesh.replicate * mesh.tensor):
+        if ranks % mesh.size:
             yield (
-                f"learner.mesh: {mesh} = {mesh.replicate * mesh.tensor} does not divide the {ranks} learner"
+                f"learner.mesh: {mesh} = {mesh.size} does not divide the {ranks} learner"
                 f" rank{'s' if ranks > 1 else ''} of the placement; take other sizes, or give the learner a multiple of"
-                f" {mesh.replicate * mesh.tensor} devices"
+                f" {mesh.size} devices"
             )
         if self.learner.compile and mesh.tensor > 1:
             yield (

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.learner import LearnerSettings, Mesh
-from slipstream.families.sizes import heads_of, keys_of
+from slipstream.families.sizes import Sizes, heads_of, keys_of
 from slipstream.families.table import family_of
 
 MAX_HEAD_DIM = 256
@@ -19,6 +19,8 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
         mesh: learner.mesh.
         model: the keys of config.json.
     """
+    if mesh.expert > 1 and (problem := _problem_with_experts(mesh, model)):
+        return problem
     if mesh.tensor == 1:
         return ""
     if reason := family_of(model).against_tensor:
@@ -35,6 +37,16 @@ def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
         works = next(n for n in range(mesh.tensor, 0, -1) if all(size % n == 0 for size in parts.values()))
         found = " and ".join(f"{name} {size}" for name, size in uneven.items())
         return f"learner.mesh.tensor: {mesh.tensor} does not divide {found} of the model; take {works}"
+    return ""
+
+
+def _problem_with_experts(mesh: Mesh, model: Mapping[str, Any]) -> str:
+    experts = Sizes.of(model).dims.get("experts", 0) if family_of(model).moe else 0
+    if not experts:
+        return f"learner.mesh.expert: {mesh.expert} with a {model['model_type']} model, which has no experts; take 1"
+    if experts % mesh.expert:
+        works = next(n for n in range(mesh.expert, 0, -1) if experts % n == 0)
+        return f"learner.mesh.expert: {mesh.expert} does not divide the {experts} experts of the model; take {works}"
     return ""
 
 

@@ -1,8 +1,9 @@
-"""Meshes of learner ranks: replicate x shard x tensor, the last fastest.
+"""Meshes of learner ranks: replicate x shard x tensor, the last fastest; for experts replicate x shard x expert.
 
     tensor     ranks of a node that divide every layer: heads, columns of the MLP, the vocabulary
     shard      ranks with rows of their own, over which FSDP2 shards
     replicate  copies of all that, whose gradients are added up (HSDP)
+    expert     ranks with rows of their own that divide the experts; what is left of `shard` shards a block of them
 
 Ranks that differ in `tensor` only compute the same rows: they hold the same part of a batch.
 """
@@ -18,6 +19,8 @@ from configs.learner import Mesh
 
 DIMS = ("replicate", "shard", "tensor")
 """Of the device mesh that parameters are placed on."""
+EXPERT_DIMS = ("replicate", "shard", "expert")
+"""Of that of experts, where ranks divide them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,10 @@ class Meshes:
     data: DeviceMesh
     """What FSDP2 shards over: one dimension, or `replicate` and `shard`."""
     tensor: DeviceMesh | None = None
+    expert: DeviceMesh | None = None
+    """Ranks that divide the experts among them."""
+    experts: DeviceMesh | None = None
+    """What FSDP2 shards a block of experts over, as `data`."""
 
     @classmethod
     def flat(cls, mesh: DeviceMesh) -> "Meshes":
@@ -81,18 +88,28 @@ def make_meshes(sizes: Mesh, device: torch.device, timeout: timedelta) -> Meshes
         return init_device_mesh(device.type, (world_size,))
     shards = world_size // (sizes.replicate * sizes.tensor)
     ranks = torch.arange(world_size).view(sizes.replicate, shards, sizes.tensor)
-    kept = {name: dim for dim, name in enumerate(DIMS) if name == "shard" or ranks.shape[dim] > 1}
-    groups = [_along(ranks, dim, timeout) for dim in kept.values()]
-    shape = [ranks.shape[dim] for dim in kept.values()]
-    base = DeviceMesh.from_group(groups, device.type, ranks.view(shape), mesh_dim_names=tuple(kept))
+    base, sharding = _mesh(ranks, DIMS, device, timeout), ("replicate", "shard") if sizes.replicate > 1 else "shard"
+    apart = None
+    if sizes.expert > 1:
+        apart = _mesh(ranks.view(sizes.replicate, -1, sizes.expert), EXPERT_DIMS, device, timeout)
     everyone = dist.group.WORLD
     assert everyone is not None
     return Meshes(
         group=everyone,
         replica=_along(ranks.view(sizes.replicate, -1), 1, timeout) if sizes.replicate > 1 else everyone,
-        data=base["replicate", "shard"] if sizes.replicate > 1 else base["shard"],
+        data=base[sharding],
         tensor=base["tensor"] if sizes.tensor > 1 else None,
+        expert=apart and apart["expert"],
+        experts=apart and apart[sharding],
     )
+
+
+def _mesh(ranks: torch.Tensor, names: tuple[str, ...], device: torch.device, timeout: timedelta) -> DeviceMesh:
+    """Of ranks in these dimensions; those of size 1 are left out, but for `shard`."""
+    kept = {name: dim for dim, name in enumerate(names) if name == "shard" or ranks.shape[dim] > 1}
+    groups = [_along(ranks, dim, timeout) for dim in kept.values()]
+    shape = [ranks.shape[dim] for dim in kept.values()]
+    return DeviceMesh.from_group(groups, device.type, ranks.view(shape), mesh_dim_names=tuple(kept))
 
 
 def _along(ranks: torch.Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:

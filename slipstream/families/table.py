@@ -22,6 +22,7 @@ FUSED_MLP = (
 )
 BIASED = ("attention_bias", "attention_bias")
 ONE_MATRIX = "its checkpoint has gate and up in one matrix, whose rows tensor ranks would not divide alike"
+BY_EXPERTS = "its experts are divided by learner.mesh.expert"
 ONE_NORM = "it norms all heads together, and tensor ranks have some of them"
 
 
@@ -148,6 +149,7 @@ _RECORDS = (
     ),
     Family(
         model_type="qwen3_moe",
+        against_tensor=BY_EXPERTS,
         attention=attention(*BIASED, *HEAD_NORMS),
         moe=EXPERTS,
         has_experts=_sparse_as_qwen,

@@ -12,8 +12,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from learner.policy import attention
 from learner.policy.model import TokenModel
-from learner.policy.moe.mixture import Mixture, by_expert
+from learner.policy.moe.mixture import Mixture
 from learner.policy.moe.mixtures import Mixtures
+from learner.policy.moe.sorting import by_expert
 from learner.rows import BatchError, Row
 from tests.learner.tiny_models import SIZES, row_of
 
@@ -129,6 +130,6 @@ def test_the_auxiliary_loss_is_that_of_transformers_by_layer() -> None:
 
 
 def test_choices_are_sorted_by_expert_in_order_of_tokens() -> None:
-    order, places, ends = by_expert(torch.tensor([[3, 0], [0, 2], [3, 2]]), 5)
+    order, places, ends = by_expert(torch.tensor([3, 0, 0, 2, 3, 2]), 5)
     assert order.tolist() == [1, 2, 3, 5, 0, 4] and places.tolist() == [4, 0, 1, 2, 5, 3]
     assert ends.tolist() == [2, 2, 4, 6, 6] and ends.dtype == torch.int32

@@ -1,8 +1,7 @@
 """A mixture of experts in a decoder layer: each token goes to the k experts that its router gives the most weight.
 
 The router computes in float32 from the weights of the compute dtype, which are those that an engine has. Tokens are
-sorted by expert, so that the experts of a layer are two grouped products whatever their loads. Nothing adds up by
-atomics: the way back of each gather is a gather and a sum over k, so a batch gives the same bits again.
+sorted by expert, so that the experts of a layer are two grouped products whatever their loads.
 
 A token's weight of an expert is multiplied in before the second product, not after it. That is the same sum, and a
 backward need not keep what the product made, k hidden states a token.
@@ -14,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear
 
+from learner.policy.moe.exchange import Exchange
+from learner.policy.moe.sorting import Gathered, Summed, by_expert
 from learner.policy.tensor_parallel import local_weight
 
 
@@ -45,6 +46,8 @@ class Mixture(torch.nn.Module):
         self.experts, self.gate = Experts(theirs.experts), theirs.gate
         self.top_k, self.normalizes = int(self.gate.top_k), bool(self.gate.norm_topk_prob)
         self.num_experts = len(self.gate.weight)
+        self.exchange: Exchange | None = None
+        """Where ranks divide the experts among them."""
         self.given: Tensor | None = None
         """[T, k] experts of each token, in place of the router's own choice."""
         self.aux_share: Tensor | None = None
@@ -58,10 +61,13 @@ class Mixture(torch.nn.Module):
         """[..., H] of hidden states."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         experts, weights = self.route(tokens)
-        order, places, ends = by_expert(experts, self.num_experts)
+        order, places, ends = by_expert(experts.reshape(-1), self.num_experts)
         sorted_tokens = Gathered.apply(tokens, order, places, self.top_k)  # type: ignore[no-untyped-call]
         sorted_weights = Gathered.apply(weights.reshape(-1, 1), order, places, 1)  # type: ignore[no-untyped-call]
-        made = self.experts(sorted_tokens, sorted_weights[:, 0], ends)
+        if self.exchange is None:
+            made = self.experts(sorted_tokens, sorted_weights[:, 0], ends)
+        else:
+            made = self.exchange(self.experts, sorted_tokens, sorted_weights[:, 0], ends)
         total: Tensor = Summed.apply(made, order, places, self.top_k)  # type: ignore[no-untyped-call]
         return total.view(hidden.shape)
 
@@ -94,48 +100,6 @@ class Mixture(torch.nn.Module):
 def tokens_of(experts: Tensor, num_experts: int) -> Tensor:
     """[E] float32, how many choices of [T, k] fell on each expert."""
     return (experts.reshape(-1, 1) == torch.arange(num_experts, device=experts.device)).sum(dim=0).float()
-
-
-def by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """How choices [T, k] are sorted by expert.
-
-    Returns:
-        [S] which choice stands at each place, [S] the place of each choice, and [E] int32 where each expert's end.
-    """
-    ids, order = experts.reshape(-1).to(torch.int16).sort(stable=True)
-    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    numbers = torch.arange(num_experts, device=order.device, dtype=torch.int16)
-    return order, places, torch.searchsorted(ids, numbers, right=True, out_int32=True)
-
-
-class Gathered(torch.autograd.Function):
-    """[S, H], the token of each choice where the choice stands; k choices a token."""
-
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.k = k
-        return tokens[order // k]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        (places,) = ctx.saved_tensors
-        return grads[0][places].view(-1, ctx.k, grads[0].shape[-1]).sum(dim=1), None, None, None
-
-
-class Summed(torch.autograd.Function):
-    """[T, H], the sum of what a token's k choices have made: the way back of Gathered."""
-
-    @staticmethod
-    def forward(ctx: Any, made: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.k = k
-        return made[places].view(-1, k, made.shape[-1]).sum(dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
-        (order,) = ctx.saved_tensors
-        return grads[0][order // ctx.k], None, None, None
 
 
 class WithLoss(torch.autograd.Function):

@@ -6,7 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from learner.policy.moe.exchange import Exchange
 from learner.policy.moe.mixture import Mixture
 from learner.rows import BatchError, Row
 
@@ -18,8 +21,6 @@ class Mixtures:
         self.by_layer, self._num_layers, self._aux_coef = by_layer, num_layers, aux_coef
         one = next(iter(by_layer.values()))
         self.num_experts, self.top_k = one.num_experts, one.top_k
-        self.replays = True
-        """Whether given routing is taken."""
         self.records = False
         """Whether `chosen` is kept of each row."""
         self._left: Tensor | None = None
@@ -41,9 +42,14 @@ class Mixtures:
                 layer.mlp = by_layer[number] = Mixture(layer.mlp)
         return cls(by_layer, len(transformer.model.layers), aux_coef) if by_layer else None
 
-    def stand_beside(self) -> None:
-        """Be of a reference model or critic: routing of the policy is not theirs, and their loads are not balanced."""
-        self.replays, self._aux_coef = False, 0.0
+    def divide(self, mesh: DeviceMesh) -> None:
+        """Leave each rank of the mesh its block of the experts of every layer; on the meta device."""
+        exchange = Exchange(mesh)
+        for mixture in self.by_layer.values():
+            mixture.exchange = exchange
+            for name, whole in list(mixture.experts.named_parameters()):
+                block = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+                setattr(mixture.experts, name, torch.nn.Parameter(block, requires_grad=whole.requires_grad))
 
     def begin(self, row: Row) -> None:
         """Set what the forward of this row needs.
@@ -52,7 +58,7 @@ class Mixtures:
             BatchError: the row's routing does not fit it or the model.
         """
         tokens, device = row.input_ids.shape[1], row.input_ids.device
-        routing, shape = row.routing if self.replays else None, (tokens, self._num_layers, self.top_k)
+        routing, shape = row.routing, (tokens, self._num_layers, self.top_k)
         if routing is not None and tuple(routing.shape) != shape:
             raise BatchError(
                 f"microbatch {row.number}: has routing of {tuple(routing.shape)} tokens, layers and experts, where"

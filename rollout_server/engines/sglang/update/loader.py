@@ -45,8 +45,8 @@ def apply(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 
 def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, Any]:
     if "receive" in request:
-        if rank == 0:
-            receiver.start(request["receive"], next(model.parameters()).device)
+        order = request["receive"]
+        receiver.start({**order, "socket": order["sockets"][rank]}, next(model.parameters()).device)
         return {}
     started, load_s = time.monotonic(), 0.0
     tensors = _tensors(request, rank) if request["load"] else []

@@ -82,9 +82,9 @@ class StagingFolder:
             for number, storage in storages.values()
         ]
 
-    def write_receiver(self, path: Path, config: Mapping[str, Any], host: str, *, export: bool) -> None:
-        """Ask for a receiver that connects to `path`; see `receiver.start`."""
-        self._write(receive={"socket": str(path), "config": config, "host": host, "export": export})
+    def write_receiver(self, paths: Sequence[Path], config: Mapping[str, Any], host: str, *, export: bool) -> None:
+        """Ask for a receiver in each scheduler, which connects to its path; see `receiver.start`."""
+        self._write(receive={"sockets": [*map(str, paths)], "config": config, "host": host, "export": export})
 
     def write_digest(self) -> None:
         """Order digests of the live tensors. Raises EngineError before the first update."""

@@ -1,0 +1,52 @@
+"""Choices sorted by expert, and hidden states that go along and come back.
+
+Nothing adds up by atomics: the way back of each gather is a gather and a sum over k, so a batch gives the same bits
+again.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How choices [S] are sorted by expert.
+
+    Returns:
+        [S] which choice stands at each place, [S] the place of each choice, and [E] int32 where each expert's end.
+    """
+    ids, order = experts.to(torch.int16).sort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    numbers = torch.arange(num_experts, device=order.device, dtype=torch.int16)
+    return order, places, torch.searchsorted(ids, numbers, right=True, out_int32=True)
+
+
+class Gathered(torch.autograd.Function):
+    """[S, H], the token of each choice where the choice stands; k choices a token."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.k = k
+        return tokens[order // k]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        (places,) = ctx.saved_tensors
+        return grads[0][places].view(-1, ctx.k, grads[0].shape[-1]).sum(dim=1), None, None, None
+
+
+class Summed(torch.autograd.Function):
+    """[T, H], the sum of what a token's k choices have made: the way back of Gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, order: Tensor, places: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return made[places].view(-1, k, made.shape[-1]).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return grads[0][order // ctx.k], None, None, None
