@@ -23,7 +23,7 @@ import torch
 from configs.schema import Config
 from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, EngineStartFailed, Pictures, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
-from rollout_server.engines.sglang.cpu import prepare_cpu
+from rollout_server.engines.sglang.cpu import CPU_SWITCH, keep_routing_unpinned, prepare_cpu
 from rollout_server.engines.sglang.requests import AnswerPart
 from slipstream.families.pictures import PictureError, Vision, vision_of
 from slipstream.runtime.fingerprint import read_json
@@ -89,6 +89,8 @@ def run_scheduler(*arguments: Any, **options: Any) -> Any:
     """SGLang's scheduler, started by a module that has set its environment."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    if os.environ.get(CPU_SWITCH) == "1":
+        keep_routing_unpinned()
     return run_scheduler_process(*arguments, **options)
 
 
