@@ -12,13 +12,18 @@ HEAD_DIM_STEP = 8
 """Head sizes that flash attention takes: multiples of 8 up to 256."""
 
 
-def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
-    """What the mesh does not divide, and a value that works; else empty.
+def problem_with(learner: LearnerSettings, model: Mapping[str, Any]) -> str:
+    """What the mesh does not divide, and a value that works, or a target that is not there; else empty.
 
     Args:
-        mesh: learner.mesh.
+        learner: its mesh and adapters.
         model: the keys of config.json.
     """
+    mesh, lora = learner.mesh, learner.lora
+    if lora.rank and lora.targets != "all-linear":
+        there = Sizes.of(model).projections
+        if strange := [name for name in lora.targets if name not in there]:
+            return f"learner.lora.targets: no {strange[0]} in a {model['model_type']} model; it has {', '.join(there)}"
     if mesh.expert > 1 and (problem := _problem_with_experts(mesh, model)):
         return problem
     if mesh.tensor == 1:

@@ -343,7 +343,7 @@ def shaped_policy(
     learner, dtype = config.learner, DTYPES[config.learner.compute_dtype]
     folder, meshes = folder or Path(config.model.path), meshes_of(mesh)
     model_config = read_config(folder)
-    if problem := problem_with(learner.mesh, model_config.to_dict()):
+    if problem := problem_with(learner, model_config.to_dict()):
         raise PolicyError(problem)
     if root is not TokenModel:
         model_config.tie_word_embeddings = False

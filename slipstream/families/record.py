@@ -156,9 +156,3 @@ class Family:
         rest = self.moe if has_experts else self.mlp
         norms = (Weight(f"{name}.weight", "hidden") for name in self.norms)
         return (w for w in (*self.attention, *rest, *norms) if not w.only or keys.get(w.only))
-
-    @property
-    def projections(self) -> tuple[str, ...]:
-        """Modules that may have adapters, in the order of a layer."""
-        dense = (w.name.split(".") for w in (*self.attention, *(() if self.moe else self.mlp)) if w.columns)
-        return tuple(module for _, module, _ in dense)

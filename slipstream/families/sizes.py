@@ -3,9 +3,9 @@
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
-from slipstream.families.record import DIVIDED, EMBEDDING, HEAD, LAYERS, NORM, Family, Keys, Weight
+from slipstream.families.record import DIVIDED, EMBEDDING, HEAD, LAYERS, NORM, Family, Keys, Projection, Weight
 from slipstream.families.table import family_of
 
 SIZES = {
@@ -149,6 +149,15 @@ class Sizes:
             self.has_experts.count(kind) * self.products(has_experts=kind, active=active)
             for kind in set(self.has_experts)
         )
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Modules that may have adapters, in the order of a layer."""
+        weights = [
+            weight for kind in (False, True) if kind in self.has_experts for weight in self.layer(has_experts=kind)
+        ]
+        found = dict.fromkeys(w.name.split(".")[-2] for w in weights if w.columns and "*" not in w.name)
+        return tuple(name for name in found if name in get_args(Projection))
 
     def adapter_parameters(self, lora: Adapters) -> int:
         """Of A and B of all layers."""

@@ -8,8 +8,11 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
+from configs.base import ConfigError
 from learner.policy import attention
 from learner.policy.model import Policy, build_policy
+from learner.policy.pretrained import PolicyError
+from slipstream.families.table import FAMILIES
 from tests.learner.test_prefixes import computed, rows, stand_in, trajectory
 from tests.learner.tiny_models import logprobs, make_config, save_model
 
@@ -86,3 +89,39 @@ def test_answers_that_share_prompts_have_the_same_logprobs_and_gradients(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     for gradient, other in zip(gradients, others, strict=True):
         torch.testing.assert_close(other, gradient, rtol=0, atol=1e-6)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
+OWN = """from slipstream.families.record import Family, attention, projections
+
+FAMILY = Family(
+    model_type="arcee",
+    attention=attention("attention_bias", "attention_bias"),
+    mlp=(
+        *projections("mlp.up_proj", rows="inner", columns="hidden", bias="mlp_bias"),
+        *projections("mlp.down_proj", rows="hidden", columns="inner", bias="mlp_bias"),
+    ),
+)
+"""
+
+
+def test_a_record_of_the_users_own_is_taken(tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of docs/reference/families.md; the learner computes what transformers does."""
+    monkeypatch.delitem(FAMILIES, "arcee", raising=False)
+    assert OWN in PAGE.read_text(encoding="utf-8")
+    folder = save_model(tmp_path / "model", "arcee", tied=False)
+    with pytest.raises(PolicyError, match=r"model\.family"):
+        build_policy(make_config(folder), mesh, CPU)
+    file = tmp_path / "own.py"
+    for text, said in (("FAMILY = 1", "has no FAMILY"), ("1 / 0", "ZeroDivisionError"), (OWN, "")):
+        file.write_text(text)
+        try:
+            config = make_config(folder, model={"family": str(file)})
+        except ConfigError as error:
+            assert said and said in str(error)
+    ids = [1, 5, 9, 30, 2, 7]
+    (found,) = logprobs(build_policy(config, mesh, CPU), [ids])
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(torch.tensor([ids])).logits[0, :-1]
+    wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), wanted.detach(), rtol=0, atol=1e-5)
+    del FAMILIES["arcee"]

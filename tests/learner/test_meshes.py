@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import ConfigError
-from configs.learner import Mesh
+from configs.learner import LearnerSettings, Lora, Mesh
 from examples.random_qwen3 import SHAPES
 from learner.policy.divisibility import problem_with
 from learner.policy.model import build_policy
@@ -31,11 +31,17 @@ NUM_STEPS = 5
         ({"tensor": 16}, {}, "16 does not divide num_key_value_heads 8 of the model; take 8"),
         ({"tensor": 4}, {"vocab_size": 151_938}, "vocab_size 151938 of the model; take 2"),
         ({"tensor": 2}, {"intermediate_size": 3071}, "intermediate_size 3071 of the model; take 1"),
+        ({"tensor": 2}, {"model_type": "olmo2"}, "norms all heads together"),
     ],
 )
 def test_what_a_mesh_does_not_divide_is_named_with_what_works(sizes: Any, changes: Any, said: str) -> None:
-    found = problem_with(Mesh(**sizes), MODEL | changes)
-    assert said in found if said else not found
+    assert said in problem_with(LearnerSettings(mesh=Mesh(**sizes)), MODEL | changes)
+
+
+def test_a_target_that_the_model_has_not_is_named_with_those_it_has() -> None:
+    learner = LearnerSettings(lora=Lora(rank=1, targets=["q_proj"]))
+    assert not problem_with(learner, MODEL)
+    assert "it has qkv_proj, o_proj, gate_up_proj, down_proj" in problem_with(learner, MODEL | {"model_type": "phi3"})
 
 
 def test_the_dry_run_and_every_rank_look_at_the_model(

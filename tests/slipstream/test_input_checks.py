@@ -56,6 +56,22 @@ def model(tmp_path):
     return folder
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("mamba", "SLIP-CONFIG-08", "its layers carry a state from token to token"),
+        ("unheard_of", "SLIP-CONFIG-08", "it has no record here"),
+        ("granite", "SLIP-CONFIG-04", "rollout.engine: 'torch' does not compute a granite model; take sglang"),
+    ],
+)
+def test_a_family_that_is_not_trained_or_not_served_is_refused_before_a_run(model, kind, code, said):
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    (model / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": len(SYMBOLS)}))
+    with pytest.raises(ConfigError) as refused:
+        check_policy(config_of(model))
+    assert refused.value.code == code and said in str(refused.value)
+
+
 def config_of(model: Path, *settings: str) -> Config:
     return load("quickstart", [f"model.path={model}", *settings])
 

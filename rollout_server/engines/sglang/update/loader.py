@@ -18,6 +18,7 @@ from rollout_server.engines.sglang.update import receiver
 from rollout_server.engines.sglang.update.adapted import AdaptedWeights
 from rollout_server.engines.sglang.update.live import RankWeights, check_addresses, synchronize
 from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, REQUEST, in_bytes, replace
+from slipstream.families.table import adopt
 from weight_bus.staging import DTYPES
 
 _mapped: dict[int, tuple[dict[str, Any], torch.Tensor]] = {}
@@ -67,6 +68,8 @@ def _weights_of(model: Any, request: dict[str, Any]) -> RankWeights | AdaptedWei
     shapes = [(name, tuple(shape)) for name, shape in request["base"]]
     if not lora:
         shapes = [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]]
+    if _weights is None and request["family"]:
+        adopt(request["family"])
     if _weights is None or not _weights.are_of(model, shapes, lora):
         check_addresses(model)
         _weights = AdaptedWeights(model, shapes, lora) if lora else RankWeights(model, shapes)

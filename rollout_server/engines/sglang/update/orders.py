@@ -43,7 +43,9 @@ Update = Iterable[tuple[str, torch.Tensor]] | RemoteUpdate
 class StagingFolder:
     """The server's side. Set the environment before the schedulers start: `os.environ[FOLDER] = str(staging.path)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: str | None = None) -> None:
+        """`family` is model.family, of which schedulers take the record."""
+        self._family = family
         root = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         _remove_left_behind(root)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))  # mode 0700
@@ -152,6 +154,7 @@ class StagingFolder:
     def _write(self, *, load: bool = False, memory: Sequence[Any] = (), **order: Any) -> None:
         self._sequence += 1
         request = {"sequence": self._sequence, "load": load, "memory": memory, "tensors": self._tensors, **order}
+        request["family"] = self._family
         request |= {"base": self._base, "lora": self._lora}
         replace(self.path / REQUEST, request)
 
