@@ -144,6 +144,8 @@ class Family:
     """Why learner.mesh.tensor does not divide it; empty where it does."""
     in_torch_engine: bool = False
     """Whether rollout.engine `torch` serves it."""
+    routed_in_sglang: bool = True
+    """Whether SGLang says to which experts it has sent a token."""
     decides: tuple[str, ...] = ()
     """Keys of config.json that change what is computed, besides those of all families: ends must agree in them."""
     text: str = ""

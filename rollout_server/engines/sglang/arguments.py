@@ -16,6 +16,7 @@ from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import folder_tensors
 from slipstream.families.experts import Experts, experts_of
 from slipstream.families.pictures import decoder_of
+from slipstream.families.table import family_of
 from slipstream.runtime.fingerprint import read_json
 from weight_bus.manifest import ITEM_SIZES
 
@@ -98,10 +99,10 @@ def server_arguments(config: Config, *, known: Collection[str], cuda: bool) -> d
         "context_length": _context_length(config),
     }
     if replayed(config) is not None:
-        if ROUTED not in known:
-            raise EngineError(
-                "algorithm.routing_replay: the installed SGLang returns no routed experts; set it to false"
-            )
+        kind = family_of(decoder_of(read_json(Path(config.model.path) / "config.json")))
+        if ROUTED not in known or not kind.routed_in_sglang:
+            what = f"the routed experts of {kind.model_type}"
+            raise EngineError(f"algorithm.routing_replay: the installed SGLang does not return {what}; set it to false")
         decided[ROUTED] = True
     return {name: value for name, value in {**defaults, **config.rollout.sglang, **decided}.items() if name in known}
 

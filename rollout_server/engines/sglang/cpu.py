@@ -62,17 +62,6 @@ def prepare_cpu() -> tuple[str, ...]:
     return tuple(package for package in STOOD_IN_FOR if folders[package] in sys.path)
 
 
-def keep_routing_unpinned() -> None:
-    """In a scheduler: SGLang (0.5.20) registers the memory of routed experts with CUDA, on a CPU too."""
-    from sglang.srt.mem_cache.pool_host import common
-    from sglang.srt.state_capturer import base
-
-    def plain(dims: tuple[int, ...], dtype: torch.dtype, **_: object) -> torch.Tensor:
-        return torch.empty(dims, dtype=dtype)
-
-    base.ALLOC_MEMORY_FUNCS = {**common.ALLOC_MEMORY_FUNCS, "cpu": plain}
-
-
 def _works(package: str) -> bool:
     """Whether the package that is installed can be imported; a failed import leaves nothing behind."""
     spec = importlib.util.find_spec(package)

@@ -23,7 +23,7 @@ import torch
 from configs.schema import Config
 from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, EngineStartFailed, Pictures, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
-from rollout_server.engines.sglang.cpu import CPU_SWITCH, keep_routing_unpinned, prepare_cpu
+from rollout_server.engines.sglang.cpu import CPU_SWITCH, prepare_cpu
 from rollout_server.engines.sglang.requests import AnswerPart
 from slipstream.families.pictures import PictureError, Vision, vision_of
 from slipstream.runtime.fingerprint import read_json
@@ -85,12 +85,19 @@ if multiprocessing.current_process().name != "MainProcess":
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 
+def _host_memory(dims: tuple[int, ...], dtype: torch.dtype, **_: object) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype)
+
+
 def run_scheduler(*arguments: Any, **options: Any) -> Any:
     """SGLang's scheduler, started by a module that has set its environment."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    if os.environ.get(CPU_SWITCH) == "1":
-        keep_routing_unpinned()
+    if os.environ.get(CPU_SWITCH) == "1":  # 0.5.20 registers the memory of routed experts with CUDA there too
+        from sglang.srt.mem_cache.pool_host import common
+        from sglang.srt.state_capturer import base
+
+        base.ALLOC_MEMORY_FUNCS = {**common.ALLOC_MEMORY_FUNCS, "cpu": _host_memory}
     return run_scheduler_process(*arguments, **options)
 
 
