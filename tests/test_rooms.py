@@ -12,19 +12,19 @@ PACKAGES = ("configs", "slipstream", "replay", "weight_bus", "rollout_server", "
 BUDGET = {
     "configs": 2_696,
     "slipstream/runtime": 2_390,
-    "slipstream/families": 1_132,
+    "slipstream/families": 1_168,
     "slipstream/launch": 4_410,
-    "slipstream/check": 2_147,
+    "slipstream/check": 2_150,
     "slipstream/view": 2_421,
     "slipstream/translate": 1_522,
     "slipstream/plan": 1_297,
     "slipstream/command": 158,
     "replay": 10_127,
-    "weight_bus": 5_958,
-    "rollout_server/engines": 4_072,
+    "weight_bus": 5_967,
+    "rollout_server/engines": 3_999,
     "rollout_server/tasks": 7_644,
-    "rollout_server": 13_623,
-    "learner": 10_244,
+    "rollout_server": 13_550,
+    "learner": 10_516,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 59_950

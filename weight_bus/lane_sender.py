@@ -108,9 +108,10 @@ class LaneSender(AbstractContextManager["LaneSender"]):
             progress.call_off(str(error))
             raise
 
-    def close(self, reason: str = "the learner is done") -> None:
-        """End the thread; a broadcast in flight ends by its own timeout."""
-        self._closing = self._closing or reason
+    def close(self, limit_s: float = 0.0) -> None:
+        """Serve resends until the publisher's goodbye, for `limit_s` at most, and end the thread."""
+        self._thread.join(limit_s)
+        self._closing = self._closing or "the learner is done"
         with self._changed:
             self._changed.notify_all()
         self._thread.join()

@@ -6,8 +6,8 @@ are as many lanes as the larger side has members: each of those is in one group,
 
     senders 0 1 2 3 to positions 0 1:  lanes 0>0 1>0 2>1 3>1      senders 0 1 to positions 0 1 2 3:  0>0 0>1 1>2 1>3
 
-A slice travels in one lane whole. Names are unique in a lane, and among the lanes of a position. One sender and one
-position have one lane, of whole tensors.
+What a position needs of a tensor, mostly one slice, travels in one lane. One sender and one position have one lane, of
+whole tensors.
 """
 
 import math
@@ -70,8 +70,9 @@ def plan_lanes(
     for position, slices in enumerate(wanted):
         numbers = [number for number in range(count) if number * len(wanted) // count == position]
         loads, planners = dict.fromkeys(numbers, 0), {n: Planner(bucket_bytes, alignment) for n in numbers}
+        chosen: dict[str, int] = {}
         for piece in slices:
-            number = min(numbers, key=lambda n: loads[n])
+            number = chosen.setdefault(piece.name, min(numbers, key=lambda n: loads[n]))
             loads[number] += max(1, piece.num_bytes)
             planners[number].place(piece.name, piece.dtype, piece.shape, piece.start, piece.whole)
         for number in numbers:
@@ -108,19 +109,22 @@ def whole_digests(lanes: Iterable[Manifest]) -> dict[str, int]:
 
     Raises ValueError: slices of a tensor do not make it up, or copies of one differ.
     """
-    parts: dict[str, dict[tuple[int, ...], tuple[Entry, int]]] = {}
+    parts: dict[str, dict[tuple[Entry, ...], int]] = {}
     kept: dict[str, int] = {}
     for lane in lanes:
         kept |= {name: lane.digests[name] for name in lane.layout.kept}
+        slices: dict[str, list[Entry]] = {}
         for entry in lane.layout.entries:
-            known, digest = parts.setdefault(entry.name, {}).setdefault(entry.start, (entry, lane.digests[entry.name]))
-            if (known.shape, digest) != (entry.shape, lane.digests[entry.name]):
-                raise ValueError(f"two lanes carry other copies of {entry.name!r} at {[*entry.start]}")
+            slices.setdefault(entry.name, []).append(replace(entry, bucket=0, offset=0))
+        for name, its in slices.items():
+            if parts.setdefault(name, {}).setdefault(tuple(its), lane.digests[name]) != lane.digests[name]:
+                raise ValueError(f"two lanes carry other copies of {name!r} at {[*its[0].start]}")
     for name, pieces in parts.items():
-        shapes = {entry.whole for entry, _ in pieces.values()}
-        if len(shapes) > 1 or sum(math.prod(e.shape) for e, _ in pieces.values()) != math.prod(shapes.pop()):
+        entries = [entry for its in pieces for entry in its]
+        size = math.prod(entries[0].whole)
+        if any(e.whole != entries[0].whole for e in entries) or sum(math.prod(e.shape) for e in entries) != size:
             raise ValueError(f"the slices of {name!r} in all lanes do not make it up")
-    return {**{name: add([digest for _, digest in pieces.values()]) for name, pieces in parts.items()}, **kept}
+    return {**{name: add([*pieces.values()]) for name, pieces in parts.items()}, **kept}
 
 
 def described(lane: Lane) -> str:

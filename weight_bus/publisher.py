@@ -17,7 +17,7 @@ from replay.channel import Keys
 from weight_bus.bus import Bus
 from weight_bus.control import Router
 from weight_bus.delta.changes import ChangeMaker
-from weight_bus.digest import combined
+from weight_bus.digest import add, combined
 from weight_bus.errors import WeightBusError
 from weight_bus.lanes import Lane, Place, joined
 from weight_bus.manifest import Layout, Manifest, alignment_of
@@ -262,7 +262,11 @@ class Publisher(AbstractContextManager["Publisher"]):
         found = []
         for lane in self._lanes:
             its = {name: digests[name] for name in lane.layout.names}
-            its |= {e.name: slices[e.name, e.start] for e in lane.layout.entries if e.shape != e.whole}
+            parts: dict[str, list[int]] = {}
+            for e in lane.layout.entries:
+                if e.shape != e.whole:
+                    parts.setdefault(e.name, []).append(slices[e.name, e.start])
+            its |= {name: add(found) for name, found in parts.items()}
             found.append(lane.layout.with_digests(its))
         return found
 

@@ -62,6 +62,7 @@ _GEMMA3 = Family(
         "sliding_window_pattern": 6,
     },
     window=_gemma_window,
+    windows_in_sglang=True,
     scale=lambda keys: float(keys["query_pre_attn_scalar"]) ** -0.5,
     buffers=("model.rotary_emb.", "model.embed_tokens.embed_scale"),
     decides=(
