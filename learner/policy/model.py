@@ -29,7 +29,7 @@ from learner.policy.divisibility import problem_with
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
-from learner.policy.meshes import Meshes
+from learner.policy.meshes import Meshes, meshes_of
 from learner.policy.moe.mixture import Experts
 from learner.policy.moe.mixtures import Mixtures
 from learner.policy.pretrained import (
@@ -43,6 +43,7 @@ from learner.policy.pretrained import (
 from learner.policy.tensor_parallel import local_weight, parallelize
 from learner.rows import Row
 from slipstream.families.names import inside
+from slipstream.families.sizes import Sizes
 from slipstream.families.table import family_of
 from slipstream.vision import VisionTower
 from slipstream.weight_files import weight_files
@@ -53,16 +54,16 @@ from weight_bus.digest import Digester, combined
 class Head(torch.nn.Module):
     """The output head, over positions in the loss alone; its logits are never whole."""
 
-    def __init__(self, weight: torch.nn.Parameter, scaling: float, softcap: float | None) -> None:
+    def __init__(self, weight: torch.nn.Parameter, factor: float, softcap: float | None) -> None:
         super().__init__()
-        self.weight, self.scaling, self.softcap = weight, scaling, softcap
-        """Logits are divided by `scaling`, and capped where `softcap` is no None."""
+        self.weight, self.factor, self.softcap = weight, factor, softcap
+        """Products times `factor` are logits, which are capped where `softcap` is no None."""
         self.vocabulary: dist.ProcessGroup | None = None
         """Tensor ranks, each with its part of the vocabulary."""
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[Any, Any]:
         """See `head_logprobs`."""
-        weight, divisor = local_weight(self.weight), temperature * self.scaling
+        weight, divisor = local_weight(self.weight), temperature / self.factor
         return head_logprobs(hidden, weight, targets, divisor, self.vocabulary, softcap=self.softcap)
 
 
@@ -74,9 +75,9 @@ class TokenModel(torch.nn.Module):
     def __init__(self, transformer: Any) -> None:
         super().__init__()
         self.transformer = transformer
-        config = transformer.config
-        scaling, softcap = (getattr(config, key, None) for key in ("logits_scaling", "final_logit_softcapping"))
-        transformer.lm_head = Head(transformer.lm_head.weight, scaling or 1.0, softcap)
+        sizes = Sizes.of(transformer.config.to_dict())
+        factor, (_, cap) = sizes.family.logits(sizes.keys), sizes.family.caps
+        transformer.lm_head = Head(transformer.lm_head.weight, factor, sizes.keys.get(cap))
 
     def forward(self, row: Row, temperature: float) -> tuple[Any, Any]:
         """Two [n] float32 tensors."""
@@ -282,11 +283,6 @@ class Policy:
     def parameter_digest(self) -> str:
         """Digest of master and frozen weights, equal at every world size. A collective."""
         return combined(self.shard_digests("float32"))
-
-
-def meshes_of(mesh: DeviceMesh | Meshes) -> Meshes:
-    """The groups of a mesh; one of a single dimension shards."""
-    return mesh if isinstance(mesh, Meshes) else Meshes.flat(mesh)
 
 
 def build_policy(

@@ -11,6 +11,7 @@ from learner.checkpoints.folders import MARK, incomplete
 from learner.policy.divisibility import problem_with
 from slipstream.check.pictures import problem_with_pictures
 from slipstream.families.pictures import decoder_of
+from slipstream.families.sizes import Sizes
 from slipstream.families.table import family_of
 from slipstream.runtime.fingerprint import model_fingerprint, read_json
 
@@ -61,6 +62,8 @@ def check_policy(config: Config) -> None:
                 f"{key}: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
                 f" {folder / 'config.json'} has max_position_embeddings {limit}; lower one of them"
             )
+    if problem := Sizes.of(model).problem_with_ends(config.max_context):
+        raise Contradiction(problem)
     check_folders(config)
 
 

@@ -18,6 +18,10 @@ SIZES = {
 """Keys of config.json by the words of `Weight`."""
 
 
+LENGTHS_DECIDE = frozenset({"dynamic", "longrope", "su"})
+"""Rotary frequencies that are not the same for texts of all lengths."""
+
+
 class Adapters(Protocol):
     """Of which modules, and how large (configs.learner.Lora)."""
 
@@ -39,6 +43,13 @@ def keys_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """With what the family takes for those left out. Raises LookupError."""
     aliased = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
     return {**family_of(config).defaults, **config, **aliased}
+
+
+def kinds_of_rope(config: Keys) -> set[str]:
+    """Scalings of rotary frequencies, of which families with windows have one for each kind of layer."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    each = [one for one in given.values() if isinstance(one, Mapping)] or [given]
+    return {str(one.get("rope_type", one.get("type", "default"))) for one in each}
 
 
 def heads_of(config: Mapping[str, Any]) -> Heads:
@@ -136,6 +147,11 @@ class Sizes:
         return self.dims["vocabulary"] * self.hidden
 
     @property
+    def largest_unit(self) -> int:
+        """Parameters that are gathered together, at most."""
+        return max(self.layer_parameters, self.embedding_parameters)
+
+    @property
     def parameters(self) -> int:
         return self._in_layers() + (1 if self.tied else 2) * self.embedding_parameters
 
@@ -169,20 +185,43 @@ class Sizes:
         ]
         return lora.rank * sum(chosen)
 
-    def flops(self, tokens: int, pairs: int, targets: int) -> float:
+    def flops(self, tokens: int, pairs: float, targets: int, *, frozen: bool = False) -> float:
         """Of forward and backward: products at active parameters, attention, and the output head at targets.
 
         Args:
             tokens: that go through the layers.
-            pairs: of queries and keys that they see, in one layer.
+            pairs: of queries and keys that they see, in one layer on average.
             targets: tokens in the loss.
+            frozen: weights, which have no gradient.
         """
-        attention = 2 * self.query * pairs * self.layers
-        return 6.0 * (self.active_products * tokens + attention + self.embedding_parameters * targets)
+        products = self.active_products * tokens + self.embedding_parameters * targets
+        return (4.0 if frozen else 6.0) * products + 12.0 * self.query * pairs * self.layers
 
     def window(self, layer: int) -> int | None:
         """Tokens that a layer's attention sees, the token itself counted; None for all."""
         return self.family.window(self.keys, layer)
+
+    def problem_with_ends(self, context: int) -> str:
+        """Why a learner and an engine would not compute the same, and what to do; empty where they do.
+
+        Args:
+            context: most tokens of prompt and answer.
+        """
+        kind = self.keys.get("model_type")
+        if rope := kinds_of_rope(self.keys) & LENGTHS_DECIDE:
+            return (
+                f"model.path: a {kind!r} model with rope type {min(rope)!r}, whose frequencies follow the longest text"
+                " of a batch, so a token's logprob would depend on its neighbours; take a model with a fixed scaling"
+                " (yarn, llama3, linear)"
+            )
+        windows = [window for window in map(self.window, range(self.layers)) if window is not None]
+        if self.family.windows_in_sglang or min(windows, default=context) >= context:
+            return ""
+        return (
+            f"model.path: a {kind!r} model whose attention sees {min(windows)} tokens (sliding_window); engines let it"
+            f" see all {context} of data.max_prompt_tokens + max_new_tokens (rollout, evaluation); lower these, or, to"
+            ' train the model without a window, set "sliding_window": null in config.json'
+        )
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """Every tensor of the checkpoint by its name, but for `*` (`Sizes.tensors`); a tied head is the embedding."""

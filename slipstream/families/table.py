@@ -62,6 +62,7 @@ _GEMMA3 = Family(
         "sliding_window_pattern": 6,
     },
     window=_gemma_window,
+    windows_in_sglang=True,
     scale=lambda keys: float(keys["query_pre_attn_scalar"]) ** -0.5,
     buffers=("model.rotary_emb.", "model.embed_tokens.embed_scale"),
     decides=(
@@ -178,6 +179,7 @@ _RECORDS = (
         defaults={"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False},
         against_tensor=ONE_NORM,
         decides=("num_experts", "num_experts_per_tok", "norm_topk_prob", "clip_qkv"),
+        routed_in_sglang=False,  # its layers do not tell the capturer which they are (0.5.20)
         in_torch_engine=True,
     ),
 )

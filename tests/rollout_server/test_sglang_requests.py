@@ -1,6 +1,8 @@
 """SGLang's engine where no SGLang is needed: versions of tokens, arguments, staged memory, layout of live tensors."""
 
+import base64
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -32,6 +34,7 @@ from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
 from rollout_server.engines.sglang.update.live import RankWeights, _covered
 from rollout_server.engines.sglang.update.orders import FOLDER as FOLDER_VARIABLE
 from rollout_server.engines.sglang.update.orders import StagingFolder
+from slipstream.families.experts import Experts
 from slipstream.families.sizes import Sizes
 from weight_bus.digest import TensorSlice as Piece
 from weight_bus.digest import add, slice_digest, slice_digests
@@ -93,8 +96,10 @@ DEFAULTS = ["log_level", "attention_backend", "max_total_tokens", "sleep_on_idle
 KNOWN = [*DECIDED, *DEFAULTS, "disable_radix_cache", "schedule_policy"]
 
 
-def arguments(folder: Path, *overrides: str, known: list[str] = KNOWN) -> dict[str, Any]:
-    (folder / "config.json").write_text('{"max_position_embeddings": 32}')
+def arguments(folder: Path, *overrides: str, known: list[str] = KNOWN, **described: Any) -> dict[str, Any]:
+    keys = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
+    described = {"model_type": "llama", "max_position_embeddings": 32, **dict.fromkeys(keys, 4), **described}
+    (folder / "config.json").write_text(json.dumps(described))
     config = load("quickstart", ["rollout.engine=sglang", f"model.path={folder}", *overrides])
     return server_arguments(config, known=known, cuda=False)
 
@@ -130,6 +135,31 @@ def test_an_engine_stays_on_the_loopback_interface_with_keys_of_its_own(tmp_path
 def test_arguments_that_cannot_be_are_refused_by_name(override: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=said):
         arguments(tmp_path, override)
+
+
+LAYERS = ["sliding_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({"model_type": "mistral", "sliding_window": 25}, "'mistral' model whose attention sees 25 tokens"),
+        ({"model_type": "mistral", "sliding_window": 26}, ""),
+        ({"model_type": "mistral"}, ""),
+        ({"model_type": "qwen3", "sliding_window": 8, "layer_types": LAYERS}, "sees 8 tokens"),
+        ({"model_type": "gemma3_text", "sliding_window": 8, "layer_types": LAYERS}, ""),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, ""),
+    ],
+)
+def test_what_sglang_would_compute_unlike_the_learner_is_refused(described: Any, said: str, tmp_path: Path) -> None:
+    if not said:
+        arguments(tmp_path, **described)
+        return
+    with pytest.raises(EngineError, match=said):
+        arguments(tmp_path, **described)
 
 
 # ---- what comes back ----------------------------------------------------------------------------------------
@@ -174,6 +204,40 @@ def test_progress_reaches_over_prefix_parts_and_what_runs() -> None:
         assert part.finish_reason is None
     answer.part, answer.ended = None, "length"
     assert (answer.progress(1).token_ids.tolist(), answer.progress(1).finish_reason) == ([5, 6], "length")
+
+
+EXPERTS = Experts(layers=2, chosen=2, number=6)
+
+
+def routed(reason: Any, ids: list[int], positions: int, pass_: int) -> dict[str, Any]:
+    """With routing of so many positions, each [[pass, 0], [pass, 1]], as 0.5.20 has it."""
+    rows = np.tile(np.array([[pass_, 0], [pass_, 1]], np.int32), (positions, 1, 1))
+    output = ended(reason, ids)
+    output["meta_info"]["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+    return output
+
+
+def test_each_position_keeps_the_experts_of_the_part_that_sampled_behind_it() -> None:
+    """A prefix of another server comes without, and gets those of the part that reads it."""
+    begun = Partial(token_ids=np.array([9]), logprobs=np.array([-0.5]), versions=np.array([2]))
+    for prefix, expected in ((None, [3, 3, 3, 3, 4]), (begun, [3, 3, 3, 3, 3, 4])):
+        answer = ResumableAnswer(
+            "lease", [1, 2, 3], Sampling(max_new_tokens=8), pinned=None, prefix=prefix, experts=EXPERTS
+        )
+        held = 0 if prefix is None else 1
+        answer.take(AnswerPart(rid="a", version=3), routed({"type": "abort"}, [5, 6], 4 + held, 3), 0)
+        answer.take(AnswerPart(rid="b", version=4), routed({"type": "abort"}, [], 0, 4), 0)
+        answer.take(AnswerPart(rid="b", version=4), routed({"type": "stop"}, [7], 5 + held, 4), 0)
+        rows = answer.completion("stop").routing
+        assert rows is not None and rows.dtype == np.uint8 and rows[:, 0, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("positions", [None, 3, 5])
+def test_routing_that_is_missing_or_of_other_positions_is_an_error(positions: int | None) -> None:
+    answer = ResumableAnswer("lease", [1, 2, 3], Sampling(max_new_tokens=8), pinned=None, experts=EXPERTS)
+    output = ended({"type": "stop"}, [5, 6]) if positions is None else routed({"type": "stop"}, [5, 6], positions, 0)
+    with pytest.raises(EngineError, match=r"SGLang returned .* routed experts"):
+        answer.take(AnswerPart(rid="a", version=3), output, 0)
 
 
 # ---- the staging folder -------------------------------------------------------------------------------------
