@@ -124,7 +124,7 @@ def box_of(parameter: torch.Tensor) -> Box:
     cuts = [(dim, placement) for dim, placement in enumerate(parameter.placements) if placement != Replicate()]
     strided = [cut for cut in cuts if hasattr(cut[1], "split_factor")]
     for mesh_dim, placement in [*(cut for cut in cuts if cut not in strided), *reversed(strided)]:
-        if not isinstance(dim := getattr(placement, "dim", None), int) or placement.is_partial():
+        if (dim := getattr(placement, "dim", None)) is None:
             raise ValueError(f"a parameter of {box.shape} has a placement {placement}, expected shards and copies")
         size = -(-shape[dim] // parameter.device_mesh.size(mesh_dim))
         first = min(place[mesh_dim] * size, shape[dim])

@@ -118,6 +118,24 @@ class Layout:
         found = (one._replace(box=inner.held(one.box)) for one in self._parameters[parameter].holdings)
         return sorted(holding for holding in found if holding.box.numel)
 
+    def givers(self, name: str, places: Mapping[int, int]) -> list[tuple[Box, list[int]]]:
+        """The boxes of a logical tensor, each with who holds it of a group, the sender first.
+
+        Args:
+            name: of the tensor.
+            places: of the group's ranks in it.
+
+        Raises:
+            ValueError: ranks outside of the group hold what none of it has.
+        """
+        found = []
+        for box, ranks, sender in self.holdings(name):
+            here = [places[rank] for rank in dict.fromkeys((sender, *ranks)) if rank in places]
+            if not here:
+                raise ValueError(f"{name}: its {box} lies on ranks {ranks}, none of which takes part")
+            found.append((box, here))
+        return found
+
     def ranks_beside(self, parameter: str) -> tuple[int, ...]:
         """Ranks that hold the same of a parameter as this one; none where this one holds nothing."""
         return next((ranks for _, ranks, _ in self._parameters[parameter].holdings if self._rank in ranks), ())
