@@ -1,4 +1,4 @@
-"""`auto` in keys whose best value follows from the devices: resolved before a configuration is checked."""
+"""`auto` in keys whose best value follows from devices and other keys: resolved before a configuration is checked."""
 
 import os
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from configs import machine
+from configs.engines import ENGINES
 
 BY_DEVICE: dict[str, tuple[str | bool, str | bool]] = {
     "rollout.engine": ("torch", "sglang"),
@@ -15,8 +16,11 @@ BY_DEVICE: dict[str, tuple[str | bool, str | bool]] = {
     "learner.compile": (False, True),
     "checkpoint.hf_dtype": ("float32", "bfloat16"),
     "weight_bus.backend": ("gloo", "nccl"),
+    "weight_bus.stage_in": ("server", "engine"),
 }
-"""Value on a CPU, value on GPUs."""
+"""Value on a CPU, value on GPUs; of stage_in: value where the engine cannot receive, value where it can."""
+BROADCAST_S, ENGINE_S = 5.0, 120.0
+"""Defaults of weight_bus.collective_timeout_s and rollout.engine_deadline_s."""
 LEAVES = {key.partition(".")[2]: key for key in BY_DEVICE}
 
 
@@ -44,6 +48,8 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
             takes_gpu = gpus and not placement.get("share_gpus", False)
         elif leaf == "compile" and isinstance(learner, Mapping):
             takes_gpu = gpus and not _keeps_from_compiling(learner)
+        elif leaf == "stage_in":  # the last: the others are there
+            takes_gpu = _engine_receives(resolved, placement)
         resolved[name] = {**resolved.get(name, {}), leaf: BY_DEVICE[LEAVES[leaf]][takes_gpu]}
     return resolved
 
@@ -53,6 +59,27 @@ def _keeps_from_compiling(learner: Mapping[str, Any]) -> bool:
     mesh = learner.get("mesh", {})
     divided = isinstance(mesh, Mapping) and mesh.get("tensor", 1) != 1
     return bool(divided or learner.get("offload_activations", False))
+
+
+def staging_backends(tensor_parallel: object) -> tuple[str, ...]:
+    """Backends over which an engine receives updates itself."""
+    return ("gloo", "nccl") if tensor_parallel == 1 else ("nccl",)
+
+
+def _engine_receives(tree: Mapping[str, Any], placement: Mapping[str, Any]) -> bool:
+    """Whether updates can be received in the engine's processes; engine and backend are resolved."""
+    bus, rollout = tree["weight_bus"], tree["rollout"]
+    facts = ENGINES.get(str(rollout["engine"]))
+    broadcast_s, engine_s = bus.get("collective_timeout_s", BROADCAST_S), rollout.get("engine_deadline_s", ENGINE_S)
+    return (
+        facts is not None
+        and facts.has_processes
+        and bus.get("transport", "collective") == "collective"
+        and bus["backend"] in staging_backends(placement.get("tensor_parallel", 1))
+        and isinstance(broadcast_s, int | float)
+        and isinstance(engine_s, int | float)
+        and broadcast_s < engine_s
+    )
 
 
 def on_gpus(placement: Mapping[str, Any]) -> bool:
