@@ -61,24 +61,29 @@ def _keeps_from_compiling(learner: Mapping[str, Any]) -> bool:
     return bool(divided or learner.get("offload_activations", False))
 
 
-def staging_backends(tensor_parallel: object) -> tuple[str, ...]:
-    """Backends over which an engine receives updates itself."""
-    return ("gloo", "nccl") if tensor_parallel == 1 else ("nccl",)
+def staging_backends(tensor_parallel: object, *, by_rank: bool) -> tuple[str, ...]:
+    """Backends over which an engine receives updates itself; `by_rank` see `Tree.staged_by_rank`."""
+    return ("gloo", "nccl") if tensor_parallel == 1 or by_rank else ("nccl",)
 
 
 def _engine_receives(tree: Mapping[str, Any], placement: Mapping[str, Any]) -> bool:
     """Whether updates can be received in the engine's processes; engine and backend are resolved."""
-    bus, rollout = tree["weight_bus"], tree["rollout"]
-    facts = ENGINES.get(str(rollout["engine"]))
-    broadcast_s, engine_s = bus.get("collective_timeout_s", BROADCAST_S), rollout.get("engine_deadline_s", ENGINE_S)
+
+    def given(section: str, key: str, default: Any = None) -> Any:
+        found = tree.get(section, {})
+        found = found.model_dump() if isinstance(found, BaseModel) else found
+        return found.get(key, default) if isinstance(found, Mapping) else default
+
+    facts, lora = ENGINES.get(str(given("rollout", "engine"))), given("learner", "lora", {})
+    by_rank = not given("weight_bus", "delta") and not (isinstance(lora, Mapping) and lora.get("rank", 0))
+    limits = given("weight_bus", "collective_timeout_s", BROADCAST_S), given("rollout", "engine_deadline_s", ENGINE_S)
     return (
         facts is not None
         and facts.has_processes
-        and bus.get("transport", "collective") == "collective"
-        and bus["backend"] in staging_backends(placement.get("tensor_parallel", 1))
-        and isinstance(broadcast_s, int | float)
-        and isinstance(engine_s, int | float)
-        and broadcast_s < engine_s
+        and given("weight_bus", "transport", "collective") == "collective"
+        and given("weight_bus", "backend") in staging_backends(placement.get("tensor_parallel", 1), by_rank=by_rank)
+        and all(isinstance(limit, int | float) for limit in limits)
+        and limits[0] < limits[1]
     )
 
 

@@ -18,8 +18,8 @@ class WeightBus(Section):
     backend: Literal["auto", "gloo", "nccl", "ucc"] = "auto"
     """Backend of the collective transport; `auto` is nccl on GPUs, gloo on a CPU and where GPUs are shared."""
     stage_in: Literal["auto", "server", "engine"] = "auto"
-    """Where staged bytes arrive: in the server's process, or in SGLang's, beside decoding, over gloo or nccl (with
-    placement.tensor_parallel nccl); `auto` is engine where that is possible."""
+    """Where staged bytes arrive: in the server's process, or in SGLang's, beside decoding (over gloo or nccl only);
+    `auto` is engine where that is possible."""
     port: Own[int] = Field(default=0, ge=0, le=65535)
     """Control port of the publisher; 0 takes a free one (rollout servers learn it from replay)."""
     bucket_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)

@@ -199,7 +199,10 @@ class Config(Tree):
             yield "weight_bus.transport: 'disk' needs weight_bus.folder, which all nodes see"
         needed = {
             "weight_bus.transport": (bus.transport, ("collective",)),
-            "weight_bus.backend": (bus.backend, staging_backends(self.placement.tensor_parallel)),
+            "weight_bus.backend": (
+                bus.backend,
+                staging_backends(self.placement.tensor_parallel, by_rank=self.staged_by_rank),
+            ),
             "rollout.engine": (self.rollout.engine, tuple(name for name, its in ENGINES.items() if its.has_processes)),
         }
         for key, (value, possible) in needed.items() if bus.stage_in == "engine" else ():
