@@ -4,15 +4,14 @@ import math
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import compress
 from typing import Any
 
 import torch
 
 from configs.learner import LearnerSettings
+from learner.layout import spans
 from learner.policy.model import Policy
-from learner.policy.sharding import Shard, spans
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
@@ -55,13 +54,13 @@ class Optimizer:
 
     def __init__(self, config: LearnerSettings, policy: Policy) -> None:
         self._policy = policy
-        shards = policy.shards()
-        self.masters = [shard.local for shard in shards]
-        decays = [len(shard.shape) > 1 and not shard.name.endswith(EMBEDDING) for shard in shards]
-        others = list(compress(self.masters, map(operator.not_, decays)))
+        self._named = policy.local_parameters()
+        self.masters = list(self._named.values())
+        decays = [master.dim() > 1 and not name.endswith(EMBEDDING) for name, master in self._named.items()]
+        others = compress(self.masters, map(operator.not_, decays))
         groups: list[dict[str, Any]] = [{"params": list(compress(self.masters, decays))}]
         self.adamw = torch.optim.AdamW(
-            [*groups, {"params": others, "weight_decay": 0.0}],
+            [*groups, {"params": list(others), "weight_decay": 0.0}],
             lr=config.lr,
             betas=config.betas,
             eps=config.adam_epsilon,
@@ -87,12 +86,9 @@ class Optimizer:
         for master in self.masters:
             self.adamw.state[master]["step"].fill_(num_steps)
 
-    def moments(self, kind: str) -> list[Shard]:
-        """This rank's rows of a moment of each parameter (one of MOMENTS), sharing memory."""
-        return [
-            replace(shard, local=self.adamw.state[master][kind])
-            for shard, master in zip(self._policy.shards(), self.masters, strict=True)
-        ]
+    def moments(self, kind: str) -> dict[str, torch.Tensor]:
+        """What of a moment of each parameter is here (one of MOMENTS), by its name, sharing memory."""
+        return {name: self.adamw.state[master][kind] for name, master in self._named.items()}
 
     def step(self, lr: float) -> None:
         """Apply the gradients that the policy holds, at this learning rate."""

@@ -8,8 +8,8 @@ import logging
 from typing import Any
 
 from configs.schema import Config
+from learner.layout import DTYPES, gather_pieces
 from learner.policy.model import Policy
-from learner.policy.sharding import DTYPES, gather_pieces
 from learner.ranks import Ranks
 from replay.channel import load_keys
 from slipstream.runtime.hang import expired
@@ -59,7 +59,7 @@ class WeightPublisher:
         dtype = DTYPES[self.config.rollout.dtype]
         if not self.policy.meshes.in_first_replica:
             return  # those that hold rank 0's copy gather it
-        tensors = gather_pieces(self.policy.shards(), dtype, self.policy.meshes.replica)
+        tensors = gather_pieces(self.policy.layout, self.policy.shards(), dtype, self.policy.meshes.replica)
         if self._publisher is None:
             for _ in tensors:
                 pass  # in the collectives, but nothing is put together here

@@ -23,7 +23,7 @@ from examples.trl.samples import Sample, SampleQueue, samples_of
 from learner.advantages import advantages_of, build_advantage
 from learner.batches import BatchReader
 from learner.dialog import RunEnded
-from learner.policy.sharding import DTYPES
+from learner.layout import DTYPES
 from learner.record.ledger import Ledger
 from learner.record.metrics import Metrics
 from learner.rows import check as check_batch

@@ -1,18 +1,17 @@
 """The reference model of a KL term: frozen weights, no optimizer; with LoRA the policy's own, and adapters."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from configs import Config
 from learner.checkpoints.parts import Part
+from learner.layout import Shard
 from learner.policy import lora
 from learner.policy.model import Policy, shaped_policy
 from learner.policy.pretrained import PolicyError, fill
-from learner.policy.sharding import Shard
 from learner.rows import Row
 from slipstream.weight_files import weight_files
 
@@ -36,7 +35,7 @@ class Reference:
         """Become a copy of the policy, which is sharded over the same ranks."""
         news: Iterable[Shard] = policy.shards()
         if policy.lora is not None:
-            news = lora.merged(policy.frozen(), news, policy.lora, policy.meshes.replica)
+            news = lora.merged(policy.layout, policy.frozen(), news, policy.lora, policy.meshes.replica)
         for mine, new in zip(self.model.shards(), news, strict=True):
             mine.local.copy_(new.local)
 
@@ -47,12 +46,12 @@ class AdapterReference:
     def __init__(self, config: Config, policy: Policy) -> None:
         """`policy` is as build_policy made it."""
         self.temperature, self._policy = config.rollout.temperature, policy
-        self.part = Part(policy, held=[replace(shard, local=shard.local.clone()) for shard in policy.shards()])
+        self.part = Part(policy, held=_copied(policy))
 
     def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:
         """As those of Reference: from the policy itself, while it has the other adapters. A collective."""
-        own = [shard.local.clone() for shard in self._policy.shards()]
-        self._put([shard.local for shard in self.part.weights()])
+        own = _copied(self._policy)
+        self._put(self.part.weights())
         try:
             return self._policy.logprobs([row.by_own_router() for row in rows], self.temperature)
         finally:
@@ -60,12 +59,16 @@ class AdapterReference:
 
     def refresh(self, policy: Policy) -> None:
         """Take the policy's adapters."""
-        for mine, new in zip(self.part.weights(), policy.shards(), strict=True):
-            mine.local.copy_(new.local)
+        for name, new in policy.local_parameters().items():
+            self.part.weights()[name].copy_(new)
 
-    def _put(self, adapters: Sequence[torch.Tensor]) -> None:
-        for shard, local in zip(self._policy.shards(), adapters, strict=True):
-            shard.local.copy_(local)
+    def _put(self, adapters: Mapping[str, torch.Tensor]) -> None:
+        for name, local in self._policy.local_parameters().items():
+            local.copy_(adapters[name])
+
+
+def _copied(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: local.clone() for name, local in policy.local_parameters().items()}
 
 
 @contextmanager

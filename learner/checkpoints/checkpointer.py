@@ -18,7 +18,6 @@ sampling and data order are seeded per lease), so no generator state is kept.
 
 import json
 import logging
-import math
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -65,10 +64,10 @@ from learner.checkpoints.parts import (
     tensors_of,
 )
 from learner.checkpoints.retention import Best, clear, delete, prune
+from learner.layout import DTYPES, Shard
 from learner.optimizer import Optimizer
 from learner.policy import lora
 from learner.policy.model import Policy
-from learner.policy.sharding import DTYPES, Shard
 from slipstream.runtime.disk import RETRY_S, check_room, until_room
 from slipstream.runtime.hang import expired
 from slipstream.runtime.progress import Progress
@@ -287,9 +286,10 @@ class Checkpointer:
 
     def _try(self, content: _Content) -> _Written:
         folder, self._tried = content.folder, time.monotonic()
-        total = sum(math.prod(shard.shape) for _, shard in content.tensors.keyed()) * torch.float32.itemsize
+        trained = sum(shard.numel for shard in self._policy.layout.shards(content.tensors.weights))
+        total = trained * torch.float32.itemsize * (1 + len(content.tensors.moments))
         exported = DTYPES[self._settings.hf_dtype].itemsize
-        total += sum(math.prod(shard.shape) for shard in [*content.tensors.weights, *content.frozen]) * exported
+        total += (trained + sum(shard.numel for shard in content.frozen)) * exported
         with together(self._group, folder, "written"):
             if self._policy.rank == 0:
                 check_room(folder.parent, total)
@@ -298,8 +298,8 @@ class Checkpointer:
             return self._write_all(content)
 
     def _write_all(self, content: _Content) -> _Written:
-        policy, group, folder, weights = self._policy, self._group, content.folder, content.tensors.weights
-        own = describe(content.tensors, group, policy.frozen_digests)
+        policy, group, folder = self._policy, self._group, content.folder
+        own = describe(content.tensors, policy.layout, group, policy.frozen_digests)
         if content.digest not in ("", own["parameter_digest"]):
             raise CheckpointError(
                 f"checkpoint {folder}: the copy has parameter_digest {own['parameter_digest']}, step {content.step} was"
@@ -309,6 +309,7 @@ class Checkpointer:
             dcp_save(content.whole, checkpoint_id=folder / "dcp", process_group=group)
         with together(group, folder, "written"):
             if policy.meshes.in_first_replica:
+                weights = policy.layout.shards(content.tensors.weights)
                 self._write_for_others(folder, weights, content.frozen)
         kept: list[int] = []
         num_bytes = 0
@@ -325,9 +326,9 @@ class Checkpointer:
         """hf/, and adapter/ with LoRA. A collective of those that hold one copy of the model. Raises OSError."""
         policy, whole = self._policy, weights
         if policy.lora is not None:
-            write_adapter_folder(weights, policy.lora, policy.source, folder / "adapter", self._copy)
-            whole = list(lora.merged(frozen, weights, policy.lora, self._copy))
-        write_hf_folder(whole, policy.source, folder / "hf", self._settings.hf_dtype, self._copy)
+            write_adapter_folder(policy.layout, weights, policy.lora, policy.source, folder / "adapter", self._copy)
+            whole = list(lora.merged(policy.layout, frozen, weights, policy.lora, self._copy))
+        write_hf_folder(policy.layout, whole, policy.source, folder / "hf", self._settings.hf_dtype, self._copy)
 
     def resume(self) -> dict[str, Any] | None:
         """`load` the newest complete checkpoint, or return None; clears folders that a kill has left half written."""
@@ -375,7 +376,7 @@ class Checkpointer:
 
     def _check_loaded(self, folder: Path, saved: Mapping[str, Any]) -> None:
         self._optimizer.set_steps(saved["optimizer_steps"])
-        found = describe(tensors_of(self._part), self._policy.group, self._policy.frozen_digests)
+        found = describe(tensors_of(self._part), self._policy.layout, self._policy.group, self._policy.frozen_digests)
         for key in ("parameter_digest", "optimizer_digest"):
             if found[key] != saved[key]:
                 raise CheckpointError(

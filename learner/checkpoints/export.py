@@ -14,14 +14,14 @@ from safetensors.torch import save_file
 
 from configs.learner import Lora
 from learner.checkpoints.folders import sync_file, write_json
+from learner.layout import DTYPES, Layout, Shard, gather, gather_pieces, spans
 from learner.policy.model import Policy
 from learner.policy.pretrained import has_tower
-from learner.policy.sharding import DTYPES, Shard, gather, gather_pieces, spans
 from slipstream.runtime.progress import Progress
 from slipstream.vision import read_tower
 from weight_bus.digest import combined
 
-Layout = Sequence[tuple[str, str, tuple[int, ...]]]
+Listed = Sequence[tuple[str, str, tuple[int, ...]]]
 """(name, dtype, shape) of each tensor."""
 
 FILE_BYTES = 1_000_000_000
@@ -49,7 +49,7 @@ COPIED = (
 
 
 def write_hf_folder(
-    shards: Sequence[Shard], source_folder: Path, target: Path, dtype: str, group: dist.ProcessGroup
+    layout: Layout, shards: Sequence[Shard], source_folder: Path, target: Path, dtype: str, group: dist.ProcessGroup
 ) -> None:
     """Write the weights in `dtype` with everything that AutoModelForCausalLM.from_pretrained needs. A collective.
 
@@ -57,7 +57,8 @@ def write_hf_folder(
     file is flushed to disk. Tied embeddings are written once, as model.embed_tokens.weight.
 
     Args:
-        shards: of each parameter, float32, on any device.
+        layout: of the model.
+        shards: of each tensor, float32, on any device.
         source_folder: what config.json and tokenizer are taken from.
         target: the folder to write, on a disk that all ranks see.
         dtype: a name in DTYPES.
@@ -66,8 +67,8 @@ def write_hf_folder(
     Raises:
         OSError: this rank could not write. It goes on gathering before it raises, so no other rank is left alone.
     """
-    layout = [(shard.name, dtype, shard.shape) for shard in shards]
-    files = plan_files(layout, with_tower=has_tower(source_folder))
+    listed = [(shard.name, dtype, shard.shape) for shard in shards]
+    files = plan_files(listed, with_tower=has_tower(source_folder))
     by_name = {shard.name: shard for shard in shards}
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     names = list(files)
@@ -76,7 +77,8 @@ def write_hf_folder(
         for first in range(0, len(names), world_size):
             held: dict[str, torch.Tensor] = {}
             for owner, name in enumerate(names[first : first + world_size]):
-                pieces = gather_pieces([by_name[tensor] for tensor in files[name]], DTYPES[dtype], group, only=owner)
+                wanted = [by_name[tensor] for tensor in files[name]]
+                pieces = gather_pieces(layout, wanted, DTYPES[dtype], group, only=owner)
                 held |= {tensor: each.whole().cpu() for tensor, each in pieces if owner == rank}
             if held and not errors:
                 errors += _write_tensors(held, target / names[first + rank])
@@ -84,15 +86,15 @@ def write_hf_folder(
     if errors:
         raise errors[0]
     if rank == 0:
-        _write_the_rest(layout, files, source_folder, target, dtype)
+        _write_the_rest(listed, files, source_folder, target, dtype)
 
 
 def _write_the_rest(
-    layout: Layout, files: Mapping[str, list[str]], source_folder: Path, target: Path, dtype: str
+    listed: Listed, files: Mapping[str, list[str]], source_folder: Path, target: Path, dtype: str
 ) -> None:
     """All but the trained weights: a frozen vision tower, the index of several files, config.json, tokenizer."""
     weight_map = {tensor: name for name, tensors in files.items() for tensor in tensors}
-    total = sum(math.prod(shape) for _, _, shape in layout) * DTYPES[dtype].itemsize
+    total = sum(math.prod(shape) for _, _, shape in listed) * DTYPES[dtype].itemsize
     if has_tower(source_folder):
         tower = dict(read_tower(source_folder))  # as it was stored: both ends hash these bytes
         if errors := _write_tensors(tower, target / TOWER_FILE):
@@ -126,12 +128,12 @@ def _write_tensors(tensors: dict[str, torch.Tensor], file: Path) -> list[OSError
     return []
 
 
-def plan_files(layout: Layout, *, with_tower: bool = False) -> dict[str, list[str]]:
+def plan_files(listed: Listed, *, with_tower: bool = False) -> dict[str, list[str]]:
     """Which tensors go into which file, in order; beside TOWER_FILE none has the name of a file that is alone.
 
     Example: {"model.safetensors": [...]} or {"model-00001-of-00002.safetensors": [...], ...}.
     """
-    found = spans(layout, lambda of: math.prod(of[2]) * DTYPES[of[1]].itemsize, FILE_BYTES)
+    found = spans(listed, lambda of: math.prod(of[2]) * DTYPES[of[1]].itemsize, FILE_BYTES)
     groups = [[name for name, _, _ in group] for group in found]
     if len(groups) == 1 and not with_tower:
         return {"model.safetensors": groups[0]}
@@ -139,11 +141,12 @@ def plan_files(layout: Layout, *, with_tower: bool = False) -> dict[str, list[st
 
 
 def write_adapter_folder(
-    adapters: Sequence[Shard], lora: Lora, source: Path, folder: Path, group: dist.ProcessGroup
+    layout: Layout, adapters: Sequence[Shard], lora: Lora, source: Path, folder: Path, group: dist.ProcessGroup
 ) -> None:
     """Write adapter_config.json and, in float32, adapter_model.safetensors. A collective; the first rank writes.
 
     Args:
+        layout: of the model.
         adapters: this rank's rows of each.
         lora: what they were made by.
         source: the folder of the model that they adapt.
@@ -153,7 +156,7 @@ def write_adapter_folder(
     Raises:
         OSError: the first rank could not write.
     """
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in gather(adapters, torch.float32, group)}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in gather(layout, adapters, torch.float32, group)}
     if dist.get_rank(group) != 0:
         return
     if errors := _write_tensors(tensors, folder / "adapter_model.safetensors"):

@@ -7,7 +7,7 @@ What a run trains or refreshes beside the policy has a folder of its own:
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from configs.schema import Config
 from learner.checkpoints.folders import CheckpointError
+from learner.layout import Layout, digests
 from learner.optimizer import MOMENTS, Optimizer
 from learner.policy.model import Policy
-from learner.policy.sharding import Shard, digests
 from weight_bus.digest import combined
 
 
@@ -31,31 +31,23 @@ class Part:
 
     policy: Policy
     optimizer: Optimizer | None = None
-    held: list[Shard] | None = None
-    """Tensors of the policy's names and shapes in place of its own."""
+    held: dict[str, torch.Tensor] | None = None
+    """What lies as the policy's parameters do, in place of its own."""
 
-    def weights(self) -> list[Shard]:
-        """This rank's rows, sharing memory."""
-        return self.policy.shards() if self.held is None else self.held
+    def weights(self) -> dict[str, torch.Tensor]:
+        """What this rank holds, by parameter, sharing memory."""
+        return self.policy.local_parameters() if self.held is None else self.held
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """This rank's rows of a part, where they live or in host memory: float32, unless frozen."""
+    """What this rank holds of a part, where it lives or in host memory, by parameter: float32, unless frozen."""
 
-    weights: list[Shard]
-    moments: dict[str, list[Shard]]
+    weights: dict[str, torch.Tensor]
+    moments: dict[str, dict[str, torch.Tensor]]
     """By kind (one of MOMENTS)."""
     num_steps: int
     """Updates that the optimizer has applied."""
-
-    def keyed(self) -> Iterator[tuple[str, Shard]]:
-        """By the names that dcp/ has for them."""
-        for shard in self.weights:
-            yield f"model.{shard.name}", shard
-        for kind, shards in self.moments.items():
-            for shard in shards:
-                yield f"optimizer.{kind}.{shard.name}", shard
 
 
 def tensors_of(part: Part) -> Tensors:
@@ -76,35 +68,40 @@ class HostMemory:
     def copy(self, part: Tensors) -> Tensors:
         """Copy a part; the copy is complete on return, and overwritten by the next call."""
         copied = Tensors(
-            [self._copy("model", shard) for shard in part.weights],
-            {kind: [self._copy(kind, shard) for shard in shards] for kind, shards in part.moments.items()},
+            self._copies("model", part.weights),
+            {kind: self._copies(kind, moments) for kind, moments in part.moments.items()},
             part.num_steps,
         )
-        if any(shard.local.is_cuda for shard in part.weights):  # asked of the sources: of no rows, no copy is pinned
+        if any(weight.is_cuda for weight in part.weights.values()):  # of no rows, no copy is pinned
             torch.cuda.synchronize()
         return copied
 
-    def _copy(self, kind: str, shard: Shard) -> Shard:
-        key, source = f"{kind}.{shard.name}", shard.local
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != source.shape:
-            buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self._buffers[key] = buffer
-        return replace(shard, local=buffer.copy_(source, non_blocking=True))
+    def _copies(self, kind: str, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        copied = {}
+        for name, source in sources.items():
+            buffer = self._buffers.get(f"{kind}.{name}")
+            if buffer is None or buffer.shape != source.shape:
+                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+                self._buffers[f"{kind}.{name}"] = buffer
+            copied[name] = buffer.copy_(source, non_blocking=True)
+        return copied
 
 
 def describe(
-    part: Tensors, group: torch.distributed.ProcessGroup, frozen: Mapping[str, int] = MappingProxyType({})
+    part: Tensors,
+    layout: Layout,
+    group: torch.distributed.ProcessGroup,
+    frozen: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """What state.json says of a part (a collective); `frozen` are digests of what stays as it is."""
-    moments = [shard for shards in part.moments.values() for shard in shards]
+    moments = [shard for by_name in part.moments.values() for shard in layout.shards(by_name)]
     numbered = [replace(shard, name=f"{i}.{shard.name}") for i, shard in enumerate(moments)]
-    weights = digests(part.weights, part.weights[0].local.dtype, group) | dict(frozen)
+    weights = layout.shards(part.weights)
     return {
-        "parameter_digest": combined(weights),
+        "parameter_digest": combined(digests(weights, weights[0].local.dtype, group) | dict(frozen)),
         "optimizer_digest": combined(digests(numbered, torch.float32, group)) if numbered else "",
         "optimizer_steps": part.num_steps,
-        "layout": [[shard.name, list(shard.shape)] for shard in part.weights],
+        "layout": [[shard.name, list(shard.shape)] for shard in weights],
     }
 
 
@@ -116,7 +113,8 @@ def save_part(folder: Path, part: Part) -> None:
         CheckpointException: a shard could not be written on some rank.
     """
     policy, tensors = part.policy, tensors_of(part)
-    described = describe(tensors, policy.group, policy.frozen_digests) | {"dtype": str(tensors.weights[0].local.dtype)}
+    dtype = {"dtype": dtype_of(tensors)}
+    described = describe(tensors, policy.layout, policy.group, policy.frozen_digests) | dtype
     dcp_save(for_dcp(policy, tensors), checkpoint_id=folder / "dcp", process_group=policy.group)
     if policy.rank == 0:
         (folder / "part.json").write_text(json.dumps(described) + "\n", encoding="utf-8")
@@ -135,25 +133,32 @@ def load_part(folder: Path, part: Part) -> None:
     saved: dict[str, Any] = json.loads((folder / "part.json").read_text(encoding="utf-8"))
     policy, tensors = part.policy, tensors_of(part)
     check_layout(folder, saved["layout"], policy)
-    if (dtype := str(tensors.weights[0].local.dtype)) != saved["dtype"]:
+    if (dtype := dtype_of(tensors)) != saved["dtype"]:
         key = "set learner.compute_dtype as it was"
         raise ValueError(f"{folder.name}/ has weights in {saved['dtype']}, this run has them in {dtype}; {key}")
     dcp_load(for_dcp(policy, tensors), checkpoint_id=folder / "dcp", process_group=policy.group)
     if part.optimizer is not None:
         part.optimizer.set_steps(saved["optimizer_steps"])
-    for key, found in describe(tensors_of(part), policy.group, policy.frozen_digests).items():
+    for key, found in describe(tensors_of(part), policy.layout, policy.group, policy.frozen_digests).items():
         if found != saved[key]:
             raise ValueError(f"{folder.name}/: {key} is {found} after loading, {saved[key]} was saved")
 
 
 def for_dcp(policy: Policy, tensors: Tensors) -> dict[str, torch.Tensor]:
     """Tensors as torch.distributed.checkpoint knows them; they share memory with those given."""
-    return {key: policy.as_global(shard) for key, shard in tensors.keyed()}
+    kinds = {"model": tensors.weights} | {f"optimizer.{kind}": moments for kind, moments in tensors.moments.items()}
+    named = [(kind, name, local) for kind, by_name in kinds.items() for name, local in by_name.items()]
+    return {f"{kind}.{name}": policy.as_global(name, local) for kind, name, local in named}
+
+
+def dtype_of(tensors: Tensors) -> str:
+    """Of the weights of a part."""
+    return str(next(iter(tensors.weights.values())).dtype)
 
 
 def check_layout(folder: Path, saved: list[list[Any]], policy: Policy) -> None:
     """Raises CheckpointError when names or shapes of the policy's tensors are not those that were saved."""
-    mine = {name: list(shape) for name, _, shape in policy.layout("float32")}
+    mine = {shard.name: list(shard.shape) for shard in policy.shards()}
     theirs = {name: shape for name, shape in saved}
     for name in [*mine, *theirs]:
         if mine.get(name) != theirs.get(name):

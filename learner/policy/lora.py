@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.learner import Lora
-from learner.policy.sharding import Shard, gather
+from learner.layout import Layout, Shard, gather
 from weight_bus.adapters import is_adapted, names_of
 
 A, B = "lora_A", "lora_B"
@@ -59,16 +59,18 @@ def initialize(adapters: Iterable[Shard], seed: int) -> None:
         own = int.from_bytes(hashlib.blake2b(f"{seed}/{shard.name}".encode(), digest_size=7).digest(), "big")
         bound = shard.shape[1] ** -0.5
         whole = torch.empty(shard.shape).uniform_(-bound, bound, generator=torch.Generator().manual_seed(own))
-        shard.local.copy_(whole[shard.first_row : shard.first_row + len(shard.local)])
+        shard.local.copy_(whole[shard.box.slices])
 
 
-def merged(frozen: Iterable[Shard], adapters: Iterable[Shard], lora: Lora, group: dist.ProcessGroup) -> Iterator[Shard]:
+def merged(
+    layout: Layout, frozen: Iterable[Shard], adapters: Iterable[Shard], lora: Lora, group: dist.ProcessGroup
+) -> Iterator[Shard]:
     """This rank's float32 rows of the model's tensors, adapters added. A collective: exhaust it.
 
     They lie where the adapters do. `group` is of those that hold one copy of the model, with a backend for that memory.
     """
     own = {shard.name: shard for shard in adapters}
-    all_a = dict(gather([shard for name, shard in own.items() if f".{A}." in name], torch.float32, group))
+    all_a = dict(gather(layout, [shard for name, shard in own.items() if f".{A}." in name], torch.float32, group))
     place = next(iter(own.values())).local.device
     for shard in frozen:
         weight = shard.local.to(place, torch.float32)

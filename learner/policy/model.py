@@ -22,6 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from configs import Config
 from configs.learner import Lora
+from learner.layout import DTYPES, Inner, Layout, Shard, digester, digests, gather, local_of
 from learner.policy import attention, lora
 from learner.policy.communication import Communication
 from learner.policy.divisibility import problem_with
@@ -39,9 +40,10 @@ from learner.policy.pretrained import (
     has_tower,
     read_config,
 )
-from learner.policy.sharding import DTYPES, Shard, digester, digests, gather, local_of, shard_of
 from learner.policy.tensor_parallel import local_weight, parallelize
 from learner.rows import Row
+from slipstream.families.names import inside
+from slipstream.families.table import family_of
 from slipstream.vision import VisionTower
 from slipstream.weight_files import weight_files
 from weight_bus.adapters import PREFIX, SCALE, scale_digest
@@ -101,7 +103,10 @@ class Policy:
         mesh: DeviceMesh | Meshes,
         device: torch.device,
         budget: Budget,
+        adapters: Lora | None = None,
+        mixtures: Mixtures | None = None,
     ) -> None:
+        """A collective of the ranks of the mesh."""
         self.model = model
         self.budget = budget
         self.source = source
@@ -117,14 +122,20 @@ class Policy:
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
         self.leads = self.meshes.leads
         """Whether this rank speaks for those that compute the same rows."""
-        self._digesters: dict[str, tuple[list[int], Digester]] = {}
-        """By dtype: where the shards lay, and what digests them there."""
+        self._digesters: dict[str, tuple[list[Shard], Digester]] = {}
+        """By dtype: shards, and what digests them."""
+        self._shards: tuple[list[int], list[Shard]] = [], []
+        """Where parameters lay, and their shards."""
         self.tower: VisionTower | None = None
         """What makes features of pictures: frozen, whole on each rank, in the dtype of the forward."""
-        self.mixtures: Mixtures | None = None
+        self.mixtures = mixtures
         """Of experts, in a model that has any."""
-        self.lora: Lora | None = None
+        self.lora = adapters
         """Adapters are in training, and all else is frozen."""
+        family = family_of(model.transformer.config.to_dict())
+        self.layout = Layout.gathered(
+            self._all_parameters(), self.group, lambda *parameter: map(Inner.of, inside(family, *parameter))
+        )
         self.frozen_digests: dict[str, int] = {}
         """Of `frozen`, in its own dtype, and of the scale of adapters."""
 
@@ -156,40 +167,47 @@ class Policy:
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Parameters in training by HF name, adapters by peft's, in the order used everywhere; tied ones once."""
-        for name, parameter in self._all_parameters():
-            if self.lora is None or parameter.requires_grad:
-                yield name if self.lora is None else f"{PREFIX}{name}", parameter
+        return ((name, p) for name, p in self._all_parameters() if self.lora is None or p.requires_grad)
 
     def _all_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         # After a forward without a backward the modules still hold gathered copies. Those are no parameters.
         for unit in self._units:
             unit.reshard()
         for name, parameter in self.model.named_parameters():
-            yield name.removeprefix(TokenModel.PREFIX).replace(RECOMPUTED, ""), parameter
+            name = name.removeprefix(TokenModel.PREFIX).replace(RECOMPUTED, "")
+            yield name if self.lora is None or not parameter.requires_grad else f"{PREFIX}{name}", parameter
 
     def frozen(self) -> list[Shard]:
-        """This rank's rows of each tensor that stays as it is, sharing memory: with LoRA the model, else none."""
+        """This rank's box of each tensor that stays as it is, sharing memory: with LoRA the model, else none."""
         if self.lora is None:
             return []
-        named = [(name, p) for name, p in self._all_parameters() if not p.requires_grad]
-        return [shard_of(name, p, self.meshes) for name, p in named]
+        return self.layout.shards({n: local_of(p).detach() for n, p in self._all_parameters() if not p.requires_grad})
 
     def shards(self) -> list[Shard]:
-        """This rank's block of each parameter, sharing memory."""
-        return [shard_of(name, p, self.meshes) for name, p in self.named_parameters()]
+        """This rank's box of each logical tensor in training, sharing memory."""
+        local = self.local_parameters()
+        places = [part.data_ptr() for part in local.values()]
+        if self._shards[0] != places:
+            self._shards = places, self.layout.shards(local)
+        return self._shards[1]
 
-    def as_global(self, shard: Shard) -> torch.Tensor:
-        """The logical tensor of a shard as torch.distributed.checkpoint knows it, sharing memory."""
-        mesh, placements = self._placements[shard.name]
+    def local_parameters(self) -> dict[str, torch.Tensor]:
+        """What of each parameter in training is here, sharing memory; a fused one has several logical tensors."""
+        return {name: local_of(parameter).detach() for name, parameter in self.named_parameters()}
+
+    def as_global(self, name: str, local: torch.Tensor) -> torch.Tensor:
+        """A parameter, or what lies as it does, as torch.distributed.checkpoint knows it, sharing memory."""
+        shape, mesh, placements = self._placements[name]
         # not from_local, which would move what lies in host memory to the mesh's device
-        whole = torch.empty(shard.shape, device="meta")
-        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), shard.local.dtype))
-        return DTensor(shard.local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        whole = torch.empty(shape, device="meta")
+        spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), local.dtype))
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     @functools.cached_property
-    def _placements(self) -> dict[str, tuple[DeviceMesh, tuple[Placement, ...]]]:
-        """By parameter: on which mesh it lies, and how."""
-        return {name: (p.device_mesh, p.placements) for name, p in self.named_parameters() if isinstance(p, DTensor)}
+    def _placements(self) -> dict[str, tuple[torch.Size, DeviceMesh, tuple[Placement, ...]]]:
+        """By parameter: its shape, on which mesh it lies, and how."""
+        named = self.named_parameters()
+        return {name: (p.shape, p.device_mesh, p.placements) for name, p in named if isinstance(p, DTensor)}
 
     def prepare_row(self, *, last: bool) -> None:
         """Set what the next backward leaves behind: summed gradients after the step's last one, and shards only.
@@ -203,7 +221,7 @@ class Policy:
             unit.set_reshard_after_backward(last or not self.budget.keeps_gathered, recurse=False)
 
     def local_gradients(self) -> list[torch.Tensor]:
-        """This rank's rows of each parameter's gradient, sharing memory.
+        """What of each parameter's gradient is here, sharing memory.
 
         Raises:
             RuntimeError: a parameter has none; the forward did not use it, or there was no backward.
@@ -221,38 +239,34 @@ class Policy:
         """
         if self.meshes.tensor is None:
             return
-        pairs = zip(self.local_gradients(), self.shards(), strict=True)
-        repeated = [gradient for gradient, shard in pairs if shard.split is None]
+        group = self.meshes.tensor.get_group()
+        together = set(dist.get_process_group_ranks(group))
+        named = zip(self.local_parameters(), self.local_gradients(), strict=True)
+        repeated = [gradient for name, gradient in named if together <= set(self.layout.ranks_beside(name))]
+        if not repeated:
+            return
         flat = torch.cat([gradient.flatten() for gradient in repeated])
-        dist.broadcast(flat, group=self.meshes.tensor.get_group(), group_src=0)
+        dist.broadcast(flat, group=group, group_src=0)
         parts = torch.split(flat, [gradient.numel() for gradient in repeated])
         for gradient, part in zip(repeated, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
 
     def squared_gradient(self) -> torch.Tensor:
         """This rank's term of the squared norm of the gradient, 0-dim float64: over ranks they add up to it."""
-        pairs = zip(self.local_gradients(), self.shards(), strict=True)
-        counted = [gradient for gradient, shard in pairs if shard.counts]
-        if not counted:
-            return torch.zeros((), dtype=torch.float64, device=self.device)
-        return torch.nn.utils.get_total_norm(counted).double().square()
+        return self.layout.squared_norm(dict(zip(self.local_parameters(), self.local_gradients(), strict=True)))
 
     def clear_gradients(self) -> None:
         """Forget all gradients."""
         for _, parameter in self.named_parameters():
             parameter.grad = None
 
-    def layout(self, dtype: str) -> list[tuple[str, str, tuple[int, ...]]]:
-        """(name, dtype, shape) of everything that named_full_tensors yields, as weight_bus.manifest.plan takes it."""
-        return [(name, dtype, tuple(p.shape)) for name, p in self.named_parameters()]
-
     def named_full_tensors(self, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors by HF name in the wire dtype, on every rank. A collective: exhaust it.
 
         With tied embeddings model.embed_tokens.weight is sent and lm_head.weight left out. Memory is bounded by
-        learner.policy.sharding.GATHER_BYTES; the tensors are copies, safe to keep.
+        learner.layout.gathering.GATHER_BYTES; the tensors are copies, safe to keep.
         """
-        yield from gather(self.shards(), DTYPES[dtype], self.meshes.replica)
+        yield from gather(self.layout, self.shards(), DTYPES[dtype], self.meshes.replica)
 
     def shard_digests(self, dtype: str) -> dict[str, int]:
         """weight_bus.digest.slice_digest of each whole tensor in `dtype`, without a gather. A collective.
@@ -260,10 +274,9 @@ class Policy:
         Tensors that stay as they are come along, in the dtype that they have.
         """
         shards = self.shards()
-        places = [shard.local.data_ptr() for shard in shards]
         known = self._digesters.get(dtype)
-        if known is None or known[0] != places:
-            known = self._digesters[dtype] = (places, digester(shards, DTYPES[dtype]))
+        if known is None or known[0] is not shards:
+            known = self._digesters[dtype] = (shards, digester(shards, DTYPES[dtype]))
         return digests(shards, DTYPES[dtype], self.group, known[1]) | self.frozen_digests
 
     def parameter_digest(self) -> str:
@@ -317,7 +330,7 @@ def shaped_policy(
     *,
     is_frozen: bool = False,
 ) -> Policy:
-    """A model in memory without values: the policy, or one beside it.
+    """A model in memory without values: the policy, or one beside it. A collective.
 
     Args:
         folder: with its config.json; model.path by default.
@@ -353,9 +366,7 @@ def shaped_policy(
     prepare(model.transformer.model.layers, recompute, compiled=learner.compile is True, offloaded=offloaded)
     shard(model, meshes, dtype, kept)
     allocate(model, model.transformer, model_config, device)
-    policy = Policy(model, folder, mesh, device, budget)
-    policy.mixtures, policy.lora = mixtures, adapters
-    return policy
+    return Policy(model, folder, mesh, device, budget, adapters, mixtures)
 
 
 def least_free(mesh: DeviceMesh | Meshes, device: torch.device) -> int | None:

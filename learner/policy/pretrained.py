@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwe
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from configs.errors import SlipstreamError
-from learner.policy.sharding import Shard
+from learner.layout import Shard
 from slipstream.families.pictures import decoder_of, vision_of
 from slipstream.families.record import HEAD, TOWER
 from slipstream.families.table import FAMILIES, family_of
@@ -131,7 +131,7 @@ def has_tower(folder: Path) -> bool:
 
 
 def fill(shards: Iterable[Shard], files: Mapping[str, Path], folder: Path) -> None:
-    """Copy the block of each shard out of the files, casting to float32.
+    """Copy the box of each shard out of the files, casting to float32.
 
     Raises:
         PolicyError: a tensor is missing, has another shape or is too many, or a file is not readable.
@@ -168,8 +168,7 @@ def _copy_rows(shard: Shard, source: Any, path: Path) -> None:
     if not rows:
         return
     piece = max(1, COPY_BYTES * rows // (shard.local.numel() * shard.local.element_size()))
-    columns = slice(shard.first_column, shard.first_column + shard.local.shape[1]) if shard.split == 1 else None
+    begin, (_, *others) = shard.start[0], shard.box.slices
     for first in range(0, rows, piece):
         last = min(first + piece, rows)
-        window = slice(shard.first_row + first, shard.first_row + last)
-        shard.local[first:last].copy_(source[window] if columns is None else source[window, columns])
+        shard.local[first:last].copy_(source[(slice(begin + first, begin + last), *others)])

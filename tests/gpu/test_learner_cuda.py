@@ -22,7 +22,6 @@ from learner.objective import Objective
 from learner.policy import attention
 from learner.policy.logprobs import CHUNK_BYTES, head_logprobs
 from learner.policy.model import Policy, build_policy
-from learner.policy.sharding import Shard
 from learner.prefixes import lay_side_by_side
 from learner.step import accumulate_gradients, take_peak_bytes
 from tests.learner.recorded import batch_of, random_step, rows_of, train_on
@@ -229,13 +228,13 @@ def test_loading_takes_the_memory_of_the_weights_and_no_more(tmp_path: Path, mes
 def test_a_copy_for_a_checkpoint_is_whole_where_a_rank_has_no_rows_of_the_first_tensor() -> None:
     """As of an adapter with fewer rows than there are ranks."""
     none, large = torch.empty((0, 4), device=GPU), torch.zeros((8192, 8192), device=GPU)
-    shards = [Shard("a", (2, 4), none, 2), Shard("b", (8192, 8192), large, 0)]
+    weights = {"a": none, "b": large}
     memory, product = HostMemory(), torch.ones_like(large)
-    memory.copy(Tensors(shards, {}, 0))
+    memory.copy(Tensors(weights, {}, 0))
     for _ in range(20):
         product = product @ product / 8192
     large.copy_(product)  # behind the products
-    assert bool((memory.copy(Tensors(shards, {}, 0)).weights[1].local == 1).all())
+    assert bool((memory.copy(Tensors(weights, {}, 0)).weights["b"] == 1).all())
 
 
 def test_the_memory_of_the_output_head_is_that_of_a_chunk() -> None:

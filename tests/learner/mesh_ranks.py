@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from configs import Config
 from learner.checkpoints.checkpointer import Checkpointer
+from learner.layout import CopiesDiffer
 from learner.optimizer import Optimizer
 from learner.policy.meshes import Meshes, make_meshes
 from learner.policy.model import Policy
-from learner.policy.sharding import CopiesDiffer
 from tests.learner.recorded import batch_of, random_step, train_on
 from tests.learner.tiny_models import CPU, built, make_config, process_group, save_model
 from tests.learner.tiny_models import saved as saved_folder

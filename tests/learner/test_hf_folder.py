@@ -122,7 +122,7 @@ def test_transformers_loads_equal_tensors(tmp_path, mesh, monkeypatch, family, t
     monkeypatch.setattr(export, "FILE_BYTES", limit)
     source, target = save_model(tmp_path / "source", family, tied=tied), tmp_path / "target"
     policy = trained_policy(source, mesh)
-    write_hf_folder(policy.shards(), source, target, dtype, policy.group)
+    write_hf_folder(policy.layout, policy.shards(), source, target, dtype, policy.group)
     loaded = AutoModelForCausalLM.from_pretrained(target, local_files_only=True)
     expected, found = dict(policy.named_full_tensors(dtype)), dict(loaded.named_parameters())
     assert found.keys() == expected.keys()
@@ -143,7 +143,8 @@ def test_what_belongs_to_the_model_is_taken_over(tmp_path, mesh):
         (source / name).write_text(text)
     taken["generation_config.json"] = (source / "generation_config.json").read_text()
     change_config(source, torch_dtype="float16")
-    write_hf_folder(build(source, mesh).shards(), source, target, "bfloat16", mesh.get_group())
+    policy = build(source, mesh)
+    write_hf_folder(policy.layout, policy.shards(), source, target, "bfloat16", mesh.get_group())
     assert {name: (target / name).read_text() for name in taken} == taken and not (target / "notes.txt").exists()
     config = json.loads((target / "config.json").read_text())
     assert config["dtype"] == "bfloat16" and "torch_dtype" not in config

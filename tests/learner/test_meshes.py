@@ -4,8 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,7 +13,6 @@ from examples.random_qwen3 import SHAPES
 from learner.policy.divisibility import problem_with
 from learner.policy.model import build_policy
 from learner.policy.pretrained import PolicyError
-from learner.policy.sharding import Shard
 from slipstream.check import checks, model_folders
 from tests.learner import mesh_ranks
 from tests.learner.recorded import random_step
@@ -50,27 +47,6 @@ def test_the_dry_run_and_every_rank_look_at_the_model(
         list(checks.model(checks.Subject(config)))
     with pytest.raises(PolicyError, match="tensor: 4 does not divide num_key_value_heads 2"):
         build_policy(config, mesh, CPU)
-
-
-@given(
-    split=st.sampled_from([None, 0, 1]),
-    tensor_ranks=st.integers(1, 4),
-    shards=st.integers(1, 4),
-    rows=st.integers(1, 5),
-    columns=st.integers(1, 3),
-)
-def test_the_blocks_of_all_ranks_are_the_tensor_once(
-    split: int | None, tensor_ranks: int, shards: int, rows: int, columns: int
-) -> None:
-    shape = (rows * tensor_ranks, columns * tensor_ranks)
-    shard = Shard("t", shape, None, 0, split=split, tensor_ranks=tensor_ranks)  # type: ignore[arg-type]
-    ranks = tensor_ranks * shards
-    cells: list[tuple[int, int]] = []
-    for rank in range(0, ranks, tensor_ranks if split is None else 1):
-        (top, bottom), (left, right) = shard.rows_of(rank, ranks), shard.columns_of(rank)
-        cells += [(row, column) for row in range(top, bottom) for column in range(left, right)]
-        assert shard.held_by(rank, ranks) == (bottom - top) * (right - left) <= shard.held_by(0, ranks)
-    assert sorted(cells) == [(row, column) for row in range(shape[0]) for column in range(shape[1])]
 
 
 @pytest.mark.slow  # up to four processes that train

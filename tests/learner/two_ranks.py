@@ -27,9 +27,9 @@ from learner.checkpoints import checkpointer, export
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError, dcp_save
 from learner.checkpoints.export import write_hf_folder
 from learner.guards import Guards
+from learner.layout import gathering
 from learner.objective import Objective
 from learner.optimizer import Optimizer
-from learner.policy import sharding
 from learner.policy.memory import Budget
 from learner.policy.model import Policy, build_policy
 from learner.step import accumulate_gradients
@@ -91,7 +91,7 @@ def layout_of(policy: Policy) -> dict[str, Any]:
     for dtype in ("float32", "bfloat16"):
         full = dict(policy.named_full_tensors(dtype))
         assert policy.shard_digests(dtype) == {n: slice_digest(t) for n, t in full.items()}
-        assert policy.layout(dtype) == [(n, dtype, tuple(t.shape)) for n, t in full.items()]
+        assert [(s.name, s.shape) for s in policy.shards()] == [(n, tuple(t.shape)) for n, t in full.items()]
         assert {t.dtype for t in full.values()} == {getattr(torch, dtype)}
     return {"parameter_digest": policy.parameter_digest(), "names": list(full)}
 
@@ -204,13 +204,13 @@ def refusal(keeper: Checkpointer) -> str:
 def exported(folder: Path, policy: Policy) -> str:
     """Files of all ranks, with an index; the digest of what is in them."""
     with patch.object(export, "FILE_BYTES", 100_000):
-        write_hf_folder(policy.shards(), policy.source, folder / "exported", "bfloat16", policy.group)
+        write_hf_folder(policy.layout, policy.shards(), policy.source, folder / "exported", "bfloat16", policy.group)
     return combined(policy.shard_digests("bfloat16"))
 
 
 def on_other_ranks(folder: Path, rank: int) -> dict[str, Any]:
     """The checkpoint of two ranks goes on on one rank, and that one's on three."""
-    sharding.GATHER_BYTES = SPAN_BYTES  # one of the ranks is a new process
+    gathering.GATHER_BYTES = SPAN_BYTES  # one of the ranks is a new process
     seen: dict[str, Any] = {}
     first = folder / "runs" / "qwen3" / "checkpoints" / f"step_{NUM_STEPS}"
     alone = configured(folder, "qwen3", run={"dir": str(folder / "runs"), "name": "alone"})
@@ -293,7 +293,7 @@ def main() -> None:
     seen: dict[str, Any] = {}
     with process_group(folder / "store", rank, 2) as mesh:
         seen["loading"] = loading(folder, mesh)
-        sharding.GATHER_BYTES = SPAN_BYTES
+        gathering.GATHER_BYTES = SPAN_BYTES
         for name in ("qwen3", "llama"):
             config = configured(folder, name)
             policy, optimizer = built(config, mesh)
