@@ -4,12 +4,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.learner import LearnerSettings, Mesh
+from configs.schema import Config
 from slipstream.families.sizes import Sizes, heads_of, keys_of
 from slipstream.families.table import family_of
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
 """Head sizes that flash attention takes: multiples of 8 up to 256."""
+
+
+def problem_of(config: Config, model: Mapping[str, Any]) -> str:
+    """What of the learner does not go with the keys of a config.json, and what does; else empty."""
+    lora, family, aux = config.learner.lora, family_of(model), config.algorithm.router_aux_loss_coef
+    if problem := problem_with(config.learner.mesh, model):
+        return problem
+    missing = [name for name in lora.projections if name not in family.projections]
+    if lora.rank and missing and lora.targets != "all-linear":
+        takes = ", ".join(family.projections)
+        return f"learner.lora.targets: a {family.model_type} model takes adapters in {takes}, not in {missing[0]}"
+    if aux and not family.moe:
+        return f"algorithm.router_aux_loss_coef: {aux} with a {family.model_type} model, which has no experts; take 0"
+    return ""
 
 
 def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ the tokens of the whole batch.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from configs import Config
@@ -25,7 +26,7 @@ from configs.learner import Lora
 from learner.layout import DTYPES, Inner, Layout, Shard, digester, digests, gather, local_of
 from learner.policy import attention, lora
 from learner.policy.communication import Communication
-from learner.policy.divisibility import problem_with
+from learner.policy.divisibility import problem_of, problem_with
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
@@ -343,12 +344,12 @@ def shaped_policy(
     learner, dtype = config.learner, DTYPES[config.learner.compute_dtype]
     folder, meshes = folder or Path(config.model.path), meshes_of(mesh)
     model_config = read_config(folder)
-    if problem := problem_with(learner.mesh, model_config.to_dict()):
+    is_policy, keys = root is TokenModel and not is_frozen, model_config.to_dict()
+    if problem := problem_of(config, keys) if is_policy else problem_with(learner.mesh, keys):
         raise PolicyError(problem)
     if root is not TokenModel:
         model_config.tie_word_embeddings = False
     transformer = build_empty(model_config, attention.choose(learner, model_config, device))
-    is_policy = root is TokenModel and not is_frozen
     mixtures = Mixtures.adopt(transformer, config.algorithm.router_aux_loss_coef if is_policy else 0.0)
     if mixtures is not None and meshes.expert is not None:
         mixtures.divide(meshes.expert)
@@ -388,16 +389,26 @@ def choose_for(setup: Setup, mesh: DeviceMesh | Meshes, device: torch.device) ->
 def shard(model: TokenModel, meshes: Meshes, compute_dtype: torch.dtype, budget: Budget) -> None:
     """Make FSDP units; on the meta device, so that nothing is allocated yet."""
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    inner, mesh = model.transformer, meshes.data
-    if meshes.experts is not None:
-        as_given = replace(precision, cast_forward_inputs=False)
-        for block in (module for module in model.modules() if isinstance(module, Experts)):
-            fully_shard(block, mesh=meshes.experts, mp_policy=as_given, reshard_after_forward=not budget.keeps_gathered)
+    inner = model.transformer
     apart = [] if inner.config.tie_word_embeddings else [inner.model.embed_tokens, inner.lm_head]
-    for unit in [*inner.model.layers, *apart]:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not budget.keeps_gathered)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+    blocks = [module for module in model.modules() if isinstance(module, Experts)] if meshes.experts else []
+    for unit in [*blocks, *inner.model.layers, *apart, model]:
+        # experts are given weights in float32, which stay so
+        own = replace(precision, cast_forward_inputs=False) if isinstance(unit, Experts) else precision
+        mesh = meshes.experts if meshes.experts and isinstance(unit, Experts) else meshes.data
+        stays: dict[str, Any] = {} if unit is model else {"reshard_after_forward": not budget.keeps_gathered}
+        fully_shard(unit, mesh=mesh, mp_policy=own, shard_placement_fn=cut_of(mesh.size(-1)), **stays)
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         # Sum instead of mean; gloo has no pre-multiplied sum, so the plain one is asked for by name.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
+
+
+def cut_of(ranks: int) -> Callable[[torch.nn.Parameter], Sharded | None]:
+    """In which dimension FSDP2 cuts a parameter: inside of experts, where their number does not go up in the ranks."""
+
+    def cut(parameter: torch.nn.Parameter) -> Sharded | None:
+        here = local_of(parameter).shape
+        return Sharded(1) if len(here) == 3 and here[0] % ranks and here[1] % ranks == 0 else None
+
+    return cut

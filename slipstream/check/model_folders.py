@@ -8,7 +8,7 @@ from configs.errors import Contradiction, InputMissing
 from configs.schema import Config
 from learner.beside.folders import check_folders
 from learner.checkpoints.folders import MARK, incomplete
-from learner.policy.divisibility import problem_with
+from learner.policy.divisibility import problem_of
 from slipstream.check.pictures import problem_with_pictures
 from slipstream.families.pictures import decoder_of
 from slipstream.runtime.fingerprint import model_fingerprint, read_json
@@ -41,7 +41,7 @@ def check_policy(config: Config) -> None:
     model_fingerprint(config.model.path, config.model.chat_template)
     raw = read_json(folder / "config.json")
     model = decoder_of(raw)
-    if problem := problem_with_pictures(config, raw) or problem_with(config.learner.mesh, model):
+    if problem := problem_with_pictures(config, raw) or problem_of(config, model):
         raise Contradiction(problem)
     limit, prompt = model.get("max_position_embeddings"), config.data.max_prompt_tokens
     answers = {"rollout.max_new_tokens": config.rollout.max_new_tokens}

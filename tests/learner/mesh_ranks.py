@@ -37,15 +37,18 @@ CASES: dict[int, list[Case]] = {
         ("tensor", "even", {"tensor": 2}, FULL | {"minibatches": 3}, {}),
         ("biased", "biased", {"tensor": 2}, {"recompute": "selective"}, {}),
         ("sequence", "even", {}, NONE, SEQUENCE),
+        ("expert", "mixture", {"expert": 2}, FULL, {}),
         ("updates", "even", {}, {"minibatches": 2, "epochs": 2}, {"proximal": "current", "correction": "token_tis"}),
     ],
-    3: [("shard", "even", {}, NONE, {}), ("shard_again", "biased", {}, FULL, {})],
+    3: [("shard", "even", {}, NONE, {}), ("shard_again", "biased", {}, FULL, {}), ("mixture", "mixture", {}, NONE, {})],
     4: [
         (f"{name}_{learner['recompute']}", model, sizes, learner, {})
         for name, model, sizes in (
             ("tensor_shard", "uneven", {"tensor": 2}),
             ("replicate_shard", "uneven", {"replicate": 2}),
             ("replicate_tensor", "even", {"replicate": 2, "tensor": 2}),
+            ("expert_shard", "mixture", {"expert": 2}),
+            ("replicate_expert", "mixture", {"replicate": 2, "expert": 2}),
         )
         for learner in (NONE, FULL)
     ],
@@ -54,10 +57,12 @@ CASES: dict[int, list[Case]] = {
 
 
 def save_models(folder: Path) -> None:
-    """Qwen3, also with columns that four ranks share unevenly; Qwen2 with biases."""
+    """Qwen3, also with columns that four ranks share unevenly, and with experts; Qwen2 with biases."""
     save_model(folder / "even")
     save_model(folder / "uneven", intermediate_size=190)
     save_model(folder / "biased", "qwen2", tied=False)
+    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    save_model(folder / "mixture", "qwen3_moe", **experts)
 
 
 def configured(folder: Path, case: Case, ranks: int) -> Config:
@@ -158,10 +163,11 @@ def everything(folder: Path, world_size: int) -> dict[str, Any]:
     seen: dict[str, Any] = {case[0]: observe(folder, case, meshes[case[0]], world_size) for case in cases}
     if world_size == 2:
         seen["moved"] = moved(folder, named["tensor"], named["replicate"], world_size, meshes)
+        seen["moved_experts"] = moved(folder, named["expert"], named["expert"], world_size, meshes)
         seen["drifted"] = [drifted(folder, named[name], meshes[name], world_size) for name in ("tensor", "replicate")]
         seen["settled"] = copies_are_settled(folder, named["tensor"], meshes["tensor"], world_size)
     if world_size == 4:
-        pairs = [("tensor_shard_none", "replicate_shard_none")]
+        pairs = [("tensor_shard_none", "replicate_shard_none"), ("replicate_expert_none", "expert_shard_none")]
         seen["moved"] = [moved(folder, named[a], named[b], world_size, meshes) for a, b in pairs]
     return seen
 

@@ -23,6 +23,7 @@ GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 24,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window 4": ("mistral", {"sliding_window": 4, "tied": False}),
     "mistral, window 23": ("mistral", {"sliding_window": 23, "tied": False}),
@@ -42,6 +43,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"tied": False}),
     "phi3, window 4": ("phi3", {"tied": False, "sliding_window": 4}),
     "olmo2": ("olmo2", {"tied": False}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe, every second layer": ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2, "tied": False}),
+    "olmoe, clipped": ("olmoe", {**EXPERTS, "intermediate_size": 24, "num_key_value_heads": 4, "clip_qkv": 0.4}),
     "qwen2, window 4": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
 }  # fmt: skip
 
@@ -56,7 +60,8 @@ def test_logprobs_are_those_of_transformers(
     tmp_path: Path, mesh: DeviceMesh, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = built(tmp_path, mesh, case, monkeypatch)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **eager)
     packed = logprobs(policy, SEQUENCES)
     for ids, found in zip(SEQUENCES, packed, strict=True):
         logits = theirs(torch.tensor([ids])).logits[0, :-1]
