@@ -7,9 +7,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from configs.base import Own, Section
+from configs.base import Own, OwnPath, Section
 from configs.evaluation import EvaluationSet, named_sets
 from configs.rewards import Code, Mathematics, RewardPart, checked_function, parts_of
+from slipstream.families.table import adopt
 
 Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 """Services that accelerate.tracking knows, by its names, which are those of their packages."""
@@ -25,12 +26,22 @@ class Model(Section):
     """The Hugging Face folder that training starts from."""
 
     path: Own[str]
-    """Folder with config.json, safetensors and a tokenizer (Qwen2, Qwen3, Llama or Qwen2-VL family), or a checkpoint
+    """Folder with config.json, safetensors and a tokenizer, of a family in docs/reference/families.md, or a checkpoint
     of a run (`runs/a/checkpoints/step_40` or `.../best`), of which its hf/ is taken."""
+    family: OwnPath[str | None] = None
+    """File of Python with a record of the model's family, where ours have none or a wrong one
+    (docs/reference/families.md)."""
     chat_template: Own[str | None] = None
     """Jinja chat template, or the path of a file with one; none takes the tokenizer's own."""
     chat_template_options: Own[dict[str, bool | int | float | str]] = Field(default={})
     """What the chat template is given besides the messages, for example {enable_thinking: false}."""
+
+    @field_validator("family")
+    @classmethod
+    def _is_adopted(cls, value: str | None) -> str | None:
+        if value is not None:
+            adopt(value)  # in every process, for each reads its configuration
+        return value
 
     @field_validator("chat_template_options")
     @classmethod

@@ -12,6 +12,8 @@ class EngineFacts:
     """An extra installs it, which is called the same; None needs the core install alone."""
     kernels: tuple[str, ...] = ()
     """Modules that it imports on GPUs when the first answer asks for them."""
+    has_own_decoder: bool = False
+    """It computes models by code of ours, those that their records name."""
     has_processes: bool = False
     """Of its own, with its weights: they map updates from /dev/shm, or receive them (weight_bus.stage_in)."""
     fills_gpus: bool = False
@@ -23,7 +25,7 @@ class EngineFacts:
 
 
 ENGINES: Mapping[str, EngineFacts] = {
-    "torch": EngineFacts(),
+    "torch": EngineFacts(has_own_decoder=True),
     "sglang": EngineFacts(
         package="sglang",
         kernels=("sgl_kernel", "triton"),

@@ -1,4 +1,4 @@
-"""`python -m scripts.pages [--check]`: docs/configuration.md, docs/reference/errors.md and metrics.md, in a clone."""
+"""`python -m scripts.pages [--check]`: configuration.md and reference/{errors,metrics,families}.md of docs."""
 
 import argparse
 import itertools
@@ -6,6 +6,7 @@ import json
 import sys
 import types
 import typing
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from configs.rewards import SECTIONS
 from configs.schema import Config
 from configs.variants import SCHEMA, Choice
 from slipstream.command.errors import TABLE
+from slipstream.families.refused import REFUSED
+from slipstream.families.table import FAMILIES
 from slipstream.runtime.vitals.catalogue import Metric, catalogue
 from slipstream.runtime.vitals.endpoint import exported_name
 from slipstream.translate.names import FRAMEWORKS, ROWS, WITHOUT
@@ -104,6 +107,42 @@ def rows_of(section: Any, prefix: str) -> Iterator[Sequence[str]]:
             yield f"`{prefix}{key}`", type_text(one), default_text(one), meaning
 
 
+FAMILIES_HEAD = """# Model families
+
+<!-- Written by scripts/pages.py from slipstream/families/; do not edit. -->
+
+A family is the `model_type` of a folder's config.json. Each has one record in `slipstream/families/table.py`, which
+every part of a run asks: names and shapes of tensors, sizes and FLOPs, windows, scales, caps, adapters, and where each
+tensor of the checkpoint lies in transformers' parameters and in SGLang's. Records are held against transformers'
+models, which the learner runs, and against the ways in which SGLang divides them.
+
+## Trained
+"""
+FAMILIES_TAIL = """## A family of your own
+
+An architecture that transformers and SGLang have needs a record, which a file of yours may hold: `model.family` names
+it. Every process of a run reads it; on other hosts it may lie under another path, its text must be the same.
+
+```python
+# my_family.py: Arcee is a Llama without gates
+from slipstream.families.record import Family, attention, projections
+
+FAMILY = Family(
+    model_type="arcee",
+    attention=attention("attention_bias", "attention_bias"),
+    mlp=(
+        *projections("mlp.up_proj", rows="inner", columns="hidden", bias="mlp_bias"),
+        *projections("mlp.down_proj", rows="hidden", columns="inner", bias="mlp_bias"),
+    ),
+)
+```
+
+A wrong record does not train in silence: a tensor without its counterpart is refused by name, and an engine whose live
+tensors have other digests than the learner's is quarantined. What a record cannot say, such as another router or
+another table of positions, is code.
+"""
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     top, *rest = [f"| {' | '.join(line)} |\n" for line in lines]
@@ -171,6 +210,23 @@ def metric_row(metric: Metric) -> tuple[str, ...]:
     return f"`{metric.name}`", metric.unit, metric.source, meaning, f"`{name}`"
 
 
+def families_page() -> str:
+    """docs/reference/families.md."""
+    rows, reasons = [], defaultdict[str, list[str]](list)
+    for name, family in FAMILIES.items():
+        if family.refused:
+            reasons[family.refused].append(name)
+            continue
+        engines = "torch, sglang" if family.in_torch_engine else "sglang"
+        what = "mixture of experts" if family.moe else f"`{family.text}` with pictures" if family.text else "dense"
+        rows.append((f"`{name}`", what, engines, family.against_tensor or "yes"))
+    for kind, reason in sorted(REFUSED.items()):
+        reasons[reason].append(kind)
+    refused = ((", ".join(f"`{kind}`" for kind in kinds), reason) for reason, kinds in reasons.items())
+    trained = table(("model_type", "kind", "rollout.engine", "learner.mesh.tensor"), rows)
+    return f"{FAMILIES_HEAD}\n{trained}\n## Refused\n\n{table(('model_type', 'because'), refused)}\n{FAMILIES_TAIL}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the pages, or compare them."""
     parser = argparse.ArgumentParser("python -m scripts.pages", description=__doc__)
@@ -187,7 +243,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-PAGES = {"configuration.md": page, "reference/errors.md": errors_page, "reference/metrics.md": metrics_page}
+PAGES = {
+    "configuration.md": page,
+    "reference/errors.md": errors_page,
+    "reference/metrics.md": metrics_page,
+    "reference/families.md": families_page,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

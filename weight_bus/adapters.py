@@ -27,7 +27,7 @@ def names_of(weight: str) -> tuple[str, str]:
 def is_adapted(name: str, projections: Iterable[str]) -> bool:
     """Whether this is the weight of one of the projections; experts have no adapters."""
     module, _, leaf = name.rpartition(".")
-    return leaf == "weight" and ".experts." not in module and module.rpartition(".")[2] in projections
+    return leaf == "weight" and ".experts." not in name and module.rpartition(".")[2] in projections
 
 
 def scale_digest(scale: float) -> int:

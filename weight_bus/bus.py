@@ -12,107 +12,63 @@ its group again; any other set forms the next epoch, of exactly those that answe
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-
-import torch
+from collections.abc import Sequence
 
 from configs.infrastructure import WeightBus
 from weight_bus.control import Router, wake_quickly
 from weight_bus.coordinator import Coordinator
 from weight_bus.delta.changes import Change
 from weight_bus.errors import BusClosed, FolderFull, NotPacked, TransportError, WeightBusError
+from weight_bus.lanes import Lane, joined
 from weight_bus.membership import Member, State
-from weight_bus.messages import Abort, Begin, Epoch, described, digest_array
+from weight_bus.messages import Abort, Begin, Epoch, Send, described, digest_array
 from weight_bus.offer import VERIFYING, Board, Offer
-from weight_bus.transports.base import FORMING, Formation, Transport, group_prefix
+from weight_bus.sender import Parcel, Sender, limit_s
+from weight_bus.senders import Senders
+from weight_bus.transports.base import Formation, Transport, group_prefix
 
 log = logging.getLogger(__name__)
 
-SLACK_S = 15.0  # beside what the transport takes by its own timeout
-
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """What travels in a round."""
-
-    pieces: Sequence[torch.Tensor]  # flat uint8, one broadcast each
-    change: Change | None  # None when they are the buckets themselves
-
-
-class Sender:
-    """Owns the transport, on a thread of its own: the control plane is served meanwhile.
-
-    `done` is called at the end of a parcel.
-    """
-
-    def __init__(self, transport: Transport, timeout_s: float, board: Board, done: Callable[[], None]) -> None:
-        self._transport, self._timeout_s, self._board, self._done = transport, timeout_s, board, done
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-bus-data")
-        self.endpoint = transport.serve()
-
-    def send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> "Future[None]":
-        """Begin to send; `formation` is the group to build first. The future raises TransportError."""
-        future = self._worker.submit(self._send, offer, parcel, formation)
-        future.add_done_callback(self._end)
-        return future
-
-    def limit_s(self, parcel: Parcel) -> float:
-        """Seconds after which a transport that keeps its own timeouts has sent a parcel, or has failed."""
-        return (2 * len(parcel.pieces) + FORMING) * self._timeout_s + SLACK_S
-
-    def leave(self) -> None:
-        """Drop the group. Raises WeightBusError when the transport does not."""
-        try:
-            self._worker.submit(self._transport.leave).result(SLACK_S)
-        except TimeoutError as late:
-            raise WeightBusError(f"the transport did not leave its broken group in {SLACK_S:.0f} s [silent]") from late
-
-    def close(self) -> None:
-        """End the data plane; a broadcast in flight ends by its own timeout."""
-        self._worker.submit(self._transport.close)
-        self._worker.shutdown(wait=True)
-
-    def _end(self, _: "Future[None]") -> None:
-        self._board.doing = VERIFYING
-        self._done()
-
-    def _send(self, offer: Offer, parcel: Parcel, formation: Formation | None) -> None:
-        board, count = self._board, len(parcel.pieces)
-
-        def receiving(index: int) -> None:
-            board.doing = f"receiving bucket {min(index + 1, count)} of {count} of"
-
-        if formation is not None:
-            board.doing = f"building the group of epoch {formation.epoch} for"
-            self._transport.form(formation)
-        self._transport.label(offer.version, offer.manifest.layout if parcel.change is None else None)
-        limit_s = self._timeout_s / 2  # receivers wait for each bucket, too
-        for index, bucket in enumerate(parcel.pieces):
-            if board.closing:
-                raise TransportError(f"closed before bucket {index + 1}", "closed")
-            if not offer.progress.wait(index, limit_s):
-                what = f"bucket {index + 1} of {count} of v{offer.version}"
-                raise NotPacked(f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow")
-            receiving(index)
-            self._transport.broadcast(bucket, index)
-        # buckets that are only launched arrive one by one afterwards
-        self._transport.finish(lambda index: receiving(index + 1))
-
 
 class Bus:
-    """Started by Publisher; ends with `board.closing`."""
+    """Started by Publisher; ends with `board.closing`.
+
+    Args:
+        transports: one for each lane that this process sends.
+        lanes: of all learner ranks; none where rank 0 sends whole tensors to one member of each engine.
+        sender_session: by which the senders of other ranks are known.
+    """
 
     def __init__(
-        self, config: WeightBus, *, router: Router, board: Board, transport: Transport, incarnation: int
+        self,
+        config: WeightBus,
+        *,
+        router: Router,
+        board: Board,
+        transports: Sequence[Transport],
+        incarnation: int,
+        lanes: Sequence[Lane],
+        sender_session: str,
     ) -> None:
         self._config, self._router, self._board, self._incarnation = config, router, board, incarnation
-        self._membership = board.membership
-        self._coordinator = Coordinator(
-            config, router=router, board=board, facts=transport.facts(), incarnation=incarnation
+        self._membership, self._lanes = board.membership, lanes
+        mine = [lane for lane in lanes if lane.sender == 0]
+        self._sources = joined([lane.layout for lane in mine]).sources if mine else ()
+        self._sender = Sender(
+            transports,
+            mine,
+            config.collective_timeout_s,
+            doing=self._doing,
+            closing=lambda: board.closing,
+            done=self._sent,
         )
-        self._sender = Sender(transport, config.collective_timeout_s, board, router.wake)
+        facts = transports[0].facts()
+        self._senders = Senders(router, lanes, sender_session, facts, self._sender.endpoints)
+        self._coordinator = Coordinator(
+            config, router=router, board=board, facts=facts, incarnation=incarnation, senders=self._senders
+        )
+        self._rest_until = 0.0
+        """No round before: a learner rank is late with its packing."""
         self._suspects: frozenset[str] = frozenset()
         """Sessions of the receivers of the last group, where it broke: any of them may have broken it."""
         self.thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
@@ -129,16 +85,27 @@ class Bus:
                     due = time.monotonic() + self._config.heartbeat_s
                     self._coordinator.pump(lambda: bool(self._board.pending or self._receivers()), due)
         except BusClosed as closed:
-            self._coordinator.say_goodbye(str(closed))
+            self._say_goodbye(str(closed))
         except Exception as error:
             log.exception("weight bus: the publisher's thread failed")
             with self._board.changed:
                 self._board.failure = error
                 self._board.changed.notify_all()
-            self._coordinator.say_goodbye(f"the publisher failed: {error}")
+            self._say_goodbye(f"the publisher failed: {error}")
         finally:
             self._sender.close()
             self._router.close()
+
+    def _say_goodbye(self, reason: str) -> None:
+        self._coordinator.say_goodbye(reason)
+        self._senders.say_goodbye(reason)
+
+    def _doing(self, what: str) -> None:
+        self._board.doing = what
+
+    def _sent(self) -> None:
+        self._board.doing = VERIFYING
+        self._router.wake()
 
     def _take_up(self) -> None:
         """The newest update becomes the current one; what the last one still owed is named in its report."""
@@ -155,7 +122,7 @@ class Bus:
     def _receivers(self) -> list[Member]:
         with self._board.changed:
             offer = self._board.current
-            if offer is None or offer.progress.stalled:
+            if offer is None or offer.progress.stalled or time.monotonic() < self._rest_until:
                 return []
             return self._membership.needing(offer.version, time.monotonic())
 
@@ -168,6 +135,7 @@ class Bus:
         with self._board.changed:
             receivers = [member for member in receivers if self._coordinator.reach(member)]
         started = time.monotonic()
+        self._wait_for_senders()
         fresh = not self._membership.in_group(receivers)
         if fresh and receivers:
             receivers = self._form(offer, receivers)
@@ -185,6 +153,13 @@ class Bus:
             self._board.emit("sent", offer.version)
         else:
             self._abort(offer, receivers, error)
+
+    def _wait_for_senders(self) -> None:
+        """Until those of other learner ranks are there. Raises WeightBusError: some do not come."""
+        self._coordinator.pump(lambda: not self._senders.missing, time.monotonic() + self._config.deadline_s)
+        if missing := self._senders.missing:
+            ranks = ", ".join(map(str, missing))
+            raise WeightBusError(f"no sender of learner rank {ranks} in {self._config.deadline_s:.0f} s [silent]")
 
     def _form(self, offer: Offer, invited: list[Member]) -> list[Member]:
         """Invite members to the next epoch; those that answer."""
@@ -234,50 +209,57 @@ class Bus:
 
     def _parcel(self, offer: Offer, receivers: list[Member]) -> Parcel:
         """The change since the version before where every receiver has that one staged, else all of it."""
-        parcel, change = Parcel(offer.buckets, None), offer.change
+        pieces, change = offer.buckets, offer.change
+        offer.wire_bytes = sum(manifest.layout.num_bytes for manifest in offer.manifests)
         if change is not None and all(member.base == change.base for member in receivers):
-            parcel = Parcel(change.pieces(self._config.bucket_bytes), change)
+            pieces = change.pieces(self._config.bucket_bytes)
+            offer.wire_bytes = sum(piece.numel() for piece in pieces)
             self._board.counters["changes"] += 1
-        offer.wire_bytes = sum(piece.numel() for piece in parcel.pieces)
-        return parcel
+        else:
+            change = None
+        sources = self._sources or [(0, index) for index in range(len(pieces))]
+        return Parcel(offer.version, pieces, sources, offer.progress, offer.manifest.layout, change)
 
     def _announce(self, offer: Offer, change: Change | None, receivers: Sequence[Member]) -> None:
-        """Send the layout to those that have not had it, and Begin to all."""
-        layout = offer.manifest.layout
-        if uninformed := self._membership.uninformed(receivers, layout.id):
-            new = described(layout, self._config.bucket_bytes)
-            self._router.send_all([member.identity for member in uninformed], new)
-        begin = Begin(
-            epoch=self._membership.epoch,
-            version=offer.version,
-            incarnation=self._incarnation,
-            evaluate=offer.evaluate,
-            ranks={member.session: rank for rank, member in enumerate(receivers, start=1)},
-            size=len(receivers) + 1,
-            endpoint=self._sender.endpoint,
-            bucket_bytes=self._config.bucket_bytes,
-            layout=layout.id,
-            digests=digest_array(offer.manifest),
-            digest=offer.digest,
-            **(change.described() if change is not None else {}),
-        )
-        self._router.send_all([member.identity for member in receivers], begin)
+        """Send the layout of each lane to those that have not had it, and Begin to all."""
+        layouts = [manifest.layout for manifest in offer.manifests]
+        if uninformed := self._membership.uninformed(receivers, " ".join(layout.id for layout in layouts)):
+            for number, layout in enumerate(layouts):
+                new = described(layout, self._config.bucket_bytes, number)
+                self._router.send_all([member.identity for member in uninformed], new)
+        for number, manifest in enumerate(offer.manifests):
+            begin = Begin(
+                epoch=self._membership.epoch,
+                version=offer.version,
+                incarnation=self._incarnation,
+                evaluate=offer.evaluate,
+                ranks={member.session: rank for rank, member in enumerate(receivers, start=1)},
+                size=len(receivers) + 1,
+                bucket_bytes=self._config.bucket_bytes,
+                layout=manifest.layout.id,
+                digests=digest_array(manifest),
+                digest=offer.digest,
+                **self._senders.of_lane(number),
+                **(change.described() if change is not None else {}),
+            )
+            self._router.send_all([member.identity for member in receivers], begin)
 
     def _transmit(self, offer: Offer, parcel: Parcel, size: int, *, fresh: bool) -> TransportError | None:
         """Send all pieces, in a new group where the epoch is fresh."""
-        epoch, endpoint = self._membership.epoch, self._sender.endpoint
+        epoch, timeout_s = self._membership.epoch, self._config.collective_timeout_s
         prefix = group_prefix(self._router.run_id, self._incarnation, epoch)
-        group = Formation(epoch=epoch, rank=0, size=size, endpoint=endpoint, prefix=prefix)
-        future = self._sender.send(offer, parcel, group if fresh else None)
-        limit_s = self._sender.limit_s(parcel)
-        self._coordinator.pump(future.done, time.monotonic() + limit_s)
-        if not future.done():
-            doing = f"{self._board.doing} v{offer.version}, not done in {limit_s:.0f} s"
-            raise WeightBusError(f"the transport does not keep its timeout: {doing} [silent]")
-        error = future.exception()
-        if error is not None and not isinstance(error, TransportError):
-            raise error
-        return error
+        group = Formation(epoch=epoch, rank=0, size=size, endpoint="", prefix=prefix)
+        order = Send(session=self._senders.session, epoch=epoch, version=offer.version, size=size, fresh=fresh)
+        futures = {rank: self._senders.send(rank, order) for rank in self._senders.ranks}
+        futures[0] = self._sender.send(parcel, group if fresh else None)
+        pieces = max(len(parcel.pieces), sum(len(manifest.layout.bucket_sizes) for manifest in offer.manifests))
+        longest_s = limit_s(pieces, len(offer.manifests), timeout_s)
+        self._coordinator.pump(lambda: all(f.done() for f in futures.values()), time.monotonic() + longest_s)
+        if late := [rank for rank, future in futures.items() if not future.done()]:
+            doing = f"{self._board.doing} v{offer.version}, not done in {longest_s:.0f} s"
+            whose = f" of learner rank {late[0]}" if self._lanes else ""
+            raise WeightBusError(f"the transport{whose} does not keep its timeout: {doing} [silent]")
+        return _cause([future.exception() for future in futures.values()])
 
     def _abort(self, offer: Offer, receivers: list[Member], error: TransportError) -> None:
         """Break the group. Members that have staged everything go on; the others are sent the version again."""
@@ -288,6 +270,8 @@ class Bus:
             aborted = [member for member in receivers if self._release(offer, member, epoch, error)]
         self._sender.leave()
         if isinstance(error, NotPacked | FolderFull):  # here, and no receiver's fault
+            if self._lanes:
+                self._rest_until = time.monotonic() + self._config.heartbeat_s
             return
         self._suspects = frozenset(member.session for member in receivers)
         if aborted and len(receivers) == 1:
@@ -304,3 +288,15 @@ class Bus:
         self._membership.release(member, now, retry_at)
         offer.fail(member.name, str(error), error.symptom)
         return True
+
+
+def _cause(errors: Sequence[BaseException | None]) -> TransportError | None:
+    """The error of the sender that says most about why; raises one that is no TransportError."""
+    found: list[TransportError] = []
+    for error in errors:
+        if isinstance(error, TransportError):
+            found.append(error)
+        elif error is not None:
+            raise error
+    # packing is late for all of them; a member that is gone shows at once, and one that waits for it only later
+    return min(found, key=lambda error: (not isinstance(error, NotPacked), error.symptom != "closed"), default=None)

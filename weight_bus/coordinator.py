@@ -15,6 +15,7 @@ from weight_bus.control import Router
 from weight_bus.errors import BusClosed
 from weight_bus.membership import Member, State
 from weight_bus.offer import Board
+from weight_bus.senders import Senders
 from weight_bus.transports.base import differing
 
 log = logging.getLogger(__name__)
@@ -31,10 +32,17 @@ class Coordinator:
     """
 
     def __init__(
-        self, config: WeightBus, *, router: Router, board: Board, facts: dict[str, str], incarnation: int
+        self,
+        config: WeightBus,
+        *,
+        router: Router,
+        board: Board,
+        facts: dict[str, str],
+        incarnation: int,
+        senders: Senders,
     ) -> None:
         self._config, self._router, self._board = config, router, board
-        self._facts, self._incarnation = facts, incarnation
+        self._facts, self._incarnation, self._senders = facts, incarnation, senders
         self._membership = board.membership
         self._next_beat = 0.0
 
@@ -93,6 +101,9 @@ class Coordinator:
             return
         message = envelope.message
         assert isinstance(message, m.InSession)  # as all of TO_PUBLISHER
+        if isinstance(message, m.Enlist | m.Sent):
+            self._senders.hear(identity, message)
+            return
         if isinstance(message, m.Join):
             self._on_join(identity, message, envelope, now)
             return

@@ -95,6 +95,7 @@ class NewLayout(Message):
     """Of each entry: number of its tensor, start, shape. Without any, each tensor is an entry."""
     kept: list[str] = field(default_factory=list)
     """Tensors that do not travel: the engine must hold them (weight_bus/adapters.py)."""
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,11 @@ class Begin(Message):
     wire_bytes: int = 0  # of the change, as it comes
     change_bytes: int = 0  # of the change after decompression; no more than wire_bytes where it is not compressed
     change_digest: str = ""  # of the change as it comes, see `delta.changes.digest_of`
+    lane: int = 0
+    lanes: int = 1  # a version comes as so many of these, and `digest` is of all of them (lanes.py)
+    here: int = 1  # of them lead to this position
+    position: int = 0  # scheduler rank
+    sender: int = 0  # learner rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +191,33 @@ class Goodbye(InSession):
     reason: str
 
 
-def described(layout: Layout, bucket_bytes: int) -> NewLayout:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Enlist(InSession):
+    """A learner rank has lanes to send; the session is one that only learner ranks know."""
+
+    rank: int
+    endpoints: list[str]  # where the group of each of its lanes meets
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Send(OfVersion):
+    """The publisher has a learner rank send its lanes of a version, in groups that are built first where `fresh`."""
+
+    size: int
+    fresh: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent(OfVersion):
+    """A learner rank has sent its lanes; or why not."""
+
+    reason: str = ""
+    symptom: str = ""
+    not_packed: bool = False  # it is late itself: no receiver's fault
+
+
+def described(layout: Layout, bucket_bytes: int, lane: int = 0) -> NewLayout:
     """A layout as it travels."""
     tensors = {entry.name: entry for entry in layout.entries}
     numbers = {name: number for number, name in enumerate(tensors)}
@@ -199,6 +231,7 @@ def described(layout: Layout, bucket_bytes: int) -> NewLayout:
         shapes=[list(entry.whole) for entry in tensors.values()],
         boxes=[] if is_whole else boxes,
         kept=list(layout.kept),
+        lane=lane,
     )
 
 
@@ -253,10 +286,11 @@ def manifest_of(begin: Begin, layout: Layout) -> Manifest:
     if begin.base and not 0 < begin.wire_bytes <= begin.change_bytes <= layout.num_bytes:
         sizes = f"{begin.wire_bytes} and {begin.change_bytes} bytes, of {layout.num_bytes}"
         raise WireError(f"Begin of v{begin.version}: a change of {sizes}")
-    if manifest.digest != begin.digest:
+    if begin.lanes == 1 and manifest.digest != begin.digest:
         raise WireError(f"Begin of v{begin.version}: digest {begin.digest} is not that of its tensors")
     return manifest
 
 
-TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Holding, Goodbye)
+TO_PUBLISHER = registry(Join, Heartbeat, EpochReady, Staged, ReceiveFailed, Applied, Holding, Goodbye, Enlist, Sent)
 TO_SUBSCRIBER = registry(Welcome, Heartbeat, Epoch, NewLayout, Begin, Commit, Abort, Removed, Goodbye)
+TO_SENDER = registry(Send, Goodbye)

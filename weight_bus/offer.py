@@ -3,7 +3,7 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -61,14 +61,15 @@ class Offer:
     evaluate: bool
     buffer: int  # which of the two sets the buckets are
     started_at: float  # of `start_publish`
-    manifest: Manifest
-    buckets: list[torch.Tensor]
+    manifests: Sequence[Manifest]  # of each lane, mostly one
+    digest: str  # of the whole version
+    buckets: list[torch.Tensor]  # of the lanes that this process sends
     progress: PackingProgress
     posted_at: float = 0.0
     deadline: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
     change: Change | None = None  # what leads here from the version before, where it is worth sending
-    wire_bytes: int = 0  # of the last round, to each subscriber
+    wire_bytes: int = 0  # of the last round, or of a whole version, to each subscriber
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     late: set[str] = field(default_factory=set)  # of them, who was silent or slow
@@ -78,9 +79,9 @@ class Offer:
     staged_at: float = 0.0  # when the last receiver said that it has all
 
     @property
-    def digest(self) -> str:
-        """Of the whole version."""
-        return self.manifest.digest
+    def manifest(self) -> Manifest:
+        """Of the first lane."""
+        return self.manifests[0]
 
     def fail(self, name: str, reason: str, symptom: str = "") -> None:
         """Note why a subscriber does not have this version, unless the report is written."""
@@ -185,7 +186,7 @@ class Board:
             held=held,
             seconds=seconds,
             epoch=self.membership.epoch,
-            num_bytes=offer.wire_bytes or offer.manifest.layout.num_bytes,
+            num_bytes=offer.wire_bytes,
             spans=tuple(sorted(spans, key=lambda span: span[1])),
             late=tuple(sorted(late.intersection(failed))),
         )

@@ -27,10 +27,17 @@ class Pieces:
     shape: tuple[int, ...]
     dtype: torch.dtype  # what it becomes; the parts may be wider
     parts: Sequence[torch.Tensor]  # its elements in row-major order, in at least one flat part
+    places: Sequence[tuple[slice, ...]] | None = None
+    """Where each part belongs, which then has that shape, in any order."""
 
     def whole(self) -> torch.Tensor:
         """The tensor itself, a copy."""
-        return torch.cat(list(self.parts)).to(self.dtype).view(self.shape)
+        if self.places is None:
+            return torch.cat(list(self.parts)).to(self.dtype).view(self.shape)
+        made = torch.empty(self.shape, dtype=self.dtype, device=self.parts[0].device)
+        for part, place in zip(self.parts, self.places, strict=True):
+            made[place] = part
+        return made
 
 
 class PackingProgress:
@@ -69,14 +76,26 @@ class PackingProgress:
 
 class Packer:
     """Two alternating sets of buckets, each of the model's size in the wire dtype: in host memory or, with a transport
-    between GPUs, in that of learner rank 0's GPU."""
+    between GPUs, in that of the learner rank's GPU.
+
+    Args:
+        layout: what is to be packed, where it is known; else the first update says it.
+        pinned: whether buckets of host memory, with a layout, are filled from a GPU.
+    """
 
     def __init__(
-        self, bucket_bytes: int, device: torch.device = HOST, alignment: int = ALIGNMENT, kept: Iterable[str] = ()
+        self,
+        bucket_bytes: int,
+        device: torch.device = HOST,
+        alignment: int = ALIGNMENT,
+        kept: Iterable[str] = (),
+        *,
+        layout: Layout | None = None,
+        pinned: bool = False,
     ) -> None:
         self._bucket_bytes, self._device, self._alignment = bucket_bytes, device, alignment
         self._kept = sorted(kept)
-        self._layout: Layout | None = None
+        self._layout, self._pinned = layout, pinned and device == HOST
         self._sets: list[list[torch.Tensor]] = [[], []]
         self._views: list[list[torch.Tensor]] = [[], []]  # the tensors of each set, as far as they were packed once
 
@@ -86,8 +105,7 @@ class Packer:
             return None
         buckets = self._sets[into]
         if not buckets:
-            pinned = any(bucket.is_pinned() for bucket in self._sets[1 - into])
-            buckets.extend(self._new(size, pinned=pinned) for size in self._layout.bucket_sizes)
+            buckets.extend(self._new(size, pinned=self._pinned) for size in self._layout.bucket_sizes)
         return self._layout, buckets
 
     def pack(
@@ -109,26 +127,33 @@ class Packer:
         """
         known, buckets = self.room(into) or (None, [])
         views = self._views[into] if known is not None else []
-        planner, filling = Planner(self._bucket_bytes, self._alignment), _Filling(buckets, packed)
+        planner, filling, number = Planner(self._bucket_bytes, self._alignment), _Filling(buckets, packed), -1
         for number, (name, tensor) in enumerate(named_tensors):
-            entry = planner.place(name, NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
-            if known is not None and (expected := known.entries[number : number + 1]) != (entry,):
-                raise ValueError(f"the update has changed its layout: expected {expected}, got {entry}")
+            found = (name, NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape))
+            if known is None:
+                entry = planner.place(*found)
+            elif number == len(known.entries):
+                raise ValueError(f"the update has changed its layout: {found} is too many")
+            else:
+                entry = known.entries[number]
+                if found != (entry.name, entry.dtype, entry.shape):
+                    raise ValueError(f"the update has changed its layout: expected {entry}, got {found}")
             if entry.bucket == len(buckets):
-                pinned = self._device == HOST and _is_on_gpu(tensor)
-                buckets.append(self._new(aligned(max(self._bucket_bytes, entry.num_bytes)), pinned=pinned))
+                self._pinned |= self._device == HOST and _is_on_gpu(tensor)
+                size = aligned(max(self._bucket_bytes, entry.num_bytes))
+                buckets.append(self._new(size, pinned=self._pinned))
             if number == len(views):
                 views.append(view_of(buckets, entry))
             filling.add(entry, tensor, views[number])
-        layout = planner.layout(self._kept)
-        if known is not None and len(layout.entries) < len(known.entries):
-            left = known.entries[len(layout.entries)].name
+        layout = known or planner.layout(self._kept)
+        if len(layout.entries) > number + 1:
+            left = layout.entries[number + 1].name
             raise ValueError(f"the update ends before tensor {left!r}, which earlier updates carried")
         filling.end()
         if known is None:
             buckets = [bucket[:size] for bucket, size in zip(buckets, layout.bucket_sizes, strict=True)]
             self._layout, self._sets[into], self._views[into] = layout, buckets, views
-        return known or layout, buckets
+        return layout, buckets
 
     def _new(self, size: int, *, pinned: bool) -> torch.Tensor:
         # zero, because the bytes between tensors travel too and are never written again
@@ -160,7 +185,12 @@ class _Filling:
         if self._entries and entry.bucket != self._entries[0].bucket:
             self._complete()
         self._entries.append(entry)
-        if isinstance(source, Pieces):
+        if isinstance(source, Pieces) and source.places is not None:
+            self._targets += [target[place] for place in source.places]
+            self._parts += source.parts
+            if sum(part.numel() for part in source.parts) != target.numel():
+                raise ValueError(f"{len(source.parts)} pieces do not make up {source.shape}")
+        elif isinstance(source, Pieces):
             parts = [part for part in source.parts if part.numel()]
             sizes = [part.numel() for part in parts]
             if sum(sizes) != target.numel():

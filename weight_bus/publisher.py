@@ -7,8 +7,9 @@ Example:
 """
 
 import logging
+import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from configs.infrastructure import WeightBus
@@ -16,8 +17,10 @@ from replay.channel import Keys
 from weight_bus.bus import Bus
 from weight_bus.control import Router
 from weight_bus.delta.changes import ChangeMaker
+from weight_bus.digest import add, combined
 from weight_bus.errors import WeightBusError
-from weight_bus.manifest import alignment_of
+from weight_bus.lanes import Lane, Place, joined
+from weight_bus.manifest import Layout, Manifest, alignment_of
 from weight_bus.membership import Membership
 from weight_bus.offer import Board, Offer, PublishReport
 from weight_bus.packing import Named, Packer, PackingProgress
@@ -38,6 +41,8 @@ class Publisher(AbstractContextManager["Publisher"]):
         incarnation: the learner's start within the run; part of every group's name.
         transport_factory: makes the data plane; none takes the configured one.
         kept: names in `digests` of tensors that never travel; every engine must hold them.
+        lanes: where other learner ranks send, too (`LaneSender`), or engines receive in several scheduler ranks.
+        from_gpu: whether what rank 0 packs for lanes lies on a GPU.
         keys: of the learner's node; without, `host` must be a loopback address unless `insecure` allows more.
 
     Raises:
@@ -57,15 +62,19 @@ class Publisher(AbstractContextManager["Publisher"]):
         keys: Keys | None = None,
         insecure: bool = False,
         pack_on_host: bool = False,
+        lanes: Sequence[Lane] = (),
+        from_gpu: bool = False,
     ) -> None:
-        self._config = config
-        transport = (transport_factory or make_transport)(config, host)
-        device = HOST if pack_on_host else transport.device
-        self._packer = Packer(config.bucket_bytes, device, alignment_of(config), kept)
+        self._config, self._lanes = config, lanes
+        mine = [lane.layout for lane in lanes if lane.sender == 0]
+        transports = [(transport_factory or make_transport)(config, host) for _ in range(max(1, len(mine)))]
+        device = HOST if pack_on_host else transports[0].device
+        layout = joined(mine).layout if mine else None
+        self._packer = Packer(config.bucket_bytes, device, alignment_of(config), kept, layout=layout, pinned=from_gpu)
         self._overlaps = config.transport == "collective"
         """Buckets are sent while others are packed: no engine stands still for it, and nothing outlives a version."""
         self._changes = ChangeMaker(config)
-        transport.serve()  # here, so that a host which is not ours is an error of the constructor
+        transports[0].serve()  # here, so that a host which is not ours is an error of the constructor
         membership = Membership(silent_after_s=SILENT_BEATS * config.heartbeat_s, max_faults=config.max_heals)
         self._board = Board(membership)
         self._router = Router(host, config.port, run_id, keys=keys, insecure=insecure)
@@ -74,7 +83,17 @@ class Publisher(AbstractContextManager["Publisher"]):
         """Listeners to what happens on the bus; they run on its thread and must be quick."""
         self._last: Offer | None = None
         self._closed = False
-        self._bus = Bus(config, router=self._router, board=self._board, transport=transport, incarnation=incarnation)
+        self.session = secrets.token_hex(16)
+        """By which the senders of other learner ranks are known."""
+        self._bus = Bus(
+            config,
+            router=self._router,
+            board=self._board,
+            transports=transports,
+            incarnation=incarnation,
+            lanes=lanes,
+            sender_session=self.session,
+        )
 
     @property
     def version(self) -> int:
@@ -96,7 +115,13 @@ class Publisher(AbstractContextManager["Publisher"]):
         return self.wait()
 
     def start_publish(
-        self, version: int, named_tensors: Named, digests: Mapping[str, int], *, evaluate: bool = False
+        self,
+        version: int,
+        named_tensors: Named,
+        digests: Mapping[str, int],
+        *,
+        evaluate: bool = False,
+        slices: Mapping[Place, int] | None = None,
     ) -> None:
         """Pack a version on this thread; the bus thread sends it, from the second version on while it is being packed.
 
@@ -108,6 +133,9 @@ class Publisher(AbstractContextManager["Publisher"]):
             digests: of the parameters and of `kept`, taken from the learner's own shards. The engines' digests are held
                 against them, so they must not come from `named_tensors`.
             evaluate: subscribers keep this version for an evaluation.
+            slices: digests of slices by tensor and begin, where lanes carry slices.
+
+        With lanes, the tensors are those of rank 0's lanes, in the order of `joined`.
 
         Raises:
             NonFiniteWeights: nothing is applied, subscribers keep the last version.
@@ -116,8 +144,6 @@ class Publisher(AbstractContextManager["Publisher"]):
             WeightBusError: the bus thread has failed, with its cause; or the publisher is closed.
         """
         started = time.monotonic()
-        if version <= self.version:
-            raise ValueError(f"version {version} is not above {self.version}, which was published before")
         spare, before = self._spare_buffer(version)
         base = before if before is not None and before.buffer != spare else None
         due = self._changes.due(base.digest if base is not None else "")
@@ -127,11 +153,13 @@ class Publisher(AbstractContextManager["Publisher"]):
             version=version,
             evaluate=evaluate,
             buffer=spare,
-            manifest=layout.with_digests(digests),
+            manifests=self._manifests(layout, digests, slices or {}),
+            digest=combined(digests),
             buckets=buckets,
             progress=PackingProgress(len(buckets), 0 if room else len(buckets)),
             started_at=started,
         )
+        offer.wire_bytes = sum(manifest.layout.num_bytes for manifest in offer.manifests)
         packed = offer.spend("gather", started)
         if due and base is not None:
             offer.change = self._changes.change(base.digest, base.buckets, buckets, layout)
@@ -223,8 +251,29 @@ class Publisher(AbstractContextManager["Publisher"]):
             offer.spans.append(("gather", offer.started_at, time.monotonic()))
             self._router.wake()
 
+    def spare(self, version: int) -> int:
+        """The set of buffers (0 or 1) that every learner rank packs this version into. Raises as `start_publish`."""
+        return self._spare_buffer(version)[0]
+
+    def _manifests(self, layout: Layout, digests: Mapping[str, int], slices: Mapping[Place, int]) -> Sequence[Manifest]:
+        """Of each lane."""
+        if not self._lanes:
+            return [layout.with_digests(digests)]
+        found = []
+        for lane in self._lanes:
+            its = {name: digests[name] for name in lane.layout.names}
+            parts: dict[str, list[int]] = {}
+            for e in lane.layout.entries:
+                if e.shape != e.whole:
+                    parts.setdefault(e.name, []).append(slices[e.name, e.start])
+            its |= {name: add(found) for name, found in parts.items()}
+            found.append(lane.layout.with_digests(its))
+        return found
+
     def _spare_buffer(self, version: int) -> tuple[int, Offer | None]:
         """The set of buffers that the bus does not use, and the version in the other one."""
+        if version <= self.version:
+            raise ValueError(f"version {version} is not above {self.version}, which was published before")
         with self._board.changed:
             self._raise_failure()
             waiting, current = self._board.pending, self._board.current

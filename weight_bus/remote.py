@@ -7,7 +7,7 @@ decodes meanwhile: two processes on one GPU would take turns. It connects to a U
 |----------|--------------------------------------------------------------------------------------------|
 | receiver | first: Hosting, the facts of its transport; at any time: Over, why it ends                 |
 | server   | NewLayout: what versions carry from now on; without an answer                              |
-| server   | Begin: receive this version                                                                |
+| server   | Begin: receive this version (of several lanes one each)                                    |
 | receiver | Taken: where the bytes lie, or what of them is corrupt; or NotTaken: why it did not arrive |
 | server   | Forget: drop the group and what is staged                                                  |
 | receiver | Done                                                                                       |
@@ -20,7 +20,7 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +30,9 @@ from configs.infrastructure import WeightBus
 from replay.channel import Envelope, Message, Registry, WireError, decode, encode, registry, sequence_numbers
 from replay.channel.frames import MAX_ARRAYS
 from weight_bus.errors import NotAvailable, TransportError
-from weight_bus.intake import Load
+from weight_bus.intake import Layouts, Load
 from weight_bus.manifest import NOTHING, Entry, alignment_of
-from weight_bus.messages import Begin, NewLayout, layout_of, manifest_of
+from weight_bus.messages import Begin, NewLayout
 from weight_bus.transports.base import FORMING
 
 log = logging.getLogger(__name__)
@@ -170,7 +170,11 @@ class ReceiverConnection:
         Raises TransportError: the receiver is lost, now or since an earlier order.
         """
         self.tell(order, run_id, what)
-        return self._answer(ANSWERS[type(order)], limit_s, what)
+        return self.answer(type(order), limit_s, what)
+
+    def answer(self, order: type[Message], limit_s: float, what: str) -> Message:
+        """To what it was told; as `ask`."""
+        return self._answer(ANSWERS[order], limit_s, what)
 
     def tell(self, order: Message, run_id: str, what: str) -> None:
         """An order without an answer; as `ask`."""
@@ -234,6 +238,8 @@ class RemoteUpdate:
 
     entries: tuple[Entry, ...]  # `bucket` and `offset` say where a tensor lies
     memory: list[Any]  # see `Taken.memory`
+    slices: "tuple[RemoteUpdate, ...]" = ()
+    """What each scheduler rank has staged for itself; then the rest is empty."""
 
 
 RemoteLoad = Callable[[int, RemoteUpdate], Mapping[str, int]]
@@ -241,17 +247,17 @@ RemoteLoad = Callable[[int, RemoteUpdate], Mapping[str, int]]
 
 
 class RemoteIntake:
-    """Has a receiver stage one version at a time; see `Intake`, whose place it takes.
+    """Has receivers stage one version at a time; see `Intake`, whose place it takes.
 
     Args:
-        connect: the line to the receiver; called once, by the thread that receives.
+        connect: the lines to the receivers, by scheduler rank; called once, by the thread that receives.
         load: takes the place of the load callback, because there are no tensors here.
         slack_s: how late the receiver may be.
     """
 
     def __init__(
         self,
-        connect: Callable[[], ReceiverConnection],
+        connect: Callable[[], Sequence[ReceiverConnection]],
         config: WeightBus,
         run_id: str,
         load: RemoteLoad,
@@ -260,60 +266,100 @@ class RemoteIntake:
     ) -> None:
         self._connect, self._config, self._run_id, self._load = connect, config, run_id, load
         self._slack_s = slack_s
-        self._line: ReceiverConnection | None = None
-        self._memory: list[Any] = []
+        self._lines: Sequence[ReceiverConnection] = ()
+        self._update = RemoteUpdate((), [])
         self.seconds: dict[str, float] = {}
         self.manifest = NOTHING
-        self._layout = NOTHING.layout
-        self._untold: NewLayout | None = None
-        """What the receiver has not been told of yet."""
+        self._layouts = Layouts()
+        self._untold: dict[int, NewLayout] = {}
+        """By lane: what the receivers have not been told of yet."""
 
     @property
     def facts(self) -> dict[str, str]:
-        """See `Intake.facts`. Connects to the receiver."""
-        return self._connected().facts
+        """See `Intake.facts`. Connects to the receivers."""
+        return self._connected()[0].facts
 
     def learn(self, new: NewLayout) -> None:
         """See `Intake.learn`."""
-        self._layout = layout_of(new, alignment_of(self._config))
-        self._untold = new
+        self._layouts.learn(new, alignment_of(self._config))
+        self._untold[new.lane] = new
 
-    def take(self, begin: Begin) -> list[str]:
+    def take(self, *begins: Begin) -> list[str]:
         """See `Intake.take`; a receiver that is lost is a peer that is lost."""
-        manifest = manifest_of(begin, self._layout)
+        begin, (lanes, self.manifest) = begins[0], self._layouts.read(begins)
+        lines, positions = self._connected(), sorted({one.position for one in begins})
+        if positions != [*range(len(lines))] and positions != [0]:
+            raise WireError(f"v{begin.version} is for scheduler ranks {positions}, this engine has {len(lines)}")
         # the transport's own limits bound every broadcast; this bounds a receiver that stands still
-        coming = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else len(manifest.layout.bucket_sizes)
-        limit_s = (FORMING + coming) * self._config.collective_timeout_s + self._slack_s
-        limit_s += manifest.layout.num_bytes / VERIFIED_BYTES_PER_S
-        line, what = self._connected(), f"v{begin.version} was not staged"
-        if self._untold is not None:
-            line.tell(self._untold, self._run_id, what)
-            self._untold = None
-        answer = line.ask(begin, self._run_id, limit_s, what)
-        if isinstance(answer, NotTaken):
-            raise TransportError(answer.reason, answer.symptom) if answer.symptom else WireError(answer.reason)
-        assert isinstance(answer, Taken)
-        self.manifest, self._memory, self.seconds = manifest, answer.memory, answer.seconds
-        return answer.corrupt
+        buckets, size = sum(len(lane.layout.bucket_sizes) for lane in lanes), sum(m.layout.num_bytes for m in lanes)
+        pieces = -(-begin.wire_bytes // begin.bucket_bytes) if begin.base else buckets
+        limit_s = (FORMING * len(begins) + pieces) * self._config.collective_timeout_s + self._slack_s
+        limit_s += size / VERIFIED_BYTES_PER_S
+        parts = [[n for n, one in enumerate(begins) if one.position == position] for position in positions]
+        news = [[self._untold[begins[n].lane] for n in part if begins[n].lane in self._untold] for part in parts]
+        orders = [[*new, *(begins[n] for n in part)] for new, part in zip(news, parts, strict=True)]
+        self._untold = {}
+        what = f"v{begin.version} was not staged"
+        answers = ask_all(list(zip(lines, orders, strict=False)), self._run_id, limit_s, what)
+        corrupt: list[str] = []
+        updates: list[RemoteUpdate] = []
+        for position, (answer, part) in enumerate(zip(answers, parts, strict=True)):
+            where = f"scheduler rank {position}: " if len(answers) > 1 else ""
+            if isinstance(answer, NotTaken):
+                reason = f"{where}{answer.reason}"
+                raise TransportError(reason, answer.symptom) if answer.symptom else WireError(reason)
+            assert isinstance(answer, Taken)
+            corrupt += [f"{where}{name}" for name in answer.corrupt]
+            layout = self._layouts.joined(position, [lanes[n].layout for n in part]).layout
+            updates.append(RemoteUpdate(layout.entries, answer.memory))
+            before = self.seconds if position else {}
+            self.seconds = {phase: max(s, before.get(phase, 0.0)) for phase, s in answer.seconds.items()}
+        self._update = updates[0] if len(updates) == 1 else RemoteUpdate((), [], tuple(updates))
+        return corrupt
 
     def apply(self, version: int, _: Load) -> Mapping[str, int]:
         """Have the engine load what is staged in it; digests of what it holds then."""
-        return self._load(version, RemoteUpdate(self.manifest.layout.entries, self._memory))
+        return self._load(version, self._update)
 
     def forget(self) -> None:
-        """Drop the group and what is staged. A receiver that is lost is named by the next `take`."""
-        if self._line is None or self._line.lost:
-            return
-        try:
-            self._line.ask(Forget(), self._run_id, FORGET_S, "the group was not left")
-        except TransportError as error:
-            log.error("weight bus: %s", error)
+        """Drop the groups and what is staged. A receiver that is lost is named by the next `take`."""
+        for line in self._lines:
+            if not line.lost:
+                try:
+                    line.ask(Forget(), self._run_id, FORGET_S, "the group was not left")
+                except TransportError as error:
+                    log.error("weight bus: %s", error)
 
     def close(self) -> None:
         """Drop the group. The receiver stays, for a later subscriber."""
         self.forget()
 
-    def _connected(self) -> ReceiverConnection:
-        if self._line is None:
-            self._line = self._connect()
-        return self._line
+    def _connected(self) -> Sequence[ReceiverConnection]:
+        if not self._lines:
+            self._lines = self._connect()
+        return self._lines
+
+
+def ask_all(
+    orders: Sequence[tuple[ReceiverConnection, Sequence[Message]]], run_id: str, limit_s: float, what: str
+) -> list[Message]:
+    """The answer of each receiver to its Begins. Raises the first error, once all have answered."""
+    answers: list[Message] = []
+    errors: list[TransportError | NotAvailable] = []
+    asked: list[ReceiverConnection] = []
+    until = time.monotonic() + limit_s
+    for line, messages in orders:
+        try:
+            for message in messages:
+                line.tell(message, run_id, what)
+            asked.append(line)
+        except TransportError as error:
+            errors.append(error)
+    for line in asked:  # also where others are lost: an answer that nobody reads would be taken for the next one
+        try:
+            answers.append(line.answer(Begin, max(0.0, until - time.monotonic()), what))
+        except (TransportError, NotAvailable) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return answers

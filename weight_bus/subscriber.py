@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 
 from configs.infrastructure import WeightBus
 from replay.channel import ChannelError, Dealer, DuplicateMessage, Envelope, Keys, Message, Pulse, WireError
@@ -70,8 +71,8 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         if intake is not None:
             self._intake = intake
         else:
-            transport = (transport_factory or make_transport)(config, host)
-            self._intake = Intake(transport, run_id, alignment_of(config), staging)
+            make = partial(transport_factory or make_transport, config, host)
+            self._intake = Intake(make(), run_id, alignment_of(config), staging, make)
         instance = secrets.token_hex(8)
         join = m.Join(session="", name=name, instance=instance, pid=os.getpid(), host=socket.gethostname())
         self.subscription = Subscription(address, join, config, self._intake, on_silence, time.monotonic())

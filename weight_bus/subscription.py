@@ -6,7 +6,7 @@ data plane and the engine are called from inside `hear`, which blocks in broadca
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -68,6 +68,8 @@ class Subscription:
         self._join, self._config, self._intake, self._on_silence = join, config, intake, on_silence
         self._sessions = 0
         self._held = NOTHING  # (incarnation, version, digest) that the engine verifiably holds
+        self._coming: list[m.Begin] = []
+        """What has been announced of a version, which comes as several lanes."""
         self._staged: m.Begin | None = None
         """The version that has arrived, proven, and waits for a decision."""
         self._engaged: m.Commit | None = None
@@ -136,8 +138,8 @@ class Subscription:
                 self._learn(message)
             case m.Begin() if rank := message.ranks.get(self.session):
                 mine = replace(message, ranks={self.session: rank})
-                if self._expected(mine):
-                    self._receive(mine)
+                if self._expected(mine) and self._is_whole(mine):
+                    self._receive(sorted(self._coming, key=lambda begin: begin.lane))
             case m.Welcome():
                 self._welcome(message)
             case m.Epoch():
@@ -176,7 +178,7 @@ class Subscription:
         log.warning("weight bus: %r was removed (%s); joins anew with v%d", self.name, removed.reason, self.version)
 
     def _forget(self) -> None:
-        self._staged = None
+        self._staged, self._coming = None, []
         self._intake.forget()
 
     def _learn(self, new: m.NewLayout) -> None:
@@ -185,10 +187,18 @@ class Subscription:
         except WireError as error:
             log.warning("weight bus: %r refused a layout of %s: %s", self.name, self.address, error)
 
-    def _receive(self, begin: m.Begin) -> None:
-        self._staged = None
+    def _is_whole(self, begin: m.Begin) -> bool:
+        """Whether every lane of the version has been announced."""
+        its = (begin.epoch, begin.version, begin.lanes)  # any other was called off before all of it was there
+        others = [one for one in self._coming if (one.epoch, one.version, one.lanes) == its and one.lane != begin.lane]
+        self._coming = [*others, begin]
+        return len(self._coming) == begin.lanes
+
+    def _receive(self, begins: Sequence[m.Begin]) -> None:
+        self._staged, self._coming = None, []
+        begin = begins[0]
         try:
-            corrupt = self._intake.take(begin)
+            corrupt = self._intake.take(*begins)
         except (TransportError, WireError) as error:
             log.warning("weight bus: %r: v%d did not arrive: %s", self.name, begin.version, error)
             self._forget()

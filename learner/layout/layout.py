@@ -100,7 +100,7 @@ class Layout:
     ) -> "Layout":
         """Of the parameters of these ranks, by name. A collective."""
         named = list(parameters)
-        told = _exchanged([[name, list(p.shape), *box_of(p)] for name, p in named], group, carrier(named[0][1], group))
+        told = exchanged([[name, list(p.shape), *box_of(p)] for name, p in named], group, carrier(named[0][1], group))
         held = {
             rank: [(name, shape, Box(tuple(start), tuple(size))) for name, shape, start, size in one]
             for rank, one in told.items()
@@ -162,7 +162,7 @@ def carrier(held: torch.Tensor, group: dist.ProcessGroup) -> torch.device:
     return held.device if held.is_cuda else torch.device("cuda")
 
 
-def _exchanged(mine: Any, group: dist.ProcessGroup, device: torch.device) -> dict[int, Any]:
+def exchanged(mine: Any, group: dist.ProcessGroup, device: torch.device) -> dict[int, Any]:
     """Plain data of each rank of a group, by rank of the default one. A collective."""
     ranks = dist.get_process_group_ranks(group)
     data = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)

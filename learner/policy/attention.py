@@ -31,7 +31,8 @@ from learner.policy.memory import PLACES_PER_TOKEN
 from learner.policy.pretrained import PolicyError
 from learner.prefixes import Prefixes, attend, lay_side_by_side
 from learner.rows import Row
-from slipstream.families.sizes import heads_of
+from slipstream.families.sizes import heads_of, keys_of
+from slipstream.families.table import family_of
 
 log = logging.getLogger(__name__)
 
@@ -56,9 +57,10 @@ def choose(config: LearnerSettings, model: PretrainedConfig, device: torch.devic
     """
     if config.attention == "sdpa":
         return PADDED
-    reason = reason_against_varlen(device, config, heads_of(model.to_dict()).size)
-    if not reason and getattr(model, "attn_logit_softcapping", None) is not None:
-        reason = "the kernel does not cap scores, as the model's attn_logit_softcapping wants"
+    keys = keys_of(model.to_dict())
+    reason = reason_against_varlen(device, config, heads_of(keys).size)
+    if not reason and keys.get(cap := family_of(keys).caps[0]) is not None:
+        reason = f"the kernel does not cap scores, as the model's {cap} wants"
     if reason and (config.attention == "varlen" or device.type == "cuda"):
         log.warning(
             "learner.attention: each trajectory is padded to the longest of its row, which takes memory and time: %s",

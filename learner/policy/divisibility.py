@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from configs.learner import LearnerSettings, Mesh
-from configs.schema import Config
 from slipstream.families.sizes import Sizes, heads_of, keys_of
 from slipstream.families.table import family_of
 
@@ -13,27 +12,22 @@ HEAD_DIM_STEP = 8
 """Head sizes that flash attention takes: multiples of 8 up to 256."""
 
 
-def problem_of(config: Config, model: Mapping[str, Any]) -> str:
-    """What of the learner does not go with the keys of a config.json, and what does; else empty."""
-    lora, family, aux = config.learner.lora, family_of(model), config.algorithm.router_aux_loss_coef
-    if problem := problem_with(config.learner.mesh, model):
-        return problem
-    missing = [name for name in lora.projections if name not in family.projections]
-    if lora.rank and missing and lora.targets != "all-linear":
-        takes = ", ".join(family.projections)
-        return f"learner.lora.targets: a {family.model_type} model takes adapters in {takes}, not in {missing[0]}"
-    if aux and not family.moe:
-        return f"algorithm.router_aux_loss_coef: {aux} with a {family.model_type} model, which has no experts; take 0"
-    return ""
-
-
-def problem_with(mesh: Mesh, model: Mapping[str, Any]) -> str:
-    """What the mesh does not divide, and a value that works; else empty.
+def problem_with(learner: LearnerSettings, model: Mapping[str, Any], aux_coef: float = 0.0) -> str:
+    """What the mesh does not divide, and a value that works, or a target that is not there; else empty.
 
     Args:
-        mesh: learner.mesh.
+        learner: its mesh and adapters.
         model: the keys of config.json.
+        aux_coef: algorithm.router_aux_loss_coef.
     """
+    kind = model["model_type"]
+    if aux_coef and not family_of(model).moe:
+        return f"algorithm.router_aux_loss_coef: {aux_coef} with a {kind} model, which has no experts; take 0"
+    mesh, lora = learner.mesh, learner.lora
+    if lora.rank and lora.targets != "all-linear":
+        there = Sizes.of(model).projections
+        if strange := [name for name in lora.targets if name not in there]:
+            return f"learner.lora.targets: no {strange[0]} in a {model['model_type']} model; it has {', '.join(there)}"
     if mesh.expert > 1 and (problem := _problem_with_experts(mesh, model)):
         return problem
     if mesh.tensor == 1:

@@ -26,7 +26,7 @@ from configs.learner import Lora
 from learner.layout import DTYPES, Inner, Layout, Shard, digester, digests, gather, local_of
 from learner.policy import attention, lora
 from learner.policy.communication import Communication
-from learner.policy.divisibility import problem_of, problem_with
+from learner.policy.divisibility import problem_with
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
@@ -44,6 +44,7 @@ from learner.policy.pretrained import (
 from learner.policy.tensor_parallel import local_weight, parallelize
 from learner.rows import Row
 from slipstream.families.names import inside
+from slipstream.families.sizes import Sizes
 from slipstream.families.table import family_of
 from slipstream.vision import VisionTower
 from slipstream.weight_files import weight_files
@@ -54,16 +55,16 @@ from weight_bus.digest import Digester, combined
 class Head(torch.nn.Module):
     """The output head, over positions in the loss alone; its logits are never whole."""
 
-    def __init__(self, weight: torch.nn.Parameter, scaling: float, softcap: float | None) -> None:
+    def __init__(self, weight: torch.nn.Parameter, factor: float, softcap: float | None) -> None:
         super().__init__()
-        self.weight, self.scaling, self.softcap = weight, scaling, softcap
-        """Logits are divided by `scaling`, and capped where `softcap` is no None."""
+        self.weight, self.factor, self.softcap = weight, factor, softcap
+        """Products times `factor` are logits, which are capped where `softcap` is no None."""
         self.vocabulary: dist.ProcessGroup | None = None
         """Tensor ranks, each with its part of the vocabulary."""
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[Any, Any]:
         """See `head_logprobs`."""
-        weight, divisor = local_weight(self.weight), temperature * self.scaling
+        weight, divisor = local_weight(self.weight), temperature / self.factor
         return head_logprobs(hidden, weight, targets, divisor, self.vocabulary, softcap=self.softcap)
 
 
@@ -75,9 +76,9 @@ class TokenModel(torch.nn.Module):
     def __init__(self, transformer: Any) -> None:
         super().__init__()
         self.transformer = transformer
-        config = transformer.config
-        scaling, softcap = (getattr(config, key, None) for key in ("logits_scaling", "final_logit_softcapping"))
-        transformer.lm_head = Head(transformer.lm_head.weight, scaling or 1.0, softcap)
+        sizes = Sizes.of(transformer.config.to_dict())
+        factor, (_, cap) = sizes.family.logits(sizes.keys), sizes.family.caps
+        transformer.lm_head = Head(transformer.lm_head.weight, factor, sizes.keys.get(cap))
 
     def forward(self, row: Row, temperature: float) -> tuple[Any, Any]:
         """Two [n] float32 tensors."""
@@ -344,13 +345,13 @@ def shaped_policy(
     learner, dtype = config.learner, DTYPES[config.learner.compute_dtype]
     folder, meshes = folder or Path(config.model.path), meshes_of(mesh)
     model_config = read_config(folder)
-    is_policy, keys = root is TokenModel and not is_frozen, model_config.to_dict()
-    if problem := problem_of(config, keys) if is_policy else problem_with(learner.mesh, keys):
+    aux_coef = config.algorithm.router_aux_loss_coef if root is TokenModel and not is_frozen else 0.0
+    if problem := problem_with(learner, model_config.to_dict(), aux_coef):
         raise PolicyError(problem)
     if root is not TokenModel:
         model_config.tie_word_embeddings = False
     transformer = build_empty(model_config, attention.choose(learner, model_config, device))
-    mixtures = Mixtures.adopt(transformer, config.algorithm.router_aux_loss_coef if is_policy else 0.0)
+    mixtures = Mixtures.adopt(transformer, aux_coef)
     if mixtures is not None and meshes.expert is not None:
         mixtures.divide(meshes.expert)
     adapters = learner.lora if learner.lora.rank and not is_frozen else None

@@ -69,6 +69,8 @@ class VocabularyEmbedding(torch.nn.Module):
         self.weight = _rows_of(whole.weight, mesh)
         rows = whole.num_embeddings // mesh.size()
         self.first, self.padding_idx = mesh.get_local_rank() * rows, whole.padding_idx
+        self.factor = getattr(whole, "scalar_embed_scale", None)
+        """Of Gemma's embedding."""
         self.group = mesh.get_group()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -81,7 +83,7 @@ class VocabularyEmbedding(torch.nn.Module):
             padding = None
         rows = torch.nn.functional.embedding(torch.where(inside, mine, 0), weight, padding)
         summed: Tensor = _Sum.apply(torch.where(inside[..., None], rows, 0.0), self.group)  # type: ignore[no-untyped-call]
-        return summed
+        return summed if self.factor is None else summed * float(torch.tensor(self.factor, dtype=summed.dtype))
 
 
 def local_weight(weight: Tensor) -> Tensor:

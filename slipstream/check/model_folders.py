@@ -8,9 +8,11 @@ from configs.errors import Contradiction, InputMissing
 from configs.schema import Config
 from learner.beside.folders import check_folders
 from learner.checkpoints.folders import MARK, incomplete
-from learner.policy.divisibility import problem_of
+from learner.policy.divisibility import problem_with
 from slipstream.check.pictures import problem_with_pictures
 from slipstream.families.pictures import decoder_of
+from slipstream.families.sizes import Sizes
+from slipstream.families.table import family_of
 from slipstream.runtime.fingerprint import model_fingerprint, read_json
 
 
@@ -40,8 +42,18 @@ def check_policy(config: Config) -> None:
     _check_weights(folder, "model.path")
     model_fingerprint(config.model.path, config.model.chat_template)
     raw = read_json(folder / "config.json")
+    try:
+        family = family_of(raw)
+    except LookupError as error:
+        raise InputMissing(f"model.path: {folder} {error.args[0]}") from error
+    if config.rollout.facts.has_own_decoder and not family.in_torch_engine:
+        raise Contradiction(
+            f"rollout.engine: {config.rollout.engine!r} does not compute a {family.model_type} model; take sglang"
+        )
     model = decoder_of(raw)
-    if problem := problem_with_pictures(config, raw) or problem_of(config, model):
+    if problem := problem_with_pictures(config, raw) or problem_with(
+        config.learner, model, config.algorithm.router_aux_loss_coef
+    ):
         raise Contradiction(problem)
     limit, prompt = model.get("max_position_embeddings"), config.data.max_prompt_tokens
     answers = {"rollout.max_new_tokens": config.rollout.max_new_tokens}
@@ -52,6 +64,8 @@ def check_policy(config: Config) -> None:
                 f"{key}: {answer} after data.max_prompt_tokens {prompt} are {prompt + answer} tokens, and"
                 f" {folder / 'config.json'} has max_position_embeddings {limit}; lower one of them"
             )
+    if problem := Sizes.of(model).problem_with_ends(config.max_context):
+        raise Contradiction(problem)
     check_folders(config)
 
 

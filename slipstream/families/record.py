@@ -142,6 +142,8 @@ class Family:
     """Why it is not trained, where it is only described."""
     against_tensor: str = ""
     """Why learner.mesh.tensor does not divide it; empty where it does."""
+    windows_in_sglang: bool = False
+    """Whether SGLang's attention has its windows: some models of SGLang leave them out."""
     in_torch_engine: bool = False
     """Whether rollout.engine `torch` serves it."""
     decides: tuple[str, ...] = ()
@@ -156,9 +158,3 @@ class Family:
         rest = self.moe if has_experts else self.mlp
         norms = (Weight(f"{name}.weight", "hidden") for name in self.norms)
         return (w for w in (*self.attention, *rest, *norms) if not w.only or keys.get(w.only))
-
-    @property
-    def projections(self) -> tuple[str, ...]:
-        """Modules that may have adapters, in the order of a layer."""
-        dense = (w.name.split(".") for w in (*self.attention, *(() if self.moe else self.mlp)) if w.columns)
-        return tuple(module for _, module, _ in dense)

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
-from slipstream.families.record import DIVIDED, EMBEDDING, HEAD, LAYERS, NORM, Family, Keys, Weight
+from slipstream.families.record import DIVIDED, EMBEDDING, HEAD, LAYERS, NORM, Family, Keys, Projection, Weight
 from slipstream.families.table import family_of
 
 SIZES = {
@@ -16,6 +16,10 @@ SIZES = {
     "expert_inner": "moe_intermediate_size",
 }
 """Keys of config.json by the words of `Weight`."""
+
+
+LENGTHS_DECIDE = frozenset({"dynamic", "longrope", "su"})
+"""Rotary frequencies that are not the same for texts of all lengths."""
 
 
 class Adapters(Protocol):
@@ -39,6 +43,13 @@ def keys_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """With what the family takes for those left out. Raises LookupError."""
     aliased = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
     return {**family_of(config).defaults, **config, **aliased}
+
+
+def kinds_of_rope(config: Keys) -> set[str]:
+    """Scalings of rotary frequencies, of which families with windows have one for each kind of layer."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    each = [one for one in given.values() if isinstance(one, Mapping)] or [given]
+    return {str(one.get("rope_type", one.get("type", "default"))) for one in each}
 
 
 def heads_of(config: Mapping[str, Any]) -> Heads:
@@ -150,6 +161,15 @@ class Sizes:
             for kind in set(self.has_experts)
         )
 
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Modules that may have adapters, in the order of a layer."""
+        weights = [
+            weight for kind in (False, True) if kind in self.has_experts for weight in self.layer(has_experts=kind)
+        ]
+        found = dict.fromkeys(w.name.split(".")[-2] for w in weights if w.columns and "*" not in w.name)
+        return tuple(name for name in found if name in get_args(Projection))
+
     def adapter_parameters(self, lora: Adapters) -> int:
         """Of A and B of all layers."""
         chosen = [
@@ -174,6 +194,28 @@ class Sizes:
     def window(self, layer: int) -> int | None:
         """Tokens that a layer's attention sees, the token itself counted; None for all."""
         return self.family.window(self.keys, layer)
+
+    def problem_with_ends(self, context: int) -> str:
+        """Why a learner and an engine would not compute the same, and what to do; empty where they do.
+
+        Args:
+            context: most tokens of prompt and answer.
+        """
+        kind = self.keys.get("model_type")
+        if rope := kinds_of_rope(self.keys) & LENGTHS_DECIDE:
+            return (
+                f"model.path: a {kind!r} model with rope type {min(rope)!r}, whose frequencies follow the longest text"
+                " of a batch, so a token's logprob would depend on its neighbours; take a model with a fixed scaling"
+                " (yarn, llama3, linear)"
+            )
+        windows = [window for window in map(self.window, range(self.layers)) if window is not None]
+        if self.family.windows_in_sglang or min(windows, default=context) >= context:
+            return ""
+        return (
+            f"model.path: a {kind!r} model whose attention sees {min(windows)} tokens (sliding_window); engines let it"
+            f" see all {context} of data.max_prompt_tokens + max_new_tokens (rollout, evaluation); lower these, or, to"
+            ' train the model without a window, set "sliding_window": null in config.json'
+        )
 
     def weights(self) -> Iterator[tuple[str, Weight]]:
         """Every tensor of the checkpoint by its name, but for `*` (`Sizes.tensors`); a tied head is the embedding."""

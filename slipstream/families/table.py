@@ -1,7 +1,9 @@
 """The families that are trained, a record each. A new one: a record here, and a line in docs/reference/families.md."""
 
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from slipstream.families.record import (
@@ -15,6 +17,7 @@ from slipstream.families.record import (
     gated,
     projections,
 )
+from slipstream.families.refused import REFUSED
 
 FUSED_MLP = (
     *projections("mlp.gate_up_proj", rows="inner+inner", columns="hidden"),
@@ -59,6 +62,7 @@ _GEMMA3 = Family(
         "sliding_window_pattern": 6,
     },
     window=_gemma_window,
+    windows_in_sglang=True,
     scale=lambda keys: float(keys["query_pre_attn_scalar"]) ** -0.5,
     buffers=("model.rotary_emb.", "model.embed_tokens.embed_scale"),
     decides=(
@@ -178,16 +182,37 @@ _RECORDS = (
         in_torch_engine=True,
     ),
 )
-FAMILIES: Mapping[str, Family] = {record.model_type: record for record in _RECORDS}
+FAMILIES: dict[str, Family] = {record.model_type: record for record in _RECORDS}
 """By model_type, which is that of config.json; those with `refused` wait for what they say."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
     """Of the keys of a config.json. Raises LookupError: of none that is trained; the text says why."""
-    kind = config.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None or family.refused:
+    kind = str(config.get("model_type"))
+    family = FAMILIES.get(kind)
+    if reason := family.refused if family else REFUSED.get(kind, "it has no record here"):
         trained = ", ".join(name for name, record in FAMILIES.items() if not record.refused)
-        reason = f": {family.refused}" if family else ""
-        raise LookupError(f"is a {kind!r} model{reason}; the learner trains {trained}")
+        raise LookupError(f"is a {kind!r} model, which is not trained: {reason}; the learner trains {trained}")
+    return FAMILIES[kind]
+
+
+def adopt(path: str) -> Family:
+    """Take the record `FAMILY` of a user's file, instead of ours for that model_type (model.family).
+
+    Raises ValueError: there is no such file, or it is none with a record.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"no file {path!r}; give one of Python with FAMILY = Family(...)")
+    description = importlib.util.spec_from_file_location("family_of_the_user", path)
+    if description is None or description.loader is None:
+        raise ValueError(f"{path!r} is no file of Python")
+    module = importlib.util.module_from_spec(description)
+    try:
+        description.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{path} fails: {type(error).__name__}: {error}") from error
+    family = getattr(module, "FAMILY", None)
+    if not isinstance(family, Family):
+        raise ValueError(f"{path} has no FAMILY that is a slipstream.families.record.Family")
+    FAMILIES[family.model_type] = family
     return family

@@ -43,6 +43,8 @@ def run_fingerprint(config: Config) -> dict[str, str]:
     found = model_fingerprint(config.model.path, config.model.chat_template)
     if config.model.chat_template_options:
         found["chat_template"] += f" with {_hash(config.model.chat_template_options)}"
+    if config.model.family is not None:
+        found["family"] = _hash(Path(config.model.family).read_text(encoding="utf-8"))
     return found | shared_values(config)
 
 

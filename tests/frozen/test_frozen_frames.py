@@ -24,7 +24,7 @@ KINDS: dict[str, type[Message]] = {
     f"{owner}.{name}": kind
     for owner, kinds in {
         "replay": {**replay_messages.TO_REPLAY, **replay_messages.FROM_REPLAY},
-        "weight_bus": {**bus_messages.TO_PUBLISHER, **bus_messages.TO_SUBSCRIBER},
+        "weight_bus": {**bus_messages.TO_PUBLISHER, **bus_messages.TO_SUBSCRIBER, **bus_messages.TO_SENDER},
     }.items()
     for name, kind in kinds.items()
 }

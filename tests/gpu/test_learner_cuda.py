@@ -82,8 +82,12 @@ def cosine(one: torch.Tensor, other: torch.Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(one.double(), other.double(), dim=0))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (16, 8, 128), (4, 1, 16)])
-def test_the_kernel_is_causal_within_each_trajectory(heads: int, kv_heads: int, size: int) -> None:
+SHAPES = [(8, 8, 64, {}), (16, 8, 128, {}), (4, 1, 16, {}), (4, 1, 256, {"sliding_window": 16, "scaling": 0.05})]
+"""Heads, those of keys, their size, and what a family asks for besides."""
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "asked"), SHAPES)
+def test_the_kernel_is_causal_within_each_trajectory(heads: int, kv_heads: int, size: int, asked: Any) -> None:
     torch.manual_seed(0)
     lengths = [1, 300, 17, 64, 129]
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=GPU)
@@ -94,8 +98,8 @@ def test_the_kernel_is_causal_within_each_trajectory(heads: int, kv_heads: int, 
     outcomes = []
     for dtype, attend in ((torch.float32, attention._padded), (torch.bfloat16, attention.make_varlen())):
         inputs = [t.bfloat16().to(dtype).requires_grad_() for t in drawn]
-        given = {"cu_seq_lens_q": starts, "max_length_q": max(lengths)}
-        out, _ = attend(None, *inputs, None, scaling=size**-0.5, dropout=0.0, **given)
+        given = {"cu_seq_lens_q": starts, "max_length_q": max(lengths), "scaling": size**-0.5} | asked
+        out, _ = attend(None, *inputs, None, dropout=0.0, **given)
         out.backward(upstream.to(dtype))
         outcomes.append([out.detach().float(), *(t.grad.float() for t in inputs if t.grad is not None)])
     for expected, found in zip(*outcomes, strict=True):
@@ -103,8 +107,8 @@ def test_the_kernel_is_causal_within_each_trajectory(heads: int, kv_heads: int, 
         torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(8, 8, 64), (16, 8, 128)])
-def test_the_kernel_lets_an_answer_see_its_shared_prompt(heads: int, kv_heads: int, size: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads", "size", "asked"), SHAPES)
+def test_the_kernel_lets_an_answer_see_its_shared_prompt(heads: int, kv_heads: int, size: int, asked: Any) -> None:
     """Its causal mask is aligned to the last query and key where there are more keys than queries."""
     torch.manual_seed(0)
     prompts, answers = (200, 200, 1, 200, 7), (1, 300, 17, 129, 64)
@@ -116,13 +120,15 @@ def test_the_kernel_lets_an_answer_see_its_shared_prompt(heads: int, kv_heads: i
         "cu_seq_lens_q": torch.from_numpy(laid.starts.astype(np.int32)).to(GPU),
         "max_length_q": laid.longest,
         "prefixes": laid.prefixes.to(GPU),
+        "scaling": size**-0.5,
+        **asked,
     }
     drawn = [torch.randn((1, n, len(laid.ids), size), device=GPU) for n in (heads, kv_heads, kv_heads)]
     upstream = torch.randn(1, len(laid.ids), heads, size, device=GPU)
     outcomes = []
     for dtype, attend in ((torch.float32, attention._padded), (torch.bfloat16, attention.make_varlen())):
         inputs = [t.bfloat16().to(dtype).requires_grad_() for t in drawn]
-        out, _ = attend(None, *inputs, None, scaling=size**-0.5, dropout=0.0, **given)
+        out, _ = attend(None, *inputs, None, dropout=0.0, **given)
         out.backward(upstream.to(dtype))
         outcomes.append([out.detach().float(), *(t.grad.float() for t in inputs if t.grad is not None)])
     for expected, found in zip(*outcomes, strict=True):

@@ -24,9 +24,29 @@ from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor import distribute_tensor
 
 from configs.learner import Mesh
-from learner.layout import Box, Inner, Layout, as_it_is, digests, gather, gather_pieces, gathering, local_of
+from learner.layout import (
+    Box,
+    Inner,
+    Layout,
+    Shard,
+    Spreader,
+    as_it_is,
+    digester,
+    digests,
+    gather,
+    gather_pieces,
+    gathering,
+    local_of,
+    slice_digests,
+    slice_shards,
+    spreading,
+)
 from learner.policy.meshes import make_meshes
+from weight_bus import lanes as bus_lanes
 from weight_bus.digest import combined, slice_digest
+from weight_bus.lanes import Slice, plan_lanes
+from weight_bus.manifest import NOTHING
+from weight_bus.staging import NAMES
 
 RANKS, EXPERTS, LR = 4, 4, 0.5
 CASES = ("shard_2", "tensor", "expert", "shard_3", "replicate", "expert_again", "shard_1", "both", "shard_4")
@@ -141,6 +161,8 @@ def observe(place: Place, folder: Path) -> dict[str, Any]:
             last = dist.get_world_size(ranks) - 1
             given = {n: pieces.whole() for n, pieces in gather_pieces(layout, shards, dtype, ranks, only=last)}
             assert_same(given, expected if dist.get_rank(ranks) == last else {}, dtype)
+            for positions in (1, 2, 3):
+                check_lanes(layout, shards, expected, dtype, ranks, group, positions)
     total = layout.squared_norm(gradient)
     dist.all_reduce(total, group=group)
     norm = float(total.sqrt())
@@ -161,6 +183,38 @@ def observe(place: Place, folder: Path) -> dict[str, Any]:
     }
 
 
+def check_lanes(
+    layout: Layout,
+    shards: list[Shard],
+    expected: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    ranks: dist.ProcessGroup,
+    group: dist.ProcessGroup,
+    positions: int,
+) -> None:
+    """Each sender packs the slices of its lanes and no more; their digests are those of the wholes' slices."""
+    wanted: list[list[Slice]] = [[] for _ in range(positions)]
+    for number, (name, tensor) in enumerate(expected.items()):
+        size = -(-tensor.shape[-1] // positions)  # of the last dimension; every third is a copy on each
+        for position, slices in enumerate(wanted):
+            whole = bus_lanes.whole(name, NAMES[dtype], tensor.shape)
+            start, end = min(position * size, tensor.shape[-1]), min((position + 1) * size, tensor.shape[-1])
+            cut = whole._replace(start=(*whole.start[:-1], start), shape=(*whole.shape[:-1], end - start))
+            slices.append(whole if number % 3 == 0 or positions == 1 else cut)
+    lanes = plan_lanes([[one for one in each if one.num_bytes] for each in wanted], dist.get_world_size(ranks), 300)
+    mine = bus_lanes.joined([one.layout for one in lanes if one.sender == dist.get_rank(ranks)] or [NOTHING.layout])
+    packed = list(Spreader(layout, lanes, ranks, on_gpu=False).pieces(shards, dtype))
+    for entry, (name, pieces) in zip(mine.layout.entries, packed, strict=True):
+        part = expected[name][Box(entry.start, entry.shape).slices]
+        assert (entry.name, entry.shape) == (name, pieces.shape) and torch.equal(pieces.whole(), part.to(dtype))
+    keys, slices = slice_shards(shards, lanes)
+    found, wholes = slice_digests(keys, slices, dtype, group, digester(slices, dtype))
+    assert wholes == {name: slice_digest(tensor.to(dtype)) for name, tensor in expected.items()}
+    for entry in (entry for lane in lanes for entry in lane.layout.entries):
+        part = expected[entry.name][Box(entry.start, entry.shape).slices].to(dtype)
+        assert found[entry.name, entry.start] == slice_digest(part, entry.whole, entry.start)
+
+
 def resumed(place: Place, folder: Path) -> str:
     """The digest of another case's checkpoint."""
     parameters = placed(values(2), place)
@@ -177,7 +231,7 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], dty
 def main() -> None:
     rank, folder = int(os.environ["RANK"]), Path(sys.argv[1])
     torch.set_num_threads(1)
-    gathering.GATHER_BYTES = 1000  # several spans
+    gathering.GATHER_BYTES = spreading.GATHER_BYTES = 1000  # several spans
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     made = places()
     seen: dict[str, Any] = {name: observe(place, folder / name) for name, place in made.items()}

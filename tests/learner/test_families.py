@@ -8,8 +8,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
+from configs.base import ConfigError
+from learner.checkpoints.export import write_hf_folder
 from learner.policy import attention
 from learner.policy.model import Policy, build_policy
+from learner.policy.pretrained import PolicyError
+from slipstream.families.table import FAMILIES
 from tests.learner.test_prefixes import computed, rows, stand_in, trajectory
 from tests.learner.tiny_models import logprobs, make_config, save_model
 
@@ -23,6 +27,7 @@ GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 24,
 }
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window 4": ("mistral", {"sliding_window": 4, "tied": False}),
@@ -50,20 +55,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def built(folder: Path, mesh: DeviceMesh, case: str, patch: pytest.MonkeyPatch) -> Policy:
+def built(folder: Path, mesh: DeviceMesh, case: str) -> Policy:
     family, changes = CASES[case]
     return build_policy(make_config(save_model(folder, family, **changes)), mesh, CPU)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logprobs_are_those_of_transformers(
-    tmp_path: Path, mesh: DeviceMesh, case: str, monkeypatch: pytest.MonkeyPatch
+def test_logprobs_are_those_of_transformers_before_and_after_an_export(
+    tmp_path: Path, mesh: DeviceMesh, case: str
 ) -> None:
-    policy = built(tmp_path, mesh, case, monkeypatch)
-    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, **eager)
-    packed = logprobs(policy, SEQUENCES)
-    for ids, found in zip(SEQUENCES, packed, strict=True):
+    policy = built(tmp_path / "first", mesh, case)
+    check(policy, tmp_path / "first")
+    for shard in policy.shards():
+        shard.local.add_(torch.randn(shard.local.shape, generator=torch.Generator().manual_seed(1)), alpha=0.05)
+    (tmp_path / "export").mkdir()
+    write_hf_folder(policy.layout, policy.shards(), policy.source, tmp_path / "export", "float32", policy.group)
+    check(policy, tmp_path / "export")
+
+
+def check(policy: Policy, folder: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER)
+    for ids, found in zip(SEQUENCES, logprobs(policy, SEQUENCES), strict=True):
         logits = theirs(torch.tensor([ids])).logits[0, :-1]
         wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
         torch.testing.assert_close(found.double(), wanted.detach(), rtol=0, atol=1e-5)
@@ -76,18 +88,52 @@ def test_answers_that_share_prompts_have_the_same_logprobs_and_gradients(
     tmp_path: Path, mesh: DeviceMesh, case: str, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Windows begin in the prompt, in the answer, and before both."""
+    given = [trajectory(range(1, 8), [1] * length, 0, length) for length in (1, 3, 11)]
+    given += [trajectory([5], [1] * 6, 1, 20), trajectory(range(14), [1] * 2, 2, 21)]
+    given += [trajectory(range(14), [1] * 4, 2, 22)]
+    expected, gradients = computed(built(tmp_path, mesh, case), rows(given, False))
     if kernel == "varlen":
         stand_in(monkeypatch, ["window_size", "scale", "enable_gqa"])
-    policy = built(tmp_path, mesh, case, monkeypatch)
+    policy = built(tmp_path, mesh, case)
     attentions = {"gemma3": attention.VARLEN if kernel == "varlen" else attention.PADDED, "gemma2": attention.PADDED}
     assert policy.model.transformer.config._attn_implementation == attentions[case[:6]]
-    given = [trajectory(range(1, 8), [1] * length, 0, length) for length in (1, 3, 11)]
-    given += [
-        trajectory([5], [1] * 6, 1, 20),
-        trajectory(range(9), [1] * 2, 2, 21),
-        trajectory(range(9), [1] * 9, 2, 22),
-    ]
-    (expected, gradients), (found, others) = (computed(policy, rows(given, share)) for share in (False, True))
+    found, others = computed(policy, rows(given, True))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     for gradient, other in zip(gradients, others, strict=True):
         torch.testing.assert_close(other, gradient, rtol=0, atol=1e-6)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "families.md"
+OWN = """from slipstream.families.record import Family, attention, projections
+
+FAMILY = Family(
+    model_type="arcee",
+    attention=attention("attention_bias", "attention_bias"),
+    mlp=(
+        *projections("mlp.up_proj", rows="inner", columns="hidden", bias="mlp_bias"),
+        *projections("mlp.down_proj", rows="hidden", columns="inner", bias="mlp_bias"),
+    ),
+)
+"""
+
+
+def test_a_record_of_the_users_own_is_taken(tmp_path: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one of docs/reference/families.md; the learner computes what transformers does."""
+    monkeypatch.delitem(FAMILIES, "arcee", raising=False)
+    assert OWN in PAGE.read_text(encoding="utf-8")
+    folder = save_model(tmp_path / "model", "arcee", tied=False)
+    with pytest.raises(PolicyError, match=r"model\.family"):
+        build_policy(make_config(folder), mesh, CPU)
+    file = tmp_path / "own.py"
+    for text, said in (("FAMILY = 1", "has no FAMILY"), ("1 / 0", "ZeroDivisionError"), (OWN, "")):
+        file.write_text(text)
+        try:
+            config = make_config(folder, model={"family": str(file)})
+        except ConfigError as error:
+            assert said and said in str(error)
+    ids = [1, 5, 9, 30, 2, 7]
+    (found,) = logprobs(build_policy(config, mesh, CPU), [ids])
+    logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(torch.tensor([ids])).logits[0, :-1]
+    wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    torch.testing.assert_close(found.double(), wanted.detach(), rtol=0, atol=1e-5)
+    del FAMILIES["arcee"]

@@ -80,7 +80,7 @@ class Pair:
 
     def another(self, run_id: str = RUN) -> RemoteIntake:
         """A later subscriber's end."""
-        intake = RemoteIntake(lambda: self.link, CONFIG, run_id, self.load, slack_s=self._slack_s)
+        intake = RemoteIntake(lambda: [self.link], CONFIG, run_id, self.load, slack_s=self._slack_s)
         intake.learn(LAYOUT)
         return intake
 

@@ -5,6 +5,7 @@ are theirs.
 """
 
 import asyncio
+import importlib
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from slipstream.runtime.lifeline import die_with_parent
+from tests.rollout_server.sglang_served import Served
 
 DEADLINE_S = 300.0
 PROMPT_TOKENS, NEW_TOKENS, UPDATES = 24, 40, 5
@@ -28,9 +30,46 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"tied": False},
     "olmo2": {"tied": False},
 }  # fmt: skip
+CLASSES = {
+    "mistral": "mistral.MistralForCausalLM", "gemma3_text": "gemma3_causal.Gemma3ForCausalLM",
+    "glm4": "glm4.Glm4ForCausalLM", "granite": "granite.GraniteForCausalLM", "phi3": "llama.Phi3ForCausalLM",
+    "olmo2": "olmo2.Olmo2ForCausalLM",
+}  # fmt: skip
 
 
-def served(folder: Path, family: str, parent: int) -> dict[str, float]:
+async def test_sglangs_own_model_of_each_family_holds_what_is_sent(served: Served, tmp_path: Path) -> None:
+    from sglang.srt.distributed import parallel_state
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from rollout_server.engines.sglang.update.live import RankWeights
+    from tests.learner.tiny_models import save_model
+    from tests.rollout_server.sglang_served import digests
+    from tests.rollout_server.torch_oracle import hf_tensors
+    from weight_bus.digest import add
+
+    where = f"file://{tmp_path}/store"
+    parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo", distributed_init_method=where)
+    try:
+        parallel_state.initialize_model_parallel(1)
+        for family, changes in FAMILIES.items():
+            model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path / family, family, **changes))
+            module, _, name = CLASSES[family].rpartition(".")
+            kind = getattr(importlib.import_module(f"sglang.srt.models.{module}"), name)
+            live, sent = kind(AutoConfig.from_pretrained(tmp_path / family)), hf_tensors(model)
+            weights = RankWeights(live, [(tensor, tuple(whole.shape)) for tensor, whole in sent.items()])
+            weights.load(list(sent.items()))
+            found = {name: 0 for name in sent}
+            for tensor, _, _, digest in weights.digests():  # a fused tensor of the checkpoint is several blocks
+                found[tensor] = add([found[tensor], digest])
+            assert found == digests(model), family
+            held = sum(view.numel() for view in (piece.view for piece in weights.slices))
+            assert held == sum(parameter.numel() for parameter in live.parameters()), "nothing else is decoded with"
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def served_by_sglang(folder: Path, family: str, parent: int) -> dict[str, float]:
     """Largest difference of logprobs by version, in a process of its own."""
     from rollout_server.engines.sglang.cpu import prepare_cpu
 
@@ -84,6 +123,6 @@ def served(folder: Path, family: str, parent: int) -> dict[str, float]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_updates_of_each_family_are_proven_and_both_ends_agree(tmp_path: Path, family: str) -> None:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        found = pool.submit(served, tmp_path, family, os.getpid()).result(DEADLINE_S + 20)
+        found = pool.submit(served_by_sglang, tmp_path, family, os.getpid()).result(DEADLINE_S + 20)
     print(found)
     assert len(found) == UPDATES + 1 and max(found.values()) <= 1e-4, found

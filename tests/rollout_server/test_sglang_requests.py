@@ -1,6 +1,7 @@
 """SGLang's engine where no SGLang is needed: versions of tokens, arguments, staged memory, layout of live tensors."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -93,8 +94,10 @@ DEFAULTS = ["log_level", "attention_backend", "max_total_tokens", "sleep_on_idle
 KNOWN = [*DECIDED, *DEFAULTS, "disable_radix_cache", "schedule_policy"]
 
 
-def arguments(folder: Path, *overrides: str, known: list[str] = KNOWN) -> dict[str, Any]:
-    (folder / "config.json").write_text('{"max_position_embeddings": 32}')
+def arguments(folder: Path, *overrides: str, known: list[str] = KNOWN, **described: Any) -> dict[str, Any]:
+    keys = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
+    described = {"model_type": "llama", "max_position_embeddings": 32, **dict.fromkeys(keys, 4), **described}
+    (folder / "config.json").write_text(json.dumps(described))
     config = load("quickstart", ["rollout.engine=sglang", f"model.path={folder}", *overrides])
     return server_arguments(config, known=known, cuda=False)
 
@@ -130,6 +133,31 @@ def test_an_engine_stays_on_the_loopback_interface_with_keys_of_its_own(tmp_path
 def test_arguments_that_cannot_be_are_refused_by_name(override: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=said):
         arguments(tmp_path, override)
+
+
+LAYERS = ["sliding_attention", "full_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("described", "said"),
+    [
+        ({"model_type": "mistral", "sliding_window": 25}, "'mistral' model whose attention sees 25 tokens"),
+        ({"model_type": "mistral", "sliding_window": 26}, ""),
+        ({"model_type": "mistral"}, ""),
+        ({"model_type": "qwen3", "sliding_window": 8, "layer_types": LAYERS}, "sees 8 tokens"),
+        ({"model_type": "gemma3_text", "sliding_window": 8, "layer_types": LAYERS}, ""),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+        ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "'dynamic'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, ""),
+    ],
+)
+def test_what_sglang_would_compute_unlike_the_learner_is_refused(described: Any, said: str, tmp_path: Path) -> None:
+    if not said:
+        arguments(tmp_path, **described)
+        return
+    with pytest.raises(EngineError, match=said):
+        arguments(tmp_path, **described)
 
 
 # ---- what comes back ----------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from slipstream.families.names import Place, held, inside
+from slipstream.families.refused import REFUSED
 from slipstream.families.sizes import Sizes
-from slipstream.families.table import FAMILIES
+from slipstream.families.table import FAMILIES, family_of
 
 DECODERS = [name for name, family in FAMILIES.items() if not family.text]
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 100, "hidden_size": 64, "pad_token_id": None}
@@ -78,3 +80,10 @@ def test_ranks_of_an_engine_hold_every_element(family: str, ranks: int, expert_r
 
 def _block(tensor: torch.Tensor, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
     return tensor[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
+
+
+def test_every_decoder_of_transformers_has_a_record_or_a_reason() -> None:
+    decoders = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert decoders <= FAMILIES.keys() | REFUSED.keys() and not FAMILIES.keys() & REFUSED.keys()
+    with pytest.raises(LookupError, match="'mamba' model, which is not trained: its layers carry a state"):
+        family_of({"model_type": "mamba"})

@@ -52,8 +52,26 @@ def model(tmp_path):
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"__type": "AddedToken", "content": "<eos>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": len(SYMBOLS)}))
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 4)
+    described = {"model_type": "qwen3", "vocab_size": len(SYMBOLS), **sizes}
+    (folder / "config.json").write_text(json.dumps(described))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "said"),
+    [
+        ("mamba", "SLIP-CONFIG-08", "its layers carry a state from token to token"),
+        ("unheard_of", "SLIP-CONFIG-08", "it has no record here"),
+        ("granite", "SLIP-CONFIG-04", "rollout.engine: 'torch' does not compute a granite model; take sglang"),
+    ],
+)
+def test_a_family_that_is_not_trained_or_not_served_is_refused_before_a_run(model, kind, code, said):
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    (model / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": len(SYMBOLS)}))
+    with pytest.raises(ConfigError) as refused:
+        check_policy(config_of(model))
+    assert refused.value.code == code and said in str(refused.value)
 
 
 def config_of(model: Path, *settings: str) -> Config:
@@ -181,6 +199,15 @@ def test_preflight_names_the_set_whose_file_is_missing_or_whose_answers_are_too_
     sets = f"data.eval={{near: {there}, long: {{path: {there}, max_new_tokens: 60}}}}"
     with pytest.raises(ConfigError, match=r"^data\.eval\.long: max_new_tokens: 60 .* max_position_embeddings 64"):
         check_input(config_of(model, f"data.train={there}", sets))
+
+
+def test_preflight_names_a_window_that_engines_would_leave_out(model, tmp_path):
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    described = json.loads((model / "config.json").read_text())
+    described |= {"sliding_window": 8, "layer_types": ["sliding_attention"] * 4}
+    (model / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"^model\.path: .* attention sees 8 tokens .* all 26 of data"):
+        check_input(config_of(model, f"data.train={file_of(tmp_path, '1+1=')}"))
 
 
 def test_a_large_file_is_not_read_whole(model, monkeypatch):

@@ -106,9 +106,11 @@ def test_a_change_between_other_layouts_is_refused():
         intake._change(begin, second.with_digests({"a": 1, "b": 2}))
     intake._holds = "another"
     with pytest.raises(WireError, match="v2 comes as a change of base, and another is staged"):
-        intake._change(begin, intake.manifest)
+        intake._change(begin, intake.staging.manifest)
     intake._holds, begin.change_digest = "base", "1" * 16
-    assert intake._change(begin, intake.manifest) == ["the change from base"], "damaged on its way, and not applied"
+    assert intake._change(begin, intake.staging.manifest) == ["the change from base"], (
+        "damaged on its way, and not applied"
+    )
 
 
 def test_a_change_that_there_is_no_memory_for_costs_a_full_refill(monkeypatch, caplog):

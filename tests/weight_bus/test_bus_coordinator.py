@@ -27,12 +27,11 @@ class Rig:
         self.members = [admitted(self.board.membership, asks(name)) for name in names]
         self.epoch = receiving(self.board.membership, *self.members)
         self.offer(1)
-        given: Any = {"router": router, "board": self.board, "facts": {}, "incarnation": 1}
+        given: Any = {"router": router, "board": self.board, "facts": {}, "incarnation": 1, "senders": Mock()}
         self.coordinator = Coordinator(WeightBus(), **given)
 
     def offer(self, version: int) -> None:
-        manifest: Any = SimpleNamespace(digest=f"d{version}", layout=SimpleNamespace(num_bytes=1))
-        self.board.current = Offer(version=version, manifest=manifest, **OFFER)  # type: ignore[arg-type]
+        self.board.current = Offer(version=version, digest=f"d{version}", manifests=[], **OFFER)  # type: ignore[arg-type]
 
     def hears(self, message: Message, run_id: str = "r") -> list[Message]:
         """What it answers."""

@@ -1,7 +1,7 @@
 """What the weight bus asks of its data plane: a group per epoch and a broadcast from rank 0."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -33,6 +33,11 @@ class Formation:
 def group_prefix(run_id: str, incarnation: int, epoch: int) -> str:
     """The prefix of a group's keys."""
     return f"{run_id}/wb/{incarnation}/{epoch}"
+
+
+def of_lane(formation: Formation, lane: int) -> Formation:
+    """The group of another lane of the same epoch (weight_bus/lanes.py), given that of lane 0."""
+    return replace(formation, prefix=f"{formation.prefix}.{lane}") if lane else formation
 
 
 def ignore(index: int) -> None:

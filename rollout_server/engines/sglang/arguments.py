@@ -15,6 +15,7 @@ from configs.schema import Config
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import folder_tensors
 from slipstream.families.pictures import decoder_of
+from slipstream.families.sizes import Sizes
 from weight_bus.manifest import ITEM_SIZES
 
 LOADER = "rollout_server.engines.sglang.update.loader.apply"
@@ -99,15 +100,17 @@ def server_arguments(config: Config, *, known: Collection[str], cuda: bool) -> d
 def _context_length(config: Config) -> int:
     longest = config.max_context
     try:
-        described = json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8"))
-        limit = int(decoder_of(described)["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        described = decoder_of(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
+        limit, problem = int(described["max_position_embeddings"]), Sizes.of(described).problem_with_ends(longest)
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise EngineError(f"model.path: {config.model.path}/config.json is not readable: {error!r}") from error
     if longest > limit:
         raise EngineError(
             f"data.max_prompt_tokens + max_new_tokens (rollout, evaluation) = {longest}, and the model has"
             f" max_position_embeddings {limit}; lower one of them"
         )
+    if problem:
+        raise EngineError(problem)
     return min(limit, longest + SPARE_CONTEXT)
 
 

@@ -48,7 +48,7 @@ class SGLangEngine:
     def __init__(self, config: Config, process: Callable[[Config], SGLangProcess] = SGLangProcess) -> None:
         self._max_context = config.max_context
         self._hold_limit_s, self._drain_limit_s = config.evaluation.deadline_s, config.replay.lease_s
-        self._staging = StagingFolder()
+        self._staging = StagingFolder(config.model.family)
         os.environ[FOLDER] = str(self._staging.path)
         tensors, lora = list(folder_tensors(Path(config.model.path))), config.learner.lora
         if lora.rank:

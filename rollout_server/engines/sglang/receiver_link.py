@@ -1,8 +1,10 @@
-"""The server's side of the receiver in SGLang (weight_bus.stage_in: engine)."""
+"""The server's side of the receivers in SGLang (weight_bus.stage_in: engine)."""
 
 import asyncio
 import secrets
 import socket
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from configs.schema import Config
@@ -14,39 +16,45 @@ from weight_bus.remote import ReceiverConnection
 
 
 class SGLangStaging:
-    """Starts the receiver of a running SGLang. What is staged there, `SGLangEngine.load` takes."""
+    """Starts the receivers of a running SGLang. What is staged there, `SGLangEngine.load` takes."""
 
     def __init__(self, config: Config, engine: SGLangEngine) -> None:
         self._config, self._engine = config, engine
-        self._link: ReceiverConnection | None = None
+        self._links: list[ReceiverConnection] = []
 
-    async def link(self) -> ReceiverConnection:
-        """The connection to the receiver, which is started first where there is none.
+    async def link(self) -> list[ReceiverConnection]:
+        """The connections to the receivers, by scheduler rank, which are started first where there are none.
 
-        Raises EngineError where it cannot be reached, NotAvailable where it lacks what it would receive with.
+        Raises EngineError where one cannot be reached, NotAvailable where it lacks what it would receive with.
         """
-        if self._link is None:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-                await self._engine.in_schedulers(partial(self._invite, listener))
+        if not self._links:
+            with ExitStack() as stack:
+                ranks = range(self._engine.sglang.num_ranks)
+                listeners = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in ranks]
+                await self._engine.in_schedulers(partial(self._invite, listeners))
                 try:
-                    accept = partial(ReceiverConnection.accept, listener, self._engine.sglang.deadline_s)
-                    self._link = await asyncio.to_thread(accept)
+                    for listener in listeners:
+                        accept = partial(ReceiverConnection.accept, listener, self._engine.sglang.deadline_s)
+                        self._links.append(await asyncio.to_thread(accept))
                 except TransportError as error:
+                    self.close()
+                    self._links = []
                     raise EngineError(str(error)) from error
-        return self._link
+        return self._links
 
     def close(self) -> None:
-        """End the receiver; from any thread."""
-        if self._link is not None:
-            self._link.close()
+        """End the receivers; from any thread."""
+        for link in self._links:
+            link.close()
 
-    def _invite(self, listener: socket.socket, staging: StagingFolder) -> None:
+    def _invite(self, listeners: Sequence[socket.socket], staging: StagingFolder) -> None:
         # another name each time: a receiver that was given up must not connect in the place of its successor
-        path = staging.path / f"receiver.{secrets.token_hex(4)}"
-        try:
-            listener.bind(str(path))
-            listener.listen(1)
-        except OSError as error:
-            raise EngineError(f"{path} cannot be listened at: {error}; set TMPDIR to a shorter path") from error
+        paths = [staging.path / f"receiver.{secrets.token_hex(4)}" for _ in listeners]
+        for listener, path in zip(listeners, paths, strict=True):
+            try:
+                listener.bind(str(path))
+                listener.listen(1)
+            except OSError as error:
+                raise EngineError(f"{path} cannot be listened at: {error}; set TMPDIR to a shorter path") from error
         bus, host = self._config.weight_bus.model_dump(), self._config.network.host
-        staging.write_receiver(path, bus, host, export=self._config.placement.tensor_parallel > 1)
+        staging.write_receiver(paths, bus, host, export=len(paths) > 1)

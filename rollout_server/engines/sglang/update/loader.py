@@ -18,6 +18,7 @@ from rollout_server.engines.sglang.update import receiver
 from rollout_server.engines.sglang.update.adapted import AdaptedWeights
 from rollout_server.engines.sglang.update.live import RankWeights, check_addresses, synchronize
 from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, REQUEST, in_bytes, replace
+from slipstream.families.table import adopt
 from weight_bus.staging import DTYPES
 
 _mapped: dict[int, tuple[dict[str, Any], torch.Tensor]] = {}
@@ -45,8 +46,8 @@ def apply(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
 
 def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, Any]:
     if "receive" in request:
-        if rank == 0:
-            receiver.start(request["receive"], next(model.parameters()).device)
+        order = request["receive"]
+        receiver.start({**order, "socket": order["sockets"][rank]}, next(model.parameters()).device)
         return {}
     started, load_s = time.monotonic(), 0.0
     tensors = _tensors(request, rank) if request["load"] else []
@@ -67,6 +68,8 @@ def _weights_of(model: Any, request: dict[str, Any]) -> RankWeights | AdaptedWei
     shapes = [(name, tuple(shape)) for name, shape in request["base"]]
     if not lora:
         shapes = [(name, tuple(shape)) for name, _, shape, _, _ in request["tensors"]]
+    if _weights is None and request["family"]:
+        adopt(request["family"])
     if _weights is None or not _weights.are_of(model, shapes, lora):
         check_addresses(model)
         _weights = AdaptedWeights(model, shapes, lora) if lora else RankWeights(model, shapes)

@@ -43,7 +43,9 @@ Update = Iterable[tuple[str, torch.Tensor]] | RemoteUpdate
 class StagingFolder:
     """The server's side. Set the environment before the schedulers start: `os.environ[FOLDER] = str(staging.path)`."""
 
-    def __init__(self) -> None:
+    def __init__(self, family: str | None = None) -> None:
+        """`family` is model.family, of which schedulers take the record."""
+        self._family = family
         root = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
         _remove_left_behind(root)
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))  # mode 0700
@@ -82,9 +84,9 @@ class StagingFolder:
             for number, storage in storages.values()
         ]
 
-    def write_receiver(self, path: Path, config: Mapping[str, Any], host: str, *, export: bool) -> None:
-        """Ask for a receiver that connects to `path`; see `receiver.start`."""
-        self._write(receive={"socket": str(path), "config": config, "host": host, "export": export})
+    def write_receiver(self, paths: Sequence[Path], config: Mapping[str, Any], host: str, *, export: bool) -> None:
+        """Ask for a receiver in each scheduler, which connects to its path; see `receiver.start`."""
+        self._write(receive={"sockets": [*map(str, paths)], "config": config, "host": host, "export": export})
 
     def write_digest(self) -> None:
         """Order digests of the live tensors. Raises EngineError before the first update."""
@@ -152,6 +154,7 @@ class StagingFolder:
     def _write(self, *, load: bool = False, memory: Sequence[Any] = (), **order: Any) -> None:
         self._sequence += 1
         request = {"sequence": self._sequence, "load": load, "memory": memory, "tensors": self._tensors, **order}
+        request["family"] = self._family
         request |= {"base": self._base, "lora": self._lora}
         replace(self.path / REQUEST, request)
 

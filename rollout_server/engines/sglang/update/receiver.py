@@ -1,4 +1,4 @@
-"""Receives updates in the scheduler of rank 0 while it decodes (weight_bus.stage_in: engine).
+"""Receives updates in the schedulers while they decode (weight_bus.stage_in: engine): in each, what it needs.
 
 A thread with the bus's `Intake`, which the rollout server drives over a socket (weight_bus/remote). On a GPU it has
 a stream of its own, so that its kernels run beside the engine's instead of taking turns with them. It shares the
@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,13 +106,17 @@ class Receiver(threading.Thread):
     def _serve(self, line: ReceiverConnection) -> None:
         transport = self._factory(self._config, self._host)
         line.send(Hosting(facts=transport.facts()))
+        begins: list[Begin] = []
         while (order := line.receive(ORDERS, None)) is not None:
             intake = self._intake_of(order.run_id, transport)
             match order.message:
                 case NewLayout():
                     intake.learn(order.message)
                 case Begin():
-                    line.send(self._take(intake, order.message))
+                    begins.append(order.message)
+                    if len(begins) == order.message.here:
+                        line.send(self._take(intake, begins))
+                        begins = []
                 case Forget():
                     intake.forget()
                     line.send(Done())
@@ -120,14 +125,15 @@ class Receiver(threading.Thread):
         """That of a run. All have the same buffers: other ranks may have them mapped."""
         if self._intake is None or run_id != self._run_id:
             self._drop()
-            self._intake = Intake(transport, run_id, alignment_of(self._config), self._staging)
+            make = partial(self._factory, self._config, self._host)
+            self._intake = Intake(transport, run_id, alignment_of(self._config), self._staging, make)
             self._run_id = run_id
         return self._intake
 
-    def _take(self, intake: Intake, begin: Begin) -> Message:
+    def _take(self, intake: Intake, begins: Sequence[Begin]) -> Message:
         self._takes += 1
         try:
-            corrupt = intake.take(begin)
+            corrupt = intake.take(*begins)
         except TransportError as error:
             return NotTaken(reason=error.message, symptom=error.symptom)
         except WireError as error:

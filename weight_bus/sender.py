@@ -1,0 +1,130 @@
+"""Sends what a learner rank has packed: its lanes, bucket by bucket in turn, each in a group of its own."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from weight_bus.delta.changes import Change
+from weight_bus.errors import NotPacked, TransportError, WeightBusError
+from weight_bus.lanes import Lane, described
+from weight_bus.manifest import Layout
+from weight_bus.packing import PackingProgress
+from weight_bus.transports.base import FORMING, Formation, Transport, of_lane
+
+SLACK_S = 15.0  # beside what the transport takes by its own timeout
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What travels in a round."""
+
+    version: int
+    pieces: Sequence[torch.Tensor]  # flat uint8, one broadcast each
+    sources: Sequence[tuple[int, int]]  # of each piece: lane, counted from 0 here, and its number there
+    progress: PackingProgress
+    layout: Layout  # of the pieces, where they are no change
+    change: Change | None = None  # None when they are the buckets themselves
+
+
+def limit_s(pieces: int, lanes: int, timeout_s: float) -> float:
+    """Seconds after which transports that keep their own timeouts have sent a parcel, or have failed."""
+    return (2 * pieces + FORMING * lanes) * timeout_s + SLACK_S
+
+
+class Sender:
+    """Owns a transport for each lane, on a thread of its own: the control plane is served meanwhile.
+
+    Args:
+        lanes: what each transport is for; empty where it is all there is.
+        doing: called with what the receivers do meanwhile.
+        closing: says why no more is to be sent; empty while it is.
+        done: called at the end of a parcel.
+    """
+
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        lanes: Sequence[Lane],
+        timeout_s: float,
+        *,
+        doing: Callable[[str], None],
+        closing: Callable[[], str],
+        done: Callable[[], None],
+    ) -> None:
+        self._transports, self._lanes, self._timeout_s = transports, lanes, timeout_s
+        self._doing, self._closing, self._done = doing, closing, done
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-bus-data")
+        self.endpoints = [transport.serve() for transport in transports]
+
+    def send(self, parcel: Parcel, formation: Formation | None) -> "Future[None]":
+        """Begin to send, in groups that are built first with a `formation` (lane 0's). The future: TransportError."""
+        future = self._worker.submit(self._send, parcel, formation)
+        future.add_done_callback(lambda _: self._done())
+        return future
+
+    def leave(self) -> None:
+        """Drop the groups. Raises WeightBusError when a transport does not."""
+        try:
+            self._worker.submit(self._leave).result(SLACK_S)
+        except TimeoutError as late:
+            raise WeightBusError(f"the transport did not leave its broken group in {SLACK_S:.0f} s [silent]") from late
+
+    def close(self) -> None:
+        """End the data plane; a broadcast in flight ends by its own timeout."""
+        for transport in self._transports:
+            self._worker.submit(transport.close)
+        self._worker.shutdown(wait=True)
+
+    def _leave(self) -> None:
+        for transport in self._transports:
+            transport.leave()
+
+    def _send(self, parcel: Parcel, formation: Formation | None) -> None:
+        if formation is not None:
+            self._doing(f"building the group of epoch {formation.epoch} for")
+        for number, transport in enumerate(self._transports):
+            with self._naming(number):
+                if formation is not None:
+                    its = replace(formation, endpoint=self.endpoints[number])
+                    transport.form(of_lane(its, self._lanes[number].number if self._lanes else 0))
+                transport.label(parcel.version, parcel.layout if parcel.change is None else None)
+        limit_s = self._timeout_s / 2  # receivers wait for each bucket, too
+        for number, bucket in enumerate(parcel.pieces):
+            lane, index = parcel.sources[number]
+            if self._closing():
+                raise TransportError(f"closed before bucket {number + 1}", "closed")
+            there = parcel.progress.wait(number, limit_s)
+            if self._lanes and (why := parcel.progress.called_off):  # of other ranks, the publisher does not know it
+                raise NotPacked(f"v{parcel.version} is called off: {why}", "closed")
+            if not there:
+                what = f"bucket {number + 1} of {len(parcel.pieces)} of v{parcel.version}"
+                raise NotPacked(f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow")
+            self._receiving(number, parcel)
+            with self._naming(lane):
+                self._transports[lane].broadcast(bucket, index)
+        # buckets that are only launched arrive one by one afterwards
+        for lane, transport in enumerate(self._transports):
+            with self._naming(lane):
+                numbers = [number for number, source in enumerate(parcel.sources) if source[0] == lane]
+                transport.finish(partial(self._arrived, parcel, numbers))
+
+    def _arrived(self, parcel: Parcel, numbers: Sequence[int], index: int) -> None:
+        self._receiving(numbers[index] + 1, parcel)
+
+    def _receiving(self, number: int, parcel: Parcel) -> None:
+        count = len(parcel.pieces)
+        self._doing(f"receiving bucket {min(number + 1, count)} of {count} of")
+
+    @contextmanager
+    def _naming(self, lane: int) -> Iterator[None]:
+        """A lane that breaks is named, where there are several."""
+        try:
+            yield
+        except TransportError as error:
+            if not self._lanes:
+                raise
+            raise error.during(described(self._lanes[lane])) from error
