@@ -7,7 +7,7 @@ the tokens of the whole batch.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor import Shard as Sharded
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from configs import Config
@@ -31,7 +30,6 @@ from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
 from learner.policy.meshes import Meshes, meshes_of
-from learner.policy.moe.mixture import Experts
 from learner.policy.moe.mixtures import Mixtures
 from learner.policy.pretrained import (
     PolicyError,
@@ -42,6 +40,7 @@ from learner.policy.pretrained import (
     read_config,
 )
 from learner.policy.tensor_parallel import local_weight, parallelize
+from learner.policy.units import shard
 from learner.rows import Row
 from slipstream.families.names import inside
 from slipstream.families.sizes import Sizes
@@ -380,31 +379,3 @@ def choose_for(setup: Setup, mesh: DeviceMesh | Meshes, device: torch.device) ->
     """The fastest way that fits into what every rank has free. A collective."""
     free = least_free(mesh, device)
     return choose(setup, None if free is None else usable(free))
-
-
-def shard(model: TokenModel, meshes: Meshes, compute_dtype: torch.dtype, budget: Budget) -> None:
-    """Make FSDP units; on the meta device, so that nothing is allocated yet."""
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    inner = model.transformer
-    apart = [] if inner.config.tie_word_embeddings else [inner.model.embed_tokens, inner.lm_head]
-    blocks = [module for module in model.modules() if isinstance(module, Experts)] if meshes.experts else []
-    for unit in [*blocks, *inner.model.layers, *apart, model]:
-        # experts are given weights in float32, which stay so
-        own = replace(precision, cast_forward_inputs=False) if isinstance(unit, Experts) else precision
-        mesh = meshes.experts if meshes.experts and isinstance(unit, Experts) else meshes.data
-        stays: dict[str, Any] = {} if unit is model else {"reshard_after_forward": not budget.keeps_gathered}
-        fully_shard(unit, mesh=mesh, mp_policy=own, shard_placement_fn=cut_of(mesh.size(-1)), **stays)
-    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        # Sum instead of mean; gloo has no pre-multiplied sum, so the plain one is asked for by name.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
-
-
-def cut_of(ranks: int) -> Callable[[torch.nn.Parameter], Sharded | None]:
-    """In which dimension FSDP2 cuts a parameter: inside of experts, where their number does not go up in the ranks."""
-
-    def cut(parameter: torch.nn.Parameter) -> Sharded | None:
-        here = local_of(parameter).shape
-        return Sharded(1) if len(here) == 3 and here[0] % ranks and here[1] % ranks == 0 else None
-
-    return cut
