@@ -229,7 +229,7 @@ def run_heat(task: Task) -> dict[str, Any]:
         computed, tokens, whole = over_ranks(model, rows, ranks.device, tensor)
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
         return {
-            **{name: getattr(task, name) for name in ("shape", "heat", "ranks", "mesh")},
+            **{name: getattr(task, name) for name in ("shape", "heat", "ranks", "mesh", "max_tokens", "loss_tokens")},
             "device": device,
             "torch": torch.__version__,
             "step_s": step_s,
@@ -240,7 +240,6 @@ def run_heat(task: Task) -> dict[str, Any]:
             "tokens_per_s_a_device": tokens / step_s / task.ranks,
             "tokens_computed": computed,
             "mfu": whole / step_s / speed / task.ranks if (speed := peak_flops(device)) else None,
-            "mfu_gradients": whole / statistics.median(timed["gradients"]) / speed / task.ranks if speed else None,
             "peak_gib": max(update.sums.values["peak_bytes_max"] for update in updates[WARM_UP:]) / 2**30,
             "microbatches": len(rows),
             "fill": statistics.mean(row.input_ids.numel() for row in rows) / max(row.input_ids.numel() for row in rows),
@@ -296,7 +295,8 @@ def command(arguments: list[str]) -> int:
 def line(result: dict[str, Any]) -> str:
     """One heat for the reader."""
     mfu = f"{result['mfu']:.1%}" if result["mfu"] else "-"
-    inner = f" ({result['mfu_gradients']:.1%} of forward and backward)" if result["mfu"] else ""
+    alone = (result["mfu"] or 0) * result["step_s"] / result["phases_s"]["gradients"]
+    inner = f" ({alone:.1%} of forward and backward)" if result["mfu"] else ""
     ranks = f" on {result['ranks']} ranks" if result["ranks"] > 1 else ""
     return (
         f"{result['shape']} {result['heat']}{ranks}: {result['tokens_per_s']:,.0f} tokens/s, MFU {mfu}{inner},"
