@@ -198,7 +198,10 @@ class Config(Tree):
             yield "weight_bus.transport: 'disk' needs weight_bus.folder, which all nodes see"
         needed = {
             "weight_bus.transport": (bus.transport, ("collective",)),
-            "weight_bus.backend": (bus.backend, ("gloo", "nccl") if self.placement.tensor_parallel == 1 else ("nccl",)),
+            "weight_bus.backend": (
+                bus.backend,
+                ("gloo", "nccl") if self.placement.tensor_parallel == 1 or self.staged_by_rank else ("nccl",),
+            ),
             "rollout.engine": (self.rollout.engine, tuple(name for name, its in ENGINES.items() if its.has_processes)),
         }
         for key, (value, possible) in needed.items() if bus.stage_in == "engine" else ():
