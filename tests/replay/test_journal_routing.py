@@ -102,7 +102,7 @@ def test_routing_that_is_not_there_whole_is_damage_by_name(tmp_path: Path) -> No
     path = path_apart(tmp_path, 1)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(JournalDamaged, match=r"000001\.ids: byte 0: the routing of group \(0, 5\) is missing: 15 of"):
-        writer.whole(held)
+        PlayedJournal(tmp_path).whole(held)
     path.unlink()
     with pytest.raises(JournalDamaged, match="No such file"):
         PlayedJournal(tmp_path).whole(held)
