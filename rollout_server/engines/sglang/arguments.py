@@ -14,8 +14,11 @@ import torch
 from configs.schema import Config
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import folder_tensors
+from slipstream.families.experts import Experts, experts_of
 from slipstream.families.pictures import decoder_of
 from slipstream.families.sizes import Sizes
+from slipstream.families.table import family_of
+from slipstream.runtime.fingerprint import read_json
 from weight_bus.manifest import ITEM_SIZES
 
 LOADER = "rollout_server.engines.sglang.update.loader.apply"
@@ -28,6 +31,7 @@ RESERVED_BYTES = 4 * 1024**3
 SAFE_SHARE = 0.92
 """Share of the device memory that is planned with."""
 
+ROUTED = "enable_return_routed_experts"
 DECIDED = {
     "model_path": "model.path",
     "tokenizer_path": "model.path",
@@ -54,6 +58,7 @@ DECIDED = {
     "trust_remote_code": "nothing: code in a model folder is never run",
     "speculative_algorithm": "nothing yet: behaviour logprobs with it are not proven",
     "enable_lora": "learner.lora",
+    ROUTED: "algorithm.routing_replay",
 }
 """ServerArgs that Slipstream decides, and what to set instead."""
 
@@ -94,7 +99,19 @@ def server_arguments(config: Config, *, known: Collection[str], cuda: bool) -> d
         "trust_remote_code": False,
         "context_length": _context_length(config),
     }
+    if replayed(config) is not None:
+        kind = family_of(decoder_of(read_json(Path(config.model.path) / "config.json")))
+        if ROUTED not in known or not kind.routed_in_sglang:
+            what = f"the routed experts of {kind.model_type}"
+            raise EngineError(f"algorithm.routing_replay: the installed SGLang does not return {what}; set it to false")
+        decided[ROUTED] = True
     return {name: value for name, value in {**defaults, **config.rollout.sglang, **decided}.items() if name in known}
+
+
+def replayed(config: Config) -> Experts | None:
+    """Experts of the model whose choices the learner replays; None without."""
+    described = decoder_of(read_json(Path(config.model.path) / "config.json"))
+    return experts_of(described) if config.algorithm.routing_replay else None
 
 
 def _context_length(config: Config) -> int:
@@ -135,31 +152,36 @@ def _on_cuda(config: Config) -> dict[str, Any]:
     total = torch.cuda.get_device_properties(0).total_memory
     count = sum(math.prod(shape) for _, shape in folder_tensors(Path(config.model.path), whole=True))
     model_bytes = count * ITEM_SIZES[config.rollout.dtype]
-    share = memory_share(total, model_bytes, tensor_parallel=config.placement.tensor_parallel, staged=staged)
+    ranks = config.placement.tensor_parallel
+    staged_bytes = model_bytes // (ranks if config.staged_by_rank else 1) if staged else 0
+    share = memory_share(total, model_bytes, tensor_parallel=ranks, staged_bytes=staged_bytes)
     return {"mem_fraction_static": share, **defaults}
 
 
-def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged: bool) -> float:
+def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged_bytes: int) -> float:
     """Share of a GPU that SGLang may take for its weights and KV cache.
 
     Args:
         total: bytes of the GPU.
         model_bytes: of one version, whole.
         tensor_parallel: GPUs that the engine is divided over.
-        staged: whether a version is received into GPU memory before it is loaded.
+        staged_bytes: what is received into GPU memory before it is loaded.
 
     Raises EngineError where the engine's part of the weights does not fit beside the rest.
     """
-    share = SAFE_SHARE - (RESERVED_BYTES + (model_bytes if staged else 0)) / total
+    share = SAFE_SHARE - (RESERVED_BYTES + staged_bytes) / total
     own = model_bytes / tensor_parallel
     if share * total > own:
         return round(share, 3)
     parts = f"{own / 1e9:.1f} GB of weights (placement.tensor_parallel {tensor_parallel})"
     gpu = f"do not fit in a GPU of {total / 1e9:.0f} GB"
-    if not staged:
+    if not staged_bytes:
         raise EngineError(f"{parts} {gpu}; take more placement.tensor_parallel")
+    parts = f"{parts} and {staged_bytes / 1e9:.1f} GB of a staged update"
+    if staged_bytes < model_bytes or tensor_parallel == 1:
+        raise EngineError(f"{parts} {gpu}; take more placement.tensor_parallel with weight_bus.stage_in: engine")
     raise EngineError(
-        f"{parts} and a staged update of {model_bytes / 1e9:.1f} GB {gpu}. Staging is not divided over tensor"
-        " parallelism: each GPU reserves room for the whole model, so more placement.tensor_parallel does not shrink"
-        " it; take weight_bus.backend: gloo, which stages in host memory"
+        f"{parts} {gpu}. Each GPU reserves room for the whole model; take weight_bus.stage_in: engine without"
+        " weight_bus.delta, which stages on each GPU what it needs, or weight_bus.backend: gloo, which stages in host"
+        " memory"
     )
