@@ -85,7 +85,6 @@ def test_a_plain_subscriber_gets_whole_tensors_of_three_senders():
         assert digests(server.engine.live) == digests(moe(1))
 
 
-<<<<<<< HEAD
 def test_a_newcomer_is_filled_in_lanes_beside_those_of_the_others():
     with Learner(3, 1) as learner:
         servers = [Rollout(learner.publisher, f"rollout-{n}") for n in range(2)]
@@ -97,7 +96,8 @@ def test_a_newcomer_is_filled_in_lanes_beside_those_of_the_others():
             assert len(learner.publish(version).served) == 3
         assert [server.subscriber.subscription.epoch for server in servers] == [1, 1, 2]
         assert all(digests(server.engine.live) == digests(moe(3)) for server in servers)
-=======
+
+
 def test_processes_load_their_slices_into_fused_live_tensors_in_the_memory_that_arithmetic_says():
     size = sum(tensor.nbytes for tensor in moe(0).values())
     with Learner(2, 2, processes=True) as learner, SchedulerProcesses(2) as schedulers:
@@ -181,4 +181,3 @@ def test_a_sender_whose_lane_breaks_is_named_and_no_engine_serves_what_it_sent_i
             assert learner.publish(3).served == ["rollout-0"]
             assert "learner rank 1" in caplog.text or "corrupt tensors scheduler rank 1: " in caplog.text, caplog.text
         assert not server.engine.quarantined
->>>>>>> main
