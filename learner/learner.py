@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from configs.schema import Config
 from learner.batches import BatchReader
 from learner.beside.beside import build_beside
@@ -14,6 +16,7 @@ from learner.checkpoints.memory_plan import KEY, described, plan_memory
 from learner.guards import Alarm, Guards, GuardVerdict, SilentlyWrong
 from learner.guards.roll_back import RollBack, RollBacks
 from learner.optimizer import Optimizer
+from learner.policy.flops import mfu, peak_flops
 from learner.policy.memory import OutOfMemory
 from learner.policy.model import build_policy
 from learner.ranks import Ranks
@@ -69,6 +72,9 @@ class Learner:
         self._spans = Spans(self.profile.observe)
         self.trainer = Trainer(config, self.policy, self.optimizer, self._spans, self.beside, self.guards)
         self._step_started, self._cores = time.monotonic(), Cores()
+        name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else ""
+        self._peak = peak_flops(name) if config.learner.compute_dtype == "bfloat16" else None
+        """Of a device, in bfloat16; None where it is not known."""
         self.trainer.objective = self.rollouts.watch(self.trainer.objective)
         what = "the first step, which compiles the layers" if config.learner.compile is True else "the first step"
         self._first_step: AbstractContextManager[Any] = Progress(what)
@@ -213,6 +219,8 @@ class Learner:
             communication_s = self.policy.communication.take()
             if communication_s:
                 values["perf/communication_share"] = communication_s / max(spans["timing_s/gradients"], 1e-9)
+            if self._peak is not None and update.sums.global_tokens:
+                values["perf/mfu"] = mfu(update.sums.values["flops"], spans, self._peak * self.ranks.world_size)
             values |= {
                 "training/lag_histogram": batch.lag_histogram,
                 "training/update_applied": update.applied,

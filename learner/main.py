@@ -20,7 +20,7 @@ from replay.channel import ChannelError
 from replay.data import DataError
 from replay.journal import JournalError
 from slipstream.check import checks
-from slipstream.check.memory import memory_budget, unknown
+from slipstream.check.memory import host_budget, memory_budget, unknown
 from slipstream.launch import earlier_run
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.quickstart import input_is_missing, make_input
@@ -66,6 +66,7 @@ def main() -> int:
             roles: tuple[Role, ...] = ("replay", "learner", "rollout")
             sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:2]) + "\n")
             sys.stdout.write(memory_budget(config))
+            sys.stdout.write(f"{host_budget(config)[1]}\n".lstrip())
             if launcher.lacks_gpus:
                 unseen = ["gpu", "kernels", *unknown(config)]
                 say(f"not looked at, without a usable GPU here: {', '.join(unseen)}")

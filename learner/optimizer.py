@@ -12,6 +12,7 @@ import torch
 from configs.learner import LearnerSettings
 from learner.layout import spans
 from learner.policy.model import Policy
+from learner.policy.pinned import host_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FINAL_SHARE = 0.1
@@ -70,11 +71,14 @@ class Optimizer:
         self._spans = [self.masters]
         if config.offload_optimizer:
             self._spans = list(spans(self.masters, lambda master: master.nbytes, OFFLOADED_BYTES))
-        pinned = config.offload_optimizer and policy.device.type == "cuda"
-        home: dict[str, Any] = {"device": "cpu", "pin_memory": pinned} if config.offload_optimizer else {}
-        for master in self.masters:
-            moments = {kind: torch.zeros_like(master, **home) for kind in MOMENTS}
-            self.adamw.state[master] = {"step": torch.zeros((), device=master.device), **moments}
+        twice = self.masters * len(MOMENTS)
+        if config.offload_optimizer:
+            moments = [one.zero_() for one in host_tensors(twice, pinned=policy.device.type == "cuda")]
+        else:
+            moments = [torch.zeros_like(master) for master in twice]
+        for number, master in enumerate(self.masters):
+            own = dict(zip(MOMENTS, moments[number :: len(self.masters)], strict=True))
+            self.adamw.state[master] = {"step": torch.zeros((), device=master.device), **own}
 
     @property
     def num_steps(self) -> int:

@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from learner.objective import Measurements
 from learner.optimizer import Optimizer
+from learner.policy.flops import flops_of
 from learner.policy.model import Policy
 from learner.rows import Row
+from slipstream.families.sizes import Sizes
 
 Measure = Callable[..., tuple[torch.Tensor, Measurements]]
 """Of a row and what the model's forward gives for it: its share of the loss, and measurements (an Objective)."""
@@ -151,6 +153,9 @@ def accumulate_gradients(
             combine = torch.maximum if name.endswith(MAX) else torch.add
             found[name] = combine(found[name], value.double()) if name in found else value.double()
     found["saved"] = torch.tensor(sum(row.saved for row in rows), dtype=torch.float64, device=policy.device)
+    sizes = Sizes.of(policy.model.transformer.config.to_dict())
+    flops = flops_of(sizes, rows, frozen=policy.lora is not None)
+    found["flops"] = torch.tensor(flops, dtype=torch.float64, device=policy.device)
     if not policy.leads:  # another rank measured the same tokens
         found = {name: torch.zeros_like(value) for name, value in found.items()}
     policy.settle_gradients()

@@ -154,6 +154,13 @@ class WeightFollower:
         log.error("weights of version %d are not live: %s [corrupt]; this engine is quarantined", version, reason)
         await self._on_quarantine(reason)
 
+    async def _busy(self) -> tuple[float, str] | None:
+        """For how long at most an evaluation keeps the version that is live, and which."""
+        held = self._engine.holds()
+        if held is None or self._paused_at is not None:
+            return None  # what stands still waits for nothing
+        return self._config.evaluation.deadline_s, f"evaluates v{held}"
+
     async def _reasons_to_wait(self) -> tuple[int | None, bool]:
         """The version that an evaluation holds, and whether requests are drained first."""
         return self._engine.holds(), self._config.on_new_weights == "drain" and bool(self._engine.running_tokens())
@@ -171,6 +178,7 @@ class WeightFollower:
                         self._activate(version, subscriber.incarnation, evaluate)
                     ),
                     quarantine=lambda version, reason: self.wait_for(self._quarantine(version, reason)),
+                    busy=lambda: self.wait_for(self._busy()),
                 )
         except BusClosed as closed:
             log.info("weight bus: %s", closed)

@@ -6,13 +6,15 @@ waits for:    subscribers (silence, slowness and the collective timeout bound ev
 unblocked by: a message, a packed update, a heartbeat period, close()
 
 A round sends the version on offer to members that need it, in the group of one epoch. The members of the last epoch use
-its group again; any other set forms the next epoch, of exactly those that answer for it.
+its group again; any other set forms the next epoch, of exactly those that answer for it. Newcomers and late members
+have a group of their own, beside the main one.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from configs.infrastructure import WeightBus
 from weight_bus.control import Router, wake_quickly
@@ -20,7 +22,7 @@ from weight_bus.coordinator import Coordinator
 from weight_bus.delta.changes import Change
 from weight_bus.errors import BusClosed, FolderFull, NotPacked, TransportError, WeightBusError
 from weight_bus.lanes import Lane, joined
-from weight_bus.membership import Member, State
+from weight_bus.membership import Group, Member, State
 from weight_bus.messages import Abort, Begin, Epoch, Send, described, digest_array
 from weight_bus.offer import VERIFYING, Board, Offer
 from weight_bus.sender import Parcel, Sender, limit_s
@@ -46,6 +48,7 @@ class Bus:
         router: Router,
         board: Board,
         transports: Sequence[Transport],
+        another: Callable[[], Transport],
         incarnation: int,
         lanes: Sequence[Lane],
         sender_session: str,
@@ -56,6 +59,7 @@ class Bus:
         self._sources = joined([lane.layout for lane in mine]).sources if mine else ()
         self._sender = Sender(
             transports,
+            another,
             mine,
             config.collective_timeout_s,
             doing=self._doing,
@@ -69,8 +73,6 @@ class Bus:
         )
         self._rest_until = 0.0
         """No round before: a learner rank is late with its packing."""
-        self._suspects: frozenset[str] = frozenset()
-        """Sessions of the receivers of the last group, where it broke: any of them may have broken it."""
         self.thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
         self.thread.start()
 
@@ -79,11 +81,12 @@ class Bus:
         try:
             while True:
                 self._take_up()
-                if receivers := self._receivers():
-                    self._round(receivers)
+                group, receivers = self._next_round()
+                if receivers:
+                    self._round(group, receivers)
                 else:
                     due = time.monotonic() + self._config.heartbeat_s
-                    self._coordinator.pump(lambda: bool(self._board.pending or self._receivers()), due)
+                    self._coordinator.pump(lambda: bool(self._board.pending or self._next_round()[1]), due)
         except BusClosed as closed:
             self._say_goodbye(str(closed))
         except Exception as error:
@@ -119,40 +122,40 @@ class Bus:
                 self._board.pending, self._board.current = None, pending
             self._board.settle(now)
 
-    def _receivers(self) -> list[Member]:
+    def _next_round(self) -> tuple[Group, list[Member]]:
         with self._board.changed:
             offer = self._board.current
             if offer is None or offer.progress.stalled or time.monotonic() < self._rest_until:
-                return []
-            return self._membership.needing(offer.version, time.monotonic())
+                return self._membership.main, []
+            return self._membership.next_round(offer.version, time.monotonic())
 
     # ---- a round ----
 
-    def _round(self, receivers: list[Member]) -> None:
-        """Send the current version to members that are idle, once. Failures end in other states of the members."""
+    def _round(self, group: Group, receivers: list[Member]) -> None:
+        """Send the current version to members that are free, once. Failures end in other states of the members."""
         offer = self._board.current
         assert offer is not None
         with self._board.changed:
             receivers = [member for member in receivers if self._coordinator.reach(member)]
         started = time.monotonic()
         self._wait_for_senders()
-        fresh = not self._membership.in_group(receivers)
+        fresh = group.sessions != tuple(member.session for member in receivers)
         if fresh and receivers:
-            receivers = self._form(offer, receivers)
+            receivers = self._form(offer, group, receivers)
         if not receivers:
             return
         offer.spend("epoch", started)
         started = offer.sending_since = time.monotonic()
-        parcel = self._begin(offer, receivers)
+        parcel = self._begin(offer, group, receivers)
         if parcel is None:
             return
-        error = self._transmit(offer, parcel, len(receivers) + 1, fresh=fresh)
+        error = self._transmit(offer, parcel, group, fresh=fresh)
         offer.sent_at, offer.sending_since = offer.spend("send", started), 0.0
-        self._suspects = frozenset()
+        group.suspects = frozenset()
         if error is None:
             self._board.emit("sent", offer.version)
         else:
-            self._abort(offer, receivers, error)
+            self._abort(offer, group, receivers, error)
 
     def _wait_for_senders(self) -> None:
         """Until those of other learner ranks are there. Raises WeightBusError: some do not come."""
@@ -161,13 +164,13 @@ class Bus:
             ranks = ", ".join(map(str, missing))
             raise WeightBusError(f"no sender of learner rank {ranks} in {self._config.deadline_s:.0f} s [silent]")
 
-    def _form(self, offer: Offer, invited: list[Member]) -> list[Member]:
-        """Invite members to the next epoch; those that answer."""
+    def _form(self, offer: Offer, group: Group, invited: list[Member]) -> list[Member]:
+        """Invite members to the group's next epoch; those that answer."""
         # a survivor of a broken group may sit in its own collective timeout meanwhile
         patience = self._config.collective_timeout_s + 2 * self._config.heartbeat_s
         membership, now = self._membership, time.monotonic()
         with self._board.changed:
-            epoch = membership.invite(invited, now, now + patience)
+            epoch = membership.invite(group, invited, now, now + patience)
             self._board.counters["epochs"] += 1
             names = [member.name for member in invited]
             for member in invited:
@@ -181,7 +184,7 @@ class Bus:
         self._coordinator.pump(lambda: not present(State.INVITED), until)
         with self._board.changed:
             ready = present(State.READY)
-            if len(ready) > 1 and frozenset(m.session for m in ready) == self._suspects:
+            if len(ready) > 1 and frozenset(m.session for m in ready) == group.suspects:
                 # all live and yet their round failed: one at a time shows which data plane is broken
                 for member in ready[1:]:
                     membership.release(member, time.monotonic())
@@ -192,7 +195,7 @@ class Bus:
         self._board.emit("epoch", offer.version, detail=detail)
         return ready
 
-    def _begin(self, offer: Offer, receivers: list[Member]) -> Parcel | None:
+    def _begin(self, offer: Offer, group: Group, receivers: list[Member]) -> Parcel | None:
         """Announce the version to every receiver; None when it was called off meanwhile."""
         now = time.monotonic()
         with self._board.changed:
@@ -202,9 +205,10 @@ class Bus:
                         self._membership.release(member, now)
                 return None
             parcel = self._parcel(offer, receivers)
-            self._membership.begin(receivers, (offer.version, offer.digest), now, now + self._config.deadline_s)
+            target = offer.version, offer.digest
+            self._membership.begin(group, receivers, target, now, now + self._config.deadline_s)
             self._board.counters["rounds"] += 1
-            self._announce(offer, parcel.change, receivers)
+            self._announce(offer, parcel.change, group, receivers)
         return parcel
 
     def _parcel(self, offer: Offer, receivers: list[Member]) -> Parcel:
@@ -220,7 +224,7 @@ class Bus:
         sources = self._sources or [(0, index) for index in range(len(pieces))]
         return Parcel(offer.version, pieces, sources, offer.progress, offer.manifest.layout, change)
 
-    def _announce(self, offer: Offer, change: Change | None, receivers: Sequence[Member]) -> None:
+    def _announce(self, offer: Offer, change: Change | None, group: Group, receivers: Sequence[Member]) -> None:
         """Send the layout of each lane to those that have not had it, and Begin to all."""
         layouts = [manifest.layout for manifest in offer.manifests]
         if uninformed := self._membership.uninformed(receivers, " ".join(layout.id for layout in layouts)):
@@ -229,7 +233,7 @@ class Bus:
                 self._router.send_all([member.identity for member in uninformed], new)
         for number, manifest in enumerate(offer.manifests):
             begin = Begin(
-                epoch=self._membership.epoch,
+                epoch=group.epoch,
                 version=offer.version,
                 incarnation=self._incarnation,
                 evaluate=offer.evaluate,
@@ -239,19 +243,20 @@ class Bus:
                 layout=manifest.layout.id,
                 digests=digest_array(manifest),
                 digest=offer.digest,
-                **self._senders.of_lane(number),
+                **self._senders.of_lane(number, group is self._membership.beside),
                 **(change.described() if change is not None else {}),
             )
             self._router.send_all([member.identity for member in receivers], begin)
 
-    def _transmit(self, offer: Offer, parcel: Parcel, size: int, *, fresh: bool) -> TransportError | None:
+    def _transmit(self, offer: Offer, parcel: Parcel, group: Group, *, fresh: bool) -> TransportError | None:
         """Send all pieces, in a new group where the epoch is fresh."""
-        epoch, timeout_s = self._membership.epoch, self._config.collective_timeout_s
-        prefix = group_prefix(self._router.run_id, self._incarnation, epoch)
-        group = Formation(epoch=epoch, rank=0, size=size, endpoint="", prefix=prefix)
-        order = Send(session=self._senders.session, epoch=epoch, version=offer.version, size=size, fresh=fresh)
+        what: dict[str, Any] = {"epoch": group.epoch, "size": len(group.sessions) + 1}
+        beside, timeout_s = group is self._membership.beside, self._config.collective_timeout_s
+        prefix = group_prefix(self._router.run_id, self._incarnation, group.epoch)
+        formation = Formation(rank=0, endpoint="", prefix=prefix, **what) if fresh else None
+        order = Send(session=self._senders.session, version=offer.version, fresh=fresh, beside=beside, **what)
         futures = {rank: self._senders.send(rank, order) for rank in self._senders.ranks}
-        futures[0] = self._sender.send(parcel, group if fresh else None)
+        futures[0] = self._sender.send(parcel, formation, beside=beside)
         pieces = max(len(parcel.pieces), sum(len(manifest.layout.bucket_sizes) for manifest in offer.manifests))
         longest_s = limit_s(pieces, len(offer.manifests), timeout_s)
         self._coordinator.pump(lambda: all(f.done() for f in futures.values()), time.monotonic() + longest_s)
@@ -261,19 +266,18 @@ class Bus:
             raise WeightBusError(f"the transport{whose} does not keep its timeout: {doing} [silent]")
         return _cause([future.exception() for future in futures.values()])
 
-    def _abort(self, offer: Offer, receivers: list[Member], error: TransportError) -> None:
+    def _abort(self, offer: Offer, group: Group, receivers: list[Member], error: TransportError) -> None:
         """Break the group. Members that have staged everything go on; the others are sent the version again."""
-        epoch = self._membership.epoch
         with self._board.changed:
-            log.warning("weight bus: v%d epoch %d: %s", offer.version, epoch, error)
-            self._membership.break_group()
-            aborted = [member for member in receivers if self._release(offer, member, epoch, error)]
-        self._sender.leave()
+            log.warning("weight bus: v%d epoch %d: %s", offer.version, group.epoch, error)
+            group.sessions = ()
+            aborted = [member for member in receivers if self._release(offer, member, group.epoch, error)]
+        self._sender.leave(beside=group is self._membership.beside)
         if isinstance(error, NotPacked | FolderFull):  # here, and no receiver's fault
             if self._lanes:
                 self._rest_until = time.monotonic() + self._config.heartbeat_s
             return
-        self._suspects = frozenset(member.session for member in receivers)
+        group.suspects = frozenset(member.session for member in receivers)
         if aborted and len(receivers) == 1:
             self._coordinator.charge(aborted[0], str(error))
 

@@ -13,7 +13,7 @@ from replay.channel import Envelope, WireError, shown
 from weight_bus import messages as m
 from weight_bus.control import Router
 from weight_bus.errors import BusClosed
-from weight_bus.membership import Member, State
+from weight_bus.membership import ENGAGED, Member, State
 from weight_bus.offer import Board
 from weight_bus.senders import Senders
 from weight_bus.transports.base import differing
@@ -21,7 +21,6 @@ from weight_bus.transports.base import differing
 log = logging.getLogger(__name__)
 
 MAX_HOLD_S = 24 * 3600.0  # no engine is given more
-ENGAGED = (State.APPLYING, State.HOLDING)
 
 
 class Coordinator:
@@ -169,7 +168,7 @@ class Coordinator:
         member = self._membership.receiving(session, epoch, version)
         if member is None or offer is None:
             return
-        off = (epoch, version) == board.called_off
+        off = version == board.called_off[1] and epoch <= board.called_off[0]
         if off or (not staged.corrupt and version != offer.version):
             reason = "called off" if off else f"superseded by v{offer.version}"
             self._router.send(member.identity, m.Abort(session=session, epoch=epoch, version=version, reason=reason))
@@ -218,9 +217,8 @@ class Coordinator:
             said = (self._membership.find(failed.session) or failed.session, failed.reason)
             log.info("weight bus: v%d epoch %d: %s, afterwards: %s", failed.version, failed.epoch, *said)
             return
-        alone = len(self._membership.group) == 1
+        alone = self._membership.break_group(member.session) == 1
         self._membership.release(member, now)
-        self._membership.break_group()
         log.warning("weight bus: v%d epoch %d: %s: %s", failed.version, failed.epoch, member, failed.reason)
         if alone:
             self.charge(member, failed.reason)

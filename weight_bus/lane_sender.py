@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,8 @@ class LaneSender(AbstractContextManager["LaneSender"]):
         self._timeout_s = config.collective_timeout_s
         mine = [lane for lane in lanes if lane.sender == rank]
         self._joined = joined([lane.layout for lane in mine])
-        transports = [(transport_factory or make_transport)(config, host) for _ in mine]
+        make = partial(transport_factory or make_transport, config, host)
+        transports = [make() for _ in mine]
         self._facts = transports[0].facts()
         device = HOST if pack_on_host else transports[0].device
         self._packer = Packer(config.bucket_bytes, device, layout=self._joined.layout, pinned=from_gpu)
@@ -84,7 +86,13 @@ class LaneSender(AbstractContextManager["LaneSender"]):
         self._sets: list[Packed | None] = [None, None]
         self._closing = ""
         self._sender = Sender(
-            transports, mine, self._timeout_s, doing=lambda _: None, closing=lambda: self._closing, done=lambda: None
+            transports,
+            make,
+            mine,
+            self._timeout_s,
+            doing=lambda _: None,
+            closing=lambda: self._closing,
+            done=lambda: None,
         )
         self._dealer = Dealer(address, f"sender-{rank}.{secrets.token_hex(8)}", TO_SENDER, keys=keys)
         self._dealer.run_id = run_id
@@ -121,7 +129,8 @@ class LaneSender(AbstractContextManager["LaneSender"]):
 
     def _run(self) -> None:
         wake_quickly()
-        enlist = Enlist(session=self._session, rank=self._rank, endpoints=self._sender.endpoints, facts=self._facts)
+        endpoints = [*self._sender.endpoints(), *self._sender.endpoints(beside=True)]
+        enlist = Enlist(session=self._session, rank=self._rank, endpoints=endpoints, facts=self._facts)
         heard, due = False, 0.0
         try:
             while not self._closing:
@@ -150,7 +159,7 @@ class LaneSender(AbstractContextManager["LaneSender"]):
             self._send(order)
         except TransportError as error:
             log.warning("weight bus: learner rank %d: v%d epoch %d: %s", self._rank, order.version, order.epoch, error)
-            self._sender.leave()
+            self._sender.leave(beside=order.beside)
             late = isinstance(error, NotPacked)
             answer = replace(answer, reason=error.message, symptom=error.symptom, not_packed=late)
         with suppress(ChannelError):  # the publisher is gone, and with it this learner
@@ -161,7 +170,7 @@ class LaneSender(AbstractContextManager["LaneSender"]):
         prefix = group_prefix(self._run_id, self._incarnation, order.epoch)
         formation = Formation(epoch=order.epoch, rank=0, size=order.size, endpoint="", prefix=prefix)
         parcel = Parcel(order.version, packed.buckets, self._joined.sources, packed.progress, self._joined.layout)
-        self._sender.send(parcel, formation if order.fresh else None).result()
+        self._sender.send(parcel, formation if order.fresh else None, beside=order.beside).result()
 
     def _opened(self, version: int) -> Packed:
         """The version, once its packing has begun. Raises NotPacked."""

@@ -1,4 +1,4 @@
-"""The members of the weight bus, their states, and the epoch that they form. No socket, no clock: time is an argument.
+"""The members of the weight bus, their states, and the groups that they form. No socket, no clock: time is an argument.
 
     WAITING ──invite──▶ INVITED ──ready──▶ READY ──begin──▶ RECEIVING ──commit──▶ APPLYING ──verified──▶ LIVE
        ▲                   │                 │                  │                     │                   │
@@ -6,7 +6,8 @@
        └───────────────────────────── a newer version, or a refill (invite) ◀─────────────────┴───────────┘
 
 APPLYING ──holding──▶ HOLDING ──verified──▶ LIVE: an engine that finishes an evaluation of an older version first.
-It is not waited for meanwhile, and counts as slow only after the time that it has asked for.
+It is not waited for meanwhile, and counts as slow only after the time that it has asked for. One that goes on staging
+receives newer versions with its group (begin), each in the place of the one that it has not applied.
 
 `remove` ends a session, and its later messages are ignored.
 """
@@ -38,7 +39,8 @@ class State(Enum):
 
 IDLE = (State.WAITING, State.LIVE, State.QUARANTINED)
 UNTOUCHED = (State.INVITED, State.READY, State.RECEIVING)
-"""Engaged, with the engine as it was."""
+"""Under way, with the engine as it was."""
+ENGAGED = (State.APPLYING, State.HOLDING)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,9 +67,30 @@ class Member:
     faults: int = 0  # failed updates since the last verified one
     retry_at: float = -math.inf  # not sent anything before this time
     hold: str = ""  # why it is HOLDING
+    stages: bool = False  # while it is HOLDING, it receives newer versions
 
     def __str__(self) -> str:
         return f"subscriber {self.name!r} (pid {self.pid}, {self.host})"
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can receive a version."""
+        return self.state in IDLE or (self.state is State.HOLDING and self.stages)
+
+    def has(self, version: int) -> bool:
+        """Whether it serves a version, or that is on its way into the engine."""
+        return self.version == version or (self.target == version and self.state in (*UNTOUCHED, *ENGAGED))
+
+
+@dataclass(slots=True)
+class Group:
+    """Members that receive together in one epoch."""
+
+    epoch: int = 0
+    sessions: tuple[str, ...] = ()
+    """By rank from 1; empty when it is broken."""
+    suspects: frozenset[str] = frozenset()
+    """Of the last one, where it broke: any of them may have broken it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +108,9 @@ class Membership:
     def __init__(self, *, silent_after_s: float, max_faults: int) -> None:
         self.members: dict[str, Member] = {}
         self._by_session: dict[str, Member] = {}
-        self.epoch = 0
-        self.group: tuple[str, ...] = ()
-        """Sessions of the group that is formed now, by rank from 1; empty when it is broken."""
+        self.epoch = 0  # the last one that was begun, of any group
+        self.main, self.beside = Group(), Group()
+        """Those that new versions are sent to; and newcomers and late ones, which are filled beside them."""
         self.silent_after_s = silent_after_s
         self._max_faults = max_faults
         # instances that must not come back: replaced by a namesake, or removed for good
@@ -144,9 +167,25 @@ class Membership:
     def needing(self, version: int, now: float) -> list[Member]:
         """Idle members that do not serve `version`, of those only the ones with the fewest faults, oldest first."""
         # a member that keeps failing must not take a healthy one down with it in the same group
-        idle = [m for m in self.members.values() if m.state in IDLE and m.version != version and now >= m.retry_at]
+        idle = [m for m in self.members.values() if m.is_free and not m.has(version) and now >= m.retry_at]
         fewest = min((m.faults for m in idle), default=0)
         return [m for m in idle if m.faults == fewest]
+
+    def next_round(self, version: int, now: float) -> tuple[Group, list[Member]]:
+        """To whom `version` is to be sent next, and as which group; nobody where all have it, or are busy.
+
+        Who comes when others have the version already is filled beside them. Later versions go to the main group as it
+        is, and then to those beside it, until the next epoch: when the main group has lost a member, when more come,
+        or when half of all are beside it.
+        """
+        needing = self.needing(version, now)
+        if any(member.has(version) for member in self.members.values()):
+            return self.beside, needing
+        inside = [member for member in needing if member.session in self.main.sessions]
+        outside = [member.session for member in needing if member not in inside]
+        known = not self.beside.sessions or set(outside) <= set(self.beside.sessions)
+        goes_on = len(inside) == len(self.main.sessions) > len(outside) and known
+        return self.main, inside if goes_on else needing
 
     def unsettled(self, version: int) -> list[Member]:
         """Members that do not serve `version` yet and are waited for."""
@@ -157,12 +196,13 @@ class Membership:
         """Members that hold an older version, with leave."""
         return [m for m in self.members.values() if m.state is State.HOLDING]
 
-    def invite(self, members: Iterable[Member], now: float, deadline: float) -> int:
-        """IDLE → INVITED in the next epoch, whose number it returns. The formed group ends here."""
+    def invite(self, group: Group, members: Iterable[Member], now: float, deadline: float) -> int:
+        """Free → INVITED in the group's next epoch, whose number it returns. What they were in ends here."""
         self.epoch += 1
-        self.group = ()
+        group.epoch, group.sessions = self.epoch, ()
         for member in members:
-            assert member.state in IDLE, member.state
+            assert member.is_free, member.state
+            self.break_group(member.session)
             self._move(member, State.INVITED, now, deadline)
             member.epoch = self.epoch
         return self.epoch
@@ -175,15 +215,17 @@ class Membership:
         self._move(member, State.READY, now)
         return True
 
-    def begin(self, members: Sequence[Member], target: tuple[int, str], now: float, deadline: float) -> None:
-        """READY, or IDLE in the formed group → RECEIVING of (version, digest), as the group."""
+    def begin(
+        self, group: Group, members: Sequence[Member], target: tuple[int, str], now: float, deadline: float
+    ) -> None:
+        """READY, or free in the formed group → RECEIVING of (version, digest), as the group."""
         for member in members:
-            assert member.state is State.READY or member.session in self.group, member.state
+            assert member.state is State.READY or (member.is_free and member.session in group.sessions), member.state
             self._move(member, State.RECEIVING, now, deadline)
             member.target, member.expected = target
             member.base = ""  # what it has staged is written over
-            member.epoch = self.epoch
-        self.group = tuple(member.session for member in members)
+            member.epoch = group.epoch
+        group.sessions = tuple(member.session for member in members)
 
     def uninformed(self, members: Iterable[Member], layout: str) -> list[Member]:
         """Those that were not sent this layout yet; it counts as sent from now on."""
@@ -231,7 +273,7 @@ class Membership:
         member = self._in(holding.session, holding.epoch, holding.version, State.APPLYING, State.HOLDING)
         if member is not None:
             self._move(member, State.HOLDING, now, now + holding.limit_s)
-            member.hold = holding.reason
+            member.hold, member.stages = holding.reason, holding.stages
         return member
 
     def release(self, member: Member, now: float, retry_at: float = -math.inf) -> None:
@@ -260,18 +302,17 @@ class Membership:
     def remove(self, member: Member, *, rejoin: bool) -> None:
         """End a session. Without `rejoin` its instance is fenced for good."""
         del self.members[member.name], self._by_session[member.session]
-        if member.session in self.group:
-            self.group = ()
+        self.break_group(member.session)
         if not rejoin:
             _remember(self._fenced, member.instance, True)
 
-    def break_group(self) -> None:
-        """The formed group is unusable; the next update starts an epoch."""
-        self.group = ()
-
-    def in_group(self, members: Iterable[Member]) -> bool:
-        """Whether exactly these members form the present group."""
-        return bool(self.group) and self.group == tuple(member.session for member in members)
+    def break_group(self, session: str) -> int:
+        """The group that this one is in is unusable: the next update starts an epoch. How many were in it."""
+        for group in (self.main, self.beside):
+            if session in group.sessions:
+                size, group.sessions = len(group.sessions), ()
+                return size
+        return 0
 
     def _in(self, session: str, epoch: int, version: int, *states: State) -> Member | None:
         """The member of a session that is in one of these states for exactly this version in this epoch."""

@@ -174,6 +174,7 @@ class Holding(OfVersion):
 
     limit_s: float
     reason: str
+    stages: bool = False  # it takes newer versions meanwhile, in the place of this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +197,7 @@ class Enlist(InSession):
     """A learner rank has lanes to send; the session is one that only learner ranks know."""
 
     rank: int
-    endpoints: list[str]  # where the group of each of its lanes meets
+    endpoints: list[str]  # where the group of each of its lanes meets; then, where those beside it do
     facts: dict[str, str]
 
 
@@ -206,6 +207,7 @@ class Send(OfVersion):
 
     size: int
     fresh: bool
+    beside: bool = False  # to those beside the main group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ class Board:
         self.membership = membership
         self.pending: Offer | None = None  # packed and not yet taken up by the bus thread
         self.current: Offer | None = None
-        self.called_off = (0, -1)  # epoch and version that was sent last, or a part of it, and is not to be applied
+        self.called_off = (0, -1)  # last epoch and version of what was sent, or a part of it, and is not to be applied
         self.doing = VERIFYING  # what a receiver of the current version does at the moment
         self.failure: BaseException | None = None
         self.closing = ""
@@ -144,7 +144,8 @@ class Board:
             elif self.current is offer:
                 self.current = before
                 self.called_off = (self.membership.epoch, offer.version)
-                self.membership.break_group()  # the number of the version may come again, then in another epoch
+                # the number of the version may come again, then in another epoch
+                self.membership.main.sessions = self.membership.beside.sessions = ()
             self.changed.notify_all()
 
     def settle(self, now: float) -> None:

@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 from configs.infrastructure import WeightBus
 from replay.channel import Keys
@@ -67,7 +68,8 @@ class Publisher(AbstractContextManager["Publisher"]):
     ) -> None:
         self._config, self._lanes = config, lanes
         mine = [lane.layout for lane in lanes if lane.sender == 0]
-        transports = [(transport_factory or make_transport)(config, host) for _ in range(max(1, len(mine)))]
+        make = partial(transport_factory or make_transport, config, host)
+        transports = [make() for _ in range(max(1, len(mine)))]
         device = HOST if pack_on_host else transports[0].device
         layout = joined(mine).layout if mine else None
         self._packer = Packer(config.bucket_bytes, device, alignment_of(config), kept, layout=layout, pinned=from_gpu)
@@ -90,6 +92,7 @@ class Publisher(AbstractContextManager["Publisher"]):
             router=self._router,
             board=self._board,
             transports=transports,
+            another=make,
             incarnation=incarnation,
             lanes=lanes,
             sender_session=self.session,

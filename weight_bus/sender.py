@@ -35,10 +35,20 @@ def limit_s(pieces: int, lanes: int, timeout_s: float) -> float:
     return (2 * pieces + FORMING * lanes) * timeout_s + SLACK_S
 
 
+class _Ends:
+    """A transport of each lane, and where its group meets."""
+
+    def __init__(self, transports: Sequence[Transport]) -> None:
+        self.transports = transports
+        self.endpoints = [transport.serve() for transport in transports]
+
+
 class Sender:
     """Owns a transport for each lane, on a thread of its own: the control plane is served meanwhile.
 
     Args:
+        transports: of the main group.
+        another: makes one for the group beside it; called when that is first needed.
         lanes: what each transport is for; empty where it is all there is.
         doing: called with what the receivers do meanwhile.
         closing: says why no more is to be sent; empty while it is.
@@ -48,6 +58,7 @@ class Sender:
     def __init__(
         self,
         transports: Sequence[Transport],
+        another: Callable[[], Transport],
         lanes: Sequence[Lane],
         timeout_s: float,
         *,
@@ -55,41 +66,48 @@ class Sender:
         closing: Callable[[], str],
         done: Callable[[], None],
     ) -> None:
-        self._transports, self._lanes, self._timeout_s = transports, lanes, timeout_s
+        self._another, self._lanes, self._timeout_s = another, lanes, timeout_s
+        self._ends = {False: _Ends(transports)}  # by whether they are of the group beside
         self._doing, self._closing, self._done = doing, closing, done
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-bus-data")
-        self.endpoints = [transport.serve() for transport in transports]
 
-    def send(self, parcel: Parcel, formation: Formation | None) -> "Future[None]":
+    def endpoints(self, *, beside: bool = False) -> list[str]:
+        """Where the groups meet. Raises WeightBusError: another transport is not available."""
+        return self._of(beside).endpoints
+
+    def send(self, parcel: Parcel, formation: Formation | None, *, beside: bool = False) -> "Future[None]":
         """Begin to send, in groups that are built first with a `formation` (lane 0's). The future: TransportError."""
-        future = self._worker.submit(self._send, parcel, formation)
+        future = self._worker.submit(self._send, self._of(beside), parcel, formation)
         future.add_done_callback(lambda _: self._done())
         return future
 
-    def leave(self) -> None:
+    def leave(self, *, beside: bool = False) -> None:
         """Drop the groups. Raises WeightBusError when a transport does not."""
         try:
-            self._worker.submit(self._leave).result(SLACK_S)
+            for transport in self._of(beside).transports:
+                self._worker.submit(transport.leave).result(SLACK_S)
         except TimeoutError as late:
             raise WeightBusError(f"the transport did not leave its broken group in {SLACK_S:.0f} s [silent]") from late
 
     def close(self) -> None:
         """End the data plane; a broadcast in flight ends by its own timeout."""
-        for transport in self._transports:
+        for transport in (transport for ends in self._ends.values() for transport in ends.transports):
             self._worker.submit(transport.close)
         self._worker.shutdown(wait=True)
 
-    def _leave(self) -> None:
-        for transport in self._transports:
-            transport.leave()
+    def _of(self, beside: bool) -> "_Ends":
+        if beside not in self._ends:
+            self._ends[beside] = _Ends([self._another() for _ in self._ends[False].transports])
+        return self._ends[beside]
 
-    def _send(self, parcel: Parcel, formation: Formation | None) -> None:
+    def _send(self, ends: "_Ends", parcel: Parcel, formation: Formation | None) -> None:
+        transports = ends.transports
         if formation is not None:
             self._doing(f"building the group of epoch {formation.epoch} for")
-        for number, transport in enumerate(self._transports):
+        for number, transport in enumerate(transports):
             with self._naming(number):
                 if formation is not None:
-                    its = replace(formation, endpoint=self.endpoints[number])
+                    its = replace(formation, endpoint=ends.endpoints[number])
                     transport.form(of_lane(its, self._lanes[number].number if self._lanes else 0))
                 transport.label(parcel.version, parcel.layout if parcel.change is None else None)
         limit_s = self._timeout_s / 2  # receivers wait for each bucket, too
@@ -105,9 +123,9 @@ class Sender:
                 raise NotPacked(f"{what} was not packed in {limit_s:.1f} s: the learner is still gathering", "slow")
             self._receiving(number, parcel)
             with self._naming(lane):
-                self._transports[lane].broadcast(bucket, index)
+                transports[lane].broadcast(bucket, index)
         # buckets that are only launched arrive one by one afterwards
-        for lane, transport in enumerate(self._transports):
+        for lane, transport in enumerate(transports):
             with self._naming(lane):
                 numbers = [number for number, source in enumerate(parcel.sources) if source[0] == lane]
                 transport.finish(partial(self._arrived, parcel, numbers))

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from weight_bus.control import Router
 from weight_bus.errors import NotPacked, TransportError, WeightBusError
@@ -14,6 +14,12 @@ from weight_bus.transports.base import differing
 log = logging.getLogger(__name__)
 
 
+class Endpoints(Protocol):
+    """See `Sender.endpoints`."""
+
+    def __call__(self, *, beside: bool) -> list[str]: ...
+
+
 class Senders:
     """Used by the bus thread alone.
 
@@ -21,11 +27,11 @@ class Senders:
         lanes: of all ranks; those of rank 0 are not sent from here.
         session: which only learner ranks know.
         facts: what a sender's transport must have in common with the publisher's.
-        endpoints: of rank 0's own lanes.
+        endpoints: of rank 0's own lanes, by `beside`.
     """
 
     def __init__(
-        self, router: Router, lanes: Sequence[Lane], session: str, facts: dict[str, str], endpoints: Sequence[str]
+        self, router: Router, lanes: Sequence[Lane], session: str, facts: dict[str, str], endpoints: Endpoints
     ) -> None:
         self._router, self._lanes, self.session, self._facts = router, lanes, session, facts
         self._own = endpoints
@@ -39,13 +45,17 @@ class Senders:
         """Ranks that are not there yet."""
         return [rank for rank in self.ranks if rank not in self._enlisted]
 
-    def of_lane(self, number: int) -> dict[str, Any]:
+    def of_lane(self, number: int, beside: bool) -> dict[str, Any]:
         """The fields of Begin that say which lane it is, and where its members meet."""
         if not self._lanes:
-            return {"endpoint": self._own[0]}
+            return {"endpoint": self._own(beside=beside)[0]}
         lane = self._lanes[number]
-        endpoints = self._enlisted[lane.sender][1].endpoints if lane.sender else self._own
-        nth = [other.number for other in self._lanes if other.sender == lane.sender].index(number)
+        own = [other.number for other in self._lanes if other.sender == lane.sender]
+        if lane.sender:
+            endpoints = self._enlisted[lane.sender][1].endpoints[len(own) * beside :]
+        else:
+            endpoints = self._own(beside=beside)
+        nth = own.index(number)
         here = sum(other.position == lane.position for other in self._lanes)
         its = {"lane": number, "lanes": len(self._lanes), "here": here, "position": lane.position}
         return {**its, "sender": lane.sender, "endpoint": endpoints[nth]}

@@ -24,13 +24,14 @@ from weight_bus.intake import Intake, Load
 from weight_bus.manifest import alignment_of
 from weight_bus.remote import RemoteIntake
 from weight_bus.staging import Staging
-from weight_bus.subscription import Activate, EngineCallbacks, OnSilence, Quarantine, Subscription
+from weight_bus.subscription import Activate, Busy, EngineCallbacks, OnSilence, Quarantine, Subscription, never
 from weight_bus.transports import TransportFactory, make_transport
 
 log = logging.getLogger(__name__)
 
 REMEMBERED = 1024  # messages of the publisher whose copies are known as such
 LOOK_S = 0.25  # how often a wait for messages looks whether it was stopped
+DUE_S = 0.02  # how often a version that waits for the engine looks whether it is free
 
 
 class Subscriber(AbstractContextManager["Subscriber"]):
@@ -95,7 +96,7 @@ class Subscriber(AbstractContextManager["Subscriber"]):
         """Of the learner that admitted this subscriber last, 0 before: in `activate`, that of the version."""
         return self.subscription.incarnation
 
-    def receive(self, load: Load, *, activate: Activate, quarantine: Quarantine) -> int:
+    def receive(self, load: Load, *, activate: Activate, quarantine: Quarantine, busy: Busy = never) -> int:
         """Block until one version has been received, applied, verified and activated; return it.
 
         Call it again soon: a subscriber that does not answer for an epoch is removed, and then joins anew.
@@ -105,7 +106,8 @@ class Subscriber(AbstractContextManager["Subscriber"]):
             BusClosed: stop() was called or the publisher said goodbye.
             RemovedFromBus: the publisher gave this subscriber up; the engine must not serve.
         """
-        engine, entered, subscription = EngineCallbacks(load, activate, quarantine), time.monotonic(), self.subscription
+        engine, subscription = EngineCallbacks(load, activate, quarantine, busy), self.subscription
+        entered = time.monotonic()
         while True:
             subscription.advance(time.monotonic())
             self._flush()
@@ -118,18 +120,18 @@ class Subscriber(AbstractContextManager["Subscriber"]):
                 log.warning(
                     "weight bus: %r refused a message of %s: %s", subscription.name, subscription.address, refused
                 )
-            elif message is not None:
-                try:
-                    activated = subscription.hear(message.message, engine)
-                finally:
-                    self._flush()
-                if activated:
+            try:
+                if isinstance(message, Envelope):
+                    subscription.hear(message.message)
+                if subscription.apply(engine, time.monotonic()):
                     return self.version
+            finally:
+                self._flush()
 
     def _next_message(self) -> Envelope | WireError | None:
         """What has come, soon or not at all. Raises ChannelError: the publisher refuses this one (keys)."""
         try:
-            envelope = self._dealer.poll(self._look_s)
+            envelope = self._dealer.poll(DUE_S if self.subscription.is_due else self._look_s)
         except WireError as error:
             return error
         if envelope is not None:

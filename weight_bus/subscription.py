@@ -30,6 +30,12 @@ OnSilence = Callable[[str, float], str]
 """(what is waited for, seconds): the publisher is silent past weight_bus.deadline_s; what to add to the log."""
 Quarantine = Callable[[int, str], None]
 """(version, reason): the engine holds something else and must not serve; a refill follows."""
+Busy = Callable[[], tuple[float, str] | None]
+"""Why the engine takes no version now (an evaluation of the present one), and for how many seconds at most."""
+
+
+def never() -> None:
+    """The engine takes any version at once."""
 
 
 class EngineCallbacks(NamedTuple):
@@ -38,6 +44,7 @@ class EngineCallbacks(NamedTuple):
     load: Load
     activate: Activate
     quarantine: Quarantine
+    busy: Busy = never
 
 
 class Subscription:
@@ -72,6 +79,12 @@ class Subscription:
         """What has been announced of a version, which comes as several lanes."""
         self._staged: m.Begin | None = None
         """The version that has arrived, proven, and waits for a decision."""
+        self._due: tuple[m.Begin, m.Commit] | None = None
+        """The version that is staged, decided on, and waits for the engine."""
+        self._is_announced = False
+        """Whether the publisher knows that it waits."""
+        self._busy_since: float | None = None
+        """Since when the engine has taken no version."""
         self._engaged: m.Commit | None = None
         """What the engine is loading at this moment."""
         self._heard_at, self._joined_at = now, -math.inf
@@ -124,15 +137,20 @@ class Subscription:
                 self.name, quiet, self.address, said,
             )  # fmt: skip
 
-    def hear(self, message: Message, engine: EngineCallbacks) -> bool:
-        """React to one message; True when a version has been activated.
+    @property
+    def is_due(self) -> bool:
+        """Whether a version waits for the engine."""
+        return self._due is not None
+
+    def hear(self, message: Message) -> None:
+        """React to one message.
 
         Raises:
             BusClosed: the publisher said goodbye.
             RemovedFromBus: the publisher gave this subscriber up, or is of an older learner.
         """
         if isinstance(message, m.InSession) and message.session != self.session:
-            return False
+            return
         match message:
             case m.NewLayout():
                 self._learn(message)
@@ -147,7 +165,7 @@ class Subscription:
                 self.epoch = message.epoch
                 self.outbox.append(m.EpochReady(session=self.session, epoch=message.epoch))
             case m.Commit():
-                return self._commit(message, engine)
+                self._commit(message)
             case m.Abort():
                 self._decided(message)
                 log.info("weight bus: %r: v%d was called off: %s", self.name, message.version, message.reason)
@@ -155,7 +173,6 @@ class Subscription:
                 self._removed(message)
             case m.Goodbye():
                 raise BusClosed(f"the publisher {self.address} said goodbye: {message.reason}")
-        return False
 
     def _welcome(self, welcome: m.Welcome) -> None:
         if welcome.incarnation < self.incarnation:
@@ -178,7 +195,8 @@ class Subscription:
         log.warning("weight bus: %r was removed (%s); joins anew with v%d", self.name, removed.reason, self.version)
 
     def _forget(self) -> None:
-        self._staged, self._coming = None, []
+        self._staged = self._due = None
+        self._coming = []
         self._intake.forget()
 
     def _learn(self, new: m.NewLayout) -> None:
@@ -195,8 +213,8 @@ class Subscription:
         return len(self._coming) == begin.lanes
 
     def _receive(self, begins: Sequence[m.Begin]) -> None:
-        self._staged, self._coming = None, []
-        begin = begins[0]
+        self._staged = self._due = None
+        self._coming, begin = [], begins[0]
         try:
             corrupt = self._intake.take(*begins)
         except (TransportError, WireError) as error:
@@ -233,12 +251,38 @@ class Subscription:
         self._staged = None
         return staged
 
-    def _commit(self, commit: m.Commit, engine: EngineCallbacks) -> bool:
-        """Apply, then hold what the engine holds against the manifest."""
+    def _commit(self, commit: m.Commit) -> None:
         staged = self._decided(commit)
         if staged is None or commit.digest != staged.digest:
             log.warning("weight bus: %r ignores a commit of v%d: that is not staged", self.name, commit.version)
+            return
+        self._due = staged, commit
+        self._is_announced = False
+
+    def apply(self, engine: EngineCallbacks, now: float) -> bool:
+        """Apply the version that is due, if the engine takes one now; True when it has been activated.
+
+        While it does not, newer versions are staged in the place of this one: but for one to be evaluated.
+        """
+        if self._due is None:
             return False
+        staged, commit = self._due
+        if (busy := engine.busy()) is None:
+            self._busy_since = None
+        else:
+            self._busy_since = now if self._busy_since is None else self._busy_since
+            left_s = self._busy_since + busy[0] - now
+            if left_s > 0:
+                if not self._is_announced:
+                    fields = {"limit_s": left_s + self._config.deadline_s, "reason": busy[1]}
+                    self._answer(m.Holding, commit, **fields, stages=not staged.evaluate)
+                    self._is_announced = True
+                return False
+        self._due = None
+        return self._load(engine, staged, commit)
+
+    def _load(self, engine: EngineCallbacks, staged: m.Begin, commit: m.Commit) -> bool:
+        """Hold what the engine holds afterwards against the manifest."""
         self._held = NOTHING
         held: Mapping[str, int] = {}
         reason = ""

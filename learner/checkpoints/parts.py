@@ -22,6 +22,7 @@ from learner.checkpoints.folders import CheckpointError
 from learner.layout import Layout, digests
 from learner.optimizer import MOMENTS, Optimizer
 from learner.policy.model import Policy
+from learner.policy.pinned import host_tensors
 from weight_bus.digest import combined
 
 
@@ -63,28 +64,23 @@ class HostMemory:
     parameter in training that the rank holds, and 4 for one that is not trained."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
+        self._copies: list[torch.Tensor] = []
 
     def copy(self, part: Tensors) -> Tensors:
         """Copy a part; the copy is complete on return, and overwritten by the next call."""
-        copied = Tensors(
-            self._copies("model", part.weights),
-            {kind: self._copies(kind, moments) for kind, moments in part.moments.items()},
-            part.num_steps,
-        )
-        if any(weight.is_cuda for weight in part.weights.values()):  # of no rows, no copy is pinned
+        by_kind = [part.weights, *part.moments.values()]
+        sources = [source for by_name in by_kind for source in by_name.values()]
+        pinned = any(source.is_cuda for source in sources)
+        if [copy.shape for copy in self._copies] != [source.shape for source in sources]:
+            self._copies = []  # the old blocks go first
+            self._copies = host_tensors(sources, pinned=pinned)
+        for copy, source in zip(self._copies, sources, strict=True):
+            copy.copy_(source, non_blocking=True)
+        if pinned:
             torch.cuda.synchronize()
-        return copied
-
-    def _copies(self, kind: str, sources: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        copied = {}
-        for name, source in sources.items():
-            buffer = self._buffers.get(f"{kind}.{name}")
-            if buffer is None or buffer.shape != source.shape:
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-                self._buffers[f"{kind}.{name}"] = buffer
-            copied[name] = buffer.copy_(source, non_blocking=True)
-        return copied
+        copies = iter(self._copies)
+        weights, *moments = [dict(zip(by_name, copies, strict=False)) for by_name in by_kind]
+        return Tensors(weights, dict(zip(part.moments, moments, strict=True)), part.num_steps)
 
 
 def describe(

@@ -40,6 +40,8 @@ ENGINE_SHARE = 0.85
 EAGER = 2.3
 """Activations without the compiler, over those with it: norms and gates are not kept, but made again where they are
 read (learner/policy/layers.py)."""
+OF_RANK_0 = " (rank 0)"
+"""End of the name of an item that other ranks do not have."""
 HEAD_BYTES = int(1.5 * GIB)
 """Float32 logits of a chunk and their gradient in 16 bit (learner/policy/logprobs.py)."""
 PLACES_PER_TOKEN = 4
@@ -139,9 +141,11 @@ class Setup:
     reference: Sizes | None = None
     """Of a reference model on the same ranks."""
     critic: Sizes | None = None
-    """Of a critic on them."""
+    """Of a critic on them, as one whose head is no more than its embedding."""
     pads: bool = False
-    """Attention pads trajectories to the longest of their row, as `problem_with_kernel` says."""
+    """Attention pads trajectories to the longest of their row, as `problem_with_kernel` says, or since it caps scores."""
+    scores_of: int = 0
+    """Tokens of the longest trajectory, where attention caps its scores and holds them for the backward."""
     tower_bytes: int = 0
     """Of a frozen vision tower, and of what it makes of the largest picture."""
 
@@ -151,21 +155,37 @@ class Setup:
 
         Raises FingerprintError: that of a reference model or critic of their own is missing or broken.
         """
-        bytes_of, bus = {"float32": 4, "bfloat16": 2}, config.weight_bus
+        bytes_of, bus, sizes = {"float32": 4, "bfloat16": 2}, config.weight_bus, Sizes.of(decoder_of(model))
+        caps = sizes.keys.get(sizes.family.caps[0]) is not None
         may_lie_on_host = bus.on_gpus and not bus.delta  # changes are made where the versions lie, which takes a GPU
+        algorithm = config.algorithm
+        has_critic = facts_of(algorithm).needs_critic
+        # adapters that are off are the reference, where no folder is named
+        has_reference = algorithm.kl != "none" and not (config.learner.lora.rank and algorithm.reference_path is None)
         return cls(
-            sizes=Sizes.of(decoder_of(model)),
+            sizes=sizes,
             learner=config.learner,
             num_ranks=config.num_learner_ranks // config.learner.mesh.replicate,
             compute_bytes=bytes_of[config.learner.compute_dtype],
             wire_bytes=bytes_of[config.rollout.dtype] if bus.on_gpus else 0,
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
-            reference=(_sizes_of(config.algorithm.reference_path, model) if config.algorithm.kl != "none" else None),
+            reference=_sizes_of(config.algorithm.reference_path, model) if has_reference else None,
             pads=config.placement.device != "cpu"
-            and bool(problem_with_kernel(config.learner, heads_of(decoder_of(model)).size)),
+            and (caps or bool(problem_with_kernel(config.learner, heads_of(decoder_of(model)).size))),
+            scores_of=config.longest_trajectory if caps else 0,
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
-            critic=(_sizes_of(config.critic.path, model) if facts_of(config.algorithm).needs_critic else None),
+            # its head is a row
+            critic=replace(_sizes_of(config.critic.path, model), tied=True) if has_critic else None,
         )
+
+    def adapters(self, sizes: Sizes) -> int:
+        """Parameters of the adapters of such a model; 0 where all of it is trained."""
+        return sizes.adapter_parameters(self.learner.lora) if self.learner.lora.rank else 0
+
+    def trained_share(self, sizes: Sizes) -> int:
+        """What a rank trains of a model: `sizes` are what each tensor rank computes."""
+        trained = self.adapters(sizes) or sizes.parameters
+        return -(-trained * self.learner.mesh.tensor // self.num_ranks)
 
     def with_tokens(self, tokens: int) -> "Setup":
         """The same with other microbatches."""
@@ -274,45 +294,82 @@ def _cost(way: Budget) -> float:
 
 
 def items_of(setup: Setup, way: Budget) -> dict[str, int]:
-    """Bytes of a rank by what they are for."""
-    tensor, compute_bytes, lora = setup.learner.mesh.tensor, setup.compute_bytes, setup.learner.lora
-    sizes = setup.sizes.over(tensor)
-    adapters = sizes.adapter_parameters(lora) if lora.rank else 0
-    trained = adapters or sizes.parameters
-    mine = -(-trained * tensor // setup.num_ranks)
-    largest_unit = max(sizes.layer_parameters, sizes.embedding_parameters)
-    largest_trained = adapters // sizes.layers or largest_unit
-    per_token = activation_bytes(
-        sizes, way.recompute, compiled=setup.learner.compile is True, element_bytes=compute_bytes
-    )
-    if setup.learner.offload_activations:  # of the layers' inputs, one on its way out and one on its way back
-        per_token -= max(0, sizes.layers - 2) * sizes.hidden * compute_bytes
-    items = {
-        "float32 weights": 4 * mine,
-        "AdamW state": 2 * min(4 * mine, MOMENT_SPAN_BYTES) if setup.learner.offload_optimizer else 8 * mine,
-        "gradients": 4 * (trained if way.whole_gradients else mine + largest_trained),
-        "gathered weights": compute_bytes * (sizes.parameters if way.keeps_gathered else 2 * largest_unit),
-        "activations": per_token * setup.learner.max_tokens_per_microbatch,
-        # its chunk, and the gradient of its weights in float32 and the compute dtype
-        "output head": HEAD_BYTES + (0 if adapters else 4 + compute_bytes) * sizes.embedding_parameters,
-    }
-    if setup.pads:  # queries, keys, values and what comes out, which the backward needs again
-        kept = 1 if way.recompute == "full" else sizes.layers
-        places = PLACES_PER_TOKEN * setup.learner.max_tokens_per_microbatch
-        items["padding of attention"] = compute_bytes * places * (2 * sizes.query + sizes.key_value) * kept
+    """Bytes of a rank by what they are for.
+
+    Policy, critic and reference model take turns: one's gathered weights, gradients and activations are gone before the
+    next begins. What the largest turn takes beyond the policy's is an item.
+    """
+    tensor, compute_bytes = setup.learner.mesh.tensor, setup.compute_bytes
+    sizes, tokens = setup.sizes.over(tensor), setup.learner.max_tokens_per_microbatch
+    adapters, mine = setup.adapters(sizes), setup.trained_share(sizes)
+    step = _step_items(setup, way, sizes)
+    # its chunk, and the gradient of its weights in float32 and the compute dtype
+    step["output head"] = HEAD_BYTES + (0 if adapters else 4 + compute_bytes) * sizes.embedding_parameters
+    moments = 2 * min(4 * mine, MOMENT_SPAN_BYTES) if setup.learner.offload_optimizer else 8 * mine
+    items = {"float32 weights": 4 * mine, "AdamW state": moments, **step}
+    turns = [sum(step.values())]
     if adapters:
         items["frozen weights"] = -(-compute_bytes * sizes.parameters // setup.num_ranks)
-    if setup.reference is not None:
-        items["reference weights"] = -(-compute_bytes * setup.reference.parameters // setup.num_ranks)
+    if (reference := setup.reference) is not None:
+        items["reference weights"] = -(-compute_bytes * reference.parameters // setup.num_ranks)
+        layers = activation_bytes(reference, "none", compiled=False, element_bytes=compute_bytes)
+        gathered = 2 * compute_bytes * reference.largest_unit
+        turns.append(gathered + layers // reference.layers * tokens + HEAD_BYTES)
     if (critic := setup.critic) is not None:
-        # its step comes before the policy's, in the same memory for gradients and activations
-        body = -(-(critic.layers * critic.layer_parameters + critic.embedding_parameters) // setup.num_ranks)
-        items["critic weights and AdamW state"] = 12 * body
+        frozen = compute_bytes * critic.parameters if setup.adapters(critic) else 0
+        held = setup.trained_share(critic) * (4 if setup.learner.offload_optimizer else 12)
+        items["critic weights and AdamW state"] = held + -(-frozen // setup.num_ranks)
+        # its head has the hidden states in float32, and their gradient
+        turns.append(sum(_step_items(setup, way, critic).values()) + 8 * critic.hidden * tokens)
+    if (more := max(turns) - turns[0]) > 0:
+        items["critic or reference in its turn"] = more
     if setup.tower_bytes:
         items["vision tower"] = setup.tower_bytes
     if setup.wire_bytes:
         packed = 2 * setup.wire_bytes * (adapters or setup.sizes.parameters)
-        items["packed versions (rank 0)"] = packed if way.packs_on_device else setup.staged_bytes
+        items[f"packed versions{OF_RANK_0}"] = packed if way.packs_on_device else setup.staged_bytes
+    return items
+
+
+def host_items_of(setup: Setup, way: Budget) -> dict[str, int]:
+    """Bytes of pinned host memory of a rank by what they are for, from the first checkpoint on."""
+    sizes, learner = setup.sizes.over(setup.learner.mesh.tensor), setup.learner
+    mine = setup.trained_share(sizes)
+    items = {"copy for checkpoints": 12 * mine * 51 // 50}  # norms, and what blocks leave empty
+    if learner.offload_optimizer:
+        items["AdamW state"] = 8 * (mine + (setup.trained_share(setup.critic) if setup.critic is not None else 0))
+    if learner.offload_activations:  # torch pins powers of two
+        layer = setup.compute_bytes * sizes.hidden * learner.max_tokens_per_microbatch
+        items["inputs of layers"] = sizes.layers * (1 << (layer - 1).bit_length())
+    if not way.packs_on_device:
+        carried = setup.adapters(setup.sizes) or setup.sizes.parameters
+        items[f"packed versions{OF_RANK_0}"] = 2 * setup.wire_bytes * carried
+    return items
+
+
+def _step_items(setup: Setup, way: Budget, sizes: Sizes) -> dict[str, int]:
+    """What gradients of a model take beside its weights, but for its head."""
+    compute_bytes, compiled, adapters = setup.compute_bytes, setup.learner.compile is True, setup.adapters(sizes)
+    tokens = setup.learner.max_tokens_per_microbatch
+    layer, largest = (adapters // sizes.layers,) * 2 if adapters else (sizes.layer_parameters, sizes.largest_unit)
+    per_token = activation_bytes(sizes, way.recompute, compiled=compiled, element_bytes=compute_bytes)
+    if setup.learner.offload_activations:  # of the layers' inputs, one on its way out and one on its way back
+        per_token -= max(0, sizes.layers - 2) * sizes.hidden * compute_bytes
+    gathered = sizes.parameters + adapters
+    # those of a unit in the making, what goes into a layer's reduction and what comes out
+    whole, shared = (adapters or sizes.parameters) + 2 * layer, setup.trained_share(sizes) + max(largest, 3 * layer)
+    items = {
+        "gradients": 4 * (whole if way.whole_gradients else shared),
+        "gathered weights": compute_bytes * (gathered if way.keeps_gathered else 2 * sizes.largest_unit),
+        "activations": per_token * tokens,
+    }
+    if setup.pads:  # queries, keys, values and what comes out, which the backward needs again
+        kept = 1 if way.recompute == "full" else sizes.layers
+        places = PLACES_PER_TOKEN * tokens
+        items["padding of attention"] = compute_bytes * places * (2 * sizes.query + sizes.key_value) * kept
+        if setup.scores_of:  # a tanh, a float32 softmax and its copy of each layer; of one, three float32 besides
+            scores = places * setup.scores_of * sizes.query // sizes.dims["head"]
+            items["scores of attention"] = scores * ((2 * compute_bytes + 4) * kept + 12)
     return items
 
 

@@ -121,3 +121,8 @@ def _along(ranks: torch.Tensor, dim: int, timeout: timedelta) -> dist.ProcessGro
     group: dist.ProcessGroup
     group, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)  # type: ignore[no-untyped-call]
     return group
+
+
+def meshes_of(mesh: DeviceMesh | Meshes) -> Meshes:
+    """The groups of a mesh; one of a single dimension shards."""
+    return mesh if isinstance(mesh, Meshes) else Meshes.flat(mesh)

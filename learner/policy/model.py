@@ -29,7 +29,7 @@ from learner.policy.divisibility import problem_with
 from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
-from learner.policy.meshes import Meshes
+from learner.policy.meshes import Meshes, meshes_of
 from learner.policy.moe.mixture import Experts
 from learner.policy.moe.mixtures import Mixtures
 from learner.policy.pretrained import (
@@ -283,11 +283,6 @@ class Policy:
     def parameter_digest(self) -> str:
         """Digest of master and frozen weights, equal at every world size. A collective."""
         return combined(self.shard_digests("float32"))
-
-
-def meshes_of(mesh: DeviceMesh | Meshes) -> Meshes:
-    """The groups of a mesh; one of a single dimension shards."""
-    return mesh if isinstance(mesh, Meshes) else Meshes.flat(mesh)
 
 
 def build_policy(

@@ -28,8 +28,6 @@ GROUP = 8
 SIGMA = 0.7
 WARM_UP = 2
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}
-"""Dense bfloat16 products per second, by a part of the device's name."""
 HEATS: dict[str, dict[str, Any]] = {
     "auto": {},
     "auto, deterministic": {"deterministic": True},
@@ -116,18 +114,9 @@ def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int, rank: in
 
 def flops(model: Any, rows: Any) -> float:
     """Of one update on these rows: see the module's docstring."""
-    tokens, targets = sum(row.input_ids.numel() for row in rows), sum(len(row.kept) for row in rows)
-    return Sizes.of(model.to_dict()).flops(tokens, sum(map(pairs, rows)), targets)
+    from learner.policy.flops import flops_of
 
-
-def pairs(row: Any) -> int:
-    """Queries times the keys that they see."""
-    whole = row.starts.diff().long()
-    seen = int((whole * (whole + 1) // 2).sum())
-    if row.prefixes is not None:
-        queries, keys = row.prefixes.starts.diff().long(), row.prefixes.copy_starts.diff().long()
-        seen += int((queries * (keys - queries) + queries * (queries + 1) // 2).sum())
-    return seen
+    return flops_of(Sizes.of(model.to_dict()), rows)
 
 
 def config_of(task: Task, folder: str) -> Any:
@@ -195,6 +184,7 @@ def run_heat(task: Task) -> dict[str, Any]:
 
     from examples import random_qwen3
     from learner.optimizer import Optimizer
+    from learner.policy.flops import peak_flops
     from learner.policy.memory import Setup
     from learner.policy.model import choose_for
     from learner.ranks import join_ranks
@@ -225,7 +215,6 @@ def run_heat(task: Task) -> dict[str, Any]:
         rows = prepare(batch, trainer.advantage, config).rows
         computed, tokens, whole = over_ranks(model, rows, ranks.device, tensor)
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
-        speed = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
         return {
             **{name: getattr(task, name) for name in ("shape", "heat", "ranks", "mesh")},
             "device": device,
@@ -237,7 +226,7 @@ def run_heat(task: Task) -> dict[str, Any]:
             "tokens_per_s": tokens / step_s,
             "tokens_per_s_a_device": tokens / step_s / task.ranks,
             "tokens_computed": computed,
-            "mfu": whole / step_s / speed / task.ranks if speed else None,
+            "mfu": whole / step_s / speed / task.ranks if (speed := peak_flops(device)) else None,
             "peak_gib": max(update.sums.values["peak_bytes_max"] for update in updates[WARM_UP:]) / 2**30,
             "microbatches": len(rows),
             "fill": statistics.mean(row.input_ids.numel() for row in rows) / max(row.input_ids.numel() for row in rows),

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import psutil
+
 from configs.errors import BadValue, ConfigError, Contradiction, InputMissing, NoRoom, PackageMissing
 from configs.machine import NCCL_DEFAULTS, has_usable_gpu
 from configs.schema import Config
@@ -30,7 +32,7 @@ from slipstream.runtime.fingerprint import FingerprintError
 from slipstream.runtime.variants import VariantFails
 
 REFUSALS = (ConfigError, DataError, FingerprintError, ChannelError, JournalError)
-KINDS = {frozenset({"disk", "journal", "shared-memory"}): NoRoom, frozenset({"kernel"}): PackageMissing}
+KINDS = {frozenset({"disk", "journal", "shared-memory", "host-memory"}): NoRoom, frozenset({"kernel"}): PackageMissing}
 """By codes of findings that are no refusals themselves, the error of a start."""
 TRIAL_STEPS = 10
 """A run of so few steps tries something out, and needs no learning rate."""
@@ -238,6 +240,14 @@ def shared_memory(subject: Subject) -> Iterator[Finding]:
         yield machine.shared_memory(subject.config, subject.sizes, facts.shared_memory(), engines, "")
 
 
+def host_memory(subject: Subject) -> Iterator[Finding]:
+    """What the learner's ranks pin of this machine's memory; without a GPU that the run has, it is another machine."""
+    if subject.sizes is not None and (has_usable_gpu(os.environ) or not machine.on_gpus(subject.config)):
+        needs, said = memory.host_budget(subject.config)
+        there = psutil.virtual_memory()
+        yield machine.host_memory(needs, said, there.total, there.available)
+
+
 def limits(_subject: Subject) -> Iterator[Finding]:
     """Of this process, which its children inherit."""
     yield machine.limits(facts.open_files(), "")
@@ -283,7 +293,16 @@ def check_available(config: Config, *, runs_servers: bool) -> None:
 
 OF_THE_RUN: tuple[Look, ...] = (model, data, reward, algorithm, bus, trackers, keys, gpu_memory, learning_rate)
 """What does not depend on the machine that the run will have."""
-OF_THIS_MACHINE: tuple[Look, ...] = (run_folder, journal, port, shared_memory, limits, versions, kernels)
+OF_THIS_MACHINE: tuple[Look, ...] = (
+    run_folder,
+    journal,
+    port,
+    shared_memory,
+    host_memory,
+    limits,
+    versions,
+    kernels,
+)
 CHECKS: tuple[Look, ...] = (*OF_THE_RUN, *OF_THIS_MACHINE)
 AT_START: tuple[Look, ...] = (*CHECKS, packages)
 """A dry run may be made on another machine than the run."""

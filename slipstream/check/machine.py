@@ -130,6 +130,18 @@ def shared_memory(config: Config, sizes: Sizes | None, free: int | None, engines
     )
 
 
+def host_memory(needs: int, said: str, total: int, available: int) -> Finding:
+    """What the learner's ranks pin of a machine's memory."""
+    if needs <= available:
+        return ok("host-memory", f"{said}; {available / GIB:.1f} GiB are available")
+    return (stop if needs > total else warn)(
+        "host-memory",
+        f"{said}, and {available / GIB:.1f} of {total / GIB:.1f} GiB are available",
+        why="the first checkpoint copies weights and moments there, and the kernel would end a process",
+        mend="give the learner more nodes (placement), train adapters (learner.lora.rank), or end what else runs here",
+    )
+
+
 def limits(files: int, node: str) -> Finding:
     """Open files of a process; -1 is no limit."""
     if not 0 <= files < OPEN_FILES:

@@ -5,7 +5,7 @@ from pathlib import Path
 from configs.errors import NoRoom
 from configs.machine import gpu_bytes
 from configs.schema import Config
-from learner.policy.memory import ENGINE_SHARE, GIB, Setup, available_bytes, choose, refusal
+from learner.policy.memory import ENGINE_SHARE, GIB, OF_RANK_0, Setup, available_bytes, choose, host_items_of, refusal
 from slipstream.families.pictures import decoder_of
 from slipstream.families.sizes import Sizes
 from slipstream.runtime.fingerprint import FingerprintError, read_json
@@ -38,6 +38,22 @@ def memory_budget(config: Config) -> str:
     if available is not None and (text := refusal(config, model, available)):
         raise NoRoom(text)
     return f"memory of a learner GPU, at most:\n{choose(Setup.of(config, model), available).describe(available)}\n"
+
+
+def host_budget(config: Config) -> tuple[int, str]:
+    """Pinned host memory of the ranks on the fullest learner node, and what it goes to; 0 without a model folder.
+
+    Raises:
+        ConfigError: as `available_bytes`.
+    """
+    path = Path(config.model.path) / "config.json"
+    if not path.exists():
+        return 0, ""
+    setup, ranks = Setup.of(config, decoder_of(read_json(path))), max(len(share.learner) for share in config.shares)
+    items = host_items_of(setup, choose(setup, available_bytes(config)))
+    total = sum(size * (1 if what.endswith(OF_RANK_0) else ranks) for what, size in items.items())
+    said = ", ".join(f"{what} {size / GIB:.1f}" for what, size in items.items())
+    return total, f"{total / GIB:.1f} GiB of host memory for {ranks} learner rank(s) on a node ({said} each)"
 
 
 def check_engine(config: Config) -> None:

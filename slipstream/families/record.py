@@ -146,6 +146,8 @@ class Family:
     """Whether SGLang's attention has its windows: some models of SGLang leave them out."""
     in_torch_engine: bool = False
     """Whether rollout.engine `torch` serves it."""
+    routed_in_sglang: bool = True
+    """Whether SGLang says to which experts it has sent a token."""
     decides: tuple[str, ...] = ()
     """Keys of config.json that change what is computed, besides those of all families: ends must agree in them."""
     text: str = ""

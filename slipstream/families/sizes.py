@@ -147,6 +147,11 @@ class Sizes:
         return self.dims["vocabulary"] * self.hidden
 
     @property
+    def largest_unit(self) -> int:
+        """Parameters that are gathered together, at most."""
+        return max(self.layer_parameters, self.embedding_parameters)
+
+    @property
     def parameters(self) -> int:
         return self._in_layers() + (1 if self.tied else 2) * self.embedding_parameters
 
@@ -180,16 +185,17 @@ class Sizes:
         ]
         return lora.rank * sum(chosen)
 
-    def flops(self, tokens: int, pairs: int, targets: int) -> float:
+    def flops(self, tokens: int, pairs: float, targets: int, *, frozen: bool = False) -> float:
         """Of forward and backward: products at active parameters, attention, and the output head at targets.
 
         Args:
             tokens: that go through the layers.
-            pairs: of queries and keys that they see, in one layer.
+            pairs: of queries and keys that they see, in one layer on average.
             targets: tokens in the loss.
+            frozen: weights, which have no gradient.
         """
-        attention = 2 * self.query * pairs * self.layers
-        return 6.0 * (self.active_products * tokens + attention + self.embedding_parameters * targets)
+        products = self.active_products * tokens + self.embedding_parameters * targets
+        return (4.0 if frozen else 6.0) * products + 12.0 * self.query * pairs * self.layers
 
     def window(self, layer: int) -> int | None:
         """Tokens that a layer's attention sees, the token itself counted; None for all."""

@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import os
 import sys
 from datetime import timedelta
@@ -54,10 +55,25 @@ CASES: dict[int, list[Case]] = {
     ],
 }
 """By number of ranks: name, model, learner.mesh, other keys of the learner and the algorithm."""
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+SAME: dict[int, list[Case]] = {
+    ranks: [
+        (f"{model}_{ranks}" + "".join(f"_{name}" for name in sizes), model, sizes, NONE, {})
+        for model, *meshes in (
+            ("uneven", {}, {"tensor": 2}, {"replicate": 2}, {"replicate": 2, "tensor": 2}),
+            ("mixture", {}, {"expert": 2}, {"replicate": 2}, {"replicate": 2, "expert": 2}),
+        )
+        for sizes in meshes
+        if ranks % math.prod(sizes.values()) == 0
+    ]
+    for ranks in range(1, 5)
+}
+"""By number of ranks: every mesh that has the same weights as one rank, before and after a step."""
 
 
 def save_models(folder: Path) -> None:
-    """Qwen3, also with columns that four ranks share unevenly; Qwen2 with biases; families with more than these."""
+    """Qwen3, also with columns that four ranks share unevenly; Qwen2 with biases; a mixture; families with more."""
+    save_model(folder / "mixture", "qwen3_moe", **EXPERTS)
     save_model(folder / "even")
     save_model(folder / "uneven", intermediate_size=190)
     save_model(folder / "biased", "qwen2", tied=False)
@@ -123,6 +139,30 @@ def moved(folder: Path, saved: Case, loaded: Case, world_size: int, meshes: dict
     return seen
 
 
+def same(folder: Path, case: Case, meshes: Any, world_size: int) -> dict[str, Any]:
+    """Digest, norm and weights of a step; what one rank's checkpoint becomes here; the checkpoint of the case before.
+
+    Checkpoints are FOLDER/runs/NAME/checkpoints/step_2, those of one rank step_1; loading compares all digests.
+    """
+    config = configured(folder, case, world_size)
+    policy, optimizer = built(config, meshes)
+    seen: dict[str, Any] = {"start": policy.parameter_digest()}
+    seen["norm"] = steps(policy, optimizer, config, range(1, 2))[0]["actor/grad_norm"]
+    full = dict(policy.named_full_tensors("float32"))
+    first, last = folder / "runs" / f"{case[1]}_1" / "checkpoints" / "step_1", folder / f"last_{case[1]}"
+    keeper = Checkpointer(config, policy, optimizer)
+    if world_size == 1:
+        saved_folder(keeper, 1)
+    keeper.load(first)
+    written = saved_folder(keeper, 2)
+    keeper.load(Path(last.read_text()) if last.exists() else first)
+    seen["resumed"] = policy.parameter_digest()
+    if policy.rank == 0:
+        save_file(full, folder / f"same_{case[0]}.safetensors")
+        last.write_text(str(written))
+    return seen
+
+
 def drifted(folder: Path, case: Case, meshes: Meshes, world_size: int) -> str:
     """What is said after the last rank's copy of one parameter has changed by itself."""
     policy, _ = built(configured(folder, case, world_size), meshes)
@@ -175,8 +215,12 @@ def everything(folder: Path, world_size: int) -> dict[str, Any]:
 def main() -> None:
     rank, world_size, folder = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), Path(sys.argv[1])
     torch.set_num_threads(1)
-    with process_group(folder / "store", rank, world_size):
-        seen = everything(folder, world_size)
+    with process_group(folder / f"store_{world_size}", rank, world_size):
+        if "SAME" in os.environ:
+            meshes = meshes_for(folder, SAME[world_size], world_size)
+            seen = {case[0]: same(folder, case, meshes[case[0]], world_size) for case in SAME[world_size]}
+        else:
+            seen = everything(folder, world_size)
     (folder / f"rank_{rank}.json").write_text(json.dumps(seen))
     os._exit(0)  # as two_ranks.py does
 

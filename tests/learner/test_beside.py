@@ -255,8 +255,9 @@ def test_folders_that_do_not_suit_the_policy_are_refused(qwen3: Path, tmp_path: 
 
 
 def test_what_lies_on_the_policys_ranks_is_in_its_budget() -> None:
-    model = {"hidden_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 16, "num_key_value_heads": 8}
-    model |= {"head_dim": 64, "intermediate_size": 3072, "vocab_size": 32_000, "tie_word_embeddings": True}
+    model: dict[str, Any] = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 8, "head_dim": 64}
+    model |= {"num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072}
+    model |= {"vocab_size": 32_000, "tie_word_embeddings": True}
     parameters = Sizes.of(model).parameters
     both: dict[str, Any] = {"algorithm": {"advantage": "gae", "kl": "k3"}}
     totals = [

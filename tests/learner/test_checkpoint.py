@@ -251,14 +251,14 @@ def test_the_folder_for_others_may_have_another_dtype_than_the_state(qwen3, tmp_
 
 def test_a_resumed_run_keeps_its_memory_plan_whatever_is_free(config, mesh, keeper, monkeypatch):
     """Otherwise half a GiB less at the next start would recompute other products, and make other digests."""
-    room = {"free": 80 * GIB}
+    room, shape = {"free": 80 * GIB}, {"model_type": "qwen3", **SIZES}
     monkeypatch.setattr(memory_plan, "least_free", lambda *_: room["free"])
     first = memory_plan.plan_memory(config, mesh, CPU)
     assert first.recompute == "none"
     folder = saved(keeper, 1, memory_plan=memory_plan.described(config, first))
     assert json.loads((folder / "state.json").read_text())["memory_plan"]["way"]["recompute"] == "none"
     room["free"] = first.total + 1  # too little for the reserve of a plan that is made anew
-    assert memory_plan.choose(Setup.of(config, SIZES), memory_plan.usable(room["free"])).recompute != "none"
+    assert memory_plan.choose(Setup.of(config, shape), memory_plan.usable(room["free"])).recompute != "none"
     plan = Path(config.run_dir) / memory_plan.FILE
     for lost in (False, True):
         plan.unlink() if lost else None
@@ -273,4 +273,4 @@ def test_a_resumed_run_keeps_its_memory_plan_whatever_is_free(config, mesh, keep
     assert len({json.dumps(memory_plan.facts_of(one)) for one in made_for}) == 5, "each is planned for itself"
     smaller = config.learner.model_copy(update={"max_tokens_per_microbatch": 128})
     changed = memory_plan.plan_memory(config.model_copy(update={"learner": smaller}), mesh, CPU)
-    assert changed.recompute == memory_plan.choose(Setup.of(config, SIZES), 0).recompute, "planned anew"
+    assert changed.recompute == memory_plan.choose(Setup.of(config, shape), 0).recompute, "planned anew"

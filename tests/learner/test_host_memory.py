@@ -10,6 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs import Config
 from examples.random_qwen3 import SHAPES
 from learner import optimizer as optimizer_module
+from learner.checkpoints.parts import HostMemory, Tensors
+from learner.optimizer import MOMENTS
+from learner.policy import pinned
 from learner.policy.memory import GIB, Setup, choose
 from learner.policy.model import Policy
 from slipstream.families.sizes import Sizes
@@ -59,3 +62,24 @@ def test_what_lies_in_host_memory_is_not_counted_on_the_device() -> None:
         found[key] = choose(setup.with_tokens(16_384), 200 * GIB).items
     assert found["offload_optimizer"]["AdamW state"] < 0.2 * found[""]["AdamW state"]
     assert found[""]["activations"] - found["offload_activations"]["activations"] == 34 * 4096 * 2 * 16_384
+
+
+def test_copies_of_a_checkpoint_take_what_they_hold_and_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the power of two above each tensor, which torch's allocator of pinned memory would take."""
+    monkeypatch.setattr(pinned, "BLOCK_BYTES", 1 << 20)
+    shapes = [(1000, 64), (0, 64), *[(300, 64), (100, 64), (64,), (1,)] * 20]
+    held = {str(i): torch.full(shape, float(i)) for i, shape in enumerate(shapes)}
+    memory, part = HostMemory(), Tensors(held, {kind: held for kind in MOMENTS}, 3)
+    first = memory.copy(part)
+    for source in held.values():
+        source.add_(1000)
+    again = memory.copy(part)
+    copies = [copy for copied in (again.weights, *again.moments.values()) for copy in copied.values()]
+    assert list(again.moments) == list(MOMENTS) and again.num_steps == 3
+    for copied in (again.weights, *again.moments.values()):
+        assert copied.keys() == held.keys() and all(torch.equal(copied[name], held[name]) for name in held)
+    assert all(torch.equal(copy, again.weights[name]) for name, copy in first.weights.items()), "in the same memory"
+    blocks = {copy.untyped_storage().data_ptr(): copy.untyped_storage().nbytes() for copy in copies}
+    needed = sum(copy.nbytes for copy in copies)
+    assert all(size.bit_count() == 1 for size in blocks.values()) and needed <= sum(blocks.values()) <= 1.1 * needed
+    assert all(copy.data_ptr() % 64 == 0 for copy in copies)

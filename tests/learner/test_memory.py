@@ -1,5 +1,7 @@
 """The budget of a learner rank's device: what is counted, what is chosen, what is said."""
 
+import itertools
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,20 +14,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from configs import load
 from configs.learner import LearnerSettings
 from examples.random_qwen3 import SHAPES
+from learner.beside.beside import build_beside
+from learner.checkpoints.parts import HostMemory, Part, tensors_of
 from learner.learner import Learner
+from learner.policy import memory
 from learner.policy.memory import (
     GIB,
     Budget,
     OutOfMemory,
     Setup,
     choose,
+    host_items_of,
     largest_microbatch,
     refusal,
     usable,
 )
 from learner.train import REFUSALS
+from learner.trainer import Trainer, prepare
 from slipstream.families.sizes import Sizes
-from tests.learner.tiny_models import built, make_config
+from slipstream.runtime.fingerprint import read_json
+from tests.learner.recorded import batch_of, random_step
+from tests.learner.tiny_models import built, make_config, save_model
 
 
 def setup(shape: str, **changes: Any) -> Setup:
@@ -112,13 +121,69 @@ def test_memory_that_runs_out_ends_the_run_with_the_keys_to_set(qwen3: Path, mes
 
 
 def test_attention_that_pads_is_in_the_budget() -> None:
-    """Of float32, odd head sizes and `sdpa`, which no kernel of rows without padding takes."""
+    """Of float32, odd head sizes, caps and `sdpa`, which no kernel of rows without padding takes."""
     for learner, changed, pads in (
         ({"compute_dtype": "bfloat16"}, {}, False),
         ({"compute_dtype": "float32"}, {}, True),
         ({"compute_dtype": "bfloat16", "attention": "sdpa"}, {}, True),
         ({"compute_dtype": "bfloat16"}, {"head_dim": 100}, True),
+        ({"compute_dtype": "bfloat16"}, {"model_type": "gemma2"}, True),
     ):
         config = make_config(Path("unused"), placement={"device": "cuda"}, learner=learner)
         found = choose(Setup.of(config, SHAPES["0.6B"] | changed), None)
         assert ("padding of attention" in found.items) is pads, learner
+        assert ("scores of attention" in found.items) is ("model_type" in changed), "they are capped"
+
+
+LARGER: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}
+LARGER |= {"num_key_value_heads": 4, "intermediate_size": 1536, "vocab_size": 512}
+BESIDE: dict[str, dict[str, Any]] = {
+    "a larger critic": {"critic": {"path": "large"}},
+    "adapters of both": {"learner": {"lora": {"rank": 8}}, "algorithm": {"kl": "k3", "kl_coef": 0.1}},
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_the_budget_of_ppo_is_above_the_peak_of_a_step_and_near(
+    case: str, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of models whose weights are nearly everything, as the allocator of the host counts it."""
+    monkeypatch.setattr(memory, "HEAD_BYTES", 0)
+    folder, large = save_model(tmp_path / "model", **LARGER), LARGER | {"num_hidden_layers": 4}
+    sections = {name: dict(values) for name, values in BESIDE[case].items()}
+    if "critic" in sections:
+        sections["critic"]["path"] = str(save_model(tmp_path / "large", **large))
+    sections["algorithm"] = sections.get("algorithm", {}) | {"advantage": "gae"}
+    sections["learner"] = sections.get("learner", {}) | {"max_tokens_per_microbatch": 80}
+    config = make_config(folder, **sections)
+    setup = Setup.of(config, read_json(folder / "config.json"))
+    budget = choose(setup, None)
+    assert budget.keeps_gathered and budget.whole_gradients
+
+    made: list[Part] = []
+
+    def a_step() -> None:
+        policy, optimizer = built(config, mesh)
+        batch = batch_of(random_step(3), 3, num_microbatches=3)
+        trainer = Trainer(config, policy, optimizer, beside=build_beside(config, policy))
+        assert max(row.input_ids.numel() for row in prepare(batch, trainer.advantage, config).rows) <= 80
+        assert not trainer.train_step(batch).reason
+        made.append(Part(policy, optimizer))
+
+    peak = peak_bytes(a_step)
+    print(f"{case}: {peak / 2**20:.1f} MiB, the budget has {budget.total / 2**20:.1f}: {budget.items}")
+    assert peak <= budget.total <= 1.1 * peak
+    copied = HostMemory().copy(tensors_of(made[0]))
+    kinds = (copied.weights, *copied.moments.values())
+    copies = [copy.untyped_storage() for by_name in kinds for copy in by_name.values()]
+    held = sum({block.data_ptr(): block.nbytes() for block in copies}.values())
+    assert held <= host_items_of(setup, budget)["copy for checkpoints"] <= 1.1 * held
+
+
+def peak_bytes(run: Callable[[], None]) -> int:
+    """Most bytes that were allocated at a time in host memory."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+    return max(itertools.accumulate(changes))

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -53,6 +54,33 @@ def test_the_dry_run_and_every_rank_look_at_the_model(
         list(checks.model(checks.Subject(config)))
     with pytest.raises(PolicyError, match="tensor: 4 does not divide num_key_value_heads 2"):
         build_policy(config, mesh, CPU)
+
+
+@pytest.mark.slow  # up to four processes that train
+def test_every_mesh_has_the_weights_the_norm_the_export_and_the_checkpoint_of_one_rank(tmp_path: Path) -> None:
+    mesh_ranks.save_models(tmp_path)
+    seen: dict[str, Any] = {}
+    for ranks in mesh_ranks.SAME:
+        place = {"WORLD_SIZE": str(ranks), "SAME": "1"}
+        ranks_saw = two_ranks(
+            Path(mesh_ranks.__file__), tmp_path, lambda rank, place=place: place, deadline_s=380, ranks=ranks
+        )
+        assert all(saw == ranks_saw[0] for saw in ranks_saw)
+        seen |= ranks_saw[0]
+    assert len(seen) == 18
+    for name, found in seen.items():
+        alone = f"{name.split('_')[0]}_1"
+        weights, expected = (load_file(tmp_path / f"same_{one}.safetensors") for one in (name, alone))
+        exports = [
+            load_file(tmp_path / "runs" / one / "checkpoints/step_2/hf/model.safetensors") for one in (name, alone)
+        ]
+        worst = max(float((weights[key] - tensor).abs().max()) for key, tensor in expected.items())
+        print(f"{name}: norm {found['norm']:.9g}, max |difference of a parameter after a step| = {worst:.3g}")
+        assert found["start"] == seen[alone]["start"] and found["resumed"] == seen[alone]["resumed"]
+        assert found["norm"] == pytest.approx(seen[alone]["norm"], rel=1e-6)
+        assert weights.keys() == expected.keys() and worst <= 1e-6
+        assert exports[0].keys() == exports[1].keys()
+        assert all(torch.equal(exports[0][key], tensor) for key, tensor in exports[1].items())
 
 
 @pytest.mark.slow  # up to four processes that train

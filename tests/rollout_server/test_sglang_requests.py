@@ -1,5 +1,6 @@
 """SGLang's engine where no SGLang is needed: versions of tokens, arguments, staged memory, layout of live tensors."""
 
+import base64
 import itertools
 import json
 import os
@@ -33,6 +34,7 @@ from rollout_server.engines.sglang.update.layout import LiveSlice, live_slices
 from rollout_server.engines.sglang.update.live import RankWeights, _covered
 from rollout_server.engines.sglang.update.orders import FOLDER as FOLDER_VARIABLE
 from rollout_server.engines.sglang.update.orders import StagingFolder
+from slipstream.families.experts import Experts
 from slipstream.families.sizes import Sizes
 from weight_bus.digest import TensorSlice as Piece
 from weight_bus.digest import add, slice_digest, slice_digests
@@ -202,6 +204,40 @@ def test_progress_reaches_over_prefix_parts_and_what_runs() -> None:
         assert part.finish_reason is None
     answer.part, answer.ended = None, "length"
     assert (answer.progress(1).token_ids.tolist(), answer.progress(1).finish_reason) == ([5, 6], "length")
+
+
+EXPERTS = Experts(layers=2, chosen=2, number=6)
+
+
+def routed(reason: Any, ids: list[int], positions: int, pass_: int) -> dict[str, Any]:
+    """With routing of so many positions, each [[pass, 0], [pass, 1]], as 0.5.20 has it."""
+    rows = np.tile(np.array([[pass_, 0], [pass_, 1]], np.int32), (positions, 1, 1))
+    output = ended(reason, ids)
+    output["meta_info"]["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+    return output
+
+
+def test_each_position_keeps_the_experts_of_the_part_that_sampled_behind_it() -> None:
+    """A prefix of another server comes without, and gets those of the part that reads it."""
+    begun = Partial(token_ids=np.array([9]), logprobs=np.array([-0.5]), versions=np.array([2]))
+    for prefix, expected in ((None, [3, 3, 3, 3, 4]), (begun, [3, 3, 3, 3, 3, 4])):
+        answer = ResumableAnswer(
+            "lease", [1, 2, 3], Sampling(max_new_tokens=8), pinned=None, prefix=prefix, experts=EXPERTS
+        )
+        held = 0 if prefix is None else 1
+        answer.take(AnswerPart(rid="a", version=3), routed({"type": "abort"}, [5, 6], 4 + held, 3), 0)
+        answer.take(AnswerPart(rid="b", version=4), routed({"type": "abort"}, [], 0, 4), 0)
+        answer.take(AnswerPart(rid="b", version=4), routed({"type": "stop"}, [7], 5 + held, 4), 0)
+        rows = answer.completion("stop").routing
+        assert rows is not None and rows.dtype == np.uint8 and rows[:, 0, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("positions", [None, 3, 5])
+def test_routing_that_is_missing_or_of_other_positions_is_an_error(positions: int | None) -> None:
+    answer = ResumableAnswer("lease", [1, 2, 3], Sampling(max_new_tokens=8), pinned=None, experts=EXPERTS)
+    output = ended({"type": "stop"}, [5, 6]) if positions is None else routed({"type": "stop"}, [5, 6], positions, 0)
+    with pytest.raises(EngineError, match=r"SGLang returned .* routed experts"):
+        answer.take(AnswerPart(rid="a", version=3), output, 0)
 
 
 # ---- the staging folder -------------------------------------------------------------------------------------

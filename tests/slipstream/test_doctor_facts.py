@@ -1,6 +1,7 @@
 """What doctor makes of facts: side by side, of devices, of links; and how it reads them from a machine."""
 
 import contextlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from configs import load
 from configs.errors import NoRoom, PackageMissing
 from learner.policy.memory import GIB, available_bytes
-from slipstream.check import compare, facts, machine
+from slipstream.check import compare, facts, machine, memory
 from slipstream.check.checks import check_available
 from slipstream.check.finding import Finding
 from slipstream.check.machine import disk as room
@@ -213,6 +214,24 @@ def test_only_updates_in_host_memory_are_counted_into_shared_memory(settings: li
     """CUDA memory goes to SGLang's processes by its handle, and with LoRA an update is adapters."""
     found = machine.shared_memory(load("quickstart", [*ON_GPUS, *settings]), SIZES, GIB, 1, "")
     assert found.severity == severity, found.line
+
+
+@pytest.mark.parametrize(("total", "available", "severity"), [(64, 60, "ok"), (64, 40, "warn"), (32, 30, "stop")])
+def test_host_memory_is_held_against_what_a_checkpoint_copies(total: int, available: int, severity: str):
+    found = machine.host_memory(41 * GIB, "41.0 GiB of host memory", total * GIB, available * GIB)
+    assert (found.severity, found.code) == (severity, "host-memory")
+
+
+@pytest.mark.parametrize(("placed", "gib"), [([], 166), (["placement.learner=node1:0-3; node2:0-3"], 83)])
+def test_the_copies_of_a_14b_are_those_of_the_ranks_of_a_node(placed: list[str], gib: int, tmp_path: Path):
+    """12 bytes a parameter over all ranks; `split` puts eight on one node."""
+    shape = {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 17_408, "num_attention_heads": 40}
+    shape |= {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    where = [*placed, "placement.rollout=node0:0"] if placed else ["placement.split=1:8"]
+    config = load("quickstart", [f"model.path={tmp_path}", "placement.device=cpu", *where])
+    needs, said = memory.host_budget(config)
+    assert gib < needs / GIB < gib + 4 and "copy for checkpoints" in said, said
 
 
 def test_a_container_of_16_gib_of_shared_memory_starts_a_run_over_nccl():

@@ -65,6 +65,7 @@ class Engine:
         self.evaluated: list[int] = []
         self.quarantined: list[tuple[int, str]] = []
         self.loads = 0
+        self.busy: tuple[float, str] | None = None
         self._spoil = spoil
 
     def load(self, version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
@@ -145,7 +146,9 @@ class Rollout(threading.Thread):
         try:
             with self.subscriber:
                 while True:
-                    self.subscriber.receive(engine.load, activate=engine.activate, quarantine=engine.quarantine)
+                    self.subscriber.receive(
+                        engine.load, activate=engine.activate, quarantine=engine.quarantine, busy=lambda: engine.busy
+                    )
         except self._ends as error:
             self.ended = error
 

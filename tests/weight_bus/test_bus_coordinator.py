@@ -64,7 +64,7 @@ def test_a_broken_broadcast_breaks_the_group_and_is_charged_to_an_only_receiver(
     one = rig.members[0]
     assert rig.board.membership.uninformed(rig.members, "l") == rig.members
     rig.hears(m.ReceiveFailed(**rig.about(one), reason="its peer is gone"))
-    assert one.state is State.WAITING and rig.board.membership.group == ()
+    assert one.state is State.WAITING and rig.board.membership.main.sessions == ()
     assert rig.board.membership.uninformed(rig.members, "l") == [one], "it may not have come"
     assert one.faults == (len(names) == 1) == (one.retry_at > 0.0) == (rig.board.current.failed != {})
 

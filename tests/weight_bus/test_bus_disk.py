@@ -143,6 +143,7 @@ def test_a_folder_that_is_emptied_between_versions_is_made_anew(tmp_path):
         servers(publisher, "a", config=config)
         for version in range(3):
             assert publish(publisher, version).served == ["a"]
+            until((tmp_path / "shared" / f"{RUN}-1" / f"v{version:06d}" / INDEX).is_file, "its writer is done")
             rmtree(tmp_path / "shared" / ("" if version else f"{RUN}-1"))
 
 

@@ -52,6 +52,58 @@ def test_an_engine_that_holds_is_not_waited_for_and_becomes_live_afterwards(publ
     assert [event.detail for event in events if event.kind == "held"] == ["evaluation of version 0"]
 
 
+def epochs(*servers: Rollout) -> list[int]:
+    return [server.subscriber.subscription.epoch for server in servers]
+
+
+def test_an_engine_that_evaluates_stays_in_the_group_and_stages_and_costs_nobody_an_epoch(publisher):
+    held, quick, other = servers(publisher, "held", "quick", "other", config=QUICK)
+    assert len(publish(publisher, 1).served) == 3
+    held.engine.busy = (60.0, "evaluates v1")
+    for version in (2, 3, 4):
+        report = publish(publisher, version)
+        assert (report.served, report.failed) == (["quick", "other"], {}) and report.held.keys() == {"held"}
+    time.sleep(QUICK.deadline_s + 0.5)
+    assert publisher.members()["held"] == (State.HOLDING.value, -1) and held.subscriber.version == 1
+    held.engine.busy = None
+    until(lambda: publisher.members()["held"] == ("live", 4), "it applies what it has staged")
+    assert held.engine.activated == [1, 4] and quick.engine.activated == other.engine.activated == [1, 2, 3, 4]
+    assert sorted(publish(publisher, 5).served) == ["held", "other", "quick"]
+    assert epochs(held, quick, other) == [1, 1, 1] and publisher.stats()["lost_peers"] == 0
+    assert publisher.stats()["rounds"] == 5, "it was never sent a version for itself"
+
+
+def test_a_version_to_be_evaluated_itself_is_not_staged_over(publisher):
+    held, *_ = servers(publisher, "held", "quick", "other", config=QUICK)
+    publish(publisher, 1)
+    held.engine.busy = (60.0, "evaluates v1")
+    publish(publisher, 2, evaluate=True)
+    assert publish(publisher, 3).held.keys() == {"held"}
+    held.engine.busy = None
+    until(lambda: publisher.members()["held"] == ("live", 3), "it is filled")
+    assert held.engine.activated == [1, 2, 3] and held.engine.evaluated == [2]
+
+
+def test_a_newcomer_is_filled_beside_the_others_and_enters_at_the_next_epoch(publisher):
+    first, second = servers(publisher, "first", "second", config=QUICK)
+    publish(publisher, 1)
+    (late,) = servers(publisher, "late", config=QUICK)
+    until(lambda: late.engine.activated == [1], "it is filled")
+    for version in (2, 3):
+        assert len(publish(publisher, version).served) == 3
+    assert epochs(first, second) == [1, 1] and epochs(late) == [2], "and its own group goes on"
+    (later,) = servers(publisher, "later", config=QUICK)
+    until(lambda: later.engine.activated == [3], "it is filled")
+    assert epochs(first, second, late) == [1, 1, 2]
+    for version in (4, 5):
+        assert len(publish(publisher, version).served) == 4
+    assert epochs(first, second, late, later) == [4, 4, 4, 4], "all in one, which goes on"
+    late.halt()
+    until(lambda: "late" not in publisher.members(), "one leaves")
+    assert len(publish(publisher, 6).served) == 3 and epochs(first, second, later) == [5, 5, 5]
+    assert publisher.stats()["lost_peers"] == 0 and late.engine.activated == [1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("limit_s", [0.0, -1.0, float("nan")])
 def test_a_hold_without_a_sensible_limit_changes_nothing(publisher, limit_s):
     _, done = evaluating(publisher, limit_s)

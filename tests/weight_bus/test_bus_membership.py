@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from weight_bus.membership import IDLE, Member, Membership, State
+from weight_bus.membership import ENGAGED, IDLE, Group, Member, Membership, State
 from weight_bus.messages import Applied, Holding, Join, Staged
 
 SILENT_AFTER_S = 3.0
 MAX_FAULTS = 2
-ENGAGED = (State.APPLYING, State.HOLDING)
 
 
 def made() -> Membership:
@@ -32,10 +31,10 @@ def admitted(membership: Membership, join: Join, now: float = 0.0, version: int 
 
 def receiving(membership: Membership, *members: Member) -> int:
     """Version 1, in an epoch of these; its number."""
-    epoch = membership.invite(members, 0.0, 10.0)
+    epoch = membership.invite(membership.main, members, 0.0, 10.0)
     for member in members:
         assert membership.ready(member.session, epoch, 0.0)
-    membership.begin(members, (1, "d1"), 0.0, 10.0)
+    membership.begin(membership.main, members, (1, "d1"), 0.0, 10.0)
     return epoch
 
 
@@ -76,6 +75,57 @@ def test_a_failing_member_is_kept_apart_from_healthy_ones_and_waits_its_pause():
     assert membership.needing(1, 5.0) == [bad]
 
 
+def test_who_is_sent_a_version_and_with_whom():
+    membership = made()
+    a, b, c, d = (admitted(membership, asks(name)) for name in "abcd")
+
+    def sends(group: Group, *members: Member, version: int) -> None:
+        """The next round is this one, and all get it."""
+        assert membership.next_round(version, 0.0) == (group, [*members])
+        if group.sessions != tuple(member.session for member in members):
+            epoch = membership.invite(group, members, 0.0, 10.0)
+            assert all(membership.ready(member.session, epoch, 0.0) for member in members)
+        membership.begin(group, members, (version, f"d{version}"), 0.0, 10.0)
+        for member in members:
+            about: dict[str, Any] = {"session": member.session, "epoch": member.epoch, "version": version}
+            assert membership.staged(Staged(**about), 0.0, 9.0) and member.has(version)
+            assert membership.applied(Applied(**about, digest=f"d{version}"), 0.0)
+
+    main, beside = membership.main, membership.beside
+    sends(main, a, b, c, d, version=1)
+    e = admitted(membership, asks("e"))
+    sends(beside, e, version=1)
+    sends(main, a, b, c, d, version=2)
+    sends(beside, e, version=2)
+    assert (main.epoch, beside.epoch) == (1, 2)
+    f = admitted(membership, asks("f"))
+    sends(main, a, b, c, d, e, f, version=3)  # more come than are beside
+    assert (main.epoch, beside.sessions) == (3, ())
+    new = [admitted(membership, asks(name)) for name in "ghij"]
+    sends(beside, *new, version=3)
+    sends(main, a, b, c, d, e, f, version=4)
+    sends(beside, *new, version=4)
+    membership.remove(f, rejoin=True)
+    sends(main, a, b, c, d, e, *new, version=5)  # one is lost
+    membership.remove(new[-1], rejoin=True)
+    k = admitted(membership, asks("k"))
+    a.state = State.APPLYING
+    sends(main, b, c, d, e, *new[:-1], k, version=6)  # one is slow
+    a.state = State.LIVE
+    sends(beside, a, version=6)
+    sends(main, b, c, d, e, *new[:-1], k, version=7)
+
+
+def test_half_of_all_are_not_beside_a_group():
+    membership = made()
+    a = admitted(membership, asks("a"))
+    receiving(membership, a)
+    b = admitted(membership, asks("b"))
+    assert membership.next_round(1, 0.0) == (membership.beside, [b])
+    a.state, a.version = State.LIVE, 1
+    assert membership.next_round(2, 0.0) == (membership.main, [a, b])
+
+
 @pytest.mark.parametrize(("version", "digest", "state"), [(4, "d4", State.LIVE), (4, "d3", State.WAITING)])
 def test_who_joins_with_the_present_version_needs_its_digest(version, digest, state):
     joined = admitted(made(), asks("one", version=version, digest=digest), 0.0, version=4, digest="d4")
@@ -85,7 +135,7 @@ def test_who_joins_with_the_present_version_needs_its_digest(version, digest, st
 def test_silence_and_slowness_are_told_apart():
     membership = made()
     quiet, slow = admitted(membership, asks("quiet")), admitted(membership, asks("slow"))
-    membership.invite([slow], 0.0, 5.0)
+    membership.invite(membership.main, [slow], 0.0, 5.0)
     assert membership.overdue(SILENT_AFTER_S) == []
     membership.heard(slow.session, slow.identity, 4.0)
     assert membership.overdue(5.5) == [(quiet, "silent", 5.5), (slow, "slow", 5.5)]
@@ -146,11 +196,11 @@ class AtRandom:
         assert self.membership.heard(session, session, self.now) is self.membership.find(session)
 
     def send_round(self) -> None:
-        receivers = self.membership.needing(self.version, self.now)
-        if receivers and not self.membership.in_group(receivers):
-            self.membership.invite(receivers, self.now, self.now + 5)
+        group, receivers = self.membership.next_round(self.version, self.now)
+        if receivers and group.sessions != tuple(m.session for m in receivers):
+            self.membership.invite(group, receivers, self.now, self.now + 5)
         elif receivers:
-            self.membership.begin(receivers, (self.version, f"d{self.version}"), self.now, self.now + 5)
+            self.membership.begin(group, receivers, (self.version, f"d{self.version}"), self.now, self.now + 5)
 
     def answer_epoch(self) -> None:
         session, epoch = self.session(), self.membership.epoch - self.back()
@@ -159,9 +209,11 @@ class AtRandom:
         assert self.membership.ready(session, epoch, self.now) == legal
 
     def begin(self) -> None:
-        ready = [m for m in self.membership.members.values() if m.state is State.READY]
-        if ready and all(m.epoch == self.membership.epoch for m in ready):
-            self.membership.begin(ready, (self.version, f"d{self.version}"), self.now, self.now + 5)
+        for group in (self.membership.main, self.membership.beside):
+            members = self.membership.members.values()
+            ready = [m for m in members if m.state is State.READY and m.epoch == group.epoch]
+            if ready:
+                self.membership.begin(group, ready, (self.version, f"d{self.version}"), self.now, self.now + 5)
 
     def answer(self) -> None:
         """Of a subscriber to a Begin or a Commit, that may be of an older epoch or about an older version."""
@@ -177,7 +229,7 @@ class AtRandom:
         elif kind is Applied:
             found = self.membership.applied(Applied(**about, digest=f"d{version}" if right else "wrong"), self.now)
         else:
-            found = self.membership.holding(Holding(**about, limit_s=60.0, reason="r"), self.now)
+            found = self.membership.holding(Holding(**about, limit_s=60.0, reason="r", stages=right), self.now)
             assert not legal or member not in self.membership.unsettled(self.version)
         assert (found is not None) == legal
         assert legal or before == self.membership.members, "a late message changed something"
@@ -207,12 +259,15 @@ class AtRandom:
             if member.state is State.RECEIVING:
                 assert member.base == "", "what was staged is written over"
             assert member.heard_at <= self.now
-        assert all(m.state in IDLE for m in self.membership.needing(self.version, self.now))
+        for member in self.membership.next_round(self.version, self.now)[1]:
+            assert not member.has(self.version)
+            assert member.state in IDLE or (member.state is State.HOLDING and member.stages)
         assert self.membership.epoch >= self.highest_epoch
         self.highest_epoch = self.membership.epoch
         sessions = [member.session for member in members]
         assert len(set(sessions)) == len(sessions)
-        assert set(self.membership.group) <= set(sessions)
+        main, beside = set(self.membership.main.sessions), set(self.membership.beside.sessions)
+        assert main | beside <= set(sessions) and not main & beside
 
 
 def test_any_order_of_messages():

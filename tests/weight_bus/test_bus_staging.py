@@ -175,12 +175,12 @@ def test_what_begins_an_update_of_many_tensors_is_made_and_encoded_once_for_all_
     with closing(Router("127.0.0.1", 0, "r")) as router:
         router._queue = lambda identity, frames: queued.append((identity, frames)) or ""  # type: ignore
         given = {"_router": router, "_membership": membership, "_incarnation": 1, "_config": CONFIG}
-        bus: Any = SimpleNamespace(**given, _senders=SimpleNamespace(of_lane=lambda _: {"endpoint": "127.0.0.1:1"}))
+        bus: Any = SimpleNamespace(**given, _senders=SimpleNamespace(of_lane=lambda *_: {"endpoint": "127.0.0.1:1"}))
         for version in range(3):
             started = time.thread_time()
             manifest = layout.with_digests({name: version for name in layout.names})
             offer: Any = SimpleNamespace(version=version, evaluate=False, manifests=[manifest], digest=manifest.digest)
-            Bus._announce(bus, offer, None, members)
+            Bus._announce(bus, offer, None, membership.main, members)
             seconds.append(time.thread_time() - started)
     everyone = [member.identity for member in members]
     assert [identity for identity, _ in queued] == 4 * everyone, "the layout once, and three times Begin"

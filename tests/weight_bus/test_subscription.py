@@ -58,6 +58,8 @@ class Bench:
         plane: Any = self.plane
         self.subject = Subscription("tcp://bus", join, CONFIG, plane, self.silent, 0.0)
         self.during: Any = lambda: None
+        self.busy: tuple[float, str] | None = None
+        self.now = 0.0
 
     def silent(self, what: str, waited_s: float) -> str:
         self.silences.append(waited_s)
@@ -71,7 +73,8 @@ class Bench:
     def hear(self, message: Any) -> bool:
         activate = lambda version, evaluate: self.done.append(("activate", version, evaluate))  # noqa: E731
         quarantine = lambda version, reason: self.done.append(("quarantine", version, reason))  # noqa: E731
-        return self.subject.hear(message, EngineCallbacks(self.load, activate, quarantine))
+        self.subject.hear(message)
+        return self.subject.apply(EngineCallbacks(self.load, activate, quarantine, lambda: self.busy), self.now)
 
     def said(self) -> list[Any]:
         found = list(self.subject.outbox)
@@ -222,6 +225,53 @@ def test_a_hold_is_about_what_is_being_applied(bench: Bench) -> None:
     assert (holding.version, holding.limit_s, holding.reason) == (3, 5.0, "an evaluation")
     with pytest.raises(WeightBusError):
         bench.subject.hold(5.0, "too late")
+
+
+def test_an_engine_that_is_busy_gets_the_newest_version_when_it_is_free(bench: Bench) -> None:
+    assert bench.receives(3)
+    bench.said(), bench.done.clear()
+    bench.busy = (60.0, "evaluates v3")
+    for version in (4, 5):
+        assert not bench.receives(version, evaluate=False)
+        staged, holding = bench.said()
+        assert isinstance(staged, m.Staged) and isinstance(holding, m.Holding)
+        assert (holding.version, holding.limit_s, holding.reason, holding.stages) == (
+            version,
+            80.0 - bench.now,
+            "evaluates v3",
+            True,
+        )
+        assert not bench.hear(m.Heartbeat(session="i-1")) and not bench.said() and bench.subject.version == 3
+        bench.now += 10.0
+    bench.busy = None
+    assert bench.hear(m.Heartbeat(session="i-1"))
+    assert bench.done == [("load", 5, -1), ("activate", 5, False)] and not bench.subject.is_due
+
+
+def test_an_engine_that_stays_busy_is_updated_past_its_limit_whatever_comes(bench: Bench) -> None:
+    bench.busy = (60.0, "evaluates v2")
+    assert not bench.receives(3)
+    *_, holding = bench.said()
+    assert not holding.stages, "to be evaluated itself"
+    bench.now = 59.0
+    assert not bench.receives(4)
+    bench.now = 60.0
+    assert bench.hear(m.Heartbeat(session="i-1")) and bench.subject.version == 4
+
+
+@pytest.mark.parametrize("ends", ["epoch", "removed", "begin"])
+def test_what_waits_for_the_engine_is_dropped_with_what_is_staged(bench: Bench, ends: str) -> None:
+    bench.busy = (60.0, "evaluates v2")
+    bench.receives(3)
+    if ends == "epoch":
+        bench.hear(m.Epoch(session="i-1", epoch=2, members=[]))
+    elif ends == "removed":
+        bench.hear(m.Removed(session="i-1", reason="slow", rejoin=True))
+    else:
+        bench.plane.corrupt = ["w"]
+        bench.hear(bench.begin(4))
+    bench.busy = None
+    assert not bench.hear(m.Heartbeat(session="i-1")) and not bench.done
 
 
 def test_a_removed_subscriber_joins_anew_with_what_it_holds(bench: Bench) -> None:

@@ -14,8 +14,11 @@ import torch
 from configs.schema import Config
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import folder_tensors
+from slipstream.families.experts import Experts, experts_of
 from slipstream.families.pictures import decoder_of
 from slipstream.families.sizes import Sizes
+from slipstream.families.table import family_of
+from slipstream.runtime.fingerprint import read_json
 from weight_bus.manifest import ITEM_SIZES
 
 LOADER = "rollout_server.engines.sglang.update.loader.apply"
@@ -28,6 +31,7 @@ RESERVED_BYTES = 4 * 1024**3
 SAFE_SHARE = 0.92
 """Share of the device memory that is planned with."""
 
+ROUTED = "enable_return_routed_experts"
 DECIDED = {
     "model_path": "model.path",
     "tokenizer_path": "model.path",
@@ -54,6 +58,7 @@ DECIDED = {
     "trust_remote_code": "nothing: code in a model folder is never run",
     "speculative_algorithm": "nothing yet: behaviour logprobs with it are not proven",
     "enable_lora": "learner.lora",
+    ROUTED: "algorithm.routing_replay",
 }
 """ServerArgs that Slipstream decides, and what to set instead."""
 
@@ -94,7 +99,19 @@ def server_arguments(config: Config, *, known: Collection[str], cuda: bool) -> d
         "trust_remote_code": False,
         "context_length": _context_length(config),
     }
+    if replayed(config) is not None:
+        kind = family_of(decoder_of(read_json(Path(config.model.path) / "config.json")))
+        if ROUTED not in known or not kind.routed_in_sglang:
+            what = f"the routed experts of {kind.model_type}"
+            raise EngineError(f"algorithm.routing_replay: the installed SGLang does not return {what}; set it to false")
+        decided[ROUTED] = True
     return {name: value for name, value in {**defaults, **config.rollout.sglang, **decided}.items() if name in known}
+
+
+def replayed(config: Config) -> Experts | None:
+    """Experts of the model whose choices the learner replays; None without."""
+    described = decoder_of(read_json(Path(config.model.path) / "config.json"))
+    return experts_of(described) if config.algorithm.routing_replay else None
 
 
 def _context_length(config: Config) -> int:

@@ -32,9 +32,11 @@ from rollout_server.engines.base import (
     first_error,
 )
 from rollout_server.engines.prefixes import check_request, settled
+from rollout_server.engines.sglang.arguments import replayed
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import AnswerPart, ResumableAnswer
 from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, folder_tensors
+from slipstream.families.experts import Experts
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class SGLangEngine:
 
     def __init__(self, config: Config, process: Callable[[Config], SGLangProcess] = SGLangProcess) -> None:
         self._max_context = config.max_context
+        self._experts = replayed(config)
         self._hold_limit_s, self._drain_limit_s = config.evaluation.deadline_s, config.replay.lease_s
         self._staging = StagingFolder(config.model.family)
         os.environ[FOLDER] = str(self._staging.path)
@@ -102,7 +105,13 @@ class SGLangEngine:
             raise EngineError(f"version {pinned} is not held here; version {self.version} is live")
         self.sglang.check_alive()
         answers = [
-            ResumableAnswer(request_id, token_ids, sampling, pinned=pinned, prefix=prefix, pictures=pictures)
+            ResumableAnswer(
+                *(request_id, token_ids, sampling),
+                pinned=pinned,
+                prefix=prefix,
+                pictures=pictures,
+                experts=self._experts if pinned is None else None,  # nobody trains on an evaluation
+            )
             for prefix in given
         ]
         if not self._answers:
@@ -126,7 +135,21 @@ class SGLangEngine:
     async def _answer(self, answer: ResumableAnswer) -> Completion:
         if answer.ended is None:
             answer.ended = await self._to_its_end(answer)
+        elif answer.experts is not None:
+            await self._read_again(answer, answer.experts)
         return answer.completion(answer.ended)
+
+    async def _read_again(self, answer: ResumableAnswer, experts: Experts) -> None:
+        """Have a prefix that has ended routed: read with its prompt, for a token that is not looked at."""
+        tokens, part = answer.prompt + answer.taken.token_ids.tolist(), self._new_part()
+        async with self._slots:
+            await self._open.wait()
+            async for output in self.sglang.generate(part, tokens, answer.sampling, 1, answer.pictures, True):
+                part.output = output
+        answer.route(part.output, answer.taken.token_ids.size + 1, experts)
+
+    def _new_part(self) -> AnswerPart:
+        return AnswerPart(rid=f"{os.getpid():x}-{next(self._names):012x}", version=self.version)
 
     async def _to_its_end(self, answer: ResumableAnswer) -> FinishReason:
         """Run part after part until the answer is whole or aborted; how it ended."""
@@ -136,7 +159,7 @@ class SGLangEngine:
                     await self._open.wait()
                 if answer.aborted:
                     return "abort"
-                part = answer.part = AnswerPart(rid=f"{os.getpid():x}-{next(self._names):012x}", version=self.version)
+                part = answer.part = self._new_part()
                 reason = await self._run(answer, part)
                 answer.part = None
                 if not (reason == "abort" and part.interrupted):
@@ -151,7 +174,8 @@ class SGLangEngine:
         tokens = answer.prompt + answer.taken.token_ids.tolist()
         left = answer.sampling.max_new_tokens - answer.num_tokens
         try:
-            async for output in self.sglang.generate(part, tokens, answer.sampling, left, answer.pictures):
+            routed = answer.experts is not None
+            async for output in self.sglang.generate(part, tokens, answer.sampling, left, answer.pictures, routed):
                 part.output = output
                 self._progress_at = time.monotonic()
                 part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)

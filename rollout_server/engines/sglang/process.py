@@ -23,7 +23,7 @@ import torch
 from configs.schema import Config
 from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, EngineStartFailed, Pictures, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
-from rollout_server.engines.sglang.cpu import prepare_cpu
+from rollout_server.engines.sglang.cpu import CPU_SWITCH, prepare_cpu
 from rollout_server.engines.sglang.requests import AnswerPart
 from slipstream.families.pictures import PictureError, Vision, vision_of
 from slipstream.runtime.fingerprint import read_json
@@ -85,10 +85,19 @@ if multiprocessing.current_process().name != "MainProcess":
     os.environ["CUDA_MODULE_LOADING"] = "EAGER"
 
 
+def _host_memory(dims: tuple[int, ...], dtype: torch.dtype, **_: object) -> torch.Tensor:
+    return torch.empty(dims, dtype=dtype)
+
+
 def run_scheduler(*arguments: Any, **options: Any) -> Any:
     """SGLang's scheduler, started by a module that has set its environment."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    if os.environ.get(CPU_SWITCH) == "1":  # 0.5.20 registers the memory of routed experts with CUDA there too
+        from sglang.srt.mem_cache.pool_host import common
+        from sglang.srt.state_capturer import base
+
+        base.ALLOC_MEMORY_FUNCS = {**common.ALLOC_MEMORY_FUNCS, "cpu": _host_memory}
     return run_scheduler_process(*arguments, **options)
 
 
@@ -233,8 +242,9 @@ class SGLangProcess:
         sampling: Sampling,
         new_tokens: int,
         pictures: Pictures | None = None,
+        routed: bool = False,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Outputs of one request, cumulative. Raises EngineError if SGLang refuses it."""
+        """Outputs of one request, cumulative; the last `routed`, if asked. Raises EngineError if SGLang refuses it."""
         shown = None if pictures is None else [self._image_data(pictures, token_ids, new_tokens)]
         request = self._requests.GenerateReqInput(
             input_ids=token_ids,
@@ -247,6 +257,7 @@ class SGLangProcess:
             # a learner's restart the versions past its checkpoint are made again.
             extra_key=f"w{part.version}.{self._loads}",
             image_data=shown,
+            **({"return_routed_experts": True} if routed else {}),
         )
         try:
             async for output in self._manager.generate_request(request, None):

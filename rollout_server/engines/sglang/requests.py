@@ -1,13 +1,15 @@
 """Answers in progress: their parts between updates, and token versions. Pure."""
 
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_server.engines.base import Completion, EngineError, FinishReason, Partial, Pictures, Sampling
+from rollout_server.engines.base import Completion, EngineError, FinishReason, Partial, Pictures, Routing, Sampling
+from slipstream.families.experts import Experts
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -39,12 +41,15 @@ class ResumableAnswer:
         pinned: int | None,
         prefix: Partial | None = None,
         pictures: Pictures | None = None,
+        experts: Experts | None = None,
     ) -> None:
+        """`experts` are those of which the routing is wanted."""
         self.request_id = request_id
         self.prompt = prompt
         self.sampling = sampling
         self.pictures = pictures
         self.pinned = pinned
+        self.experts, self.routing = experts, cast(Routing | None, None)
         self.part: AnswerPart | None = None
         self.aborted = False
         prefix = prefix or Partial()
@@ -72,8 +77,28 @@ class ResumableAnswer:
             if spans and ids
             else versions_from_boundaries(part, len(ids))
         )
+        if self.experts is not None and ids:
+            self.route(output, self.taken.token_ids.size + len(ids), self.experts)
         self.taken = self.taken.then(_tokens(ids, logprobs, versions))
         return len(ids), finish_reason(finished)
+
+    def route(self, output: Mapping[str, Any], num_tokens: int, experts: Experts) -> None:
+        """Add the routing of positions that had none yet: up to the last but one of so many tokens.
+
+        Raises EngineError: there is none, or it is not of all positions.
+        """
+        given = output["meta_info"].get("routed_experts")
+        if given is None:
+            raise EngineError("SGLang returned no routed experts (algorithm.routing_replay)")
+        ids = np.frombuffer(base64.b64decode(given), np.int32) if isinstance(given, str) else np.asarray(given)
+        wanted = len(self.prompt) + num_tokens - 1
+        if ids.size != wanted * experts.layers * experts.chosen:
+            raise EngineError(
+                f"SGLang returned {ids.size} routed experts, and {wanted} positions have {experts.layers} layers of"
+                f" {experts.chosen}: spans are missing or shifted [corrupt]"
+            )
+        rows = ids.reshape(-1, *experts.shape).astype(experts.dtype)
+        self.routing = rows if self.routing is None else np.concatenate((self.routing, rows[len(self.routing) :]))
 
     def at_its_end(self) -> FinishReason | None:
         """Finish reason by its tokens: SGLang checks aborts before stop tokens."""
@@ -84,7 +109,9 @@ class ResumableAnswer:
 
     def completion(self, reason: FinishReason) -> Completion:
         """What came out."""
-        return self.taken.as_completion(reason)
+        positions = len(self.prompt) + self.taken.token_ids.size - 1
+        routing = None if self.routing is None else self.routing[:positions]
+        return replace(self.taken.as_completion(reason), routing=routing)
 
     def progress(self, since: int) -> Partial:
         """Tokens from number `since` on, and the finish reason if it has ended."""

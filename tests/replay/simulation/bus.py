@@ -39,14 +39,14 @@ class SimulatedBus:
     def __init__(self, network: Network, rng: random.Random, faults: float) -> None:
         self.network, self.rng, self.faults = network, rng, faults
         self.published: Policy | None = None
-        self.number = 0
-        """Of the published policy: its weights."""
+        self.number, self.evaluate = 0, False
+        """Of the published policy: its weights, and whether servers keep it for an evaluation."""
         self.epoch = 0
         self._offered: dict[tuple[str, int, int], str] = {}
         self._members: dict[str, dict[str, Any]] = {}
 
-    def publish(self, policy: Policy, number: int) -> None:
-        self.published, self.number = policy, number
+    def publish(self, policy: Policy, number: int, *, evaluate: bool) -> None:
+        self.published, self.number, self.evaluate = policy, number, evaluate
 
     def hear(self, identity: str, message: Message) -> None:
         if self.published is None or not isinstance(message, m.InSession):
@@ -54,7 +54,7 @@ class SimulatedBus:
         member, session = self._members.get(identity), message.session
         if isinstance(message, m.Join):
             self.epoch += 1
-            self._members[identity] = {"session": session, "epoch": 0, "owes": 0, "holds": None}
+            self._members[identity] = {"session": session, "epoch": 0, "owes": 0, "holds": None, "waits": None}
             welcome = m.Welcome(session=session, incarnation=self.published.incarnation, version=0)
             self._say(identity, welcome)
             for each, known in self._members.items():
@@ -65,13 +65,15 @@ class SimulatedBus:
         elif isinstance(message, m.Goodbye):
             del self._members[identity]
         elif isinstance(message, m.EpochReady):
-            member.update(epoch=message.epoch, owes=0)
+            member.update(epoch=message.epoch, owes=0, waits=None)
         elif isinstance(message, m.Staged) and not message.corrupt:
             self._commit(identity, message)
         elif isinstance(message, m.Staged | m.ReceiveFailed):
             member["owes"] = 0
         elif isinstance(message, m.Applied) and message.version == member["target"].version:
-            member.update(owes=0, holds=None if message.reason else member["target"])
+            member.update(owes=0, waits=None, holds=None if message.reason else member["target"])
+        elif isinstance(message, m.Holding) and message.version == member["target"].version:
+            member.update(owes=0, waits=message.stages)
 
     def act(self) -> None:
         for identity, member in list(self._members.items()):
@@ -80,8 +82,12 @@ class SimulatedBus:
                 if member["owes"] > PATIENCE:
                     del self._members[identity]
                     self._say(identity, m.Removed(session=member["session"], reason="slow", rejoin=True))
-            elif member["epoch"] == self.epoch and member["holds"] != self.published:
+            elif member["epoch"] == self.epoch and member["holds"] != self.published and self._takes(member):
                 self._begin(identity, member)
+
+    def _takes(self, member: dict[str, Any]) -> bool:
+        """Not while it waits for its engine, but for newer versions where it goes on staging."""
+        return member["waits"] is None or (member["waits"] and member["target"] != self.published)
 
     def _begin(self, identity: str, member: dict[str, Any]) -> None:
         """Send what was published last; before it, now and then, what nobody may follow any more."""
@@ -89,7 +95,8 @@ class SimulatedBus:
         incarnation, version, digest = self.published
         begin = m.Begin(
             ranks={member["session"]: 1}, size=2, epoch=self.epoch, version=version, incarnation=incarnation,
-            evaluate=True, endpoint="", bucket_bytes=1, layout="w", digests=np.array([self.number]), digest=digest,
+            evaluate=self.evaluate, endpoint="", bucket_bytes=1, layout="w", digests=np.array([self.number]),
+            digest=digest,
         )  # fmt: skip
         if self.rng.random() < self.faults:
             lost = replace(begin, digests=np.array([NOBODY]), digest="lost")
@@ -97,7 +104,7 @@ class SimulatedBus:
             if member["holds"] is not None and version > 1:
                 strays.append(replace(begin, version=version - 2, digest="older"))
             self._offer(identity, self.rng.choice(strays))
-        member.update(owes=1, target=self.published)
+        member.update(owes=1, waits=None, target=self.published)
         self._offer(identity, begin)
 
     def _offer(self, identity: str, begin: m.Begin) -> None:

@@ -169,12 +169,14 @@ class SimulatedLearner:
 
     def _publish(self) -> None:
         first = self.ranks[0].dialog
-        if self.evaluate_every and self.version % self.evaluate_every == 0:
+        evaluate = bool(self.evaluate_every and self.version % self.evaluate_every == 0)
+        if evaluate:
             first.announce(m.Evaluate(version=self.version))
         if self.withheld:
             return
         first.announce(m.Published(version=self.version, digest=self.digest))
-        self.bus.publish(Policy(self.incarnation, self.version, self.digest), self.books.policy(self.digest))
+        policy = Policy(self.incarnation, self.version, self.digest)
+        self.bus.publish(policy, self.books.policy(self.digest), evaluate=evaluate)
 
     def _train(self, now: float) -> None:
         parts = [rank.batch for rank in self.ranks if rank.batch is not None]

@@ -79,10 +79,20 @@ class SimulatedServer:
     def hear_bus(self, message: m.Message, now: float) -> None:
         """Receive, load and prove as the publisher says."""
         if self.subscription is not None:
-            quarantine = partial(self._quarantine, now)
             self.subscription.watch(now, heard=True, entered=now)
-            self.subscription.hear(message, EngineCallbacks(self._load, self._activate, quarantine))
-            self._flush()
+            self.subscription.hear(message)
+            self._apply(now)
+
+    def _apply(self, now: float) -> None:
+        assert self.subscription is not None
+        quarantine = partial(self._quarantine, now)
+        self.subscription.apply(EngineCallbacks(self._load, self._activate, quarantine, self._busy), now)
+        self._flush()
+
+    def _busy(self) -> tuple[float, str] | None:
+        """As an engine whose evaluations keep updates out."""
+        self.books.counts["busy"] += bool(self.evaluations)
+        return (self.config.evaluation.deadline_s, "evaluates") if self.evaluations else None
 
     def act(self, now: float, *, brisk: bool = False) -> None:
         """Do one thing, chosen at random; `brisk` works through whatever there is."""
@@ -91,6 +101,7 @@ class SimulatedServer:
             self.subscription.advance(now)
             if self.subscription.admitted:
                 self.bus.send(self.identity, Heartbeat(session=self.subscription.session))
+            self._apply(now)
         self._generate()
         if self.running and (brisk or move > 0.4):
             self._finish(self.rng.choice(list(self.running)))
