@@ -143,7 +143,7 @@ class Setup:
     critic: Sizes | None = None
     """Of a critic on them, as one whose head is no more than its embedding."""
     pads: bool = False
-    """Attention pads trajectories to the longest of their row, as `problem_with_kernel` says, or since it caps scores."""
+    """Attention pads trajectories to the longest of their row: `problem_with_kernel` says why, or it caps scores."""
     scores_of: int = 0
     """Tokens of the longest trajectory, where attention caps its scores and holds them for the backward."""
     tower_bytes: int = 0
