@@ -10,12 +10,14 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from slipstream.runtime.lifeline import die_with_parent
-from tests.rollout_server.sglang_served import Served
+
+if TYPE_CHECKING:
+    from tests.rollout_server.sglang_served import Served
 
 DEADLINE_S = 300.0
 PROMPT_TOKENS, NEW_TOKENS, UPDATES = 24, 40, 5
@@ -40,7 +42,7 @@ CLASSES = {
 }  # fmt: skip
 
 
-async def test_sglangs_own_model_of_each_family_holds_what_is_sent(served: Served, tmp_path: Path) -> None:
+async def test_sglangs_own_model_of_each_family_holds_what_is_sent(served: "Served", tmp_path: Path) -> None:
     from sglang.srt.distributed import parallel_state
     from transformers import AutoConfig, AutoModelForCausalLM
 
