@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from configs.auto import ENGINE_S
 from configs.base import Dtype, Own, OwnPath, Section
 from configs.engines import ENGINES, EngineFacts
 from configs.variants import Choice, Chosen, ChosenOrNone
@@ -40,7 +41,7 @@ class Rollout(Section):
     """CPU threads of the embedded torch engine."""
     sglang: Own[dict[str, Any]] = Field(default={})
     """Passed to SGLang's ServerArgs as it is, for example `{mem_fraction_static: 0.7, attention_backend: fa3}`."""
-    engine_deadline_s: Own[float] = Field(default=120.0, gt=0)
+    engine_deadline_s: Own[float] = Field(default=ENGINE_S, gt=0)
     """An engine that runs requests and shows no token for this long, or does not answer a call, is dead (SGLang)."""
     restarts: Own[int] = Field(default=3, ge=0)
     """How often the launcher starts a dead local rollout server again; an hour of good running refills it."""

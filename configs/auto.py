@@ -1,4 +1,4 @@
-"""`auto` in keys whose best value follows from the devices: resolved before a configuration is checked."""
+"""`auto` in keys whose best value follows from devices and other keys: resolved before a configuration is checked."""
 
 import os
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from configs import machine
+from configs.engines import ENGINES
 
 BY_DEVICE: dict[str, tuple[str | bool, str | bool]] = {
     "rollout.engine": ("torch", "sglang"),
@@ -15,8 +16,11 @@ BY_DEVICE: dict[str, tuple[str | bool, str | bool]] = {
     "learner.compile": (False, True),
     "checkpoint.hf_dtype": ("float32", "bfloat16"),
     "weight_bus.backend": ("gloo", "nccl"),
+    "weight_bus.stage_in": ("server", "engine"),
 }
-"""Value on a CPU, value on GPUs."""
+"""Value on a CPU, value on GPUs; of stage_in: value where the engine cannot receive, value where it can."""
+BROADCAST_S, ENGINE_S = 5.0, 120.0
+"""Defaults of weight_bus.collective_timeout_s and rollout.engine_deadline_s."""
 LEAVES = {key.partition(".")[2]: key for key in BY_DEVICE}
 
 
@@ -44,6 +48,8 @@ def resolve(tree: dict[str, Any]) -> dict[str, Any]:
             takes_gpu = gpus and not placement.get("share_gpus", False)
         elif leaf == "compile" and isinstance(learner, Mapping):
             takes_gpu = gpus and not _keeps_from_compiling(learner)
+        elif leaf == "stage_in":  # the last: the others are there
+            takes_gpu = _engine_receives(resolved, placement)
         resolved[name] = {**resolved.get(name, {}), leaf: BY_DEVICE[LEAVES[leaf]][takes_gpu]}
     return resolved
 
@@ -53,6 +59,32 @@ def _keeps_from_compiling(learner: Mapping[str, Any]) -> bool:
     mesh = learner.get("mesh", {})
     divided = isinstance(mesh, Mapping) and mesh.get("tensor", 1) != 1
     return bool(divided or learner.get("offload_activations", False))
+
+
+def staging_backends(tensor_parallel: object, *, by_rank: bool) -> tuple[str, ...]:
+    """Backends over which an engine receives updates itself; `by_rank` see `Tree.staged_by_rank`."""
+    return ("gloo", "nccl") if tensor_parallel == 1 or by_rank else ("nccl",)
+
+
+def _engine_receives(tree: Mapping[str, Any], placement: Mapping[str, Any]) -> bool:
+    """Whether updates can be received in the engine's processes; engine and backend are resolved."""
+
+    def given(section: str, key: str, default: Any = None) -> Any:
+        found = tree.get(section, {})
+        found = found.model_dump() if isinstance(found, BaseModel) else found
+        return found.get(key, default) if isinstance(found, Mapping) else default
+
+    facts, lora = ENGINES.get(str(given("rollout", "engine"))), given("learner", "lora", {})
+    by_rank = not given("weight_bus", "delta") and not (isinstance(lora, Mapping) and lora.get("rank", 0))
+    limits = given("weight_bus", "collective_timeout_s", BROADCAST_S), given("rollout", "engine_deadline_s", ENGINE_S)
+    return (
+        facts is not None
+        and facts.has_processes
+        and given("weight_bus", "transport", "collective") == "collective"
+        and given("weight_bus", "backend") in staging_backends(placement.get("tensor_parallel", 1), by_rank=by_rank)
+        and all(isinstance(limit, int | float) for limit in limits)
+        and limits[0] < limits[1]
+    )
 
 
 def on_gpus(placement: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from configs.auto import BROADCAST_S
 from configs.base import Own, OwnPath, Secret, Section
 
 
@@ -16,15 +17,16 @@ class WeightBus(Section):
     """With transport disk: a folder that learner rank 0 and all rollout servers see; mounted anywhere."""
     backend: Literal["auto", "gloo", "nccl", "ucc"] = "auto"
     """Backend of the collective transport; `auto` is nccl on GPUs, gloo on a CPU and where GPUs are shared."""
-    stage_in: Literal["server", "engine"] = "server"
-    """Where staged bytes arrive: in the server's process, or in SGLang's, beside decoding (over gloo or nccl only)."""
+    stage_in: Literal["auto", "server", "engine"] = "auto"
+    """Where staged bytes arrive: in the server's process, or in SGLang's, beside decoding (over gloo or nccl only);
+    `auto` is engine where that is possible."""
     port: Own[int] = Field(default=0, ge=0, le=65535)
     """Control port of the publisher; 0 takes a free one (rollout servers learn it from replay)."""
     bucket_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
     """Size of one broadcast."""
     deadline_s: float = Field(default=30.0, gt=0)
     """No step of the learner waits longer than this for the bus."""
-    collective_timeout_s: float = Field(default=5.0, gt=0)
+    collective_timeout_s: float = Field(default=BROADCAST_S, gt=0)
     """A single broadcast or rendezvous that takes longer has lost a peer."""
     delta: bool = False
     """Send what has changed since the version before, lossless, wherever that is less than half (staged only)."""

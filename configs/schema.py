@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from pydantic import model_validator
 
+from configs.auto import staging_backends
 from configs.engines import ENGINES
 from configs.evaluation import check as check_sets
 from configs.evaluation import check_metric
@@ -198,7 +199,10 @@ class Config(Tree):
             yield "weight_bus.transport: 'disk' needs weight_bus.folder, which all nodes see"
         needed = {
             "weight_bus.transport": (bus.transport, ("collective",)),
-            "weight_bus.backend": (bus.backend, ("gloo", "nccl") if self.placement.tensor_parallel == 1 else ("nccl",)),
+            "weight_bus.backend": (
+                bus.backend,
+                staging_backends(self.placement.tensor_parallel, by_rank=self.staged_by_rank),
+            ),
             "rollout.engine": (self.rollout.engine, tuple(name for name, its in ENGINES.items() if its.has_processes)),
         }
         for key, (value, possible) in needed.items() if bus.stage_in == "engine" else ():

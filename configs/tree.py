@@ -108,6 +108,12 @@ class Tree(Section):
         return any(set(share.rollout) & set(share.learner) for share in self.shares)
 
     @property
+    def staged_by_rank(self) -> bool:
+        """Whether each scheduler rank of an engine receives its own slices of an update, and no rank all of it."""
+        bus, whole = self.weight_bus, self.weight_bus.delta or self.learner.lora.rank > 0
+        return bus.stage_in == "engine" and self.placement.tensor_parallel > 1 and not whole
+
+    @property
     def num_rollout_devices(self) -> int:
         """Devices given to rollout servers over all nodes."""
         return sum(len(share.rollout) for share in self.shares)

@@ -1,4 +1,4 @@
-"""`python -m examples.random_qwen3 SHAPE FOLDER`: a Qwen3 folder of random weights, and prompts for it.
+"""`python -m examples.random_qwen3 SHAPE FOLDER`: a Qwen3 or Qwen3-MoE folder of random weights, and prompts for it.
 
 Speed, memory and broadcasts do not depend on the values of weights: to try a shape on GPUs needs no download.
 """
@@ -18,6 +18,7 @@ SPECIAL = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>"}
 PAD, EOS, UNK = range(3)
 COLUMNS = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
 COLUMNS += ["head_dim", "vocab_size", "tie_word_embeddings"]
+THIRTY = {"hidden_size": 2048, "num_key_value_heads": 4, "intermediate_size": 6144, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
     name: {"model_type": "qwen3", **dict(zip(COLUMNS, sizes, strict=True))}
     for name, *sizes in (
@@ -31,15 +32,29 @@ SHAPES: dict[str, dict[str, Any]] = {
     )
 }
 """Sizes of Qwen3 decoders, in the words of transformers."""
+MIXTURE = {"model_type": "qwen3_moe", "norm_topk_prob": True}
+EXPERT_COLUMNS = ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]
+SHAPES |= {
+    name: SHAPES[base] | changes | MIXTURE | dict(zip(EXPERT_COLUMNS, experts, strict=True))
+    for name, base, changes, *experts in (
+        ("tiny-moe", "tiny", {}, 8, 2, 48),
+        *(
+            (f"30B-A3B{end}", "4B", {**THIRTY, "num_hidden_layers": layers}, 128, 8, 768)
+            for end, layers in (("", 48), ("-4L", 4), ("-8L", 8))
+        ),
+    )
+}
+"""Mixtures of experts: of Qwen3-30B-A3B also its first layers, which one GPU trains."""
 
 
 def config(name: str) -> Any:
     """The transformers configuration of a shape."""
-    from transformers import Qwen3Config
+    from transformers import AutoConfig
 
+    kind = "Qwen3MoeForCausalLM" if "num_experts" in SHAPES[name] else "Qwen3ForCausalLM"
     tokens = {"pad_token_id": PAD, "eos_token_id": EOS, "bos_token_id": None}
     sizes = SHAPES[name] | {"max_position_embeddings": MAX_TOKENS}
-    return Qwen3Config(**sizes, **tokens, architectures=["Qwen3ForCausalLM"], dtype="bfloat16")
+    return AutoConfig.for_model(**sizes, **tokens, architectures=[kind], dtype="bfloat16")
 
 
 def write_weights(folder: Path, shape: str, seed: int) -> None:

@@ -18,7 +18,7 @@ def lanes_of(config: Config, policy: Policy) -> tuple[Lane, ...]:
     Raises ValueError: the family's record does not say where a scheduler rank holds a tensor.
     """
     bus, dtype = config.weight_bus, config.rollout.dtype
-    positions = config.placement.tensor_parallel if bus.stage_in == "engine" else 1
+    positions = config.placement.tensor_parallel if config.staged_by_rank else 1
     senders = dist.get_world_size(policy.meshes.replica)
     if bus.transport == "disk" or bus.delta or policy.lora is not None or max(senders, positions) == 1:
         return ()

@@ -204,6 +204,7 @@ class Group(OfLease):
     prompt_routing: UInt8 = field(default_factory=_no_bytes)
     routing_sums: Int32 = field(default_factory=_no_ints)
     """Experts of tokens and of prompts, and [S] a sum of each sample (replay/routing.py); empty: none are replayed."""
+    routing_place: list[int] = field(default_factory=list)  # in the journal: file, byte, sizes of the two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from replay.journal import Journal, JournalError, JournalReader, Location, Record
+from replay.journal.apart import read_apart
 from replay.messages import EvaluationResult, Group
 from replay.state.apply import check_boot
 from replay.state.leases import GroupId
@@ -88,3 +89,6 @@ class PlayedJournal(Journal):
 
     def read(self, location: Location) -> Group | EvaluationResult:
         return self._reader.read(location)
+
+    def whole(self, group: Group) -> Group:
+        return read_apart(self._reader.folder, group) if group.routing_place else group

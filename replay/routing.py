@@ -55,6 +55,8 @@ def prompt_sizes(group: Group) -> Int32:
 
 def problem_with_group(group: Group, experts: Experts | None) -> str | None:
     """What is wrong with the routing of a group for a model with these experts, or without any (None); else None."""
+    if group.routing_place:
+        return "its routing is said to be in the journal"
     sizes = {
         "routing": (group.routing, int(group.lengths.sum(dtype=np.int64))),
         "prompt_routing": (group.prompt_routing, int(prompt_sizes(group).sum(dtype=np.int64))),
@@ -70,7 +72,7 @@ def problem_with_group(group: Group, experts: Experts | None) -> str | None:
 
 def kept(group: Group, samples: NDArray[np.bool_]) -> dict[str, Any]:
     """Fields of a group that keeps these of its samples alone."""
-    if not group.routing.size:
+    if not group.routing.size:  # where the journal keeps it apart, what is left out is not there
         return {}
     fields: dict[str, Any] = {
         "routing": _by_token(group)[np.repeat(samples, group.lengths)].ravel(),

@@ -167,7 +167,7 @@ def write_adapter_folder(
         "base_model_name_or_path": str(source.absolute()),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
-        "target_modules": list(lora.projections),
+        "target_modules": [name for name in lora.projections if any(f".{name}.lora_A" in one for one in tensors)],
         "lora_dropout": 0.0,
         "bias": "none",
         "inference_mode": True,

@@ -43,6 +43,13 @@ class Box(NamedTuple):
         ends = (min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True))
         return Box(start, tuple(max(0, end - first) for first, end in zip(start, ends, strict=True)))
 
+    def meets(self, other: "Box") -> bool:
+        """Whether they have something in common; far cheaper than to say what."""
+        for first, size, begin, many in zip(*self, *other, strict=True):
+            if first >= begin + many or begin >= first + size:
+                return False
+        return True
+
     def seen_from(self, origin: Sequence[int]) -> "Box":
         """The same where `origin` is the first index."""
         return Box(tuple(first - zero for first, zero in zip(self.start, origin, strict=True)), self.shape)
@@ -124,7 +131,7 @@ def box_of(parameter: torch.Tensor) -> Box:
     cuts = [(dim, placement) for dim, placement in enumerate(parameter.placements) if placement != Replicate()]
     strided = [cut for cut in cuts if hasattr(cut[1], "split_factor")]
     for mesh_dim, placement in [*(cut for cut in cuts if cut not in strided), *reversed(strided)]:
-        if not isinstance(dim := getattr(placement, "dim", None), int) or placement.is_partial():
+        if (dim := getattr(placement, "dim", None)) is None:
             raise ValueError(f"a parameter of {box.shape} has a placement {placement}, expected shards and copies")
         size = -(-shape[dim] // parameter.device_mesh.size(mesh_dim))
         first = min(place[mesh_dim] * size, shape[dim])

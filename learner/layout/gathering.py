@@ -22,7 +22,7 @@ CUDA_GATHER_BYTES = 512 * 1024 * 1024
 
 Item = TypeVar("Item")
 Boxes = list[tuple[Box, int]]
-"""Of a tensor, each with the one rank of a group that gives it."""
+"""Of a tensor, each with the rank of a group that gives it."""
 
 
 def gather(
@@ -54,7 +54,7 @@ def gather_pieces(
         return
     shards = list(shards)
     places = {rank: number for number, rank in enumerate(ranks)}
-    given = {shard.name: _given(layout, shard, places) for shard in shards}
+    given = {s.name: [(box, here[0]) for box, here in layout.givers(s.name, places)] for s in shards}
     limit = CUDA_GATHER_BYTES if any(shard.local.is_cuda for shard in shards) else GATHER_BYTES
 
     def received(shard: Shard) -> int:
@@ -78,17 +78,6 @@ def spans(items: Iterable[Item], bytes_of: Callable[[Item], int], limit: int) ->
         size += bytes_of(item)
     if span:
         yield span
-
-
-def _given(layout: Layout, shard: Shard, places: dict[int, int]) -> Boxes:
-    """Raises ValueError: ranks outside of the group hold what none of it has."""
-    found = []
-    for box, ranks, _ in layout.holdings(shard.name):
-        here = [places[rank] for rank in ranks if rank in places]
-        if not here:
-            raise ValueError(f"{shard.name}: its {box} lies on ranks {ranks}, none of which takes part")
-        found.append((box, here[0]))
-    return found
 
 
 def _gather_span(

@@ -82,6 +82,8 @@ class Layout:
         self._parameters: dict[str, _Parameter] = {}
         self._tensors: dict[str, tuple[str, Inner]] = {}
         """Of which parameter, and where in it."""
+        self._holdings: dict[str, list[Holding]] = {}
+        """Of tensors that were asked for: with thousands of experts and many ranks they take a second."""
         sent: Counter[int] = Counter()
         for name, shape in shapes.items():
             inner, holdings = tuple(inside(name, shape)), []
@@ -114,9 +116,30 @@ class Layout:
 
     def holdings(self, name: str) -> list[Holding]:
         """The boxes of a logical tensor, disjoint and together all of it."""
+        if (known := self._holdings.get(name)) is not None:
+            return known
         parameter, inner = self._tensors[name]
-        found = (one._replace(box=inner.held(one.box)) for one in self._parameters[parameter].holdings)
-        return sorted(holding for holding in found if holding.box.numel)
+        near = (one for one in self._parameters[parameter].holdings if inner.box.meets(one.box))
+        found = self._holdings[name] = sorted(one._replace(box=inner.held(one.box)) for one in near)
+        return found
+
+    def givers(self, name: str, places: Mapping[int, int]) -> list[tuple[Box, list[int]]]:
+        """The boxes of a logical tensor, each with who holds it of a group, the sender first.
+
+        Args:
+            name: of the tensor.
+            places: of the group's ranks in it.
+
+        Raises:
+            ValueError: ranks outside of the group hold what none of it has.
+        """
+        found = []
+        for box, ranks, sender in self.holdings(name):
+            here = [places[rank] for rank in dict.fromkeys((sender, *ranks)) if rank in places]
+            if not here:
+                raise ValueError(f"{name}: its {box} lies on ranks {ranks}, none of which takes part")
+            found.append((box, here))
+        return found
 
     def ranks_beside(self, parameter: str) -> tuple[int, ...]:
         """Ranks that hold the same of a parameter as this one; none where this one holds nothing."""

@@ -101,14 +101,9 @@ def _wanted(layout: Layout, lanes: Sequence[Lane], sender: int, places: Mapping[
     found = []
     for entry in joined(mine).layout.entries if mine else ():
         parts, place = [], Box(entry.start, entry.shape)
-        for box, ranks, first in layout.holdings(entry.name):
-            common = box.common(place)
-            if not common.numel:
-                continue
-            here = [places[rank] for rank in (first, *ranks) if rank in places]
-            if not here:
-                raise ValueError(f"{entry.name}: its {box} lies on ranks {ranks}, none of which takes part")
-            parts.append((common, sender if sender in here else here[0]))
+        for box, here in layout.givers(entry.name, places):
+            if (common := box.common(place)).numel:
+                parts.append((common, sender if sender in here else here[0]))
         found.append(Wanted(entry, parts))
     return found
 

@@ -12,13 +12,17 @@ HEAD_DIM_STEP = 8
 """Head sizes that flash attention takes: multiples of 8 up to 256."""
 
 
-def problem_with(learner: LearnerSettings, model: Mapping[str, Any]) -> str:
+def problem_with(learner: LearnerSettings, model: Mapping[str, Any], aux_coef: float = 0.0) -> str:
     """What the mesh does not divide, and a value that works, or a target that is not there; else empty.
 
     Args:
         learner: its mesh and adapters.
         model: the keys of config.json.
+        aux_coef: algorithm.router_aux_loss_coef.
     """
+    kind = model["model_type"]
+    if aux_coef and not family_of(model).moe:
+        return f"algorithm.router_aux_loss_coef: {aux_coef} with a {kind} model, which has no experts; take 0"
     mesh, lora = learner.mesh, learner.lora
     if lora.rank and lora.targets != "all-linear":
         there = Sizes.of(model).projections

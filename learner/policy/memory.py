@@ -8,6 +8,9 @@ layer are counted in elements of the compute dtype, per token:
     selective  outputs of products and attention
     full       the layer's input, and one layer at a time as with none
 
+A mixture of experts has hidden states of each choice besides, once for what is kept, and three times where a layer is
+in work, with four times what lies inside of the experts.
+
 Keys and values that are copied for a shared prompt count in learner.max_tokens_per_microbatch, by an eighth of a token
 for a position (replay/batches/sharing.py): so a token counts at least eight copies.
 
@@ -351,16 +354,17 @@ def _step_items(setup: Setup, way: Budget, sizes: Sizes) -> dict[str, int]:
     """What gradients of a model take beside its weights, but for its head."""
     compute_bytes, compiled, adapters = setup.compute_bytes, setup.learner.compile is True, setup.adapters(sizes)
     tokens = setup.learner.max_tokens_per_microbatch
-    layer, largest = (adapters // sizes.layers,) * 2 if adapters else (sizes.layer_parameters, sizes.largest_unit)
+    here = sizes.among(setup.learner.mesh.expert)  # of the experts a block
+    layer, largest = (adapters // sizes.layers,) * 2 if adapters else (here.layer_parameters, here.largest_unit)
     per_token = activation_bytes(sizes, way.recompute, compiled=compiled, element_bytes=compute_bytes)
     if setup.learner.offload_activations:  # of the layers' inputs, one on its way out and one on its way back
         per_token -= max(0, sizes.layers - 2) * sizes.hidden * compute_bytes
-    gathered = sizes.parameters + adapters
+    gathered = here.parameters + adapters
     # those of a unit in the making, what goes into a layer's reduction and what comes out
-    whole, shared = (adapters or sizes.parameters) + 2 * layer, setup.trained_share(sizes) + max(largest, 3 * layer)
+    whole, shared = (adapters or here.parameters) + 2 * layer, setup.trained_share(sizes) + max(largest, 3 * layer)
     items = {
         "gradients": 4 * (whole if way.whole_gradients else shared),
-        "gathered weights": compute_bytes * (gathered if way.keeps_gathered else 2 * sizes.largest_unit),
+        "gathered weights": compute_bytes * (gathered if way.keeps_gathered else 2 * here.largest_unit),
         "activations": per_token * tokens,
     }
     if setup.pads:  # queries, keys, values and what comes out, which the backward needs again
@@ -376,12 +380,13 @@ def _step_items(setup: Setup, way: Budget, sizes: Sizes) -> dict[str, int]:
 def activation_bytes(sizes: Sizes, recompute: Recompute, *, compiled: bool, element_bytes: int) -> int:
     """Per token of a microbatch, over all layers."""
     s = sizes
-    products = s.query + s.key_value + s.query + s.hidden + 2 * s.intermediate + s.hidden
+    products = s.query + s.key_value + s.query + s.hidden + 2 * s.intermediate + s.hidden + s.routed
     everything = int((products + 1.1 * (s.query + s.key_value / 2)) * (1 if compiled else EAGER))
     everything = max(everything, COPIES_PER_TOKEN * s.key_value)  # where a row is mostly copies of prompts
+    in_work = 3 * s.routed + 4 * s.intermediate if s.routed else 0
     per_token = {
         "none": s.layers * everything,
         "selective": s.layers * products + everything,
         "full": s.layers * s.hidden + everything,
     }[recompute]
-    return element_bytes * per_token
+    return element_bytes * (per_token + in_work)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -30,7 +30,6 @@ from learner.policy.layers import RECOMPUTED, prepare
 from learner.policy.logprobs import head_logprobs
 from learner.policy.memory import Budget, Setup, choose, usable, when_exhausted
 from learner.policy.meshes import Meshes, meshes_of
-from learner.policy.moe.mixture import Experts
 from learner.policy.moe.mixtures import Mixtures
 from learner.policy.pretrained import (
     PolicyError,
@@ -41,6 +40,7 @@ from learner.policy.pretrained import (
     read_config,
 )
 from learner.policy.tensor_parallel import local_weight, parallelize
+from learner.policy.units import shard
 from learner.rows import Row
 from slipstream.families.names import inside
 from slipstream.families.sizes import Sizes
@@ -339,13 +339,13 @@ def shaped_policy(
     learner, dtype = config.learner, DTYPES[config.learner.compute_dtype]
     folder, meshes = folder or Path(config.model.path), meshes_of(mesh)
     model_config = read_config(folder)
-    if problem := problem_with(learner, model_config.to_dict()):
+    aux_coef = config.algorithm.router_aux_loss_coef if root is TokenModel and not is_frozen else 0.0
+    if problem := problem_with(learner, model_config.to_dict(), aux_coef):
         raise PolicyError(problem)
     if root is not TokenModel:
         model_config.tie_word_embeddings = False
     transformer = build_empty(model_config, attention.choose(learner, model_config, device))
-    is_policy = root is TokenModel and not is_frozen
-    mixtures = Mixtures.adopt(transformer, config.algorithm.router_aux_loss_coef if is_policy else 0.0)
+    mixtures = Mixtures.adopt(transformer, aux_coef)
     if mixtures is not None and meshes.expert is not None:
         mixtures.divide(meshes.expert)
     adapters = learner.lora if learner.lora.rank and not is_frozen else None
@@ -379,21 +379,3 @@ def choose_for(setup: Setup, mesh: DeviceMesh | Meshes, device: torch.device) ->
     """The fastest way that fits into what every rank has free. A collective."""
     free = least_free(mesh, device)
     return choose(setup, None if free is None else usable(free))
-
-
-def shard(model: TokenModel, meshes: Meshes, compute_dtype: torch.dtype, budget: Budget) -> None:
-    """Make FSDP units; on the meta device, so that nothing is allocated yet."""
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    inner, mesh = model.transformer, meshes.data
-    if meshes.experts is not None:
-        as_given = replace(precision, cast_forward_inputs=False)
-        for block in (module for module in model.modules() if isinstance(module, Experts)):
-            fully_shard(block, mesh=meshes.experts, mp_policy=as_given, reshard_after_forward=not budget.keeps_gathered)
-    apart = [] if inner.config.tie_word_embeddings else [inner.model.embed_tokens, inner.lm_head]
-    for unit in [*inner.model.layers, *apart]:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not budget.keeps_gathered)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
-    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        # Sum instead of mean; gloo has no pre-multiplied sum, so the plain one is asked for by name.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)

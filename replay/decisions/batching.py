@@ -109,6 +109,7 @@ class BatchScheduler:
     def build(self, step: int, groups: list[m.Group], stats: dict[str, float]) -> None:
         """Make every rank's part, and send it to the ranks."""
         config, made = self.run.config, self.buffer.line.steps[step]
+        groups = [self.run.journal.whole(group) for group in groups]
         groups, measured = shape(groups, config.algorithm, config.rollout.max_new_tokens)
         left_out = any(peer.hello.leaves_out_flat_groups for peer in self.peers.role("learner"))
         trained = batches.trained(groups, flat=not left_out)

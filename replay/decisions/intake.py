@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -150,7 +151,16 @@ class GroupIntake:
             "group": list(slot.group_id), "attempt": group.attempt, "server": peer.identity,
             "answers": counts_of(group),
         }  # fmt: skip
-        trained = kept(group)
+        trained = self.run.journal.set_apart(kept(group))
+        if trained.routing_place:
+            journalled = replace(
+                group,
+                routing=trained.routing,
+                prompt_routing=trained.prompt_routing,
+                routing_sums=trained.routing_sums,
+                routing_place=trained.routing_place,
+            )
+            frames = encode(journalled, "", group.attempt)
         if self.run.source.is_rated:  # what the order of prompts depends on is in the journal
             fields["solved"] = float(np.mean(trained.rewards >= self.run.config.evaluation.solved_at))
         record(self.run, "group", fields, frames)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from replay.journal.format import JournalError, path_of
+from replay.journal.format import JournalError, path_apart, path_of
 from replay.journal.reader import JournalReader
 from slipstream.runtime.disk import FULL
 
@@ -105,7 +105,7 @@ class SegmentFiles:
         try:
             file = self._new_file(path)
         except OSError as error:
-            raise _error(error, path, "it cannot be begun") from error
+            raise journal_error(error, path, "it cannot be begun") from error
         previous = self._file
         with self._switch:
             self._file, self.segment, self.size, self.on_disk = file, segment, 0, (segment, 0)
@@ -130,7 +130,7 @@ class SegmentFiles:
             os.lseek(self._file, self.size, os.SEEK_SET)
             with contextlib.suppress(OSError):  # a full disk may refuse even this; the next write goes over it
                 os.ftruncate(self._file, self.size)
-            raise _error(error, path_of(self.folder, self.segment), f"{size} bytes cannot be written") from error
+            raise journal_error(error, path_of(self.folder, self.segment), f"{size} bytes cannot be written") from error
         with self._switch:
             self.size, self.number = self.size + size, number
             if self._fsync == "every":
@@ -149,7 +149,7 @@ class SegmentFiles:
         try:
             self._sync_a_copy()
         except OSError as error:
-            raise _error(error, path, "it cannot be synced") from error
+            raise journal_error(error, path, "it cannot be synced") from error
 
     def _sync_a_copy(self) -> None:
         with self._switch:
@@ -186,6 +186,7 @@ class SegmentFiles:
             path = path_of(self.folder, segment)
             try:
                 path.unlink(missing_ok=True)
+                path_apart(self.folder, segment).unlink(missing_ok=True)
                 gone.append(segment)
             except OSError as error:
                 log.warning("replay: %s: not deleted, although no longer needed: %s", path, error.strerror)
@@ -225,7 +226,8 @@ def _unwritable(folder: Path, error: OSError) -> JournalError:
     return JournalError(f"{folder}: the journal cannot be written: {error.strerror}; free or mend it")
 
 
-def _error(error: OSError, path: Path, what: str) -> JournalError:
+def journal_error(error: OSError, path: Path, what: str) -> JournalError:
+    """Of its kind, with what to do."""
     kind, mend = JournalError, "mend the disk"
     if error.errno in FULL:
         kind, mend = JournalFull, "free space on its disk"

@@ -80,6 +80,11 @@ def path_of(folder: Path, segment: int) -> Path:
     return folder / f"{segment:06d}{SUFFIX}"
 
 
+def path_apart(folder: Path, segment: int) -> Path:
+    """Of the routing of a file's groups (replay/journal/apart.py)."""
+    return folder / "routing" / f"{segment:06d}.ids"
+
+
 def segments(folder: Path) -> list[int]:
     if not folder.is_dir():
         return []

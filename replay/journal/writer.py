@@ -10,9 +10,11 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from replay.journal.apart import read_apart, size_apart, whole, write_apart
 from replay.journal.files import FolderLock, Fsync, JournalReadOnly, SegmentFiles
 from replay.journal.format import FORMAT, Frames, JournalError, Location, pack, path_of, segments
 from replay.journal.reader import JournalReader, message_of
@@ -65,6 +67,14 @@ class Journal:
         """The message of a record. Raises JournalError."""
         raise JournalError(f"no message at {location}: this journal keeps nothing")
 
+    def set_apart(self, group: Group) -> Group:
+        """The group without its routing, whose place it has then: `append` its record next."""
+        return group
+
+    def whole(self, group: Group) -> Group:
+        """The group with its routing. Raises JournalError."""
+        return group
+
     def begin_segment(self) -> None:
         """Go on in a new file, whose first record should be a snapshot."""
 
@@ -88,6 +98,8 @@ class _Piece(NamedTuple):
     segment: int
     buffers: list[bytes | memoryview]
     number: int
+    apart: list[tuple[int, bytes]]
+    """(place, bytes), which are written first."""
 
 
 class JournalWriter(Journal):
@@ -116,11 +128,17 @@ class JournalWriter(Journal):
         self._appended: list[bytes | memoryview] = []
         self._unwritten: dict[tuple[int, int], tuple[int, Frames]] = {}
         """Frames of records that may not be written yet, with their numbers, by file and offset."""
+        self._apart: list[tuple[int, bytes]] = []
+        self._apart_end = size_apart(folder, self._segment)
+        """Of the present file of routing (replay/journal/apart.py)."""
+        self._apart_unwritten: dict[tuple[int, int], tuple[int, bytes]] = {}
         self._changed = threading.Condition()
         """Held for what follows, which the threads share; they are told of new work by it."""
         self._queue: deque[_Piece] = deque()
-        self._sizes = {s: path_of(folder, s).stat().st_size for s in segments(folder) if s != self._segment}
-        """Bytes of the files before the present one."""
+        self._sizes = {
+            s: path_of(folder, s).stat().st_size + size_apart(folder, s) for s in segments(folder) if s != self._segment
+        }
+        """Bytes of the files before the present one, with those of routing."""
         self._released: tuple[int, int] | None = None
         """The first file that is needed, once this record is on the disk."""
         self._wanted = 0
@@ -151,7 +169,7 @@ class JournalWriter(Journal):
     @property
     def size_bytes(self) -> int:
         with self._changed:
-            return sum(self._sizes.values()) + self._end
+            return sum(self._sizes.values()) + self._end + self._apart_end
 
     @property
     def written(self) -> int:
@@ -179,16 +197,17 @@ class JournalWriter(Journal):
             self.begin_segment()
         self._hand_over()
         written = self.written
-        while self._unwritten and next(iter(self._unwritten.values()))[0] <= written:
-            del self._unwritten[next(iter(self._unwritten))]
+        for waiting in (self._unwritten, self._apart_unwritten):
+            while waiting and next(iter(waiting.values()))[0] <= written:
+                del waiting[next(iter(waiting))]
         return self._number
 
     def begin_segment(self) -> None:
         if self._segment:
             self._hand_over()
             with self._changed:
-                self._sizes[self._segment] = self._end
-        self._segment, self._end, self._told = self._segment + 1, 0, 0
+                self._sizes[self._segment] = self._end + self._apart_end
+        self._segment, self._end, self._told, self._apart_end = self._segment + 1, 0, 0, 0
         self._begin()
 
     def want_sync(self) -> int:
@@ -200,6 +219,25 @@ class JournalWriter(Journal):
         if (waiting := self._unwritten.get((location.segment, location.offset))) is not None:
             return message_of(waiting[1], path_of(self.folder, location.segment), location)
         return self._reader.read(location)
+
+    def set_apart(self, group: Group) -> Group:
+        if not group.routing.size:
+            return group
+        data = group.routing.tobytes() + group.prompt_routing.tobytes()
+        place = [self._segment, self._apart_end, group.routing.size, group.prompt_routing.size]
+        self._apart.append((self._apart_end, data))
+        self._apart_unwritten[self._segment, self._apart_end] = self._number + 1, data
+        self._apart_end += len(data)
+        empty = group.routing[:0]
+        return replace(group, routing=empty, prompt_routing=empty, routing_place=place)
+
+    def whole(self, group: Group) -> Group:
+        if not group.routing_place:
+            return group
+        segment, offset = group.routing_place[:2]
+        if (waiting := self._apart_unwritten.get((segment, offset))) is not None:
+            return whole(group, waiting[1])
+        return read_apart(self.folder, group)
 
     def release(self, first: int) -> None:
         with self._changed:
@@ -237,6 +275,8 @@ class JournalWriter(Journal):
         if pieces:
             if pieces[0].segment != self._files.segment:
                 self._files.begin(pieces[0].segment)
+            for offset, data in itertools.chain.from_iterable(piece.apart for piece in pieces):
+                write_apart(self.folder, pieces[0].segment, offset, data, self._fsync)
             buffers = list(itertools.chain.from_iterable(piece.buffers for piece in pieces))
             self._files.write(buffers, pieces[-1].number)
             with self._changed:
@@ -277,9 +317,9 @@ class JournalWriter(Journal):
     def _hand_over(self) -> None:
         if self._appended:
             with self._changed:
-                self._queue.append(_Piece(self._segment, self._appended, self._number))
+                self._queue.append(_Piece(self._segment, self._appended, self._number, self._apart))
                 self._changed.notify_all()
-            self._appended = []
+            self._appended, self._apart = [], []
 
     def _begin(self) -> None:
         self._add("segment", {"format": FORMAT, "number": self._segment, "run_id": self._run_id}, ())

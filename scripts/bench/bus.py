@@ -74,7 +74,7 @@ def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
         "data": {"train": "unused", "max_prompt_tokens": 16},
         "reward": {"function": "exact"},
         "rollout": rollout,
-        "weight_bus": bus | ({"stage_in": "engine"} if args.device == "cuda" else {}),
+        "weight_bus": bus,
         "placement": {"device": args.device, "split": f"{args.receivers}:1"},
     }
     return loading.parse(json.dumps(tree), "bench bus", args.overrides)

@@ -48,6 +48,7 @@ SIZES = {
     "prompt": (256, "tokens of a prompt"),
     "max_tokens": (16_384, "of a microbatch"),
     "steps": (3, "timed updates"),
+    "loss_tokens": (0, "of an answer that are in the loss, its last ones; 0: all. One leaves the output head out"),
 }
 
 
@@ -65,6 +66,7 @@ class Task:
     prompt: int
     max_tokens: int
     steps: int
+    loss_tokens: int
 
 
 def answers_of(task: Task) -> Any:
@@ -74,7 +76,15 @@ def answers_of(task: Task) -> Any:
     return drawn.clip(8, task.cap).astype(np.int32)
 
 
-def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int, rank: int = 0, world_size: int = 1) -> Any:
+def batch_of(
+    lengths: Any,
+    prompt: int,
+    settings: Any,
+    vocabulary: int,
+    rank: int = 0,
+    world_size: int = 1,
+    loss_tokens: int = 0,
+) -> Any:
     """One rank's part of a batch of groups of GROUP, assigned as replay does.
 
     Args:
@@ -83,6 +93,7 @@ def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int, rank: in
         settings: the learner section of the configuration.
         vocabulary: ids are drawn from.
         rank, world_size: place among those that have parts of their own.
+        loss_tokens: last tokens of each answer that are in the loss; 0 for all.
     """
     from replay.batches.sharing import Members, assign
     from replay.messages import Batch
@@ -99,16 +110,18 @@ def batch_of(lengths: Any, prompt: int, settings: Any, vocabulary: int, rank: in
     logprobs = np.split(-np.log(vocabulary) + random.normal(0, 0.1, total), np.cumsum(lengths)[:-1])
     mine = np.flatnonzero(placed.rank == rank).astype(np.int32)
     own = int(lengths[mine].sum())
+    trained = np.minimum(lengths, loss_tokens or lengths)
+    masks = [np.arange(length, 0, -1) <= count for length, count in zip(lengths[mine], trained[mine], strict=True)]
     return Batch(
-        step=1, rank=rank, num_microbatches=placed.num_microbatches, total_loss_tokens=total,
+        step=1, rank=rank, num_microbatches=placed.num_microbatches, total_loss_tokens=int(trained.sum()),
         group_ids=[[0, int(group)] for group in np.unique(groups)], stats={}, lag_histogram={},
         trajectory=mine, microbatch=placed.microbatch[mine],
         prompt_lengths=np.full(len(mine), prompt, np.int32), lengths=lengths[mine],
         token_ids=np.concatenate([part for i in mine for part in (prompts[groups[i]], answers[i])]).astype(np.int32),
-        loss_mask=np.ones(own, np.uint8),
+        loss_mask=np.concatenate(masks).astype(np.uint8),
         logprobs=np.concatenate([logprobs[i] for i in mine]).astype(np.float32),
         versions=np.zeros(own, np.int32), all_rewards=random.integers(0, 2, n).astype(np.float32),
-        all_groups=groups, all_loss_tokens=lengths,
+        all_groups=groups, all_loss_tokens=trained,
     )  # fmt: skip
 
 
@@ -201,7 +214,7 @@ def run_heat(task: Task) -> dict[str, Any]:
         trainer = Trainer(config, policy, Optimizer(config.learner, policy), clock)
         tensor = config.learner.mesh.tensor
         place = ranks.rank // tensor, ranks.world_size // tensor
-        batch = batch_of(answers_of(task), task.prompt, config.learner, policy.vocab_size, *place)
+        batch = batch_of(answers_of(task), task.prompt, config.learner, policy.vocab_size, *place, task.loss_tokens)
         updates = []
         for step in range(WARM_UP + task.steps):
             if step == WARM_UP:
@@ -216,7 +229,7 @@ def run_heat(task: Task) -> dict[str, Any]:
         computed, tokens, whole = over_ranks(model, rows, ranks.device, tensor)
         device = torch.cuda.get_device_name() if ranks.device.type == "cuda" else "cpu"
         return {
-            **{name: getattr(task, name) for name in ("shape", "heat", "ranks", "mesh")},
+            **{name: getattr(task, name) for name in ("shape", "heat", "ranks", "mesh", "max_tokens", "loss_tokens")},
             "device": device,
             "torch": torch.__version__,
             "step_s": step_s,
@@ -282,8 +295,10 @@ def command(arguments: list[str]) -> int:
 def line(result: dict[str, Any]) -> str:
     """One heat for the reader."""
     mfu = f"{result['mfu']:.1%}" if result["mfu"] else "-"
+    alone = (result["mfu"] or 0) * result["step_s"] / result["phases_s"]["gradients"]
+    inner = f" ({alone:.1%} of forward and backward)" if result["mfu"] else ""
     ranks = f" on {result['ranks']} ranks" if result["ranks"] > 1 else ""
     return (
-        f"{result['shape']} {result['heat']}{ranks}: {result['tokens_per_s']:,.0f} tokens/s, MFU {mfu},"
+        f"{result['shape']} {result['heat']}{ranks}: {result['tokens_per_s']:,.0f} tokens/s, MFU {mfu}{inner},"
         f" {result['peak_gib']:.1f} GiB, step {result['step_s']:.2f} s, first {result['first_step_s']:.1f} s"
     )

@@ -51,7 +51,9 @@ def check_policy(config: Config) -> None:
             f"rollout.engine: {config.rollout.engine!r} does not compute a {family.model_type} model; take sglang"
         )
     model = decoder_of(raw)
-    if problem := problem_with_pictures(config, raw) or problem_with(config.learner, model):
+    if problem := problem_with_pictures(config, raw) or problem_with(
+        config.learner, model, config.algorithm.router_aux_loss_coef
+    ):
         raise Contradiction(problem)
     limit, prompt = model.get("max_position_embeddings"), config.data.max_prompt_tokens
     answers = {"rollout.max_new_tokens": config.rollout.max_new_tokens}

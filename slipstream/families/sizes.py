@@ -95,6 +95,10 @@ class Sizes:
         """What each of so many tensor ranks computes: hidden states are whole on all of them."""
         return replace(self, dims={w: size // ranks if w in DIVIDED else size for w, size in self.dims.items()})
 
+    def among(self, ranks: int) -> "Sizes":
+        """What is gathered on each of so many ranks that divide the experts."""
+        return self if ranks == 1 else replace(self, dims={**self.dims, "experts": self.dims["experts"] // ranks})
+
     @property
     def layers(self) -> int:
         return len(self.has_experts)
@@ -117,6 +121,11 @@ class Sizes:
     def intermediate(self) -> int:
         """Inside the MLP, for each token: of all experts that it goes to."""
         return self.experts_per_token * self.dims["expert_inner"] if self.family.moe else self.dims["inner"]
+
+    @property
+    def routed(self) -> int:
+        """Hidden states that go to the experts of a token, or come from them; 0 without experts."""
+        return self.experts_per_token * self.hidden
 
     def shape(self, weight: Weight) -> tuple[int, ...]:
         """Of a tensor, or of one expert's."""

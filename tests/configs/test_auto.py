@@ -7,9 +7,9 @@ from configs.auto import BY_DEVICE
 from configs.loading import PRESETS, dump, parse, read_yaml
 
 ON_CPU = {"rollout.engine": "torch", "rollout.dtype": "float32", "learner.compute_dtype": "float32"}
-ON_CPU |= {"checkpoint.hf_dtype": "float32", "learner.compile": False}
+ON_CPU |= {"checkpoint.hf_dtype": "float32", "learner.compile": False, "weight_bus.stage_in": "server"}
 ON_GPU = {"rollout.engine": "sglang", "rollout.dtype": "bfloat16", "learner.compute_dtype": "bfloat16"}
-ON_GPU |= {"checkpoint.hf_dtype": "bfloat16", "learner.compile": True}
+ON_GPU |= {"checkpoint.hf_dtype": "bfloat16", "learner.compile": True, "weight_bus.stage_in": "engine"}
 NODES = "rollout: 'node1:0', learner: 'node0:0'"
 
 
@@ -57,7 +57,29 @@ def test_values_follow_from_the_devices(gpus, placement, here, expected, backend
 def test_what_is_given_stays(gpus):
     given = {"rollout.engine": "torch", "learner.compute_dtype": "float32", "weight_bus.backend": "ucc"}
     settings = [f"{key}={value}" for key, value in given.items()]
-    assert resolved("device: cuda", *settings) == ON_GPU | given
+    assert resolved("device: cuda", *settings) == ON_GPU | given | {"weight_bus.stage_in": "server"}
+
+
+WIDE = "device: cuda, split: '2:1', tensor_parallel: 2"
+
+
+@pytest.mark.parametrize(
+    ("placement", "settings", "expected"),
+    [
+        ("device: cpu", ["rollout.engine=sglang"], "engine"),
+        ("device: cuda", ["weight_bus.backend=ucc"], "server"),
+        ("device: cuda", ["weight_bus.transport=disk", "weight_bus.folder=/shared"], "server"),
+        ("device: cuda", ["weight_bus.collective_timeout_s=120"], "server"),
+        ("device: cuda", ["weight_bus.collective_timeout_s=200", "rollout.engine_deadline_s=300"], "engine"),
+        (WIDE, [], "engine"),
+        (WIDE, ["weight_bus.backend=gloo"], "engine"),
+        (WIDE, ["weight_bus.backend=gloo", "learner.lora.rank=8"], "server"),
+        (WIDE, ["weight_bus.backend=gloo", "weight_bus.delta=true"], "server"),
+        ("device: cuda", ["weight_bus.stage_in=server"], "server"),
+    ],
+)
+def test_updates_are_received_in_the_engine_where_it_can(gpus, placement, settings, expected):
+    assert resolved(placement, *settings)["weight_bus.stage_in"] == expected
 
 
 @pytest.mark.parametrize("key", ["mesh.tensor=2", "offload_activations=true"])

@@ -64,7 +64,7 @@ weight_bus.transport=disk -> needs weight_bus.folder
 weight_bus.stage_in=engine -> weight_bus.stage_in | rollout.engine 'torch' | rollout.engine=sglang
 @staged weight_bus.transport=disk weight_bus.folder=/ -> stage_in | 'disk' | transport=collective
 @staged weight_bus.backend=ucc -> weight_bus.stage_in | 'ucc' | weight_bus.backend=gloo or nccl
-@staged @wide -> stage_in | 'gloo' | placement.tensor_parallel 2 | weight_bus.backend=nccl
+@staged @wide weight_bus.delta=true -> stage_in | 'gloo' | placement.tensor_parallel 2 | weight_bus.backend=nccl
 rollout.engine=sglang weight_bus.stage_in=gpu -> weight_bus.stage_in
 network.host=10.0.0.1 -> network.host: '10.0.0.1' | network.insecure
 network.host=0.0.0.0 -> network.host | loopback
@@ -131,6 +131,7 @@ replay.async_lag=0 @pg
 @pg 'algorithm.correction={token_tis: {high: 1}}'
 @staged
 @staged weight_bus.backend=nccl
+@staged @wide
 @staged @wide weight_bus.backend=nccl
 @staged weight_bus.delta=true
 @best checkpoint.every_steps=20

@@ -26,6 +26,7 @@ from torch.distributed.tensor import distribute_tensor
 from configs.learner import Mesh
 from learner.layout import (
     Box,
+    CopiesDiffer,
     Inner,
     Layout,
     Shard,
@@ -175,10 +176,19 @@ def observe(place: Place, folder: Path) -> dict[str, Any]:
     stepped = {"parameters": layout.shards(masters), "moments": layout.shards(moments)}
     made = {kind: dict(gather(layout, its, torch.float32, group)) for kind, its in stepped.items()}
     dcp_save(parameters, checkpoint_id=folder, process_group=group)
+    digest = combined(digests(layout.shards(masters), torch.float32, group))
+    if place.replica is not None and dist.get_rank(group) == RANKS - 1:
+        masters["norm"] += 1
+    drifted = ""
+    try:
+        digests(layout.shards(masters), torch.float32, group)
+    except CopiesDiffer as error:
+        drifted = str(error)
     return {
         "norm": norm,
         "stepped": {kind: {name: tensor.tolist() for name, tensor in of.items()} for kind, of in made.items()},
-        "digest": combined(digests(layout.shards(masters), torch.float32, group)),
+        "digest": digest,
+        "drifted": drifted,
         "sends": sum(shard.local.numel() for shard in shards if shard.counts),
     }
 

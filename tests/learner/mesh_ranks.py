@@ -41,6 +41,7 @@ CASES: dict[int, list[Case]] = {
         ("granite", "granite", {"tensor": 2}, NONE, {}),
         ("phi3", "phi3", {}, NONE, {}),
         ("sequence", "even", {}, NONE, SEQUENCE),
+        ("expert", "mixture", {"expert": 2}, FULL, {}),
         ("updates", "even", {}, {"minibatches": 2, "epochs": 2}, {"proximal": "current", "correction": "token_tis"}),
     ],
     3: [("shard", "even", {}, NONE, {}), ("shard_again", "biased", {}, FULL, {})],
@@ -204,6 +205,7 @@ def everything(folder: Path, world_size: int) -> dict[str, Any]:
     seen: dict[str, Any] = {case[0]: observe(folder, case, meshes[case[0]], world_size) for case in cases}
     if world_size == 2:
         seen["moved"] = moved(folder, named["tensor"], named["replicate"], world_size, meshes)
+        seen["moved_experts"] = moved(folder, named["expert"], named["expert"], world_size, meshes)
         seen["drifted"] = [drifted(folder, named[name], meshes[name], world_size) for name in ("tensor", "replicate")]
         seen["settled"] = copies_are_settled(folder, named["tensor"], meshes["tensor"], world_size)
     if world_size == 4:

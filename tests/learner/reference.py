@@ -11,6 +11,7 @@ five steps) differ by up to the learning rate; compare with 1e-5 there, or leave
 import copy
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +63,20 @@ def train(
                 for group in adamw.param_groups:
                     group["lr"] = learning_rate(config, step)
                 adamw.step()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    return dict(checkpoint_tensors({name: p.detach().clone() for name, p in model.named_parameters()}))
+
+
+def checkpoint_tensors(parameters: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """As a checkpoint has them: experts one by one, gate and up apart."""
+    for name, tensor in parameters.items():
+        if tensor.dim() < 3:
+            yield name, tensor
+            continue
+        module, _, own = name.rpartition(".")
+        parts = ("gate", "up") if own == "gate_up_proj" else ("down",)
+        for number, expert in enumerate(tensor):
+            for part, one in zip(parts, expert.chunk(len(parts)), strict=True):
+                yield f"{module}.{number}.{part}_proj.weight", one
 
 
 def divided(

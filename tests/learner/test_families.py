@@ -27,6 +27,8 @@ GEMMA3 = {
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 24,
 }
+EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, window 4": ("mistral", {"sliding_window": 4, "tied": False}),
     "mistral, window 23": ("mistral", {"sliding_window": 23, "tied": False}),
@@ -46,6 +48,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"tied": False}),
     "phi3, window 4": ("phi3", {"tied": False, "sliding_window": 4}),
     "olmo2": ("olmo2", {"tied": False}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3_moe, every second layer": ("qwen3_moe", {**EXPERTS, "decoder_sparse_step": 2, "tied": False}),
+    "olmoe, clipped": ("olmoe", {**EXPERTS, "intermediate_size": 24, "num_key_value_heads": 4, "clip_qkv": 0.4}),
     "qwen2, window 4": ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
 }  # fmt: skip
 
@@ -69,7 +74,7 @@ def test_logprobs_are_those_of_transformers_before_and_after_an_export(
 
 
 def check(policy: Policy, folder: Path) -> None:
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **EAGER)
     for ids, found in zip(SEQUENCES, logprobs(policy, SEQUENCES), strict=True):
         logits = theirs(torch.tensor([ids])).logits[0, :-1]
         wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]

@@ -7,8 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 
-from learner.layout import Box, Holding, Inner, Layout, as_it_is
+from learner.layout import Box, Holding, Inner, Layout, as_it_is, box_of
 from tests.learner import layout_ranks
 from tests.learner.layout_ranks import CASES, RANKS, inside, logical, values
 from tests.support.ranks import two_ranks
@@ -30,6 +32,7 @@ def test_norm_step_and_resume_are_the_same_on_every_mesh(seen: list[dict[str, An
         assert rank["norm"] == pytest.approx(float(norm), rel=1e-6)
         assert rank["resumed"] == seen[0][CASES[CASES.index(name) - 1]]["digest"]
         assert rank["digest"] == found[0]["digest"]
+        assert ("norm: the" in rank["drifted"]) is (name in ("tensor", "replicate", "both"))
         for kind, tensors in rank["stepped"].items():
             for key, tensor in tensors.items():
                 assert torch.allclose(torch.tensor(tensor), torch.tensor(alone["stepped"][kind][key]), atol=1e-6), key
@@ -63,6 +66,9 @@ def test_copies_share_what_is_to_be_sent() -> None:
     assert found.holdings("0") == [Holding(TOP, (0, 5), 0), Holding(BOTTOM, (2, 7), 2)]
     assert found.holdings("1") == [Holding(ALL, (0,), 0)]
     assert found.ranks_beside("0") == (0, 5) and found.ranks_beside("1") == ()
+    assert found.givers("0", {5: 0, 7: 1, 2: 2}) == [(TOP, [0]), (BOTTOM, [2, 1])]
+    with pytest.raises(ValueError, match=r"lies on ranks \(2, 7\), none of which takes part"):
+        found.givers("0", {0: 0, 5: 1})
     twice = layout({rank: [ALL] * 4 for rank in (3, 4)})
     assert [twice.holdings(name)[0].sender for name in twice.names] == [3, 4, 3, 4]
 
@@ -79,3 +85,11 @@ def test_copies_share_what_is_to_be_sent() -> None:
 def test_a_layout_that_does_not_make_up_a_parameter_is_refused(held: Any, parts: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         layout(held, parts=parts)
+
+
+def test_a_parameter_that_lies_as_none_does_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ValueError, match="placement P"):
+        box_of(DTensor.from_local(torch.ones(4), mesh, [Partial()]))
+    short = DTensor.from_local(torch.ones(3, 2), mesh, [Shard(0)], shape=torch.Size((4, 2)), stride=(2, 1))
+    with pytest.raises(ValueError, match=r"\(3, 2\) of a parameter of \(4, 2\) are here, expected \(4, 2\)"):
+        box_of(short)

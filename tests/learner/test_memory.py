@@ -25,6 +25,7 @@ from learner.policy.memory import (
     Setup,
     choose,
     host_items_of,
+    items_of,
     largest_microbatch,
     refusal,
     usable,
@@ -69,6 +70,21 @@ def test_the_largest_microbatch_fits_and_the_next_one_does_not(gib: int) -> None
     for more, fits in ((0, True), (1024, False)):
         assert (choose(case.with_tokens(tokens + more), available).total <= available) is fits
     assert largest_microbatch(setup("8B"), GIB) == 0
+
+
+def test_ranks_that_divide_experts_gather_a_block_of_them_and_tokens_count_for_each_choice() -> None:
+    expert, rest = 128 * 3 * 2048 * 768, 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048
+    ends = 2 * 151_936 * 2048
+    for ranks in (1, 8):
+        learner = {"mesh": {"expert": ranks}, "recompute": "none"}
+        items = items_of(setup("30B-A3B", num_ranks=8, learner=learner), Budget("none", True, False))
+        gathered = 2 * (48 * (expert // ranks + rest) + ends)
+        assert items["gathered weights"] == pytest.approx(gathered, rel=3e-3), "routers are counted as divided"
+        assert items["float32 weights"] == 4 * (48 * (expert + rest) + ends) // 8
+    choices = 8 * 2048
+    kept = 2 * 4096 + 1024 + 2 * 2048 + 2 * 8 * 768 + choices + int(1.1 * (4096 + 512))
+    token = 2 * (48 * kept + 3 * choices + 4 * 8 * 768)
+    assert items["activations"] == pytest.approx(16_384 * token, rel=1e-3)
 
 
 def test_packed_versions_leave_the_gpu_before_layers_are_recomputed() -> None:

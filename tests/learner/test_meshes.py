@@ -33,6 +33,9 @@ NUM_STEPS = 5
         ({"tensor": 4}, {"vocab_size": 151_938}, "vocab_size 151938 of the model; take 2"),
         ({"tensor": 2}, {"intermediate_size": 3071}, "intermediate_size 3071 of the model; take 1"),
         ({"tensor": 2}, {"model_type": "olmo2"}, "norms all heads together"),
+        ({"expert": 2}, {}, "learner.mesh.expert: 2 with a qwen3 model, which has no experts; take 1"),
+        ({"expert": 12}, SHAPES["30B-A3B"], "12 does not divide the 128 experts of the model; take 8"),
+        ({"tensor": 2}, SHAPES["30B-A3B"], "its experts are divided by learner.mesh.expert; take 1"),
     ],
 )
 def test_what_a_mesh_does_not_divide_is_named_with_what_works(sizes: Any, changes: Any, said: str) -> None:
@@ -42,6 +45,8 @@ def test_what_a_mesh_does_not_divide_is_named_with_what_works(sizes: Any, change
 def test_a_target_that_the_model_has_not_is_named_with_those_it_has() -> None:
     learner = LearnerSettings(lora=Lora(rank=1, targets=["q_proj"]))
     assert not problem_with(learner, MODEL)
+    assert not problem_with(learner, SHAPES["30B-A3B"], 0.01)
+    assert "0.01 with a qwen3 model, which has no experts" in problem_with(learner, MODEL, 0.01)
     assert "it has qkv_proj, o_proj, gate_up_proj, down_proj" in problem_with(learner, MODEL | {"model_type": "phi3"})
 
 

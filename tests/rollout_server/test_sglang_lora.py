@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Phi3Config
 
 from configs.learner import Lora
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update import adapted as adapted_module
 from rollout_server.engines.sglang.update.adapted import AdaptedWeights
 from rollout_server.engines.sglang.update.layout import live_slices
+from slipstream.families.names import Place, held
+from slipstream.families.sizes import Sizes
 from tests.rollout_server.sglang_served import Served, check_logprobs, digests, random_model
 from tests.rollout_server.test_sglang_requests import FOLDER, NORM, UP, Model, cut_of, filled
 from tests.rollout_server.test_torch_lora import ALL, adapters_of, merged
@@ -30,7 +33,7 @@ def update(seed: int) -> Tensors:
     return made
 
 
-def held(models: list[AdaptedWeights]) -> dict[str, int]:
+def held_by(models: list[AdaptedWeights]) -> dict[str, int]:
     """Over all ranks, as StagingFolder adds up what schedulers say."""
     parts: dict[str, dict[tuple[int, ...], int]] = {}
     for model in models:
@@ -48,12 +51,12 @@ def test_every_rank_merges_its_slices_and_nothing_drifts(ranks: int) -> None:
     whole, models = filled(ranks)
     adapted = [AdaptedWeights(model, FOLDER.items(), ORDER) for model in models]
     base = {name: slice_digest(tensor) for name, tensor in whole.items()}
-    assert held(adapted) == base | {SCALE: scale_digest(1.5)}
+    assert held_by(adapted) == base | {SCALE: scale_digest(1.5)}
     for seed in range(5):
         adapters = update(seed)
         for each in adapted:
             each.load(list(adapters.items()))
-        assert held(adapted) == base | {n: slice_digest(t) for n, t in adapters.items()} | {SCALE: scale_digest(1.5)}
+        assert held_by(adapted) == base | {n: slice_digest(t) for n, t in adapters.items()} | {SCALE: scale_digest(1.5)}
         for model in models:
             for piece in live_slices(model, FOLDER.items()):
                 a, b = names_of(piece.name)
@@ -66,21 +69,69 @@ def test_every_rank_merges_its_slices_and_nothing_drifts(ranks: int) -> None:
             assert torch.equal(piece.view, cut_of(whole, piece)), "to the bit what it was"
 
 
+class Live(torch.nn.Module):
+    """Live tensors of any family, as its record says that SGLang has them on a rank."""
+
+    def __init__(self, sizes: Sizes, config: Any, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.config, self.tp_rank, self.tp_size = config, rank, ranks
+        ends: dict[str, tuple[int, ...]] = {}
+        for part in held(sizes, Place(rank, ranks)):
+            end = [first + size for first, size in zip(part.at, part.size, strict=True)]
+            ends[part.holder] = tuple(map(max, end, ends.get(part.holder, end)))
+        self.live = {name: torch.nn.Parameter(torch.zeros(end)) for name, end in ends.items()}
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return iter(self.live.items())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_projections_that_a_checkpoint_has_fused_are_merged_block_by_block(ranks: int) -> None:
+    config = Phi3Config(
+        hidden_size=8,
+        intermediate_size=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=16,
+        num_hidden_layers=1,
+        pad_token_id=0,
+    )
+    sizes = Sizes.of(config.to_dict())
+    shapes, lora = dict(sizes.tensors()), ORDER | {"projections": ["qkv_proj", "gate_up_proj"]}
+    fused = [name for name in shapes if is_adapted(name, lora["projections"])]
+    adapters = {
+        name: torch.randn(shape)
+        for weight in fused
+        for name, shape in zip(names_of(weight), ((2, 8), (shapes[weight][0], 2)), strict=True)
+    }
+    adapted = []
+    for rank in range(ranks):
+        model = Live(sizes, config, rank, ranks)
+        adapted.append(AdaptedWeights(model, shapes.items(), lora))
+        adapted[-1].load(list(adapters.items()))
+        for piece in live_slices(model, shapes.items()):
+            a, b = names_of(piece.name)
+            right = 1.5 * adapters[b] @ adapters[a] if piece.name in fused else torch.zeros(piece.full_shape)
+            assert torch.allclose(piece.view, cut_of({piece.name: right}, piece), atol=1e-6), piece.name
+    zeros = {name: slice_digest(torch.zeros(shape)) for name, shape in shapes.items()}
+    assert len(fused) == 2 and zeros.items() <= held_by(adapted).items()
+
+
 def test_a_live_weight_a_kept_copy_and_an_adapter_that_changed_are_found_by_name() -> None:
     _, (model,) = filled(1)
     adapted, name = AdaptedWeights(model, FOLDER.items(), ORDER), UP
     adapted.load(list(update(1).items()))
-    before = held([adapted])
+    before = held_by([adapted])
 
     def differ() -> list[str]:
-        found = held([adapted])
+        found = held_by([adapted])
         return [n for n in before if found[n] != before[n]]
 
     live = live_piece(model, name)
     kept = live.clone()
     live[3, 1] += 1
     assert differ() == [name]
-    live.copy_(adapted._kept[name])  # as if it had not been merged at all
+    live.copy_(adapted._kept[name, (0, 0)])  # as if it had not been merged at all
     assert differ() == [name]
     live.copy_(kept)
     assert differ() == []
@@ -88,7 +139,7 @@ def test_a_live_weight_a_kept_copy_and_an_adapter_that_changed_are_found_by_name
     adapted._adapters[a][0, 0] += 1
     assert differ() == [a]
     adapted.load(list(update(1).items()))
-    adapted._kept[name][0, 0] += 1
+    adapted._kept[name, (0, 0)][0, 0] += 1
     adapted.load(list(update(1).items()))
     assert differ() == [name]
 

@@ -295,19 +295,23 @@ GB = 10**9
 
 
 def test_the_share_of_a_gpu_leaves_room_for_a_staged_update() -> None:
-    alone, beside = (memory_share(80 * GB, 16 * GB, tensor_parallel=1, staged=staged) for staged in (False, True))
+    alone, beside = (memory_share(80 * GB, 16 * GB, tensor_parallel=1, staged_bytes=n * GB) for n in (0, 16))
     assert alone - beside == pytest.approx(16 / 80, abs=2e-3)
+    for ranks, total, model in ((4, 80, 66), (8, 80, 141)):  # 32B and 70B, refused when each rank staged all of it
+        assert memory_share(total * GB, model * GB, tensor_parallel=ranks, staged_bytes=model * GB // ranks) > 0.6
 
 
 def test_what_does_not_fit_is_refused_with_what_would_mend_it() -> None:
     with pytest.raises(EngineError, match=r"take more placement\.tensor_parallel"):
-        memory_share(80 * GB, 141 * GB, tensor_parallel=1, staged=False)
-    assert memory_share(80 * GB, 141 * GB, tensor_parallel=4, staged=False) > 0.8
+        memory_share(80 * GB, 141 * GB, tensor_parallel=1, staged_bytes=0)
+    assert memory_share(80 * GB, 141 * GB, tensor_parallel=4, staged_bytes=0) > 0.8
+    with pytest.raises(EngineError, match=r"47.0 GB of a staged update .* take more placement\.tensor_parallel"):
+        memory_share(80 * GB, 141 * GB, tensor_parallel=3, staged_bytes=47 * GB)
     for ranks in (2, 64):
         with pytest.raises(EngineError) as refused:
-            memory_share(80 * GB, 141 * GB, tensor_parallel=ranks, staged=True)
+            memory_share(80 * GB, 141 * GB, tensor_parallel=ranks, staged_bytes=141 * GB)
         text = str(refused.value)
-        assert "Staging is not divided over tensor parallelism" in text and "weight_bus.backend: gloo" in text
+        assert "weight_bus.stage_in: engine" in text and "weight_bus.backend: gloo" in text
         assert "take more" not in text
 
 

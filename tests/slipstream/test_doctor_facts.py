@@ -168,7 +168,8 @@ def test_an_engine_says_what_it_needs(monkeypatch, engine: str, kernels: list[st
 
 
 def test_shared_memory_and_disks_are_held_against_what_a_run_writes(tmp_path: Path):
-    config = load("quickstart", [*ON_GPUS, "weight_bus.backend=gloo", f"run.dir={tmp_path}"])
+    staged = ("weight_bus.backend=gloo", "weight_bus.stage_in=server")
+    config = load("quickstart", [*ON_GPUS, *staged, f"run.dir={tmp_path}"])
     found = [machine.shared_memory(config, SIZES, free * GIB, 1, "") for free in (64, 12, 1)]
     assert [each.severity for each in found] == ["ok", "warn", "stop"] and "docker run --shm-size" in found[2].line
     assert "one checkpoint and the journal take" in room(config, replace(SIZES, has_experts=(False,) * 100_000)).line
@@ -203,10 +204,10 @@ def test_a_disk_is_held_against_all_that_checkpoints_have(monkeypatch, settings:
     ("settings", "severity"),
     [
         (["weight_bus.backend=nccl"], "ok"),
-        (["weight_bus.backend=gloo"], "stop"),
+        (["weight_bus.backend=gloo", "weight_bus.stage_in=server"], "stop"),
         (["weight_bus.backend=ucc"], "stop"),
         (["weight_bus.transport=disk", "weight_bus.folder=/shared", "weight_bus.backend=nccl"], "stop"),
-        (["weight_bus.backend=gloo", "weight_bus.stage_in=engine"], "ok"),
+        (["weight_bus.backend=gloo"], "ok"),
         (["weight_bus.backend=gloo", "learner.lora.rank=16"], "ok"),
     ],
 )

@@ -50,6 +50,8 @@ class Mixture(torch.nn.Module):
         """Where ranks divide the experts among them."""
         self.given: Tensor | None = None
         """[T, k] experts of each token, in place of the router's own choice."""
+        self.counted: Tensor | None = None
+        """[T] bool, tokens of which overridden choices are counted; all where it is None."""
         self.aux_share: Tensor | None = None
         """0-dim, the factor of the layer's auxiliary loss in the loss of the batch."""
         self.chosen: Tensor | None = None
@@ -91,7 +93,8 @@ class Mixture(torch.nn.Module):
         # written over, not added up: a layer that is recomputed comes here twice
         overridden = torch.zeros_like(aux)
         if self.given is not None:
-            overridden = (own[:, :, None] != experts[:, None, :]).all(dim=-1).sum().float()
+            differs = (own[:, :, None] != experts[:, None, :]).all(dim=-1)
+            overridden = (differs if self.counted is None else differs & self.counted[:, None]).sum().float()
         self.left.copy_(torch.cat([loads, aux[None], overridden[None]]))
         if self.chosen is not None:
             self.chosen.copy_(experts)

@@ -23,6 +23,8 @@ class Mixtures:
         self.num_experts, self.top_k = one.num_experts, one.top_k
         self.records = False
         """Whether `chosen` is kept of each row."""
+        self._counted: Tensor | None = None
+        """[T] bool of the row, tokens whose next is in the loss: of these overridden choices are counted."""
         self._left: Tensor | None = None
         """[layers with experts, E + 2] of the row, see Mixture.left."""
         self._sums: Tensor | None = None
@@ -66,11 +68,14 @@ class Mixtures:
             )
         if self._left is None:
             self._left = torch.zeros(len(self.by_layer), self.num_experts + 2, device=device)
+        self._counted = None
+        if routing is not None:  # the last token of a trajectory was never read, and was given what stands before it
+            self._counted = torch.zeros(tokens, dtype=torch.bool, device=device).index_fill_(0, row.kept, True)
         share = self._aux_coef / len(self.by_layer) * row.weights.sum() if self._aux_coef else None
         for left, (layer, mixture) in zip(self._left, self.by_layer.items(), strict=True):
             mixture.given = None if routing is None else routing[:, layer].long()
             mixture.chosen = torch.empty(tokens, self.top_k, dtype=torch.int64, device=device) if self.records else None
-            mixture.aux_share, mixture.left = share, left
+            mixture.aux_share, mixture.left, mixture.counted = share, left, self._counted
 
     @property
     def chosen(self) -> Tensor:
@@ -87,8 +92,8 @@ class Mixtures:
         assert self._left is not None, "begin comes before"
         left = torch.nn.functional.pad(self._left.double(), (0, 1))
         left[:, -3] *= row.weights.sum()
-        if row.routing is not None:
-            left[:, -1] = row.input_ids.shape[1] * self.top_k
+        if self._counted is not None:
+            left[:, -1] = self._counted.sum() * self.top_k
         if not len(row.lengths):
             left.zero_()
         self._sums = left if self._sums is None else self._sums + left

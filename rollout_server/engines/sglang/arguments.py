@@ -154,31 +154,36 @@ def _on_cuda(config: Config) -> dict[str, Any]:
     total = torch.cuda.get_device_properties(0).total_memory
     count = sum(math.prod(shape) for _, shape in folder_tensors(Path(config.model.path), whole=True))
     model_bytes = count * ITEM_SIZES[config.rollout.dtype]
-    share = memory_share(total, model_bytes, tensor_parallel=config.placement.tensor_parallel, staged=staged)
+    ranks = config.placement.tensor_parallel
+    staged_bytes = model_bytes // (ranks if config.staged_by_rank else 1) if staged else 0
+    share = memory_share(total, model_bytes, tensor_parallel=ranks, staged_bytes=staged_bytes)
     return {"mem_fraction_static": share, **defaults}
 
 
-def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged: bool) -> float:
+def memory_share(total: int, model_bytes: int, *, tensor_parallel: int, staged_bytes: int) -> float:
     """Share of a GPU that SGLang may take for its weights and KV cache.
 
     Args:
         total: bytes of the GPU.
         model_bytes: of one version, whole.
         tensor_parallel: GPUs that the engine is divided over.
-        staged: whether a version is received into GPU memory before it is loaded.
+        staged_bytes: what is received into GPU memory before it is loaded.
 
     Raises EngineError where the engine's part of the weights does not fit beside the rest.
     """
-    share = SAFE_SHARE - (RESERVED_BYTES + (model_bytes if staged else 0)) / total
+    share = SAFE_SHARE - (RESERVED_BYTES + staged_bytes) / total
     own = model_bytes / tensor_parallel
     if share * total > own:
         return round(share, 3)
     parts = f"{own / 1e9:.1f} GB of weights (placement.tensor_parallel {tensor_parallel})"
     gpu = f"do not fit in a GPU of {total / 1e9:.0f} GB"
-    if not staged:
+    if not staged_bytes:
         raise EngineError(f"{parts} {gpu}; take more placement.tensor_parallel")
+    parts = f"{parts} and {staged_bytes / 1e9:.1f} GB of a staged update"
+    if staged_bytes < model_bytes or tensor_parallel == 1:
+        raise EngineError(f"{parts} {gpu}; take more placement.tensor_parallel with weight_bus.stage_in: engine")
     raise EngineError(
-        f"{parts} and a staged update of {model_bytes / 1e9:.1f} GB {gpu}. Staging is not divided over tensor"
-        " parallelism: each GPU reserves room for the whole model, so more placement.tensor_parallel does not shrink"
-        " it; take weight_bus.backend: gloo, which stages in host memory"
+        f"{parts} {gpu}. Each GPU reserves room for the whole model; take weight_bus.stage_in: engine without"
+        " weight_bus.delta, which stages on each GPU what it needs, or weight_bus.backend: gloo, which stages in host"
+        " memory"
     )

@@ -57,4 +57,4 @@ class SGLangStaging:
             except OSError as error:
                 raise EngineError(f"{path} cannot be listened at: {error}; set TMPDIR to a shorter path") from error
         bus, host = self._config.weight_bus.model_dump(), self._config.network.host
-        staging.write_receiver(paths, bus, host, export=len(paths) > 1)
+        staging.write_receiver(paths, bus, host, export=len(paths) > 1 and not self._config.staged_by_rank)

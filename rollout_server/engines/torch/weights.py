@@ -149,7 +149,7 @@ class LiveWeights:
         if lora is not None:
             self._updated = {}
             for name, rows in self.layout.items():
-                if is_adapted(name, lora.projections) and ".experts." not in name:
+                if is_adapted(name, lora.projections):
                     self._add_adapter(name, rows, lora)
             self._views |= self._updated
 

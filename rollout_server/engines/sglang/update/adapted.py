@@ -39,8 +39,7 @@ class AdaptedWeights:
         self._model, self._lora, self._shapes = model, dict(lora), list(shapes)
         self._slices = list(live_slices(model, self._shapes))
         chosen = [piece for piece in self._slices if is_adapted(piece.name, lora["projections"])]
-        self._kept = {_key(piece): _on_host(piece.view) for piece in chosen}
-        """By slice: a fused tensor of the folder has several on a rank."""
+        self._kept = {piece.key: _on_host(piece.view) for piece in chosen}
         self._made = dict(zip(self._kept, slice_digests(map(_part, chosen)), strict=True))
         """Digest of each adapted slice as it was made last; at first it is the folder's."""
         self._base = dict(self._made)
@@ -62,7 +61,7 @@ class AdaptedWeights:
         self._adapters = adapters
         with torch.no_grad():
             for piece in self._slices:
-                if _key(piece) in self._kept:
+                if piece.key in self._kept:
                     self._make(piece)
         synchronize()
         return time.monotonic() - started
@@ -70,18 +69,18 @@ class AdaptedWeights:
     def _make(self, piece: LiveSlice) -> None:
         a, b = (self._adapters[name].float() for name in names_of(piece.name))
         (first_row, first_column), (rows, columns) = piece.start, piece.view.shape
-        kept = self._kept[_key(piece)].to(piece.view.device)
-        self._base[_key(piece)] = slice_digest(kept, piece.full_shape, piece.start)
+        kept = self._kept[piece.key].to(piece.view.device)
+        self._base[piece.key] = slice_digest(kept, piece.full_shape, piece.start)
         b, a = b[first_row : first_row + rows], a[:, first_column : first_column + columns]
         made = torch.addmm(kept.float(), b, a, alpha=self._lora["scale"]).to(kept.dtype)
-        self._made[_key(piece)] = slice_digest(made, piece.full_shape, piece.start)
+        self._made[piece.key] = slice_digest(made, piece.full_shape, piece.start)
         piece.view.copy_(made)
 
     def _check(self, adapters: Mapping[str, torch.Tensor]) -> None:
         rank = self._lora["rank"]
         expected: dict[str, tuple[int, ...]] = {}
         for piece in self._slices:
-            if _key(piece) in self._kept:
+            if piece.key in self._kept:
                 outputs, inputs = piece.full_shape
                 expected |= dict(zip(names_of(piece.name), ((rank, inputs), (outputs, rank)), strict=True))
         found = {name: tuple(tensor.shape) for name, tensor in adapters.items()}
@@ -96,17 +95,13 @@ class AdaptedWeights:
         check_addresses(self._model)
         found: Digested = []
         for piece, live in zip(self._slices, slice_digests(map(_part, self._slices)), strict=True):
-            if (key := _key(piece)) in self._kept:
-                base = self._base[key]
-                live = base if live == self._made[key] else ~base & MASK  # which is certainly another one
+            if piece.key in self._kept:
+                base = self._base[piece.key]
+                live = base if live == self._made[piece.key] else ~base & MASK  # which is certainly another one
             found.append((piece.name, piece.start, piece.view.numel(), live))
         for name, tensor in self._adapters.items():
             found.append((name, (0,) * tensor.dim(), tensor.numel(), slice_digest(tensor)))
         return [*found, (SCALE, (0,), 1, scale_digest(self._lora["scale"]))]
-
-
-def _key(piece: LiveSlice) -> tuple[str, tuple[int, ...]]:
-    return piece.name, piece.start
 
 
 def _part(piece: LiveSlice) -> TensorSlice:

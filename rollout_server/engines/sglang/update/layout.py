@@ -25,6 +25,11 @@ class LiveSlice:
     start: tuple[int, ...]
     view: torch.Tensor
 
+    @property
+    def key(self) -> tuple[str, tuple[int, ...]]:
+        """What tells it from the others of this rank."""
+        return self.name, self.start
+
 
 def live_slices(model: Any, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> Iterator[LiveSlice]:
     """Slices of each (name, full shape), most often one; none of an expert that another rank has.

@@ -72,6 +72,41 @@ class RankWeights:
         self._loaded = True
         return time.monotonic() - started
 
+    def load_slices(self, staged: Staged, starts: Sequence[Sequence[int]]) -> float:
+        """Copy what this rank has received for itself, begins and all; seconds until the last one was in its place.
+
+        Raises ValueError, before anything is copied: that is not what is live here, or the model makes something else
+        of its weights after loading.
+        """
+        check_addresses(self._model)
+        self._launched = []
+        if self._copies is None or self._copies[0] is not staged:
+            self._copies = (staged, self._matched(staged, starts))
+        if staged and staged[0][1].is_cuda:
+            return self._copy(self._copies[1])
+        started = time.monotonic()
+        with torch.no_grad():
+            for group, parts in zip(self._groups, self._copies[1], strict=True):
+                _copy([piece.view for piece in group], parts)
+        synchronize()
+        return time.monotonic() - started
+
+    def _matched(self, staged: Staged, starts: Sequence[Sequence[int]]) -> list[list[torch.Tensor]]:
+        """Source of each slice, by group."""
+        found = {(name, tuple(start)): tensor for (name, tensor), start in zip(staged, starts, strict=True)}
+        for piece in self.slices:
+            part = found.get((piece.name, piece.start))
+            if part is None or (part.shape, part.dtype) != (piece.view.shape, piece.view.dtype):
+                came = "nothing" if part is None else f"{tuple(part.shape)} of {part.dtype}"
+                live = f"{tuple(piece.view.shape)} of {piece.view.dtype} at {piece.start}"
+                raise ValueError(f"{piece.name}: {came} came for {live}; take weight_bus.stage_in: server")
+        if hasattr(self._model, "post_load_weights") or not _covered(self._model, self.slices):
+            raise ValueError(
+                f"{type(self._model).__name__} makes something else of its weights than copies; take"
+                " weight_bus.stage_in: server"
+            )
+        return [[found[piece.name, piece.start] for piece in group] for group in self._groups]
+
     def _copy(self, copies: list[list[torch.Tensor]]) -> float:
         """As `load`; groups are copied and digested in a pipeline."""
         self._side = self._side or torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -50,11 +50,15 @@ def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, An
         receiver.start({**order, "socket": order["sockets"][rank]}, next(model.parameters()).device)
         return {}
     started, load_s = time.monotonic(), 0.0
-    tensors = _tensors(request, rank) if request["load"] else []
+    sliced = request.get("slices")
+    tensors = _tensors({**request, **(sliced[rank] if sliced else {})}, rank) if request["load"] else []
     synchronize()  # a forward that was launched before the pause still reads the old weights
     weights = _weights_of(model, request)
     waited = time.monotonic()
-    if request["load"]:
+    if request["load"] and sliced:
+        assert isinstance(weights, RankWeights), "adapters come whole"
+        load_s = weights.load_slices(tensors, sliced[rank]["starts"])
+    elif request["load"]:
         load_s = weights.load(tensors)
     slices = [[name, list(start), count, digest] for name, start, count, digest in weights.digests()]
     seconds = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
@@ -94,7 +98,7 @@ def _tensors(request: dict[str, Any], rank: int) -> list[tuple[str, torch.Tensor
 def _map(number: int, described: dict[str, Any], rank: int) -> torch.Tensor:
     """Flat uint8 over memory of the server or rank 0, kept while requests name it."""
     if described["kind"] == "staged":
-        if rank == 0:  # a process cannot open its own handles
+        if rank == 0 or described["cuda"] is None:  # a process cannot open its own handles, and has no other's to
             return receiver.bucket(number, described["take"])
         described = {"kind": "cuda", **in_bytes(described["cuda"])}
     known = _mapped.get(number)

@@ -60,6 +60,11 @@ class StagingFolder:
 
     def write_update(self, update: Update) -> None:
         """Describe an update; host memory is copied into shared memory, CUDA memory only named."""
+        if isinstance(update, RemoteUpdate) and update.slices:
+            wholes = {e.name: e for its in update.slices for e in its.entries}
+            self._tensors = [[e.name, e.dtype, list(e.whole), 0, 0] for e in wholes.values()]
+            self._write(load=True, slices=[_slices(its) for its in update.slices])
+            return
         if isinstance(update, RemoteUpdate):
             self._tensors = [[e.name, e.dtype, list(e.shape), e.bucket, e.offset] for e in update.entries]
             memory = update.memory
@@ -173,6 +178,12 @@ class StagingFolder:
         path, flat = self._files[number]
         flat.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
         return {"kind": "file", "path": str(path), "size": size}
+
+
+def _slices(its: RemoteUpdate) -> dict[str, Any]:
+    """What a scheduler has staged for itself."""
+    tensors = [[e.name, e.dtype, list(e.shape), e.bucket, e.offset] for e in its.entries]
+    return {"tensors": tensors, "memory": its.memory, "starts": [list(e.start) for e in its.entries]}
 
 
 def _locked(folder: Path) -> IO[bytes]:
