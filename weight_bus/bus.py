@@ -67,7 +67,7 @@ class Bus:
             done=self._sent,
         )
         facts = transports[0].facts()
-        self._senders = Senders(router, lanes, sender_session, facts, self._sender.endpoints)
+        self._senders = Senders(router, lanes, sender_session, facts, self._sender.endpoints, config.deadline_s)
         self._coordinator = Coordinator(
             config, router=router, board=board, facts=facts, incarnation=incarnation, senders=self._senders
         )

@@ -66,6 +66,7 @@ class Coordinator:
             self._next_beat = now + self._config.heartbeat_s
             for member in list(self._membership.members.values()):
                 self.reach(member)
+            self._senders.remind(now)
         for member, symptom, seconds in self._membership.overdue(now):
             self._lose(member, f"{symptom} for {seconds:.1f} s", symptom)
 

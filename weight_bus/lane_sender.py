@@ -85,6 +85,8 @@ class LaneSender(AbstractContextManager["LaneSender"]):
         self._changed = threading.Condition()
         self._sets: list[Packed | None] = [None, None]
         self._closing = ""
+        self._answer = Sent(session=session, epoch=0, version=-1)
+        """To the last order."""
         self._sender = Sender(
             transports,
             make,
@@ -149,12 +151,22 @@ class LaneSender(AbstractContextManager["LaneSender"]):
                         self._carry_out(order)
                     case Goodbye(session=self._session) as goodbye:
                         self._closing = goodbye.reason
+        except Exception:
+            log.exception(
+                "weight bus: the sender of learner rank %d failed; the publisher misses its lanes", self._rank
+            )
         finally:
             self._sender.close()
             self._dealer.close()
 
     def _carry_out(self, order: Send) -> None:
-        answer = Sent(session=self._session, epoch=order.epoch, version=order.version)
+        if order.number != self._answer.number:
+            self._answer = self._result(order)
+        with suppress(ChannelError):  # it will ask again
+            self._dealer.send(self._answer)
+
+    def _result(self, order: Send) -> Sent:
+        answer = Sent(session=self._session, epoch=order.epoch, version=order.version, number=order.number)
         try:
             self._send(order)
         except TransportError as error:
@@ -162,8 +174,7 @@ class LaneSender(AbstractContextManager["LaneSender"]):
             self._sender.leave(beside=order.beside)
             late = isinstance(error, NotPacked)
             answer = replace(answer, reason=error.message, symptom=error.symptom, not_packed=late)
-        with suppress(ChannelError):  # the publisher is gone, and with it this learner
-            self._dealer.send(answer)
+        return answer
 
     def _send(self, order: Send) -> None:
         packed = self._opened(order.version)

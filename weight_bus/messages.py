@@ -207,6 +207,7 @@ class Send(OfVersion):
 
     size: int
     fresh: bool
+    number: int = 0  # of the order, which may come more than once
     beside: bool = False  # to those beside the main group
 
 
@@ -214,6 +215,7 @@ class Send(OfVersion):
 class Sent(OfVersion):
     """A learner rank has sent its lanes; or why not."""
 
+    number: int = 0  # of the order
     reason: str = ""
     symptom: str = ""
     not_packed: bool = False  # it is late itself: no receiver's fault

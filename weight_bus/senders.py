@@ -1,8 +1,10 @@
 """The senders on other learner ranks, as the publisher's bus thread orders them to send their lanes."""
 
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from weight_bus.control import Router
@@ -20,6 +22,15 @@ class Endpoints(Protocol):
     def __call__(self, *, beside: bool) -> list[str]: ...
 
 
+@dataclass(slots=True)
+class _Ordered:
+    """What a rank is to send, and since when it may not have heard of it."""
+
+    order: Send
+    future: "Future[None]" = field(default_factory=Future)
+    heard_at: float = field(default_factory=time.monotonic)
+
+
 class Senders:
     """Used by the bus thread alone.
 
@@ -28,17 +39,25 @@ class Senders:
         session: which only learner ranks know.
         facts: what a sender's transport must have in common with the publisher's.
         endpoints: of rank 0's own lanes, by `beside`.
+        patience_s: for which a rank may be without a connection.
     """
 
     def __init__(
-        self, router: Router, lanes: Sequence[Lane], session: str, facts: dict[str, str], endpoints: Endpoints
+        self,
+        router: Router,
+        lanes: Sequence[Lane],
+        session: str,
+        facts: dict[str, str],
+        endpoints: Endpoints,
+        patience_s: float,
     ) -> None:
         self._router, self._lanes, self.session, self._facts = router, lanes, session, facts
-        self._own = endpoints
+        self._own, self._patience_s = endpoints, patience_s
         self.ranks = sorted({lane.sender for lane in lanes} - {0})
         self._enlisted: dict[int, tuple[str, Enlist]] = {}
         """By rank: the identity of its connection, and what it said."""
-        self._ordered: dict[int, tuple[Send, Future[None]]] = {}
+        self._ordered: dict[int, _Ordered] = {}
+        self._orders = 0
 
     @property
     def missing(self) -> list[int]:
@@ -71,27 +90,35 @@ class Senders:
                     raise WeightBusError(f"learner rank {message.rank} differs from rank 0: {apart}")
                 self._enlisted[message.rank] = (identity, message)
             case Sent():
-                self._sent(identity, message)
+                self._sent(message)
 
     def send(self, rank: int, order: Send) -> "Future[None]":
-        """Have a rank send its lanes. The future raises TransportError."""
-        future: Future[None] = Future()
-        identity, _ = self._enlisted[rank]
-        self._ordered[rank] = (order, future)
-        if symptom := self._router.send(identity, order):
-            future.set_exception(WeightBusError(f"learner rank {rank} cannot be reached by the bus [{symptom}]"))
-        return future
+        """Have a rank send its lanes. The future raises TransportError, or WeightBusError: the rank is gone."""
+        self._orders += 1
+        self._ordered[rank] = _Ordered(replace(order, number=self._orders))
+        self.remind(time.monotonic())
+        return self._ordered[rank].future
+
+    def remind(self, now: float) -> None:
+        """Say again what is not done: an order may be lost with its connection."""
+        for rank, ordered in self._ordered.items():
+            if ordered.future.done():
+                continue
+            symptom = self._router.send(self._enlisted[rank][0], ordered.order)
+            ordered.heard_at = now if not symptom else ordered.heard_at
+            if (away_s := now - ordered.heard_at) > self._patience_s:
+                said = f"the bus cannot reach learner rank {rank} for {away_s:.1f} s [{symptom}]"
+                ordered.future.set_exception(WeightBusError(said))
 
     def say_goodbye(self, reason: str) -> None:
         for identity, _ in self._enlisted.values():
             self._router.send(identity, Goodbye(session=self.session, reason=reason))
 
-    def _sent(self, identity: str, sent: Sent) -> None:
-        for rank, (order, future) in self._ordered.items():
-            its, _ = self._enlisted[rank]
-            if its == identity and (order.epoch, order.version) == (sent.epoch, sent.version) and not future.done():
+    def _sent(self, sent: Sent) -> None:
+        for ordered in self._ordered.values():
+            if ordered.order.number == sent.number and not ordered.future.done():
                 if sent.reason:
                     kind = NotPacked if sent.not_packed else TransportError
-                    future.set_exception(kind(sent.reason, sent.symptom))
+                    ordered.future.set_exception(kind(sent.reason, sent.symptom))
                 else:
-                    future.set_result(None)
+                    ordered.future.set_result(None)

@@ -1,44 +1,80 @@
-"""Lanes: several senders, several scheduler ranks an engine; what a plan must hold, and what faults of a lane do."""
+"""Lanes: several senders, several scheduler ranks an engine; what a plan holds, and what a broken lane does."""
+
+import time
 
 import pytest
 import torch
 
-from tests.support.bus_lanes import Learner, Rollout, Schedulers, cut, engine, lanes_of, moe, wanted
-from tests.support.bus_receiver import digests, until
+from tests.support.bus_lanes import (
+    BUS,
+    Learner,
+    SchedulerProcesses,
+    Schedulers,
+    cut,
+    lanes_of,
+    moe,
+    slice_digests,
+    wanted,
+)
+from tests.support.bus_receiver import Rollout, digests, faulty, until
+from weight_bus import TransportError, WeightBusError
+from weight_bus.lanes import joined, whole_digests
+from weight_bus.transports import make_transport
 
-SIDES = [(1, 1), (2, 1), (1, 2), (3, 2), (2, 3), (4, 2), (2, 2)]
+SIDES = [(1, 1), (2, 1), (1, 2), (3, 2), (2, 4), (4, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(("senders", "positions"), SIDES)
 def test_each_position_gets_all_it_needs_once_in_even_parts(senders, positions):
     lanes = lanes_of(senders, positions)
     assert len(lanes) == max(senders, positions) and {lane.sender for lane in lanes} == set(range(senders))
-    for position, slices in enumerate(wanted(moe(0), positions)):
+    for position, slices in enumerate(wanted(positions)):
         its = [lane for lane in lanes if lane.position == position]
-        got = [(e.name, e.start, e.shape) for lane in its for e in lane.layout.entries]
-        assert sorted(got) == sorted((s.name, s.start, s.shape) for s in slices)
+        got = [(e.name, e.start, e.shape, e.whole) for lane in its for e in lane.layout.entries]
+        assert sorted(got) == sorted((s.name, s.start, s.shape, s.whole) for s in slices)
         sizes = [sum(entry.num_bytes for entry in lane.layout.entries) for lane in its]
         assert max(sizes) - min(sizes) <= max(s.num_bytes for s in slices)
 
 
+def test_buckets_of_lanes_take_turns():
+    lanes = [lane.layout for lane in lanes_of(1, 2)]
+    both = joined(lanes)
+    assert both.sources[:4] == ((0, 0), (1, 0), (0, 1), (1, 1))
+    assert len(both.sources) == sum(len(lane.bucket_sizes) for lane in lanes)
+    names = [[entry.name for entry in bucket] for bucket in both.layout.by_bucket()]
+    assert names == [[entry.name for entry in lanes[lane].by_bucket()[index]] for lane, index in both.sources]
+
+
+def test_digests_of_lanes_make_up_those_of_tensors_and_copies_must_agree():
+    named, lanes = moe(1), lanes_of(2, 4)
+    slices = slice_digests(lanes, named)
+    manifests = [
+        lane.layout.with_digests({e.name: slices[e.name, e.start] for e in lane.layout.entries}) for lane in lanes
+    ]
+    assert whole_digests(manifests) == digests(named)
+    with pytest.raises(ValueError, match=r"of 'model.embed_tokens.weight' in all lanes do not make it up"):
+        whole_digests(manifests[:3])
+    manifests[2].digests["model.norm.weight"] ^= 1
+    with pytest.raises(ValueError, match=r"two lanes carry other copies of 'model.norm.weight' at"):
+        whole_digests(manifests)
+
+
 @pytest.mark.parametrize(("senders", "positions"), SIDES)
 def test_versions_arrive_in_slices_of_each_scheduler_rank(tmp_path, senders, positions):
-    with Learner(senders, positions) as learner:
-        schedulers = [Schedulers(tmp_path, positions) for _ in range(2)]
-        servers = [engine(learner.publisher, f"rollout-{n}", s) for n, s in enumerate(schedulers)]
+    with (
+        Learner(senders, positions) as learner,
+        Schedulers(tmp_path, positions) as one,
+        Schedulers(tmp_path, positions) as two,
+    ):
+        servers = [one.join(learner.publisher, "one"), two.join(learner.publisher, "two")]
         until(lambda: len(learner.publisher.members()) == 2, "both join")
         for version in range(1, 4):
-            report = learner.publish(version)
-            assert sorted(report.served) == ["rollout-0", "rollout-1"], report
-        assert report.epoch == 1
+            assert sorted(learner.publish(version).served) == ["one", "two"]
         for server in servers:
             assert server.engine.activated == [1, 2, 3]
-            for position, slices in enumerate(wanted(moe(0), positions)):
-                held = server.engine.ranks[position]
+            for held, slices in zip(server.engine.ranks, wanted(positions), strict=True):
                 assert held.keys() == {s.name for s in slices}
                 assert all(torch.equal(held[s.name], cut(moe(3)[s.name], s.start, s.shape)) for s in slices)
-        for one in schedulers:
-            one.close()
 
 
 def test_a_plain_subscriber_gets_whole_tensors_of_three_senders():
@@ -47,3 +83,102 @@ def test_a_plain_subscriber_gets_whole_tensors_of_three_senders():
         until(lambda: learner.publisher.members(), "it joins")
         assert learner.publish(1).served == ["rollout-0"]
         assert digests(server.engine.live) == digests(moe(1))
+
+
+def test_a_newcomer_is_filled_in_lanes_beside_those_of_the_others():
+    with Learner(3, 1) as learner:
+        servers = [Rollout(learner.publisher, f"rollout-{n}") for n in range(2)]
+        until(lambda: len(learner.publisher.members()) == 2, "both join")
+        learner.publish(1)
+        servers.append(Rollout(learner.publisher, "late"))
+        until(lambda: servers[-1].engine.activated == [1], "it is filled")
+        for version in (2, 3):
+            assert len(learner.publish(version).served) == 3
+        assert [server.subscriber.subscription.epoch for server in servers] == [1, 1, 2]
+        assert all(digests(server.engine.live) == digests(moe(3)) for server in servers)
+
+
+def test_processes_load_their_slices_into_fused_live_tensors_in_the_memory_that_arithmetic_says():
+    size = sum(tensor.nbytes for tensor in moe(0).values())
+    with Learner(2, 2, processes=True) as learner, SchedulerProcesses(2) as schedulers:
+        server = schedulers.join(learner.publisher, "rollout-0")
+        until(lambda: learner.publisher.members(), "it joins", 60.0)
+        for version in (1, 2, 3):
+            assert learner.publish(version).served == ["rollout-0"], server.engine.quarantined
+        for slices, rank in zip(wanted(2), schedulers.memory, strict=True):
+            needs = sum(piece.num_bytes for piece in slices)
+            assert needs <= rank["buckets"] <= needs + 64 * len(slices) <= 0.6 * size
+        packed = [learner.senders[1].hear() for _ in range(3)][-1]["buckets"]
+        (mine,) = (sum(lane.layout.bucket_sizes) for lane in learner.lanes if lane.sender == 1)
+        assert packed == 2 * mine <= 1.2 * size, "two sets of its half"
+
+
+@pytest.mark.parametrize("lane", [0, 1])
+def test_a_lane_that_tears_is_built_again_and_its_learner_rank_named(tmp_path, caplog, lane):
+    torn = []
+
+    def tear(bucket):
+        if learner.publisher.version == 2 and not torn:
+            torn.append(bucket)
+            raise TransportError("the cable is cut", "closed")
+
+    def factory(config, host):
+        made.append(faulty(1, tear, before=True)(config, host))
+        return made[-1] if len(made) - 1 == lane else make_transport(config, host)
+
+    made = []
+    with Learner(2, 2, factory=factory) as learner, Schedulers(tmp_path, 2) as schedulers:
+        server = schedulers.join(learner.publisher, "rollout-0")
+        until(lambda: learner.publisher.members(), "it joins")
+        assert [learner.publish(version).served for version in (1, 2, 3)] == 3 * [["rollout-0"]]
+        assert server.engine.activated == [1, 2, 3] and torn and not server.engine.quarantined
+    assert f"lane {lane}, from learner rank {lane} to scheduler rank {lane}: the cable is cut" in caplog.text
+
+
+ACTIONS = ("kill", "stop", "cut", "slow", "corrupt")
+POINTS = [f"{action}@2:{'after' if action == 'corrupt' else 'before'}-{n}" for action in ACTIONS for n in (0, 2)]
+
+
+def points(*by_default):
+    return [pytest.param(point, marks=[] if point in by_default else pytest.mark.slow) for point in POINTS]
+
+
+@pytest.mark.parametrize("fault", points("kill@2:before-2"))
+def test_a_scheduler_rank_whose_lane_breaks_ends_the_version_for_its_engine_alone(tmp_path, fault):
+    with Learner(2, 2) as learner, SchedulerProcesses(2, faults=[fault]) as broken, Schedulers(tmp_path, 2) as whole:
+        lost, well = broken.join(learner.publisher, "lost"), whole.join(learner.publisher, "well")
+        until(lambda: len(learner.publisher.members()) == 2, "both join", 60.0)
+        assert sorted(learner.publish(1).served) == ["lost", "well"]
+        started = time.monotonic()
+        report = learner.publish(2)
+        assert time.monotonic() - started < BUS.deadline_s + 1 and "well" in report.served
+        recovers = fault.startswith(("slow", "corrupt", "cut"))
+        if not recovers:
+            assert "lost" in report.failed, report
+        until(lambda: "well" in learner.publish(learner.publisher.version + 1).served, "it goes on", 40.0)
+        if recovers:
+            until(lambda: "lost" in learner.publish(learner.publisher.version + 1).served, "it is refilled", 40.0)
+        for held, slices in zip(well.engine.ranks, wanted(2), strict=True):
+            newest = moe(well.engine.activated[-1])
+            assert all(torch.equal(held[s.name], cut(newest[s.name], s.start, s.shape)) for s in slices)
+        assert not lost.engine.quarantined and not well.engine.quarantined, "nothing unproven came so far"
+
+
+@pytest.mark.parametrize("fault", points())
+def test_a_sender_whose_lane_breaks_is_named_and_no_engine_serves_what_it_sent_in_part(tmp_path, fault, caplog):
+    fault = fault.replace("after", "before")
+    with Learner(2, 2, processes=True, faults=[fault]) as learner, Schedulers(tmp_path, 2) as schedulers:
+        server = schedulers.join(learner.publisher, "rollout-0")
+        until(lambda: learner.publisher.members(), "it joins", 60.0)
+        assert learner.publish(1).served == ["rollout-0"]
+        learner.start(2)
+        if fault.startswith(("kill", "stop")):
+            with pytest.raises(WeightBusError, match=r"learner rank 1 .*(closed|silent)"):
+                until(lambda: learner.publisher.wait() and False, "its end", 120.0)
+            assert server.engine.activated == [1]
+        else:
+            until(lambda: "rollout-0" in learner.publisher.wait().served, "it is sent again", 40.0)
+            assert learner.publish(3).served == ["rollout-0"]
+            said = "corrupt tensors: scheduler rank 1: " if "corrupt" in fault else "learner rank 1"
+            assert said in caplog.text
+        assert not server.engine.quarantined
