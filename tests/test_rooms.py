@@ -20,7 +20,7 @@ BUDGET = {
     "slipstream/plan": 1_297,
     "slipstream/command": 158,
     "replay": 10_260,
-    "weight_bus": 6_140,
+    "weight_bus": 6_141,
     "rollout_server/engines": 4_134,
     "rollout_server/tasks": 7_644,
     "rollout_server": 13_693,
