@@ -56,7 +56,13 @@ class JsonLines:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file that others read meanwhile: they find the old or the new text, never half of one."""
+    """Write a file that others read meanwhile: they find the old or the new text, never half of one.
+
+    A device or pipe is written to: a file in its place would be everybody's, such as for `--out /dev/null`.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")
     new.rename(path)

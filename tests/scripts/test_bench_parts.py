@@ -26,10 +26,21 @@ from rollout_server.generate import Generator
 from rollout_server.tasks.task import Task
 from scripts.bench import bus, load, replay, slow_disk
 from scripts.bench import learner as bench_learner
-from scripts.bench.core import cost_of, spread
+from scripts.bench.core import cost_of, spread, write_json
 from scripts.bench.load import Case, prepare
 from scripts.bench.server import ForcedLengths, ProbedEngine, ProbedProcess, TokenGaps
 from scripts.bench.train import BenchLearner, Plan
+
+
+def test_a_result_takes_the_place_of_files_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit((tmp_path / "pipe").read_text)
+        write_json(tmp_path / "pipe", [1])
+        assert read.result(10) == "[\n 1\n]\n" and (tmp_path / "pipe").is_fifo()
+    write_json(tmp_path / "file", [1])
+    write_json(tmp_path / "file", [2])
+    assert json.loads((tmp_path / "file").read_text()) == [2] and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_folder_loads_whole_and_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
