@@ -256,7 +256,7 @@ def test_a_scheduler_rank_whose_lane_breaks_ends_the_version_for_its_engine_alon
         assert not lost.engine.quarantined and not well.engine.quarantined, "nothing unproven came so far"
 
 
-@pytest.mark.parametrize("fault", points())
+@pytest.mark.parametrize("fault", [p for p in points() if "cut" not in p.values[0]])  # a cut ends its store for good
 def test_a_sender_whose_lane_breaks_is_named_and_no_engine_serves_what_it_sent_in_part(tmp_path, fault, caplog):
     fault = fault.replace("after", "before")
     with Learner(2, 2, processes=True, faults=[fault]) as learner, Schedulers(tmp_path, 2) as schedulers:
@@ -266,7 +266,7 @@ def test_a_sender_whose_lane_breaks_is_named_and_no_engine_serves_what_it_sent_i
         learner.start(2)
         if fault.startswith(("kill", "stop")):
             with pytest.raises(WeightBusError, match=r"learner rank 1 .*(closed|silent)"):
-                until(lambda: learner.publisher.wait() and False, "its end", 120.0)
+                until(lambda: learner.publisher.wait() and False, "its end", 300.0)
             assert server.engine.activated == [1]
         else:
             until(lambda: "rollout-0" in learner.publisher.wait().served, "it is sent again", 40.0)
