@@ -209,7 +209,7 @@ def section_of_protocol(heading: str) -> str:
 
 def test_every_message_is_in_the_protocol():
     replay = {*replay_messages.TO_REPLAY, *replay_messages.FROM_REPLAY}
-    bus = {*bus_messages.TO_PUBLISHER, *bus_messages.TO_SUBSCRIBER}
+    bus = {*bus_messages.TO_PUBLISHER, *bus_messages.TO_SUBSCRIBER, *bus_messages.TO_SENDER}
     for heading, messages in (("## Replay", replay), ("## Weight bus", bus)):
         assert set(re.findall(r"^\| `([A-Z]\w+)` \|", section_of_protocol(heading), re.MULTILINE)) == messages
 

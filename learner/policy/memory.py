@@ -146,7 +146,9 @@ class Setup:
     critic: Sizes | None = None
     """Of a critic on them, as one whose head is no more than its embedding."""
     pads: bool = False
-    """Attention pads trajectories to the longest of their row, as `problem_with_kernel` says."""
+    """Attention pads trajectories to the longest of their row: `problem_with_kernel` says why, or it caps scores."""
+    scores_of: int = 0
+    """Tokens of the longest trajectory, where attention caps its scores and holds them for the backward."""
     tower_bytes: int = 0
     """Of a frozen vision tower, and of what it makes of the largest picture."""
 
@@ -158,14 +160,15 @@ class Setup:
             FingerprintError: that of a reference model or critic of their own is missing or broken.
             ConfigError: it is of a family that is not trained.
         """
-        bytes_of, bus = {"float32": 4, "bfloat16": 2}, config.weight_bus
+        bytes_of, bus, sizes = {"float32": 4, "bfloat16": 2}, config.weight_bus, Sizes.of(decoder_of(model))
+        caps = sizes.keys.get(sizes.family.caps[0]) is not None
         may_lie_on_host = bus.on_gpus and not bus.delta  # changes are made where the versions lie, which takes a GPU
         algorithm = config.algorithm
         has_critic = facts_of(algorithm).needs_critic
         # adapters that are off are the reference, where no folder is named
         has_reference = algorithm.kl != "none" and not (config.learner.lora.rank and algorithm.reference_path is None)
         return cls(
-            sizes=Sizes.of(decoder_of(model)),
+            sizes=sizes,
             learner=config.learner,
             num_ranks=config.num_learner_ranks // config.learner.mesh.replicate,
             compute_bytes=bytes_of[config.learner.compute_dtype],
@@ -173,7 +176,8 @@ class Setup:
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
             reference=_sizes_of("algorithm.reference_path", algorithm.reference_path, model) if has_reference else None,
             pads=config.placement.device != "cpu"
-            and bool(problem_with_kernel(config.learner, heads_of(decoder_of(model)).size)),
+            and (caps or bool(problem_with_kernel(config.learner, heads_of(decoder_of(model)).size))),
+            scores_of=config.longest_trajectory if caps else 0,
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
             # its head is a row
             critic=replace(_sizes_of("critic.path", config.critic.path, model), tied=True) if has_critic else None,
@@ -374,6 +378,9 @@ def _step_items(setup: Setup, way: Budget, sizes: Sizes) -> dict[str, int]:
         kept = 1 if way.recompute == "full" else sizes.layers
         places = PLACES_PER_TOKEN * tokens
         items["padding of attention"] = compute_bytes * places * (2 * sizes.query + sizes.key_value) * kept
+        if setup.scores_of:  # a tanh, a float32 softmax and its copy of each layer; of one, three float32 besides
+            scores = places * setup.scores_of * sizes.query // sizes.dims["head"]
+            items["scores of attention"] = scores * ((2 * compute_bytes + 4) * kept + 12)
     return items
 
 

@@ -54,8 +54,8 @@ CASES = ("shard_2", "tensor", "expert", "shard_3", "replicate", "expert_again", 
 """Each takes up the checkpoint of the one before."""
 SHAPES = {
     "embed": (9, 5),
-    "up": (8, 5),
-    "down": (5, 8),
+    "up": (10, 5),
+    "down": (5, 10),
     "norm": (5,),
     "turned": (2, 5, 6),
     "experts.gate_up": (EXPERTS, 6, 5),

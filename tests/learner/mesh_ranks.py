@@ -37,6 +37,9 @@ CASES: dict[int, list[Case]] = {
         ("replicate", "even", {"replicate": 2}, NONE, {}),
         ("tensor", "even", {"tensor": 2}, FULL | {"minibatches": 3}, {}),
         ("biased", "biased", {"tensor": 2}, {"recompute": "selective"}, {}),
+        ("gemma3", "gemma3", {"tensor": 2}, NONE, {}),
+        ("granite", "granite", {"tensor": 2}, NONE, {}),
+        ("phi3", "phi3", {}, NONE, {}),
         ("sequence", "even", {}, NONE, SEQUENCE),
         ("expert", "mixture", {"expert": 2}, FULL, {}),
         ("updates", "even", {}, {"minibatches": 2, "epochs": 2}, {"proximal": "current", "correction": "token_tis"}),
@@ -70,11 +73,14 @@ SAME: dict[int, list[Case]] = {
 
 
 def save_models(folder: Path) -> None:
-    """Qwen3, also with columns that four ranks share unevenly; Qwen2 with biases; a mixture of experts."""
+    """Qwen3, also with columns that four ranks share unevenly; Qwen2 with biases; a mixture; families with more."""
     save_model(folder / "mixture", "qwen3_moe", **EXPERTS)
     save_model(folder / "even")
     save_model(folder / "uneven", intermediate_size=190)
     save_model(folder / "biased", "qwen2", tied=False)
+    save_model(folder / "gemma3", "gemma3_text", sliding_window=4, layer_types=["sliding_attention", "full_attention"])
+    save_model(folder / "granite", "granite", logits_scaling=0.4, embedding_multiplier=3.0, attention_multiplier=0.4)
+    save_model(folder / "phi3", "phi3", tied=False, intermediate_size=191)
 
 
 def configured(folder: Path, case: Case, ranks: int) -> Config:

@@ -137,16 +137,18 @@ def test_memory_that_runs_out_ends_the_run_with_the_keys_to_set(qwen3: Path, mes
 
 
 def test_attention_that_pads_is_in_the_budget() -> None:
-    """Of float32, odd head sizes and `sdpa`, which no kernel of rows without padding takes."""
+    """Of float32, odd head sizes, caps and `sdpa`, which no kernel of rows without padding takes."""
     for learner, changed, pads in (
         ({"compute_dtype": "bfloat16"}, {}, False),
         ({"compute_dtype": "float32"}, {}, True),
         ({"compute_dtype": "bfloat16", "attention": "sdpa"}, {}, True),
         ({"compute_dtype": "bfloat16"}, {"head_dim": 100}, True),
+        ({"compute_dtype": "bfloat16"}, {"model_type": "gemma2"}, True),
     ):
         config = make_config(Path("unused"), placement={"device": "cuda"}, learner=learner)
         found = choose(Setup.of(config, SHAPES["0.6B"] | changed), None)
         assert ("padding of attention" in found.items) is pads, learner
+        assert ("scores of attention" in found.items) is ("model_type" in changed), "they are capped"
 
 
 LARGER: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 64}

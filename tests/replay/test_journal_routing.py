@@ -11,11 +11,15 @@ import pytest
 
 from replay import messages as m
 from replay import routing
+from replay.decisions.leasing import LeaseScheduler
 from replay.journal import JournalDamaged, JournalFull, JournalReader, JournalWriter
 from replay.journal.format import path_apart
 from replay.player import PlayedJournal
+from replay.state.peers import Peers
+from replay.state.run import RunState
 from slipstream.families.experts import Experts
 from tests.replay.journal_files import flush, frames_of, group
+from tests.replay.simulated_run import bare_service, config, group_message, joins, learner, lease, sent
 
 EXPERTS = Experts(layers=2, chosen=2, number=6)
 
@@ -106,3 +110,43 @@ def test_routing_that_is_not_there_whole_is_damage_by_name(tmp_path: Path) -> No
     path.unlink()
     with pytest.raises(JournalDamaged, match="No such file"):
         PlayedJournal(tmp_path).whole(held)
+
+
+def test_replay_takes_no_other_routing_than_its_model_has_and_trains_what_the_journal_keeps(tmp_path: Path) -> None:
+    journal = JournalWriter(tmp_path, "run", fsync="never")
+    made = bare_service(journal)
+    learner(made, "l")
+    joins(made, "a")
+    told = {"experts": EXPERTS.told()}
+    for wanted, experts in ((True, EXPERTS), (False, None)):
+        peers = Peers(told)
+        run = RunState(config(algorithm__routing_replay=wanted), made.run.source, journal, parts=())
+        assert LeaseScheduler(run, peers, fail=print).experts == experts
+    made.leasing.experts = EXPERTS
+    given: dict[tuple[int, int], m.Group] = {}
+    made.handle("l", m.Take(step=1, rank=0), 0.0)
+    for number, each in enumerate(lease(made, capacity=50)):
+        plain = group_message(each, [0])
+        if not number:
+            made.handle("a", plain, 0.0)
+            assert "routing of 0 bytes" in sent(made, "a", m.Ack)[0].reason
+        given[each.pass_, each.index] = with_routing(plain)
+        made.handle("a", given[each.pass_, each.index], 0.0)
+    again = lease(made, capacity=1)  # of the prompt that was refused
+    for each in again:
+        given[each.pass_, each.index] = with_routing(group_message(each, [0]))
+        made.handle("a", given[each.pass_, each.index], 0.0)
+    held = [slot.group for slot in made.run.buffer.slots.values() if slot.group is not None]
+    assert all(one.routing_place and not one.routing.size for one in held)
+    (part,) = sent(made, "l", m.Batch)
+    assert routing.problem_with_batch(part, EXPERTS) is None
+    expected = [given[pass_, index] for pass_, index in part.group_ids]
+    assert sorted(part.routing_sums.tolist()) == sorted(np.concatenate([g.routing_sums for g in expected]).tolist())
+    journal.close()
+
+
+def with_routing(plain: m.Group) -> m.Group:
+    answers = np.split(plain.token_ids, np.cumsum(plain.lengths)[:-1])
+    rng = np.random.default_rng(plain.index)
+    rows = [rng.integers(0, 6, (plain.prompt_ids.size + a.size - 1, 2, 2)).astype(np.uint8) for a in answers]
+    return replace(plain, **routing.packed([plain.prompt_ids], answers, rows))

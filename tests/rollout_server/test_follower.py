@@ -257,6 +257,24 @@ async def test_an_engine_holds_for_all_that_it_waits_for_and_the_update(
         assert said == ([(limit_s, reason)] if limit_s is not None else [])
 
 
+async def test_an_engine_that_evaluates_takes_the_newest_version_afterwards(
+    models: tuple[Path, Any, Any], config: Config
+) -> None:
+    async with serving(config) as (server, wire):
+        with Learner(config, 1) as learner:
+            await handle(server, welcome(config, 1))
+            await eventually(learner.members, "it joins")
+            await learner.send(1, models[1])
+            server.engine.holds = lambda: 1  # type: ignore[method-assign]
+            tensors = hf_tensors(models[1])
+            for version in (2, 3):
+                report = await asyncio.to_thread(learner.publish, version, tensors.items(), digests(tensors))
+                assert (report.served, report.failed) == ([], {}) and "evaluates v1" in report.held["server"]
+            assert server.follower.gauges["weight_updates"] == 1 and server.follower._paused_at is None
+            server.engine.holds = lambda: None  # type: ignore[method-assign]
+            await eventually(lambda: wire.policies == [(1, 1), (1, 3)], "it is updated")
+
+
 async def test_the_next_learner_at_another_port_fills_the_buffers_that_the_engine_has_mapped(
     models: tuple[Path, Any, Any], config: Config
 ) -> None:

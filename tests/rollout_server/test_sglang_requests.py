@@ -152,6 +152,7 @@ LAYERS = ["sliding_attention", "full_attention"] * 2
         ({"model_type": "phi3", "rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
         ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, ""),
+        ({"model_type": "gemma2"}, "does not compute attn_logit_softcapping on a CPU"),
     ],
 )
 def test_what_sglang_would_compute_unlike_the_learner_is_refused(described: Any, said: str, tmp_path: Path) -> None:

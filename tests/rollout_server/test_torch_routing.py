@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollout_server.engines.base import Completion, Partial
+from rollout_server.tasks.environments.recorder import EpisodeRecorder
 from tests.rollout_server.torch_oracle import VARIANTS, check_versions, hf_tensors, load_model, make_model, save_folder
 from tests.rollout_server.torch_served import PROMPT, STEP, Gates, Sampling, sample, serving, stopped_midway
 
@@ -74,3 +75,23 @@ async def test_a_prefix_gets_the_experts_of_the_pass_that_reads_it(tmp_path: Pat
         for answer in answers:
             assert answer.routing is not None
             assert np.array_equal(answer.routing, routing_of(model, PROMPT, answer))
+
+
+def test_an_episode_keeps_the_experts_of_the_turn_that_sampled_a_token() -> None:
+    def turn(number: int, context: list[int], token: int) -> None:
+        one = np.array([number])
+        answer = Completion(
+            token_ids=np.array([token]), logprobs=one * -0.5, versions=one, finish_reason="stop",
+            routing=np.full((len(context), 1, 1), number, np.uint8),
+        )  # fmt: skip
+        recorder.add(context, answer, number)
+
+    recorder = EpisodeRecorder(50)
+    turn(0, [1, 2], 3)
+    turn(1, [1, 2, 3, 4], 5)
+    (found,) = recorder.samples()
+    assert found.routing is not None and found.routing[:, 0, 0].tolist() == [0, 0, 1, 1]
+    recorder.forget(1)
+    turn(2, [1, 2, 3, 4, 6], 7)
+    (found,) = recorder.samples()
+    assert found.routing is not None and found.routing[:, 0, 0].tolist() == [0, 0, 2, 2, 2]

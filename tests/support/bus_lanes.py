@@ -30,6 +30,7 @@ from rollout_server.engines.sglang.update.receiver import Receiver
 from slipstream.families import names
 from slipstream.families.sizes import Sizes
 from tests.support.bus_receiver import CONFIG, HOST, ROOT, RUN, Engine, Faulty, Rollout, Weights, strike
+from tests.support.waiting import until
 from weight_bus import Publisher, PublishReport
 from weight_bus.digest import add, slice_digest
 from weight_bus.lane_sender import LaneSender
@@ -132,6 +133,7 @@ class Learner:
             else:
                 its = sender(options, self.lanes, factory, config)
             self.senders[rank] = self.stack.enter_context(its)
+        until(lambda: not self.publisher._bus._senders.missing, "all senders are there", 60.0)
 
     def __enter__(self) -> "Learner":
         return self

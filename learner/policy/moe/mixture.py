@@ -1,6 +1,6 @@
 """A mixture of experts in a decoder layer: each token goes to the k experts that its router gives the most weight.
 
-The router computes in float32 from the weights of the compute dtype, which are those that an engine has. Tokens are
+The router's logits and probabilities are float32, of weights in the compute dtype, which an engine has. Tokens are
 sorted by expert, so that the experts of a layer are two grouped products whatever their loads.
 
 A token's weight of an expert is multiplied in before the second product, not after it. That is the same sum, and a
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm, linear
+from torch.nn.functional import grouped_mm
 
 from learner.policy.moe.exchange import Exchange
 from learner.policy.moe.sorting import Gathered, Summed, by_expert
@@ -62,8 +62,11 @@ class Mixture(torch.nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """[..., H] of hidden states."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
-        experts, weights = self.route(tokens)
+        probabilities = Logits.apply(tokens, self.gate.weight).softmax(dim=-1)  # type: ignore[no-untyped-call]
+        own = probabilities.detach().topk(self.top_k, dim=-1).indices
+        experts = own if self.given is None else self.given
         order, places, ends = by_expert(experts.reshape(-1), self.num_experts)
+        weights = self._weigh(probabilities, experts, own, ends)
         sorted_tokens = Gathered.apply(tokens, order, places, self.top_k)  # type: ignore[no-untyped-call]
         sorted_weights = Gathered.apply(weights.reshape(-1, 1), order, places, 1)  # type: ignore[no-untyped-call]
         if self.exchange is None:
@@ -73,20 +76,18 @@ class Mixture(torch.nn.Module):
         total: Tensor = Summed.apply(made, order, places, self.top_k)  # type: ignore[no-untyped-call]
         return total.view(hidden.shape)
 
-    def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, k] int64 experts of each token, and their float32 weights."""
-        probabilities = linear(tokens.float(), self.gate.weight.float()).softmax(dim=-1)
-        own = probabilities.detach().topk(self.top_k, dim=-1).indices
-        experts = own if self.given is None else self.given
+    def _weigh(self, probabilities: Tensor, experts: Tensor, own: Tensor, ends: Tensor) -> Tensor:
+        """[T, k] float32 weights of a token's experts, with the gradient of the auxiliary loss."""
         weights = probabilities.gather(1, experts)
         if self.normalizes:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        loads = tokens_of(experts, self.num_experts)
-        aux = self.num_experts * (loads / len(tokens) * probabilities.mean(dim=0)).sum()
-        if self.aux_share is not None:
-            weights = WithLoss.apply(weights, self.aux_share * aux)  # type: ignore[no-untyped-call]
+        loads = ends.diff(prepend=ends.new_zeros(1)).float()
+        aux = self.num_experts * (loads / len(experts) * probabilities.mean(dim=0)).sum()
         self._leave(experts, own, loads, aux.detach())
-        return experts, weights
+        if self.aux_share is None:
+            return weights
+        carrying: Tensor = WithLoss.apply(weights, self.aux_share * aux)  # type: ignore[no-untyped-call]
+        return carrying
 
     @torch.no_grad()
     def _leave(self, experts: Tensor, own: Tensor, loads: Tensor, aux: Tensor) -> None:
@@ -100,9 +101,22 @@ class Mixture(torch.nn.Module):
             self.chosen.copy_(experts)
 
 
-def tokens_of(experts: Tensor, num_experts: int) -> Tensor:
-    """[E] float32, how many choices of [T, k] fell on each expert."""
-    return (experts.reshape(-1, 1) == torch.arange(num_experts, device=experts.device)).sum(dim=0).float()
+class Logits(torch.autograd.Function):
+    """[T, E] float32 of the router: 16-bit tokens and weights are multiplied exactly and added up in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        if tokens.is_cuda and tokens.dtype != torch.float32:
+            return torch.mm(tokens, weight.T, out_dtype=torch.float32)
+        return tokens.float() @ weight.float().T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None]:
+        tokens, weight = ctx.saved_tensors
+        grad = grads[0].to(tokens.dtype)
+        of_tokens, of_weight = ctx.needs_input_grad
+        return grad @ weight if of_tokens else None, grad.T @ tokens if of_weight else None
 
 
 class WithLoss(torch.autograd.Function):

@@ -97,7 +97,7 @@ def server_arguments(config: Config, *, known: Collection[str], cuda: bool) -> d
         "skip_tokenizer_init": True,
         "weight_version": "0",
         "trust_remote_code": False,
-        "context_length": _context_length(config),
+        "context_length": _context_length(config, cuda=cuda),
     }
     if replayed(config) is not None:
         kind = family_of(decoder_of(read_json(Path(config.model.path) / "config.json")))
@@ -114,11 +114,11 @@ def replayed(config: Config) -> Experts | None:
     return experts_of(described) if config.algorithm.routing_replay else None
 
 
-def _context_length(config: Config) -> int:
+def _context_length(config: Config, *, cuda: bool) -> int:
     longest = config.max_context
     try:
         described = decoder_of(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
-        limit, problem = int(described["max_position_embeddings"]), Sizes.of(described).problem_with_ends(longest)
+        limit, sizes = int(described["max_position_embeddings"]), Sizes.of(described)
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise EngineError(f"model.path: {config.model.path}/config.json is not readable: {error!r}") from error
     if longest > limit:
@@ -126,8 +126,10 @@ def _context_length(config: Config) -> int:
             f"data.max_prompt_tokens + max_new_tokens (rollout, evaluation) = {longest}, and the model has"
             f" max_position_embeddings {limit}; lower one of them"
         )
-    if problem:
+    if problem := sizes.problem_with_ends(longest):
         raise EngineError(problem)
+    if not cuda and sizes.keys.get(cap := sizes.family.caps[0]) is not None:
+        raise EngineError(f"model.path: SGLang does not compute {cap} on a CPU; take placement.device: cuda")
     return min(limit, longest + SPARE_CONTEXT)
 
 
