@@ -24,12 +24,12 @@ BUDGET = {
     "rollout_server/engines": 4_134,
     "rollout_server/tasks": 7_644,
     "rollout_server": 13_693,
-    "learner": 10_764,
+    "learner": 10_771,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 59_950
 SCRIPTS = 6_495
-TESTS = 50_186
+TESTS = 50_196
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
