@@ -181,10 +181,11 @@ class Membership:
         needing = self.needing(version, now)
         if any(member.has(version) for member in self.members.values()):
             return self.beside, needing
-        inside = [member for member in needing if member.session in self.main.sessions]
-        outside = [member.session for member in needing if member not in inside]
-        known = not self.beside.sessions or set(outside) <= set(self.beside.sessions)
-        goes_on = len(inside) == len(self.main.sessions) > len(outside) and known
+        main, beside = set(self.main.sessions), set(self.beside.sessions)
+        inside = [member for member in needing if member.session in main]
+        outside = {member.session for member in needing} - main
+        known = not beside or outside <= beside
+        goes_on = len(inside) == len(main) > len(outside) and known
         return self.main, inside if goes_on else needing
 
     def unsettled(self, version: int) -> list[Member]:

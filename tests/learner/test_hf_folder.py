@@ -89,7 +89,7 @@ def test_refusals_name_the_folder_and_the_reason(tmp_path, mesh):
     weights.unlink()
     refused("has neither model.safetensors nor")
     change_config(folder, model_type="gpt2")
-    refused("is a 'gpt2' model; the learner trains llama, qwen2, qwen3, ")
+    refused("is a 'gpt2' model, which is not trained: .*; the learner trains llama, qwen2, qwen3, ")
     (folder / "config.json").write_text("{")
     refused("is not readable")
     (folder / "config.json").unlink()

@@ -211,8 +211,8 @@ EXPERTS = Experts(layers=2, chosen=2, number=6)
 
 
 def routed(reason: Any, ids: list[int], positions: int, pass_: int) -> dict[str, Any]:
-    """With routing of so many positions, each [[pass, 0], [pass, 1]], as 0.5.20 has it."""
-    rows = np.tile(np.array([[pass_, 0], [pass_, 1]], np.int32), (positions, 1, 1))
+    """With routing of so many positions, each [[pass, position], [pass, 0]], as 0.5.20 has it."""
+    rows = np.array([[[pass_, position], [pass_, 0]] for position in range(positions)], np.int32)
     output = ended(reason, ids)
     output["meta_info"]["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
     return output
@@ -231,6 +231,7 @@ def test_each_position_keeps_the_experts_of_the_part_that_sampled_behind_it() ->
         answer.take(AnswerPart(rid="b", version=4), routed({"type": "stop"}, [7], 5 + held, 4), 0)
         rows = answer.completion("stop").routing
         assert rows is not None and rows.dtype == np.uint8 and rows[:, 0, 0].tolist() == expected
+        assert rows[:, 0, 1].tolist() == list(range(len(expected)))
 
 
 @pytest.mark.parametrize("positions", [None, 3, 5])

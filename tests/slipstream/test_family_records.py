@@ -9,10 +9,13 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from configs.learner import Lora
 from slipstream.families.names import Place, held, inside
+from slipstream.families.record import LAYERS
 from slipstream.families.refused import REFUSED
 from slipstream.families.sizes import Sizes
 from slipstream.families.table import FAMILIES, family_of
+from weight_bus.adapters import is_adapted
 
 DECODERS = [name for name, family in FAMILIES.items() if not family.text]
 SMALL = {"num_hidden_layers": 2, "num_attention_heads": 8, "vocab_size": 100, "hidden_size": 64, "pad_token_id": None}
@@ -65,6 +68,9 @@ def test_ranks_of_an_engine_hold_every_element(family: str, ranks: int, expert_r
         live: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         for part in held(sizes, Place(rank, ranks, expert_ranks)):
             blocks.add((part.name, part.start, part.size))
+            inside_of = zip(part.start, part.size, part.shape, strict=True)
+            assert all(first + count <= whole for first, count, whole in inside_of), part
+            assert "_proj.weight" not in part.name or "attn" not in part.name or not part.size[0] % sizes.dims["head"]
             size = (*(1,) * (len(part.at) - len(part.size)), *part.size)
             live.setdefault(part.holder, []).append((part.at, size))
         for name, parts in live.items():
@@ -80,6 +86,18 @@ def test_ranks_of_an_engine_hold_every_element(family: str, ranks: int, expert_r
 
 def _block(tensor: torch.Tensor, start: tuple[int, ...], size: tuple[int, ...]) -> torch.Tensor:
     return tensor[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_adapters_are_of_every_projection_but_those_of_experts(family: str) -> None:
+    sizes, lora = Sizes.of(config_of(family, GIVEN[0])), Lora(rank=3)
+    adapted = {name: shape for name, shape in sizes.tensors() if is_adapted(name, lora.projections)}
+    assert sizes.adapter_parameters(lora) == 3 * sum(map(sum, adapted.values()))
+    assert not any("experts" in name for name in adapted)
+    assert {name.split(".")[-2] for name in adapted} == set(sizes.projections)
+    matrices = {n: math.prod(shape) for n, shape in sizes.tensors() if len(shape) > 1 and n.startswith(LAYERS)}
+    through = sum(size // 2 if ".experts." in name else size for name, size in matrices.items())
+    assert sizes.flops(1, 0, 0) == 6 * through, "a token goes through 2 of 4 experts"
 
 
 def test_every_decoder_of_transformers_has_a_record_or_a_reason() -> None:
