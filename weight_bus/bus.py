@@ -21,7 +21,7 @@ from weight_bus.control import Router, wake_quickly
 from weight_bus.coordinator import Coordinator
 from weight_bus.delta.changes import Change
 from weight_bus.errors import BusClosed, FolderFull, NotPacked, TransportError, WeightBusError
-from weight_bus.lanes import Lane, joined
+from weight_bus.lanes import Lane, first_of, joined
 from weight_bus.membership import Group, Member, State
 from weight_bus.messages import Abort, Begin, Epoch, Send, described, digest_array
 from weight_bus.offer import VERIFYING, Board, Offer
@@ -229,7 +229,8 @@ class Bus:
         layouts = [manifest.layout for manifest in offer.manifests]
         if uninformed := self._membership.uninformed(receivers, " ".join(layout.id for layout in layouts)):
             for number, layout in enumerate(layouts):
-                new = described(layout, self._config.bucket_bytes, number)
+                first_bytes = first_of(self._config.bucket_bytes) if self._lanes else 0
+                new = described(layout, self._config.bucket_bytes, number, first_bytes)
                 self._router.send_all([member.identity for member in uninformed], new)
         for number, manifest in enumerate(offer.manifests):
             begin = Begin(

@@ -69,7 +69,8 @@ def plan_lanes(
     lanes: list[Lane] = []
     for position, slices in enumerate(wanted):
         numbers = [number for number in range(count) if number * len(wanted) // count == position]
-        loads, planners = dict.fromkeys(numbers, 0), {n: Planner(bucket_bytes, alignment) for n in numbers}
+        planners = {n: Planner(bucket_bytes, alignment, first_of(bucket_bytes)) for n in numbers}
+        loads = dict.fromkeys(numbers, 0)
         chosen: dict[str, int] = {}
         for piece in slices:
             number = chosen.setdefault(piece.name, min(numbers, key=lambda n: loads[n]))
@@ -80,6 +81,11 @@ def plan_lanes(
                 kept_here = kept if not lanes else ()
                 lanes.append(Lane(len(lanes), number * senders // count, position, planners[number].layout(kept_here)))
     return tuple(lanes)
+
+
+def first_of(bucket_bytes: int) -> int:
+    """Bytes of the first bucket of a lane."""
+    return max(1, bucket_bytes // 8)
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,10 +111,14 @@ NOTHING = Layout((), ()).with_digests({})
 
 
 class Planner:
-    """Lays out tensors one by one, as they are gathered: in buckets of at most `bucket_bytes`, or of a larger one."""
+    """Lays out tensors one by one, as they are gathered: in buckets of at most `bucket_bytes`, or of a larger one.
 
-    def __init__(self, bucket_bytes: int, alignment: int = ALIGNMENT) -> None:
+    With `first_bytes` the first bucket has at most that, and each after it twice as much: the first one soon leaves.
+    """
+
+    def __init__(self, bucket_bytes: int, alignment: int = ALIGNMENT, first_bytes: int = 0) -> None:
         self._bucket_bytes, self._alignment = bucket_bytes, alignment
+        self._limit = min(first_bytes or bucket_bytes, bucket_bytes)
         self._entries: dict[tuple[str, tuple[int, ...]], Entry] = {}
         self._tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._sizes: list[int] = []
@@ -144,7 +148,8 @@ class Planner:
         if self._tensors.setdefault(name, (dtype, whole)) != (dtype, whole):
             raise ValueError(f"tensor {name!r} appears as {self._tensors[name]} and as {(dtype, whole)}")
         size = math.prod(shape) * ITEM_SIZES[dtype]
-        if not self._sizes or (self._sizes[-1] and self._sizes[-1] + size > self._bucket_bytes):
+        if not self._sizes or (self._sizes[-1] and self._sizes[-1] + size > self._limit):
+            self._limit = min(2 * self._limit, self._bucket_bytes) if self._sizes else self._limit
             self._sizes.append(0)
         if self._sizes[-1] % ITEM_SIZES[dtype]:
             raise ValueError(
@@ -170,10 +175,14 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 
 
 def plan(
-    boxes: Iterable[tuple[Any, ...]], bucket_bytes: int, alignment: int = ALIGNMENT, kept: Iterable[str] = ()
+    boxes: Iterable[tuple[Any, ...]],
+    bucket_bytes: int,
+    alignment: int = ALIGNMENT,
+    kept: Iterable[str] = (),
+    first_bytes: int = 0,
 ) -> Layout:
     """Lay boxes out in order: (name, dtype, shape[, start, whole]). Raises ValueError, see `Planner`."""
-    planner = Planner(bucket_bytes, alignment)
+    planner = Planner(bucket_bytes, alignment, first_bytes)
     for box in boxes:
         planner.place(*box)
     return planner.layout(kept)

@@ -96,6 +96,7 @@ class NewLayout(Message):
     kept: list[str] = field(default_factory=list)
     """Tensors that do not travel: the engine must hold them (weight_bus/adapters.py)."""
     lane: int = 0
+    first_bytes: int = 0  # of the first bucket at most, see `Planner`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +222,7 @@ class Sent(OfVersion):
     not_packed: bool = False  # it is late itself: no receiver's fault
 
 
-def described(layout: Layout, bucket_bytes: int, lane: int = 0) -> NewLayout:
+def described(layout: Layout, bucket_bytes: int, lane: int = 0, first_bytes: int = 0) -> NewLayout:
     """A layout as it travels."""
     tensors = {entry.name: entry for entry in layout.entries}
     numbers = {name: number for number, name in enumerate(tensors)}
@@ -236,6 +237,7 @@ def described(layout: Layout, bucket_bytes: int, lane: int = 0) -> NewLayout:
         boxes=[] if is_whole else boxes,
         kept=list(layout.kept),
         lane=lane,
+        first_bytes=first_bytes,
     )
 
 
@@ -251,7 +253,7 @@ def layout_of(new: NewLayout, alignment: int = ALIGNMENT) -> Layout:
     tensors = list(zip(new.names, new.dtypes, map(tuple, new.shapes), strict=True))
     try:
         boxes = [_box(tensors, *box) for box in new.boxes]
-        layout = plan(boxes or tensors, new.bucket_bytes, alignment, new.kept)
+        layout = plan(boxes or tensors, new.bucket_bytes, alignment, new.kept, max(0, new.first_bytes))
     except ValueError as error:
         raise WireError(f"layout: {error}") from error
     if layout.num_bytes > MAX_UPDATE_BYTES:

@@ -1,10 +1,14 @@
 """Lanes: several senders, several scheduler ranks an engine; what a plan holds, and what a broken lane does."""
 
 import time
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from replay.channel import WireError
 from tests.support.bus_lanes import (
     BUS,
     Learner,
@@ -18,7 +22,12 @@ from tests.support.bus_lanes import (
 )
 from tests.support.bus_receiver import Rollout, digests, faulty, until
 from weight_bus import TransportError, WeightBusError
-from weight_bus.lanes import joined, whole_digests
+from weight_bus.digest import combined
+from weight_bus.errors import NotPacked
+from weight_bus.intake import Layouts
+from weight_bus.lanes import first_of, joined, plan_lanes, whole, whole_digests
+from weight_bus.messages import Begin, Enlist, Send, Sent, described, digest_array, layout_of
+from weight_bus.senders import Senders
 from weight_bus.transports import make_transport
 
 SIDES = [(1, 1), (2, 1), (1, 2), (3, 2), (2, 4), (4, 2), (2, 2)]
@@ -111,6 +120,89 @@ def test_processes_load_their_slices_into_fused_live_tensors_in_the_memory_that_
         packed = [learner.senders[1].hear() for _ in range(3)][-1]["buckets"]
         (mine,) = (sum(lane.layout.bucket_sizes) for lane in learner.lanes if lane.sender == 1)
         assert packed == 2 * mine <= 1.2 * size, "two sets of its half"
+
+
+def test_the_first_buckets_of_a_lane_are_small():
+    (lane,) = plan_lanes([[whole(f"t{i}", "bfloat16", (1000,)) for i in range(100)]], 1, 64_000)
+    sizes = lane.layout.bucket_sizes
+    assert sizes[0] <= 8_000 < sizes[1] <= 16_000 < sizes[2] <= 32_000 < max(sizes) <= 64_000
+    assert layout_of(described(lane.layout, 64_000, 3, 8_000)) == lane.layout
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda begins: begins, ""),
+        (lambda begins: [replace(one, digest="d") for one in begins], "digest d is not that of what its lanes carry"),
+        (
+            lambda begins: [replace(one, position=0) for one in begins],
+            "lanes to the same scheduler rank carry the same",
+        ),
+        (lambda begins: [*begins[:2], replace(begins[0], lane=2)], "layout .* has not come"),
+    ],
+)
+def test_lanes_that_do_not_make_up_their_version_are_refused(spoil, said):
+    named, lanes = moe(1), lanes_of(2, 2)
+    slices, layouts = slice_digests(lanes, named), Layouts()
+    version: dict = {"epoch": 1, "version": 1, "incarnation": 1, "evaluate": False, "ranks": {"s": 1}, "size": 2}
+    begins = []
+    for lane in lanes:
+        manifest = lane.layout.with_digests({e.name: slices[e.name, e.start] for e in lane.layout.entries})
+        layouts.learn(described(lane.layout, BUS.bucket_bytes, lane.number, first_of(BUS.bucket_bytes)), 64)
+        its: dict = {"lane": lane.number, "lanes": 2, "position": lane.position, "layout": lane.layout.id}
+        all_of: dict = {"digest": combined(digests(named)), "bucket_bytes": BUS.bucket_bytes, "endpoint": "e"}
+        begins.append(Begin(digests=digest_array(manifest), **version, **its, **all_of))
+    if not said:
+        assert layouts.read(begins)[1].digests == digests(named)
+        return
+    with pytest.raises(WireError, match=said):
+        layouts.read(spoil(begins))
+
+
+class TestSenders:
+    """What rank 0 makes of other learner ranks."""
+
+    ENLIST = Enlist(session="secret", rank=1, endpoints=["a", "b"], facts={"backend": "gloo"})
+    ORDER = Send(session="secret", epoch=3, version=7, size=2, fresh=True)
+
+    def made(self, symptom=""):
+        self.sent = []
+        router: Any = SimpleNamespace(send=lambda identity, order: self.sent.append((identity, order)) or symptom)
+        return Senders(router, lanes_of(2, 2), "secret", {"backend": "gloo"}, lambda **_: ["own"], 5.0)
+
+    def test_only_ranks_of_this_learner_enlist_with_a_transport_like_its_own(self):
+        senders = self.made()
+        senders.hear("x", replace(self.ENLIST, session="guessed"))
+        assert senders.missing == [1]
+        with pytest.raises(WeightBusError, match="learner rank 1 differs from rank 0: backend is ucc there"):
+            senders.hear("x", replace(self.ENLIST, facts={"backend": "ucc"}))
+        senders.hear("x", self.ENLIST)
+        assert senders.missing == [] and [senders.of_lane(n, False)["endpoint"] for n in (0, 1)] == ["own", "a"]
+
+    def test_an_order_is_repeated_until_its_answer(self):
+        senders = self.made()
+        senders.hear("x", self.ENLIST)
+        future = senders.send(1, self.ORDER)
+        senders.remind(time.monotonic() + 60)
+        assert [identity for identity, _ in self.sent] == ["x", "x"] and not future.done()
+        answer = Sent(session="secret", epoch=3, version=7, number=self.sent[0][1].number)
+        senders.hear("x", replace(answer, number=99))
+        assert not future.done()
+        senders.hear("x", replace(answer, reason="not packed", symptom="slow", not_packed=True))
+        assert isinstance(future.exception(), NotPacked)
+        senders.remind(time.monotonic())
+        assert len(self.sent) == 2
+
+    def test_a_rank_that_cannot_be_reached_ends_the_learner(self):
+        senders = self.made("closed")
+        senders.hear("x", self.ENLIST)
+        future = senders.send(1, self.ORDER)
+        senders.remind(time.monotonic() + 4)
+        assert not future.done()
+        senders.remind(time.monotonic() + 6)
+        assert isinstance(future.exception(), WeightBusError) and "cannot reach learner rank 1" in str(
+            future.exception()
+        )
 
 
 @pytest.mark.parametrize("lane", [0, 1])

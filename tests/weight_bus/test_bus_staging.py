@@ -174,7 +174,7 @@ def test_what_begins_an_update_of_many_tensors_is_made_and_encoded_once_for_all_
     members = [admitted(membership, asks(f"r{i}")) for i in range(256)]
     with closing(Router("127.0.0.1", 0, "r")) as router:
         router._queue = lambda identity, frames: queued.append((identity, frames)) or ""  # type: ignore
-        given = {"_router": router, "_membership": membership, "_incarnation": 1, "_config": CONFIG}
+        given = {"_router": router, "_membership": membership, "_incarnation": 1, "_config": CONFIG, "_lanes": ()}
         bus: Any = SimpleNamespace(**given, _senders=SimpleNamespace(of_lane=lambda *_: {"endpoint": "127.0.0.1:1"}))
         for version in range(3):
             started = time.thread_time()

@@ -9,7 +9,7 @@ import torch
 from configs.infrastructure import WeightBus
 from weight_bus.manifest import Layout
 
-PROTOCOL = "4"
+PROTOCOL = "5"
 """Of the bus: what Begin says, and what travels in a group (buckets in order, then the closing collective); a fact of
 every transport, so that two releases that differ in it refuse each other when they join."""
 
