@@ -156,7 +156,9 @@ class Setup:
     def of(cls, config: Config, model: Mapping[str, Any]) -> "Setup":
         """Of a configuration with every `auto` resolved, and config.json.
 
-        Raises FingerprintError: that of a reference model or critic of their own is missing or broken.
+        Raises:
+            FingerprintError: that of a reference model or critic of their own is missing or broken.
+            ConfigError: it is of a family that is not trained.
         """
         bytes_of, bus, sizes = {"float32": 4, "bfloat16": 2}, config.weight_bus, Sizes.of(decoder_of(model))
         caps = sizes.keys.get(sizes.family.caps[0]) is not None
@@ -172,13 +174,13 @@ class Setup:
             compute_bytes=bytes_of[config.learner.compute_dtype],
             wire_bytes=bytes_of[config.rollout.dtype] if bus.on_gpus else 0,
             staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
-            reference=_sizes_of(config.algorithm.reference_path, model) if has_reference else None,
+            reference=_sizes_of("algorithm.reference_path", algorithm.reference_path, model) if has_reference else None,
             pads=config.placement.device != "cpu"
             and (caps or bool(problem_with_kernel(config.learner, heads_of(decoder_of(model)).size))),
             scores_of=config.longest_trajectory if caps else 0,
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
             # its head is a row
-            critic=replace(_sizes_of(config.critic.path, model), tied=True) if has_critic else None,
+            critic=replace(_sizes_of("critic.path", config.critic.path, model), tied=True) if has_critic else None,
         )
 
     def adapters(self, sizes: Sizes) -> int:
@@ -214,9 +216,14 @@ def tower_bytes(model: Mapping[str, Any], element_bytes: int, tokens: int) -> in
     return element_bytes * (weights + tokens * merge**2 * (8 * width + 3 * inner)) + 4 * tokens * merge**2 * values
 
 
-def _sizes_of(path: str | None, model: Mapping[str, Any]) -> Sizes:
+def _sizes_of(key: str, path: str | None, model: Mapping[str, Any]) -> Sizes:
     """Of a model in a folder of its own, else of the policy's."""
-    return Sizes.of(model if path is None else read_json(Path(path) / "config.json"))
+    if path is None:
+        return Sizes.of(model)
+    try:
+        return Sizes.of(read_json(Path(path) / "config.json"))
+    except LookupError as error:
+        raise BadValue(f"{key}: {path!r} {error}; take one of them") from error
 
 
 def choose(setup: Setup, available: int | None) -> Budget:

@@ -85,9 +85,11 @@ def held(sizes: Sizes, place: Place) -> Iterator[Part]:
 def _live_names(family: Family) -> dict[str, str]:
     """By name in a layer; of modules for their weight and bias."""
     found: dict[str, str] = {}
+    there = {weight.name for weight in (*family.attention, *family.mlp, *family.moe)}
     for live, names in family.live.items():
         for leaf in ("",) if "*" in names[0] else (".weight", ".bias"):
-            found |= {f"{name}{leaf}": f"{live}{leaf}" for name in names}
+            if f"{names[0]}{leaf}" in there:  # an up without a gate is itself
+                found |= {f"{name}{leaf}": f"{live}{leaf}" for name in names}
     return found
 
 

@@ -1,5 +1,6 @@
 """Families of decoders: the logprobs of transformers, alone and packed, with windows longer and shorter than a row."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from learner.checkpoints.export import write_hf_folder
 from learner.policy import attention
 from learner.policy.model import Policy, build_policy
 from learner.policy.pretrained import PolicyError
+from slipstream.families.names import Place, held
+from slipstream.families.sizes import Sizes
 from slipstream.families.table import FAMILIES
 from tests.learner.test_prefixes import computed, rows, stand_in, trajectory
 from tests.learner.tiny_models import logprobs, make_config, save_model
@@ -136,4 +139,6 @@ def test_a_record_of_the_users_own_is_taken(tmp_path: Path, mesh: DeviceMesh, mo
     logits = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)(torch.tensor([ids])).logits[0, :-1]
     wanted = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(found.double(), wanted.detach(), rtol=0, atol=1e-5)
+    holders = {part.holder for part in held(Sizes.of(json.loads((folder / "config.json").read_text())), Place())}
+    assert "model.layers.0.mlp.up_proj.weight" in holders and "model.layers.0.self_attn.qkv_proj.weight" in holders
     del FAMILIES["arcee"]

@@ -2,21 +2,25 @@
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from learner.policy import attention
+from learner.policy.lora import merged
 from learner.policy.model import TokenModel
 from learner.policy.moe.mixture import Mixture
 from learner.policy.moe.mixtures import Mixtures
 from learner.policy.moe.sorting import by_expert
 from learner.rows import BatchError, Row
-from tests.learner.tiny_models import SIZES, row_of
+from tests.learner.recorded import batch_of, random_step, train_on
+from tests.learner.tiny_models import SIZES, built, make_config, row_of, save_model
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "intermediate_size": 24}
 FAMILIES: dict[str, Any] = {
@@ -127,6 +131,36 @@ def test_the_auxiliary_loss_is_that_of_transformers_by_layer() -> None:
         out = theirs(input_ids=torch.tensor(SEQUENCES[:1]), output_router_logits=True)
     expected = [float(load_balancing_loss_func((logits,), 8, 3)) for logits in out.router_logits]
     assert [float(one.left[8]) for one in mixtures.by_layer.values()] == pytest.approx(expected, rel=1e-5)
+
+
+def test_gradients_of_the_auxiliary_loss_are_those_of_transformers_by_the_share_of_the_row() -> None:
+    theirs, ours, mixtures = pair("qwen3_moe", aux_coef=0.5)
+    row = row_of(SEQUENCES[:1])
+    row = replace(row, weights=torch.full((len(row.kept),), 0.05))
+    mixtures.begin(row)
+    (0 * ours(row, 1.0)[0].sum()).backward()
+    out = theirs(input_ids=torch.tensor(SEQUENCES[:1]), output_router_logits=True)
+    losses = [load_balancing_loss_func((logits,), 8, 3) for logits in out.router_logits]
+    (0.5 * 0.05 * 5 * torch.stack(losses).mean()).backward()
+    for (name, mine), other in zip(ours.transformer.named_parameters(), theirs.parameters(), strict=True):
+        if "gate.weight" in name or "embed_tokens" in name or "layers.0.self_attn" in name:
+            assert other.grad is not None and float(other.grad.abs().max()) > 1e-6, name
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-8, msg=name)
+
+
+def test_adapters_of_a_mixture_are_those_of_attention_and_train(tmp_path: Path, mesh: DeviceMesh) -> None:
+    folder = save_model(tmp_path / "model", "qwen3_moe", **EXPERTS, norm_topk_prob=True)
+    config = make_config(folder, learner={"lora": {"rank": 2}, "adam_epsilon": 1e-6})
+    policy, optimizer = built(config, mesh)
+    names = {name.split(".layers.")[1].split(".lora_")[0] for name, _ in policy.named_parameters()}
+    assert names == {f"{layer}.self_attn.{name}_proj" for layer in (0, 1) for name in "qkvo"}
+    before, frozen = policy.parameter_digest(), [shard.local.clone() for shard in policy.frozen()]
+    sums, reason = train_on(batch_of(random_step(1), 1), policy, optimizer, config)
+    assert not reason and sums.metrics()["moe/max_violation"] > 0 and policy.parameter_digest() != before
+    assert all(torch.equal(shard.local, was) for shard, was in zip(policy.frozen(), frozen, strict=True))
+    whole = merged(policy.layout, policy.frozen(), policy.shards(), config.learner.lora, policy.group)
+    moved = {shard.name for shard, was in zip(whole, frozen, strict=True) if not torch.equal(shard.local, was)}
+    assert moved == {f"model.layers.{name}.weight" for name in names}
 
 
 def test_choices_are_sorted_by_expert_in_order_of_tokens() -> None:

@@ -137,6 +137,15 @@ def test_arguments_that_cannot_be_are_refused_by_name(override: str, said: str, 
         arguments(tmp_path, override)
 
 
+def test_routed_experts_are_asked_for_where_they_are_replayed(tmp_path: Path) -> None:
+    moe = {"model_type": "qwen3_moe"}
+    assert arguments(tmp_path, **moe)["enable_return_routed_experts"] is True
+    for override, described in (("algorithm.routing_replay=false", moe), ("run.seed=1", {})):
+        assert "enable_return_routed_experts" not in arguments(tmp_path, override, **described)
+    with pytest.raises(EngineError, match="does not return the routed experts of qwen3_moe"):
+        arguments(tmp_path, known=[name for name in KNOWN if name != "enable_return_routed_experts"], **moe)
+
+
 LAYERS = ["sliding_attention", "full_attention"] * 2
 
 
@@ -153,6 +162,9 @@ LAYERS = ["sliding_attention", "full_attention"] * 2
         ({"model_type": "gemma3_text", "rope_parameters": {"full_attention": {"rope_type": "dynamic"}}}, "'dynamic'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, ""),
         ({"model_type": "gemma2"}, "does not compute attn_logit_softcapping on a CPU"),
+        ({"model_type": "qwen3_moe"}, ""),
+        ({"model_type": "qwen3_moe", "tie_word_embeddings": True}, "'qwen3_moe' model an output head apart"),
+        ({"model_type": "olmoe"}, "does not return the routed experts of olmoe; set it to false"),
     ],
 )
 def test_what_sglang_would_compute_unlike_the_learner_is_refused(described: Any, said: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from configs import load
+from configs import ConfigError, load
 from configs.errors import NoRoom, PackageMissing
 from learner.policy.memory import GIB, available_bytes
 from slipstream.check import compare, facts, machine, memory
@@ -233,6 +233,16 @@ def test_the_copies_of_a_14b_are_those_of_the_ranks_of_a_node(placed: list[str],
     config = load("quickstart", [f"model.path={tmp_path}", "placement.device=cpu", *where])
     needs, said = memory.host_budget(config)
     assert gib < needs / GIB < gib + 4 and "copy for checkpoints" in said, said
+
+
+def test_a_critic_of_a_family_that_is_not_trained_is_refused_by_its_key(tmp_path: Path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 4}
+    for name in ("llama", "gpt2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(sizes | {"model_type": name, "vocab_size": 64}))
+    settings = [f"model.path={tmp_path / 'llama'}", f"critic.path={tmp_path / 'gpt2'}", "algorithm.advantage=gae"]
+    with pytest.raises(ConfigError, match=r"critic\.path: '.*gpt2' is a 'gpt2' model.*llama"):
+        memory.host_budget(load("quickstart", settings))
 
 
 def test_a_container_of_16_gib_of_shared_memory_starts_a_run_over_nccl():

@@ -128,6 +128,9 @@ def _context_length(config: Config, *, cuda: bool) -> int:
         )
     if problem := sizes.problem_with_ends(longest):
         raise EngineError(problem)
+    if sizes.tied and sizes.family.moe:  # 0.5.20: its models of mixtures know of no ties, and no file fills the head
+        kind = sizes.family.model_type
+        raise EngineError(f"model.path: SGLang gives a {kind!r} model an output head apart, and it is tied")
     if not cuda and sizes.keys.get(cap := sizes.family.caps[0]) is not None:
         raise EngineError(f"model.path: SGLang does not compute {cap} on a CPU; take placement.device: cuda")
     return min(limit, longest + SPARE_CONTEXT)
