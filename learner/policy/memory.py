@@ -223,7 +223,7 @@ def _sizes_of(key: str, path: str | None, model: Mapping[str, Any]) -> Sizes:
     try:
         return Sizes.of(read_json(Path(path) / "config.json"))
     except LookupError as error:
-        raise BadValue(f"{key}: {path!r} {error}; take one of them") from error
+        raise BadValue(f"{key}: {path!r} {error.args[0]}; take one of them") from error
 
 
 def choose(setup: Setup, available: int | None) -> Budget:

@@ -188,12 +188,12 @@ FAMILIES: dict[str, Family] = {record.model_type: record for record in _RECORDS}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
-    """Of the keys of a config.json. Raises LookupError: of none that is trained; the text says why."""
+    """Of the keys of a config.json. Raises KeyError: of none that is trained; the text says why."""
     kind = str(config.get("model_type"))
     family = FAMILIES.get(kind)
     if reason := family.refused if family else REFUSED.get(kind, "it has no record here"):
         trained = ", ".join(name for name, record in FAMILIES.items() if not record.refused)
-        raise LookupError(f"is a {kind!r} model, which is not trained: {reason}; the learner trains {trained}")
+        raise KeyError(f"is a {kind!r} model, which is not trained: {reason}; the learner trains {trained}")
     return FAMILIES[kind]
 
 

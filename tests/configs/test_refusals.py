@@ -50,7 +50,7 @@ placement.rollout=node0:0 placement.learner=node0:0,0 -> placement.learner | nod
 'placement.rollout=;' placement.learner=node0:0 -> placement.rollout | names no device
 placement.rollout=node0:0-2 placement.learner=node1:0 placement.tensor_parallel=2 -> node0 has 3 | span nodes
 placement.share_gpus=true weight_bus.backend=nccl -> placement.share_gpus | 'nccl' | weight_bus.backend=gloo
-learner.mesh.tensor=4 -> learner.mesh | tensor 4 = 4 | the 2 learner ranks | multiple of 4
+learner.mesh.tensor=4 -> learner.mesh | tensor 4 × expert 1 = 4 | the 2 learner ranks | multiple of 4
 placement.rollout=node0:0 'placement.learner=node1:0; node2:0' learner.mesh.tensor=2 -> of one node | node1 has 1
 learner.mesh.tensor=2 learner.compile=true -> learner.mesh.tensor 2 | learner.compile=false
 learner.collective_deadline_s=30 placement.split=1:2 -> collective_deadline_s: 30 | weight_bus.deadline_s 30 | take 60

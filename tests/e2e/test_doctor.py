@@ -35,7 +35,13 @@ LIMIT_S = 30.0
 SETTINGS = ("placement.device=cpu", "model.path=data/model", "data.train=data/train.jsonl", "evaluation.every_steps=0")
 
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 192, "num_attention_heads": 4}
+SIZES = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
 
 
@@ -223,7 +229,13 @@ def test_a_full_disk_is_named_with_what_a_run_needs(examine, monkeypatch, tmp_pa
 
 
 def test_a_model_that_is_too_big_is_named_with_its_figures(examine, tmp_path):
-    sizes = {"hidden_size": 8192, "num_hidden_layers": 80, "intermediate_size": 28672, "num_attention_heads": 64}
+    sizes = {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+    }
     (tmp_path / "big").mkdir()
     (tmp_path / "big" / "config.json").write_text(json.dumps({**sizes, "num_key_value_heads": 8, "vocab_size": 128256}))
     settings = (f"model.path={tmp_path}/big", "placement.device=cuda", "placement.gpu_gib=80", "rollout.engine=sglang")

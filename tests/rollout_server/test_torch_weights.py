@@ -120,7 +120,7 @@ def test_a_tied_folder_may_repeat_the_embedding_as_lm_head_but_not_contradict_it
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [
-        ("qwen3", {"model_type": "qwen3_moe"}, "model_type 'qwen3_moe'"),
+        ("qwen3", {"model_type": "glm4"}, "model_type 'glm4'"),
         ("llama", {"model_type": "mistral"}, "model_type 'mistral'"),
         ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
