@@ -74,14 +74,14 @@ def _engine_receives(tree: Mapping[str, Any], placement: Mapping[str, Any]) -> b
         found = found.model_dump() if isinstance(found, BaseModel) else found
         return found.get(key, default) if isinstance(found, Mapping) else default
 
-    facts, lora = ENGINES.get(str(given("rollout", "engine"))), given("learner", "lora", {})
-    by_rank = not given("weight_bus", "delta") and not (isinstance(lora, Mapping) and lora.get("rank", 0))
+    facts = ENGINES.get(str(given("rollout", "engine")))
     limits = given("weight_bus", "collective_timeout_s", BROADCAST_S), given("rollout", "engine_deadline_s", ENGINE_S)
     return (
         facts is not None
         and facts.has_processes
+        and placement.get("tensor_parallel", 1) == 1  # scheduler ranks that receive their slices have not run on GPUs
         and given("weight_bus", "transport", "collective") == "collective"
-        and given("weight_bus", "backend") in staging_backends(placement.get("tensor_parallel", 1), by_rank=by_rank)
+        and given("weight_bus", "backend") in staging_backends(1, by_rank=False)
         and all(isinstance(limit, int | float) for limit in limits)
         and limits[0] < limits[1]
     )

@@ -19,7 +19,7 @@ class WeightBus(Section):
     """Backend of the collective transport; `auto` is nccl on GPUs, gloo on a CPU and where GPUs are shared."""
     stage_in: Literal["auto", "server", "engine"] = "auto"
     """Where staged bytes arrive: in the server's process, or in SGLang's, beside decoding (over gloo or nccl only);
-    `auto` is engine where that is possible."""
+    `auto` is engine where that is possible and each engine has one GPU."""
     port: Own[int] = Field(default=0, ge=0, le=65535)
     """Control port of the publisher; 0 takes a free one (rollout servers learn it from replay)."""
     bucket_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)

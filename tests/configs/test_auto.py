@@ -71,10 +71,8 @@ WIDE = "device: cuda, split: '2:1', tensor_parallel: 2"
         ("device: cuda", ["weight_bus.transport=disk", "weight_bus.folder=/shared"], "server"),
         ("device: cuda", ["weight_bus.collective_timeout_s=120"], "server"),
         ("device: cuda", ["weight_bus.collective_timeout_s=200", "rollout.engine_deadline_s=300"], "engine"),
-        (WIDE, [], "engine"),
-        (WIDE, ["weight_bus.backend=gloo"], "engine"),
-        (WIDE, ["weight_bus.backend=gloo", "learner.lora.rank=8"], "server"),
-        (WIDE, ["weight_bus.backend=gloo", "weight_bus.delta=true"], "server"),
+        (WIDE, [], "server"),
+        (WIDE, ["weight_bus.stage_in=engine"], "engine"),
         ("device: cuda", ["weight_bus.stage_in=server"], "server"),
     ],
 )
