@@ -132,6 +132,7 @@ def served_by_sglang(folder: Path, family: str, ranks: int, parent: int) -> dict
         "rollout.engine=sglang", f"model.path={model}", f"data.max_prompt_tokens={PROMPT_TOKENS}",
         f"rollout.max_new_tokens={NEW_TOKENS}", "rollout.max_running=8", "rollout.engine_deadline_s=30",
         f"placement.tensor_parallel={ranks}", f"placement.split={ranks}:1",
+        "algorithm.routing_replay=false",
     ])  # fmt: skip
     found = {}
 
