@@ -21,6 +21,8 @@ BY_DEVICE: dict[str, tuple[str | bool, str | bool]] = {
 """Value on a CPU, value on GPUs; of stage_in: value where the engine cannot receive, value where it can."""
 BROADCAST_S, ENGINE_S = 5.0, 120.0
 """Defaults of weight_bus.collective_timeout_s and rollout.engine_deadline_s."""
+STAGING_BACKENDS = ("gloo", "nccl")
+"""Over which an engine receives updates itself."""
 LEAVES = {key.partition(".")[2]: key for key in BY_DEVICE}
 
 
@@ -61,11 +63,6 @@ def _keeps_from_compiling(learner: Mapping[str, Any]) -> bool:
     return bool(divided or learner.get("offload_activations", False))
 
 
-def staging_backends(tensor_parallel: object, *, by_rank: bool) -> tuple[str, ...]:
-    """Backends over which an engine receives updates itself; `by_rank` see `Tree.staged_by_rank`."""
-    return ("gloo", "nccl") if tensor_parallel == 1 or by_rank else ("nccl",)
-
-
 def _engine_receives(tree: Mapping[str, Any], placement: Mapping[str, Any]) -> bool:
     """Whether updates can be received in the engine's processes; engine and backend are resolved."""
 
@@ -81,7 +78,7 @@ def _engine_receives(tree: Mapping[str, Any], placement: Mapping[str, Any]) -> b
         and facts.has_processes
         and placement.get("tensor_parallel", 1) == 1  # scheduler ranks that receive their slices have not run on GPUs
         and given("weight_bus", "transport", "collective") == "collective"
-        and given("weight_bus", "backend") in staging_backends(1, by_rank=False)
+        and given("weight_bus", "backend") in STAGING_BACKENDS
         and all(isinstance(limit, int | float) for limit in limits)
         and limits[0] < limits[1]
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from pydantic import model_validator
 
-from configs.auto import staging_backends
+from configs.auto import STAGING_BACKENDS
 from configs.engines import ENGINES
 from configs.evaluation import check as check_sets
 from configs.evaluation import check_metric
@@ -201,7 +201,7 @@ class Config(Tree):
             "weight_bus.transport": (bus.transport, ("collective",)),
             "weight_bus.backend": (
                 bus.backend,
-                staging_backends(self.placement.tensor_parallel, by_rank=self.staged_by_rank),
+                STAGING_BACKENDS if self.placement.tensor_parallel == 1 or self.staged_by_rank else ("nccl",),
             ),
             "rollout.engine": (self.rollout.engine, tuple(name for name, its in ENGINES.items() if its.has_processes)),
         }
