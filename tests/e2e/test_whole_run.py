@@ -42,7 +42,7 @@ def clean(tmp_path_factory, sort6, zygote, audit):
     runs = Runs(tmp_path_factory.mktemp("clean"), sort6, zygote)
     trackers = ("tracking.plot=true", "tracking.trackers=[tensorboard]", "tracking.prometheus=127.0.0.1")
     trackers += ("tracking.profile=2:5",)
-    trackers += ("limits.growth_window_s=12",)
+    trackers += ("limits.growth_window_s=12", "network.heartbeat_s=0.2")
     best = ("checkpoint.keep_best=1", f"checkpoint.best_metric={SCORE}")
     file, long = sort6.folder / "eval.jsonl", tmp_path_factory.mktemp("data") / "one_too_long.jsonl"
     rows = file.read_text().splitlines()
