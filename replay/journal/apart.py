@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from replay.journal.files import Fsync, journal_error
+from replay.journal.files import Fsync, journal_error, sync_folder
 from replay.journal.format import JournalDamaged, path_apart
 from replay.messages import Group
 
@@ -32,6 +32,9 @@ def write_apart(folder: Path, segment: int, offset: int, data: bytes | memoryvie
         path.parent.mkdir(exist_ok=True)
         file = os.open(path, flags, 0o644)
         try:
+            if not offset and fsync != "never":  # as segments are made: the name is to outlive the machine, too
+                sync_folder(path.parent)
+                sync_folder(folder)
             left = memoryview(data)
             while left:
                 written = os.pwrite(file, left, offset)

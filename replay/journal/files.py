@@ -172,7 +172,7 @@ class SegmentFiles:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             if self._fsync != "never":
-                _sync_folder(self.folder)
+                sync_folder(self.folder)
         except OSError:
             os.close(file)
             path.unlink(missing_ok=True)
@@ -214,7 +214,8 @@ def _write_again(file: int, start: int, stop: int) -> None:
         os.pwrite(file, os.pread(file, min(COPY_BYTES, stop - offset), offset), offset)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make names of new files in it durable. Raises OSError."""
     file = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(file)

@@ -75,6 +75,23 @@ def test_a_group_gets_its_routing_back_before_and_after_it_is_written(tmp_path: 
     writer.close()
 
 
+@pytest.mark.parametrize(("fsync", "expected"), [("every", True), ("interval", True), ("never", False)])
+def test_names_of_files_of_routing_are_durable_as_those_of_segments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fsync: Any, expected: bool
+) -> None:
+    writer, synced, sync = JournalWriter(tmp_path, "run", fsync=fsync), set[str](), os.fsync
+
+    def noted(file: int) -> None:
+        synced.add(os.readlink(f"/proc/self/fd/{file}"))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    keep(writer, routed(0))
+    flush(writer)
+    writer.close()
+    assert ({str(tmp_path), str(path_apart(tmp_path, 1).parent)} <= synced) == expected
+
+
 def test_a_disk_that_is_full_takes_the_record_after_the_routing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
