@@ -270,6 +270,9 @@ async def test_an_engine_that_evaluates_takes_the_newest_version_afterwards(
             for version in (2, 3):
                 report = await asyncio.to_thread(learner.publish, version, tensors.items(), digests(tensors))
                 assert (report.served, report.failed) == ([], {}) and "evaluates v1" in report.held["server"]
+            # the publisher waits for no engine that evaluates, so v3 may still be on its way
+            subscription = server.follower._subscriber.subscription  # type: ignore[union-attr]
+            await eventually(lambda: subscription._due and subscription._due[1].version == 3, "v3 is staged")
             assert server.follower.gauges["weight_updates"] == 1 and server.follower._paused_at is None
             server.engine.holds = lambda: None  # type: ignore[method-assign]
             await eventually(lambda: wire.policies == [(1, 1), (1, 3)], "it is updated")
