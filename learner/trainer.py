@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from configs.errors import Contradiction
 from configs.schema import Config
 from learner import rules
-from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage, need_tokens
+from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage, drop_zero_advantages
 from learner.advantages.base import Float64
 from learner.beside.advantages import Judged
 from learner.beside.beside import Beside
@@ -108,7 +108,7 @@ def prepare(
     """
     algorithm, facts = config.algorithm, config.learner.facts
     advantages = advantages_of(advantage, inputs_of(batch))
-    keeps_all = facts.from_data or need_tokens(algorithm) or not algorithm.drop_zero_advantage
+    keeps_all = facts.from_data or not drop_zero_advantages(algorithm)
     aggregation = "sequence" if facts.compares else algorithm.aggregation
     tokens = np.where((advantages != 0) | keeps_all, batch.all_loss_tokens, 0)
     weights, parts = np.zeros(len(tokens), np.float32), minibatches_of(batch)
@@ -119,7 +119,7 @@ def prepare(
         raise BatchError(f"batch {batch.step}: has pictures, and model.path takes none")
     shown = looker.look(batch) if looker is not None else None
     routing = positions_of(batch, experts) if experts is not None and batch.routing.size else []
-    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown, routing)
+    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown, routing, config.scoring)
     return Prepared(advantages, rows, [(part.microbatches, int(tokens[part.trajectories].sum())) for part in parts])
 
 
