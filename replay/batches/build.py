@@ -18,7 +18,7 @@ from replay.messages import Batch, Group
 
 Int32 = NDArray[np.int32]
 OF_SAMPLING = (
-    *("critic/", "reward/", "rollout/", "answers/", "timing_s/gen", "training/off_policy/", "buffer/partial"),
+    *("critic/", "reward/", "rollout/", "answers/", "timing_s/gen", "training/off_policy/"),
     "response_length/clip_ratio",
 )
 """Beginnings of the names of metrics that speak of sampled answers."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from configs.schema import Config
-from replay.data.rows import DataError, Row, shorten
+from replay.data.rows import DataError, Row, RowError, shorten
 from replay.data.taught import Message, Taught, taught_of
 from slipstream.runtime.fingerprint import TEMPLATE_ERRORS, read_json, resolve_chat_template, template_failure
 
@@ -23,7 +23,7 @@ Span = tuple[int, int]
 """Characters of a text, the last one excluded."""
 
 
-class Unusable(ValueError):
+class Unusable(RowError):
     """A row cannot be trained on; `reason` is what its drop is counted as."""
 
     def __init__(self, reason: str, said: str) -> None:
