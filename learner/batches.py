@@ -119,7 +119,8 @@ class BatchReader:
             digest=digest,
             cursor=cursor,
             rolls_back=rolls_back,
-            leaves_out_flat_groups=leave_out_flat_groups(self.config.algorithm),
+            leaves_out_flat_groups=not self.config.learner.facts.from_data
+            and leave_out_flat_groups(self.config.algorithm),
         )
         return self._ask(hello, m.Welcome, "Welcome")
 

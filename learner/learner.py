@@ -151,7 +151,7 @@ class Learner:
         if evaluate and self.ranks.is_first:
             self.checkpoints.best.expect(version)
             self.batches.announce(m.Evaluate(version=version))
-        if self._withheld:
+        if self._withheld or (self.config.learner.facts.from_data and not evaluate):  # nobody else would read it
             return
         if self.ranks.is_first:
             self.batches.announce(m.Published(version=version, digest=combined(self.digests)))

@@ -104,7 +104,7 @@ class RefreshedTeachers:
         """Numbers of broadcasts that have ended; with `last` of all."""
         found = {name: one.metrics(last=last) for name, one in self._all.items()}
         return {
-            key.replace("weight_sync", f"teacher/{name}", 1): value
+            f"teacher/{name}/{key.removeprefix('weight_sync/')}": value
             for name, numbers in found.items()
             for key, value in numbers.items()
         }
