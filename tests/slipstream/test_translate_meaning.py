@@ -199,8 +199,9 @@ VERL_TEACHERS = """python3 -m verl.trainer.main_ppo distillation.enabled=True di
   +distillation.teacher_models.c.key=code +distillation.teacher_models.c.model_path=$CODE \\
   +distillation.teacher_models.m.num_replicas=2 distillation.teacher_models.teacher_model.model_path=models/none \\
 """
-SLIME_TEACHER = """python3 train.py --use-opd --opd-type {kind} --opd-kl-coef 0.5 --rm-url http://10.0.0.7:13141/generate \\
-  --custom-reward-post-process-path {path} --opd-teacher-load x
+SLIME_TEACHER = """python3 train.py --use-opd --opd-type {kind} --opd-kl-coef 0.5 --opd-teacher-load x \\
+  --rm-url http://10.0.0.7:13141/generate \\
+  --custom-reward-post-process-path {path}
 """
 WAY = "algorithm.distillation"
 
