@@ -173,7 +173,10 @@ class RolloutServer:
         busy, tokens = health.busy_s - self._busy_s, health.generated_tokens - self._tokens
         self._busy_s, self._tokens, self._beat_at = health.busy_s, health.generated_tokens, now
         if self.leases.version is not None:
-            serving = "generating" if health.running else "waiting for leases"
+            teachers = self.generator.teachers
+            scores = None if teachers is None else next((one for one, n in teachers.waiting.items() if n), None)
+            idle = "waiting for leases" if scores is None else f"waiting for scores of teacher {scores!r}"
+            serving = "generating" if health.running else idle
             self.leases.now_at("evaluating" if self.leases.evaluating else serving, now)
         gauges = {
             "idle_ratio": min(1.0, max(0.0, 1.0 - busy / elapsed)),
@@ -195,6 +198,10 @@ class RolloutServer:
 
     def follow(self, address: str) -> None:
         self.follower.follow(address, self.dealer.run_id)
+
+    def listed(self, message: m.Teachers) -> None:
+        if self.generator.teachers is not None:
+            self.generator.teachers.listed(message, self.dealer.run_id)
 
     def begin(self, lease: m.Lease) -> None:
         self._start(self._work(lease))

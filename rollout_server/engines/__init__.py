@@ -24,6 +24,7 @@ def _torch(config: Config) -> Engine:
         seed=config.run.seed,
         lora=config.learner.lora if config.learner.lora.rank else None,
         routing=config.algorithm.routing_replay,
+        scored_context=config.scored_context,
     )
 
 
@@ -33,6 +34,8 @@ def _sglang(config: Config) -> Engine:
     return SGLangEngine(config)
 
 
+SCORED_AT = "SLIPSTREAM_SCORED_AT"
+"""Environment variable of a teacher's SGLang: the temperature of all its logprobs."""
 Builders = Mapping[str, Callable[[Config], Engine]]
 BUILDERS: Builders = {"torch": _torch, "sglang": _sglang}
 
@@ -56,6 +59,24 @@ def build_engine(config: Config, builders: Builders = BUILDERS) -> Engine:
 
             set_nccl_defaults(config.weight_bus)
     return builders[config.rollout.engine](config)
+
+
+def build_teacher(config: Config, name: str) -> Engine:
+    """The engine of a teacher: as rollouts have it, with the teacher's folder and devices. Raises as `build_engine`."""
+    teacher, lora = config.teachers[name], config.learner.lora
+    devices = next((devices for _, devices in teacher.processes), (0,))
+    path = teacher.path or config.model.path
+    os.environ[SCORED_AT] = repr(config.rollout.temperature)
+    changed = {
+        "model": config.model.model_copy(update={"path": path}),
+        "placement": config.placement.model_copy(update={"tensor_parallel": len(devices)}),
+        "learner": config.learner.model_copy(
+            update={"lora": lora.model_copy(update={"rank": 0}) if teacher.path else lora}
+        ),
+        "algorithm": config.algorithm.model_copy(update={"routing_replay": False}),
+        "weight_bus": config.weight_bus.model_copy(update={"stage_in": "server"}),
+    }
+    return build_engine(config.model_copy(update=changed))
 
 
 def staging_in(config: Config, engine: Engine) -> "SGLangStaging | None":

@@ -18,10 +18,20 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from configs.learner import Lora
-from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Pictures, Sampling
-from rollout_server.engines.prefixes import check_request, settled
+from rollout_server.engines.base import (
+    Completion,
+    EngineError,
+    Health,
+    Partial,
+    PauseMode,
+    Pictures,
+    Sampling,
+    Scored,
+)
+from rollout_server.engines.prefixes import check_request, check_scored, settled
 from rollout_server.engines.torch.family import read_spec
 from rollout_server.engines.torch.lane import DecodeLane
 from rollout_server.engines.torch.model import TorchModel
@@ -51,6 +61,7 @@ class TorchEngine:
         seed: mixed into every request's seed.
         lora: adapters, zero at first, that updates carry; the weights of the folder stay then.
         routing: answers come with the experts of their tokens, where the model has any.
+        scored_context: most tokens of a sequence that is scored, where these are more than max_context.
 
     Raises EngineError where the folder cannot be served exactly.
     """
@@ -66,6 +77,7 @@ class TorchEngine:
         seed: int = 0,
         lora: Lora | None = None,
         routing: bool = True,
+        scored_context: int = 0,
     ) -> None:
         if dtype not in DTYPES:
             raise EngineError(
@@ -73,7 +85,8 @@ class TorchEngine:
             )
         torch.set_num_threads(num_threads)
         folder = Path(folder)
-        self._spec = read_spec(folder, max_context)
+        self._scored_context = max(max_context, scored_context)
+        self._spec = read_spec(folder, self._scored_context)
         weights = LiveWeights(self._spec, DTYPES[dtype], lora)
         try:
             skip = TOWER if self._spec.vision is not None else ""
@@ -86,7 +99,7 @@ class TorchEngine:
         """Held while rows or the tables below change, and while another thread reads them."""
         self._lane = partial(
             DecodeLane,
-            TorchModel(self._spec, dtype=weights.dtype, max_context=max_context),
+            TorchModel(self._spec, dtype=weights.dtype, max_context=self._scored_context),
             experts=self._spec.experts if routing else None,
             max_running=max_running,
             max_context=max_context,
@@ -159,6 +172,21 @@ class TorchEngine:
         except asyncio.CancelledError:
             self.abort(request_id, request)
             raise
+
+    async def score(
+        self, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int], *, temperature: float, top: int
+    ) -> Scored:
+        """As `Engine.score`. Decoding stands still meanwhile; a pause waits for it, and it waits for one to end."""
+        check_scored(sequences, firsts, max_context=self._scored_context, vocab_size=self._spec.vocab_size)
+        async with self._between_steps():
+            await self._turn.wait_for(lambda: self._ended is not None or self._mode is None)
+            self._raise_if_ended()
+            started = time.perf_counter()
+            scored = await self._in_thread(
+                partial(self.live.score, sequences, firsts, temperature=temperature, top=top)
+            )
+            self._busy_s += time.perf_counter() - started
+            return scored
 
     def abort(self, request_id: str, only: Request | None = None) -> None:
         """As `Engine.abort`; with `only`, that request and no later one of its name."""
