@@ -15,6 +15,7 @@ from configs.engines import ENGINES
 from configs.evaluation import check as check_sets
 from configs.evaluation import check_metric
 from configs.placement import check
+from configs.teachers import problems
 from configs.tree import Tree
 
 MAX_ASYNC_LAG = 8
@@ -26,7 +27,10 @@ class Config(Tree):
     @model_validator(mode="after")
     def _is_possible(self) -> "Config":
         """Raises ValueError with the first thing that a check has found."""
-        checks = (self._placed, self._trained, self._sampled, self._algorithm_holds, self._kept, self._connected)
+        checks = (
+            *(self._placed, self._trained, self._sampled, self._algorithm_holds, self._taught, self._kept),
+            self._connected,
+        )
         for problem in itertools.chain.from_iterable(found() for found in checks):
             raise ValueError(problem)
         return self
@@ -153,6 +157,28 @@ class Config(Tree):
             yield (
                 f"algorithm.overlong_buffer: {buffer} tokens are more than rollout.max_new_tokens {longest}, so every"
                 f" answer would be punished for its length; take less than {longest}, such as {max(1, longest // 4)}"
+            )
+
+    def _taught(self) -> Iterator[str]:
+        yield from problems(self.teachers, is_used=self.algorithm.distillation is not None)
+        places = {(share.node, device) for share in self.shares for device in (*share.rollout, *share.learner)}
+        for name, teacher in self.teachers.items():
+            wanted = [(node, device) for node, devices in teacher.processes for device in devices]
+            if (both := sorted(places.intersection(wanted))) and not self.placement.share_gpus:
+                yield (
+                    f"teachers.{name}.devices: {both[0][0]}:{both[0][1]} is given to others as well; take another one,"
+                    " or set placement.share_gpus=true"
+                )
+            if len(set(wanted)) < len(wanted):
+                yield f"teachers.{name}.devices: {teacher.devices!r} names a device twice; name each once"
+            places |= set(wanted)
+        if (scoring := self.scoring) is None:
+            return
+        size = 8 * scoring.k * self.rollout.group_size * self.rollout.max_new_tokens
+        if size > (limit := self.network.max_message_bytes):
+            yield (
+                f"network.max_message_bytes: {limit} is less than the {size} bytes of teachers' top {scoring.k} for a"
+                " group of the longest answers; raise it, or take a smaller k"
             )
 
     def _kept(self) -> Iterator[str]:

@@ -14,6 +14,7 @@ from configs.infrastructure import Network, Placement, WeightBus
 from configs.learner import Checkpoint, LearnerSettings
 from configs.limits import Limits
 from configs.placement import Share, shares
+from configs.teachers import Scoring, Teacher
 
 FLOAT32_ON_GPUS = (
     " Warning: learner.compute_dtype float32 uses no tensor cores, 67 instead of 989 TFLOP/s on an H100, and pads its"
@@ -44,6 +45,8 @@ class Tree(Section):
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()
     critic: Critic = Critic()
+    teachers: dict[str, Teacher] = Field(default={})
+    """By name: models whose logprobs algorithm.distillation learns from."""
     learner: LearnerSettings = LearnerSettings()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
@@ -134,6 +137,16 @@ class Tree(Section):
         if self.rollout.on_new_weights != "auto":
             return self.rollout.on_new_weights
         return "drain" if self.replay.async_lag == 0 else "keep_kv"
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """What rollout servers ask of teachers, k by the option of this name; None where they ask none."""
+        chosen = self.algorithm.distillation
+        asked = {name: teacher for name, teacher in self.teachers.items() if teacher.where == "own"}
+        if chosen is None or not asked:
+            return None
+        k = chosen.options.get("k", 0)
+        return Scoring(asked, k if type(k) is int else 0)  # its own package refuses what is no number
 
     @property
     def evaluation_sets(self) -> tuple[PromptSet, ...]:

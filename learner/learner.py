@@ -162,8 +162,9 @@ class Learner:
 
     def check(self, batch: Batch) -> None:
         """Raises BatchError for a bad part, before any rank starts on the batch."""
-        lag, vocab_size = self.config.replay.async_lag, self.policy.vocab_size
-        check_batch(batch, async_lag=lag, vocab_size=vocab_size, experts=self.trainer.experts)
+        lag, scoring = self.config.replay.async_lag, self.config.scoring
+        vocab_size, experts = self.policy.vocab_size, self.trainer.experts
+        check_batch(batch, async_lag=lag, vocab_size=vocab_size, experts=experts, scoring=scoring)
         check_rewards(batch, self.trainer.advantage)
 
     def update(self, batch: Batch) -> Update:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from configs.errors import Contradiction
 from configs.schema import Config
 from learner import rules
-from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage, need_tokens
+from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage, drop_zero_advantages
 from learner.beside.advantages import Judged
 from learner.beside.beside import Beside
 from learner.guards import Guards, GuardVerdict
@@ -97,7 +97,7 @@ def prepare(
     """
     algorithm = config.algorithm
     advantages = advantages_of(advantage, inputs_of(batch))
-    keeps_all = need_tokens(algorithm) or not algorithm.drop_zero_advantage
+    keeps_all = not drop_zero_advantages(algorithm)
     tokens = np.where((advantages != 0) | keeps_all, batch.all_loss_tokens, 0)
     weights, parts = np.zeros(len(tokens), np.float32), minibatches_of(batch)
     for part in parts:
@@ -107,7 +107,7 @@ def prepare(
         raise BatchError(f"batch {batch.step}: has pictures, and model.path takes none")
     shown = looker.look(batch) if looker is not None else None
     routing = positions_of(batch, experts) if experts is not None and batch.routing.size else []
-    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown, routing)
+    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown, routing, config.scoring)
     return Prepared(advantages, rows, [(part.microbatches, int(tokens[part.trajectories].sum())) for part in parts])
 
 

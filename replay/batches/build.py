@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from replay import routing
+from replay import routing, scores
 from replay.messages import Batch, Group
 
 Int32 = NDArray[np.int32]
@@ -179,7 +179,7 @@ def _tokens(groups: list[Group], mine: Int32) -> dict[str, Any]:
         for name in ("loss_mask", "logprobs", "versions")
     }
     arrays["token_ids"] = np.concatenate([nothing.token_ids[:0], *token_ids])
-    return arrays | routing.of_samples(samples)
+    return arrays | routing.of_samples(samples) | scores.of_samples(samples)
 
 
 def _pictures(groups: list[Group], mine: Int32) -> dict[str, Any]:
