@@ -53,9 +53,6 @@ class Jobs(Protocol):
     def follow(self, address: str) -> None:
         """Take weights from the bus at this address."""
 
-    def listed(self, message: m.Teachers) -> None:
-        """Ask teachers where they are now."""
-
 
 class Working(ProgressSource, Protocol):
     """What is known of running requests, by name."""
@@ -112,8 +109,6 @@ class HeldLeases:
                 self._jobs.follow(message.bus_address)
             case m.Welcome():
                 self.now_at("waiting for the learner", now)
-            case m.Teachers():
-                self._jobs.listed(message)
             case m.Lease():
                 self._take(message)
             case m.Cancel() if (key := lease_key(message)) in self.working:

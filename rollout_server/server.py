@@ -116,6 +116,8 @@ class RolloutServer:
     async def handle(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         """React to one message. Raises GoodbyeReceived on Goodbye, ChannelError when replay refuses this server."""
         self.tasks = tasks
+        if isinstance(message, m.Teachers) and self.generator.teachers is not None:
+            self.generator.teachers.listed(message, self.dealer.run_id)
         self.leases.hear(message, time.monotonic())
         while self._unpin:  # before an evaluation of the same version begins
             await self.engine.unpin(self._unpin.pop())
@@ -198,10 +200,6 @@ class RolloutServer:
 
     def follow(self, address: str) -> None:
         self.follower.follow(address, self.dealer.run_id)
-
-    def listed(self, message: m.Teachers) -> None:
-        if self.generator.teachers is not None:
-            self.generator.teachers.listed(message, self.dealer.run_id)
 
     def begin(self, lease: m.Lease) -> None:
         self._start(self._work(lease))

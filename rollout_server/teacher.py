@@ -15,7 +15,7 @@ from configs.schema import Config
 from configs.shared import shared_values
 from replay.channel import AsyncDealer, AsyncRouter, ChannelError, KeysError, PeerRefused, load_keys
 from replay.messages import FROM_REPLAY
-from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_teacher
+from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine, of_teacher
 from rollout_server.engines.base import first_error
 from rollout_server.main import readings, stopped
 from rollout_server.teachers import TeacherError
@@ -36,12 +36,13 @@ async def run(
     address: str,
     name: str,
     vitals: Vitals | None = None,
-    make: Callable[[Config, str], Engine] = build_teacher,
+    make: Callable[[Config], Engine] = build_engine,
+    made: Callable[[TeacherProcess], object] = lambda _: None,
 ) -> int:
     """Serve one run, of replay at this address; 0 when it ended well. Raises TeacherError: another tokenizer."""
     fingerprint = fingerprint_of(config, teacher)
     network, keys = config.network, load_keys(config.network.keys)
-    engine = make(config, teacher)
+    engine = make(of_teacher(config, teacher))
     if vitals is not None:
         vitals.device = partial(readings, config)
     identity, limit = f"{name}.{secrets.token_hex(4)}", network.max_message_bytes
@@ -61,6 +62,7 @@ async def run(
             address=router.address if own is None else f"{router.address} {own.server_public.decode()}",
             vitals=vitals,
         )
+        made(process)
         await process.went_live(0, combined(await engine.digest()))
         serving = asyncio.create_task(process.serve())
 
@@ -101,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--name", required=True, help="which of `teachers`")
     parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that its engine is divided over")
     parser.add_argument("--process-name", default=None, help="name in logs and metrics")
     parser.add_argument("--parent", type=int, default=None, help="pid of the launcher: end when it ends")
     args = parser.parse_args(argv)
@@ -114,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.name not in config.teachers or not config.teachers[args.name].has_process:
             known = ", ".join(one for one, its in config.teachers.items() if its.has_process) or "none"
             raise TeacherError(f"--name {args.name}: no teacher with a process of its own; there are {known}")
+        placement = config.placement.model_copy(update={"tensor_parallel": args.tensor_parallel})
+        config = config.model_copy(update={"placement": placement})
         hang.begin(name, config.run_dir, replay=args.replay, keys=config.network.keys)
         with (
             Vitals(config, name, "teacher", others="engine") as vitals,

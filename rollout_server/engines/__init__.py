@@ -61,22 +61,19 @@ def build_engine(config: Config, builders: Builders = BUILDERS) -> Engine:
     return builders[config.rollout.engine](config)
 
 
-def build_teacher(config: Config, name: str) -> Engine:
-    """The engine of a teacher: as rollouts have it, with the teacher's folder and devices. Raises as `build_engine`."""
-    teacher, lora = config.teachers[name], config.learner.lora
-    devices = next((devices for _, devices in teacher.processes), (0,))
-    path = teacher.path or config.model.path
+def of_teacher(config: Config, name: str) -> Config:
+    """The configuration that the engine of a teacher is built with: its own folder, and nothing that trains."""
     os.environ[SCORED_AT] = repr(config.rollout.temperature)
+    path = config.teachers[name].path
     changed = {
-        "model": config.model.model_copy(update={"path": path}),
-        "placement": config.placement.model_copy(update={"tensor_parallel": len(devices)}),
-        "learner": config.learner.model_copy(
-            update={"lora": lora.model_copy(update={"rank": 0}) if teacher.path else lora}
-        ),
         "algorithm": config.algorithm.model_copy(update={"routing_replay": False}),
         "weight_bus": config.weight_bus.model_copy(update={"stage_in": "server"}),
     }
-    return build_engine(config.model_copy(update=changed))
+    if path is not None:
+        changed["model"] = config.model.model_copy(update={"path": path})
+        whole = config.learner.lora.model_copy(update={"rank": 0})
+        changed["learner"] = config.learner.model_copy(update={"lora": whole})
+    return config.model_copy(update=changed)
 
 
 def staging_in(config: Config, engine: Engine) -> "SGLangStaging | None":

@@ -34,8 +34,8 @@ def check_scored(
     for number, (ids, first) in enumerate(zip(sequences, firsts, strict=True)):
         if not 1 <= first <= ids.size <= max_context:
             raise EngineError(
-                f"sequence {number} of {ids.size} tokens, scored from number {first} on: the first token has no logprob,"
-                f" and {max_context} are the most (data.max_prompt_tokens + max_new_tokens, and with"
+                f"sequence {number} of {ids.size} tokens, scored from number {first} on: the first token has no"
+                f" logprob, and {max_context} are the most (data.max_prompt_tokens + max_new_tokens, and with"
                 " teachers.*.context once more data.max_prompt_tokens)"
             )
         if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:

@@ -23,8 +23,8 @@ def teacher_of(scoring: Scoring, row: Mapping[str, Any]) -> str:
     wanted = sorted({key for teacher in scoring.teachers.values() for key in teacher.rows})
     has = ", ".join(f"{key} {columns.get(key)!r}" for key in wanted)
     raise TeacherError(
-        f"teachers: none of {', '.join(scoring.names)} takes the row {str(row['prompt'])[:80]!r} with {has}; give a last"
-        " one without `rows`, or leave such rows out of data.train"
+        f"teachers: none of {', '.join(scoring.names)} takes the row {str(row['prompt'])[:80]!r} with {has}; give a"
+        " last one without `rows`, or leave such rows out of data.train"
     )
 
 
