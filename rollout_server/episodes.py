@@ -19,6 +19,7 @@ from rollout_server.generate import (
     Generator,
     LeaseFailed,
     Verdict,
+    both,
     errors_of,
     means,
     result_of,
@@ -76,10 +77,9 @@ class EpisodeGenerator(Generator):
         try:
             played = await together(self._tried(lease.prompt, partial(_itself, one), 1) for one in sessions)
             made = [samples_of(*one) for one in played]
-            answers = [[Answer(one.prompt_ids, one.token_ids, one.loss_mask) for one in samples] for samples in made]
-            verdicts, taught = await together(
-                [self._judged([lease.prompt] * size, played, 1), self.taught(lease.prompt, answers)]
-            )
+            asked = [[Answer(one.prompt_ids, one.token_ids, one.loss_mask) for one in samples] for samples in made]
+            judging = self._judged([lease.prompt] * size, played, 1)
+            verdicts, taught = await both(judging, self.taught(lease.prompt, asked))
             episodes = await self._ended(played, verdicts)
         finally:
             del self._sessions[request_id]

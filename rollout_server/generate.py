@@ -26,6 +26,7 @@ from rollout_server.teachers.scores import Answer, Teachers
 from slipstream.families.pictures import packed
 
 T = TypeVar("T")
+U = TypeVar("U")
 EVALUATION_TRIES = 3
 """How often an answer of an evaluation is judged, or its episode is played, before it counts as failed."""
 
@@ -84,12 +85,9 @@ class Generator:
             completions = self._sampled[request_id] = await self.sample(prompt, lease, request_id)
             seconds = time.monotonic() - started
             given = np.array(prompt.token_ids, np.int32)
-            (_, verdicts), taught = await together(
-                [
-                    self.score([lease.prompt] * len(completions), completions),
-                    self.taught(lease.prompt, [[Answer.sampled(given, c.token_ids)] for c in completions]),
-                ]
-            )
+            asked = [[Answer.sampled(given, c.token_ids)] for c in completions]
+            judging = self.score([lease.prompt] * len(completions), completions)
+            (_, verdicts), taught = await both(judging, self.taught(lease.prompt, asked))
         finally:
             self._sampled.pop(request_id, None)
         answers, chosen = [c.token_ids for c in completions], [c.routing for c in completions]
@@ -263,6 +261,13 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except ExceptionGroup as failed:
         raise first_error(failed) from failed
     return [task.result() for task in running]
+
+
+async def both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """As `together`, of two kinds."""
+    kinds: list[Coroutine[Any, Any, Any]] = [one, other]
+    first, second = await together(kinds)
+    return first, second
 
 
 def shown(prompt: Prompt) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import uvloop
 
@@ -27,7 +28,7 @@ from rollout_server.serve import serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.pool import environments_of
-from rollout_server.tasks.rewards import RewardError, Rewards
+from rollout_server.tasks.rewards import RewardError
 from rollout_server.tasks.rewards.pool import key_variables, rewards_of
 from rollout_server.tasks.task import Task, TaskError
 from rollout_server.teachers.scores import Teachers
@@ -56,7 +57,8 @@ class Parts:
     """What a rollout server is made of; benchmarks and fault campaigns take variants."""
 
     engine: Callable[[Config], Engine] = build_engine
-    generator: Callable[[Config, Engine, Task, Rewards], Generator] = Generator
+    generator: Callable[..., Generator] = Generator
+    """Of a Generator's fields."""
     dealer: type[AsyncDealer] = AsyncDealer
     subscriber: type[Subscriber] = Subscriber
 
@@ -78,20 +80,16 @@ async def run(
     teachers: Teachers | None = None
     try:
         if config.scoring is not None:
-            tokenizer, words = fingerprint["tokenizer"], int(fingerprint["vocab_size"])
-            teachers = Teachers(config, engine, name, tokenizer, words)
+            teachers = Teachers(config, engine, name, fingerprint)
         async with (
             rewards_of(config.reward) as rewards,
             environments_of(
                 config.environment, key_variables(config.reward), temperature=config.rollout.temperature
             ) as environments,
         ):
-            make: Callable[..., Generator] = parts.generator
-            if environments is not None:
-                make = partial(EpisodeGenerator, environments=environments)
-            if teachers is not None:
-                make = partial(make, teachers=teachers)
-            generator = make(config, engine, Task(config), rewards)
+            own: dict[str, Any] = {} if teachers is None else {"teachers": teachers}
+            make = parts.generator if environments is None else partial(EpisodeGenerator, environments=environments)
+            generator = make(config, engine, Task(config), rewards, **own)
             server = RolloutServer(
                 config,
                 generator,

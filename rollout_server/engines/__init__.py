@@ -34,8 +34,6 @@ def _sglang(config: Config) -> Engine:
     return SGLangEngine(config)
 
 
-SCORED_AT = "SLIPSTREAM_SCORED_AT"
-"""Environment variable of a teacher's SGLang: the temperature of all its logprobs."""
 Builders = Mapping[str, Callable[[Config], Engine]]
 BUILDERS: Builders = {"torch": _torch, "sglang": _sglang}
 
@@ -63,6 +61,8 @@ def build_engine(config: Config, builders: Builders = BUILDERS) -> Engine:
 
 def of_teacher(config: Config, name: str) -> Config:
     """The configuration that the engine of a teacher is built with: its own folder, and nothing that trains."""
+    from rollout_server.engines.sglang.requests import SCORED_AT
+
     os.environ[SCORED_AT] = repr(config.rollout.temperature)
     path = config.teachers[name].path
     changed = {

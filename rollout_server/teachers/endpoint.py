@@ -47,7 +47,7 @@ class PromptLogprobs(EndpointClient):
     def key(self) -> str:
         return f"teachers.{self.name}"
 
-    async def score(self, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int], *, top: int) -> Scored:
+    async def scored(self, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int], *, top: int) -> Scored:
         """As `Engine.score`, at temperature 1. Raises NotScored."""
         try:
             asked = zip(sequences, firsts, strict=True)

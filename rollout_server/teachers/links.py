@@ -48,7 +48,8 @@ class Link:
 
     async def ask(self, message: Score) -> Scored:
         """Scores of a request. Raises NotScored."""
-        answer = self.asked[message.number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Scored] = asyncio.get_running_loop().create_future()
+        self.asked[message.number] = answer
         is_scored = False
         try:
             await self._dealer.send(message)

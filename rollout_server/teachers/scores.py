@@ -64,10 +64,11 @@ class Asked:
 class Teachers:
     """Asks the teacher of a prompt what it gives to the answers of its group."""
 
-    def __init__(self, config: Config, engine: Engine, name: str, tokenizer: str, vocab_size: int) -> None:
-        """`tokenizer` is the fingerprint's. Raises TeacherError: a variable of a key is not set."""
+    def __init__(self, config: Config, engine: Engine, name: str, fingerprint: Mapping[str, str]) -> None:
+        """`fingerprint` is the run's. Raises TeacherError: a variable of a key is not set."""
         assert config.scoring is not None
-        self._config, self._engine, self._tokenizer, self._vocab_size = config, engine, tokenizer, vocab_size
+        self._config, self._engine = config, engine
+        self._tokenizer, self._vocab_size = fingerprint["tokenizer"], int(fingerprint["vocab_size"])
         self._scoring, network = config.scoring, config.network
         self.links = Links(name, load_keys(network.keys), network.max_message_bytes)
         self._endpoints = {name: PromptLogprobs(name, one) for name, one in self._scoring.teachers.items() if one.url}
@@ -175,7 +176,7 @@ class Teachers:
         if teacher.kind == "policy":
             return await self._engine.score(asked.sequences, asked.firsts, temperature=temperature, top=top)
         if name in self._endpoints:
-            return await self._endpoints[name].score(asked.sequences, asked.firsts, top=top)
+            return await self._endpoints[name].scored(asked.sequences, asked.firsts, top=top)
         message = Score(
             number=0,
             teacher=name,

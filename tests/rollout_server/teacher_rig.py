@@ -1,7 +1,6 @@
 """Processes of teachers on tiny models beside a stand-in for replay, which lists them, and what asks them."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from rollout_server.engines.base import Engine, Scored
 from rollout_server.teachers.process import TeacherProcess
 from rollout_server.teachers.scores import Answer, Teachers
 from slipstream.runtime.fingerprint import model_fingerprint
+from tests.support.waiting import eventually
 
 ROW = {"prompt": "w5 w9", "ground_truth": "w7", "data_source": "sums", "extra_info": {}, "columns": {"hint": "w8"}}
 PROMPT = np.array([5, 9], np.int32)
@@ -66,10 +66,7 @@ class Stand:
 
     async def listed(self, count: int) -> list[list[str | int]]:
         """The entries, once there are so many."""
-        until = time.monotonic() + 30
-        while len(self.hellos) < count and time.monotonic() < until:
-            await asyncio.sleep(0.01)
-        assert len(self.hellos) == count
+        await eventually(lambda: len(self.hellos) == count, f"{count} teachers")
         return self.entries
 
 
@@ -94,8 +91,7 @@ async def teaching(config: Config, name: str, stand: Stand, number: int = 0) -> 
         entry.run(config, name, stand.router.address, f"teacher-{name}-{number}", made=made.append)
     )
     try:
-        while not made and not running.done():
-            await asyncio.sleep(0.01)
+        await eventually(lambda: made or running.done(), "an engine")
         if running.done():
             await running
         yield made[0]
@@ -116,8 +112,7 @@ class Fixed:
 
 
 def asking(config: Config, engine: Any = None) -> Teachers:
-    found = model_fingerprint(config.model.path)
-    return Teachers(config, engine, "rollout-0", found["tokenizer"], int(found["vocab_size"]))
+    return Teachers(config, engine, "rollout-0", model_fingerprint(config.model.path))
 
 
 async def no_encoding(row: dict[str, Any]) -> Any:

@@ -1,6 +1,5 @@
 """Teachers are asked by rollout servers: real processes' parts over loopback, and every way in which none answers."""
 
-import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,11 +10,7 @@ import pytest
 
 from configs import Config
 from examples.random_qwen3 import make
-from rollout_server import teacher as entry
-from rollout_server.engines.base import Scored
-from rollout_server.tasks.failed import LeaseFailed
-from rollout_server.teachers import TeacherError
-from tests.rollout_server.teacher_rig import ANSWERS, ROW, Fixed, ask, asking, config_of, expected, standing, teaching
+from tests.rollout_server.teacher_rig import ANSWERS, ask, asking, config_of, expected, standing, teaching
 
 
 @pytest.fixture(scope="module")
