@@ -20,6 +20,7 @@ from replay.decisions.evaluating import EvaluationScheduler
 from replay.decisions.incarnations import Incarnations
 from replay.decisions.intake import GroupIntake
 from replay.decisions.leasing import LeaseScheduler
+from replay.decisions.making import GroupMaker
 from replay.endings import NoServer
 from replay.journal import Journal
 from replay.journal.format import Frames, Record
@@ -67,6 +68,9 @@ class Service:
         self.outbox, self._send = peers.outbox, peers.send
         fail = partial(self.end, failed=True)
         self.leasing = LeaseScheduler(run, peers, fail=fail)
+        makes = config.learner.facts.from_data and not playback
+        self.making = GroupMaker(run, self.leasing) if makes else None
+        """Where groups come from data.train."""
         self.intake = GroupIntake(run, peers, self.leasing, fail=fail)
         self.batching = BatchScheduler(run, peers, self.leasing, fail=fail)
         self.evaluations = EvaluationScheduler(run, peers, work)
@@ -338,7 +342,7 @@ class Service:
             self.lost(peer.identity, "closed", now)
 
     def _watch_for_servers(self, now: float) -> None:
-        waits = self.incarnation > 0 and self.ended is None and not self.playback
+        waits = self.incarnation > 0 and self.ended is None and not self.playback and self.config.needs_servers
         if not waits or self.peers.role("rollout_server") or not self.peers.rank(0):
             self.no_server_since = now
         elif now - self.no_server_since > (waited := self.config.rollout.wait_for_servers_s):
@@ -367,7 +371,9 @@ class Service:
         if self.ended is not None or self.incarnation == 0:
             return
         self.evaluations.assign()
-        if not self.playback:
+        if self.making is not None:
+            self.making.fill(now)
+        elif not self.playback:
             self.leasing.grant(now)
         self.report.look_for_updates(now)
         self.batching.form(self.report.of_batch, now)

@@ -34,13 +34,14 @@ class Waits:
         if self.disk is not None:
             found.append(_wait("disk", "replay", f"its disk: {self.disk[1]}", now - self.disk[0]))
         servers = self.peers.role("rollout_server")
-        if not servers:
+        if not servers and self.run.config.needs_servers:
             keys = f"; {self.refused} connections were refused for their keys (network.keys)" if self.refused else ""
             found.append(_wait("server", "replay", f"a rollout server{keys}", now - no_server_since))
         found += self._batch(now)
         found += self._ranks(now)
         buffer = self.run.buffer
-        if servers and buffer.room == 0 and buffer.count(SlotState.BUFFERED) == len(buffer.slots):
+        from_data = self.run.config.learner.facts.from_data
+        if servers and not from_data and buffer.room == 0 and buffer.count(SlotState.BUFFERED) == len(buffer.slots):
             learner = next((f", which is {peer.activity}" for peer in self.peers.role("learner") if peer.activity), "")
             room = f"room: {buffer.max_groups} groups are in flight (the learner is slower{learner})"
             found.append(_wait("room", "rollout servers", room, 0.0))
@@ -60,6 +61,7 @@ class Waits:
         if missing is not None:
             server = self.peers.get(missing.server) if missing.server else None
             where = f"at {server.name}{_engine(server.gauges)}" if server is not None else "at no server yet"
+            where = "made of data.train" if self.run.config.learner.facts.from_data else where
             what += f" (group {missing.group_id[0]}/{missing.group_id[1]} {where})"
         obstacles = [*self._dropped(), *self._idle()]
         if obstacles:
@@ -78,7 +80,8 @@ class Waits:
         queued = [slot for slot in buffer.slots.values() if slot.state is SlotState.QUEUED]
         busy = {slot.server for slot in buffer.slots.values() if slot.state is SlotState.LEASED}
         needed = min([slot.min_version for slot in queued], default=buffer.next_min_version())
-        for peer in self.peers.role("rollout_server") if queued or buffer.room > 0 else ():
+        is_due = (queued or buffer.room > 0) and not self.run.config.learner.facts.from_data
+        for peer in self.peers.role("rollout_server") if is_due else ():
             serves = f"it serves version {peer.version} of incarnation {peer.incarnation}"
             if peer.identity in busy:
                 continue

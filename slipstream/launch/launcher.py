@@ -161,20 +161,18 @@ class Launcher:
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
         self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
         self._start_ranks()
-        plan = self.plan()
-        by_name = {one.name: one for role in ("rollout", "teacher") for one in plan.of(self.node, role)}
+        by_name = {process.name: process for process in self.plan().processes}
 
         def start(name: str) -> Child:
             return self._start(name, [*by_name[name].command, *parent], by_name[name].environment)
 
         self.servers = LocalServers(self.config.rollout, start, self.view.event)
         self.teachers = LocalServers(self.config.rollout, start, self.view.event, are_teachers=True)
-        if self.play is not None:
-            return
-        for teacher in plan.of(self.node, "teacher"):
-            self.teachers.add(teacher.name)
-        for server in plan.of(self.node, "rollout") if self.config.placement.local_rollouts else ():
-            self.servers.add(server.name)
+        for name, process in by_name.items():
+            if process.role == "teacher" and self.play is None:
+                self.teachers.add(name)
+            elif process.role == "rollout" and self.config.placement.local_rollouts and self.config.needs_servers:
+                self.servers.add(name)
 
     def watch(self) -> None:
         """Watch until the learner has finished.

@@ -149,12 +149,15 @@ class SGLangEngine:
             await self._open.wait()
             self.sglang.check_alive()
             version, asked = self.version, [ids.tolist() for ids in sequences]
-            async with asyncio.TaskGroup() as group:
-                death = group.create_task(self.sglang.death())
-                calls = zip(asked, firsts, strict=True)
-                tasks = [group.create_task(self.sglang.score(ids, first, top, version)) for ids, first in calls]
-                await asyncio.wait(tasks)
-                death.cancel()
+            calls = [self.sglang.score(ids, first, top, version) for ids, first in zip(asked, firsts, strict=True)]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    death = group.create_task(self.sglang.death())
+                    tasks = [group.create_task(call) for call in calls]
+                    await asyncio.wait(tasks)
+                    death.cancel()
+            except ExceptionGroup as failed:
+                raise first_error(failed) from failed
             if version == self.version and not self._paused:
                 break
         found = [scored_of(task.result(), *of, top) for task, *of in zip(tasks, asked, firsts, strict=True)]
