@@ -77,10 +77,8 @@ async def run(
     if vitals is not None:
         vitals.device = partial(readings, config)
     dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, keys=keys, max_message_bytes=limits)
-    teachers: Teachers | None = None
+    teachers = None if config.scoring is None else Teachers(config, engine, name, fingerprint)
     try:
-        if config.scoring is not None:
-            teachers = Teachers(config, engine, name, fingerprint)
         async with (
             rewards_of(config.reward) as rewards,
             environments_of(

@@ -145,10 +145,10 @@ class SGLangEngine:
                 f"SGLang scores prompts at temperature {self.sglang.scored_at:g} here, not at rollout.temperature"
                 f" {temperature:g}; take rollout.temperature=1.0, or a teacher with a process of its own"
             )
+        asked = [ids.tolist() for ids in sequences]
         while True:
             await self._open.wait()
-            self.sglang.check_alive()
-            version, asked = self.version, [ids.tolist() for ids in sequences]
+            version = self.version
             calls = [self.sglang.score(ids, first, top, version) for ids, first in zip(asked, firsts, strict=True)]
             try:
                 async with asyncio.TaskGroup() as group:
@@ -160,7 +160,8 @@ class SGLangEngine:
                 raise first_error(failed) from failed
             if version == self.version and not self._paused:
                 break
-        found = [scored_of(task.result(), *of, top) for task, *of in zip(tasks, asked, firsts, strict=True)]
+        told = zip(tasks, asked, firsts, strict=True)
+        found = [scored_of(task.result(), ids, first, top) for task, ids, first in told]
         likeliest = [pair for _, pairs in found for pair in pairs]
         return Scored(
             version=version,
