@@ -162,12 +162,11 @@ class SGLangEngine:
                 break
         told = zip(tasks, asked, firsts, strict=True)
         found = [scored_of(task.result(), ids, first, top) for task, ids, first in told]
-        likeliest = [pair for _, pairs in found for pair in pairs]
         return Scored(
             version=version,
             logprobs=np.array([one for logprobs, _ in found for one in logprobs], np.float32),
-            ids=np.array([pair[1] for pair in likeliest], np.int32),
-            top=np.array([pair[0] for pair in likeliest], np.float32),
+            ids=np.array([pair[1] for _, pairs in found for pair in pairs], np.int32),
+            top=np.array([pair[0] for _, pairs in found for pair in pairs], np.float32),
         )
 
     async def _answer(self, answer: ResumableAnswer) -> Completion:
