@@ -122,7 +122,7 @@ class Config(Tree):
         if not self.learner.facts.from_data:
             return
         algorithm, default = self.algorithm, type(self.algorithm)()
-        unused = ["dynamic_sampling", "kl", "entropy_coef", "overlong_buffer", "overlong_filter"]
+        unused = ["dynamic_sampling", "kl", "entropy_coef", "overlong_buffer", "overlong_filter", "distillation"]
         given = [f"algorithm.{name}" for name in unused if getattr(algorithm, name) != getattr(default, name)]
         given += ["learner.target_kl"] * (self.learner.target_kl > 0)
         given += ["data.curriculum"] * (self.data.curriculum == "pass_rate")

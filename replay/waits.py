@@ -6,6 +6,7 @@ from typing import Any
 
 from replay.decisions.batching import BatchScheduler
 from replay.decisions.leasing import LeaseScheduler
+from replay.decisions.teaching import TeacherDirectory
 from replay.state.buffer import drops
 from replay.state.leases import SlotState
 from replay.state.peers import Peer, Peers
@@ -23,13 +24,14 @@ class Waits:
     peers: Peers
     leasing: LeaseScheduler
     batching: BatchScheduler
+    teaching: TeacherDirectory
     disk: tuple[float, str] | None = None
     """Since when the journal cannot be written, and why, with its path."""
     refused: int = 0
     """Connections whose keys were refused so far."""
 
     def of(self, now: float, no_server_since: float) -> list[dict[str, Any]]:
-        """Entries {code, who, for, since_s}; codes: disk, server, batch, ranks, room, silent, reward."""
+        """Entries {code, who, for, since_s}; codes: disk, server, teacher, batch, ranks, room, silent, reward."""
         found = []
         if self.disk is not None:
             found.append(_wait("disk", "replay", f"its disk: {self.disk[1]}", now - self.disk[0]))
@@ -37,6 +39,7 @@ class Waits:
         if not servers and self.run.config.needs_servers:
             keys = f"; {self.refused} connections were refused for their keys (network.keys)" if self.refused else ""
             found.append(_wait("server", "replay", f"a rollout server{keys}", now - no_server_since))
+        found += self._teachers(now)
         found += self._batch(now)
         found += self._ranks(now)
         buffer = self.run.buffer
@@ -50,6 +53,14 @@ class Waits:
             if now - peer.last_heard > silent_s:
                 found.append(_wait("silent", "replay", f"a sign of {peer.name}", now - peer.last_heard))
         return [*found, *(wait for peer in servers if (wait := self._reward(peer)) is not None)]
+
+    def _teachers(self, now: float) -> Iterator[dict[str, Any]]:
+        """Teachers of which no process is here."""
+        for name, since in self.teaching.missing.items():
+            if now > since:
+                silent = [gone.name for gone in self.peers.silent.values() if gone.teacher == name]
+                said = f" ({', '.join(silent)} fell silent)" if silent else ""
+                yield _wait("teacher", "rollout servers", f"a process of teacher {name!r}{said}", now - since)
 
     def _batch(self, now: float) -> list[dict[str, Any]]:
         """The batch that the ranks ask for, and where its oldest missing group is."""
@@ -118,7 +129,9 @@ def _engine(gauges: Mapping[str, float]) -> str:
     running, judged = gauges.get("running", 0.0), gauges.get("rewards_waiting", 0.0)
     if running:
         return f", whose engine decodes {running:.0f} answers"
-    return f", where {judged:.0f} answers are judged" if judged else ""
+    if judged:
+        return f", where {judged:.0f} answers are judged"
+    return f", where {taught:.0f} groups wait for teachers" if (taught := gauges.get("teachers/waiting", 0.0)) else ""
 
 
 def _wait(code: str, who: str, what: str, since_s: float) -> dict[str, Any]:

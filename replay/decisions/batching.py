@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from replay import messages as m
+from replay import scores
 from replay.batches import build as batches
 from replay.batches import sharing
 from replay.batches.overlong import shape
@@ -114,6 +115,8 @@ class BatchScheduler:
         config, made = self.run.config, self.buffer.line.steps[step]
         groups = [self.run.journal.whole(group) for group in groups]
         groups, measured = shape(groups, config.algorithm, config.rollout.max_new_tokens)
+        if config.scoring is not None:
+            measured |= scores.stats(step, groups, config.scoring.teachers)
         left_out = any(peer.hello.leaves_out_flat_groups for peer in self.peers.role("learner"))
         trained = batches.trained(groups, flat=not left_out)
         limit, parts = config.learner.max_tokens_per_microbatch, self.num_ranks // self.ranks_per_part
