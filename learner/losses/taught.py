@@ -62,8 +62,14 @@ def dpo(
     shares = sequence_sums(row.weights, row.lengths).view(-1, 2).sum(1)
     losses = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
     loss = (shares * losses).sum() + 0.0 * inputs.logprobs.sum()  # a row without pairs has a gradient, too
-    measured = {"loss": losses, "accuracy": margin > 0, "margin": margin, "chosen": chosen, "rejected": rejected}
-    return loss, {f"dpo/{name}": (shares * value.detach()).sum() for name, value in measured.items()}
+    measured = {
+        "dpo/loss": losses,
+        "dpo/accuracy": margin > 0,
+        "dpo/margin": margin,
+        "dpo/chosen": chosen,
+        "dpo/rejected": rejected,
+    }
+    return loss, {name: (shares * value.detach()).sum() for name, value in measured.items()}
 
 
 TAUGHT: Kind[None] = Kind("learner.objective", "inputs", {"sft": sft, "dpo": dpo}, undeclared=None)

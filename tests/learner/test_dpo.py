@@ -43,7 +43,7 @@ TRL = {
     "sft": (4.36100435256958, 6.637202262878418),
 }
 """Loss and gradient norm of one batch of PAIRS by TRL 1.16.0 with torch 2.13.0 on a CPU: what `by_trl` gives, whose
-test runs with --all. The model is save_model's of seed 0, the reference that of seed 1, the tokenizer of examples.sort6."""
+test runs with --all. The model is save_model's of seed 0, the reference that of seed 1, the tokenizer sort6's."""
 
 
 def pairs() -> tuple[Row, torch.Tensor]:
