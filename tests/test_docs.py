@@ -151,6 +151,8 @@ def test_what_is_shown_can_start(words, tmp_path, monkeypatch, capsys):
         parser = argparse.ArgumentParser(allow_abbrev=False)
         add_arguments(parser)
         args = parser.parse_known_args(words[1:])[0]
+        if args.config.startswith("examples/"):  # of a clone
+            args.config = str(ROOT / args.config)
         if not args.config.startswith("runs/"):  # the reader's run
             from_arguments(args)
 
