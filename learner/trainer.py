@@ -130,7 +130,8 @@ def objective_of(config: Config) -> Objective:
     """The objective of a run. Raises Contradiction: its variants do not go with each other or with the rest."""
     for problem in rules.problems(config, rules.chosen(config)):
         raise Contradiction(problem)
-    return Objective(config.algorithm)
+    scoring = config.scoring
+    return Objective(config.algorithm, [] if scoring is None else scoring.names)
 
 
 class Trainer:
@@ -210,6 +211,7 @@ class Trainer:
                 self.objective,
                 temperature=self.config.rollout.temperature,
                 global_tokens=global_tokens,
+                shown=self.beside.shown,
             )
 
     def _apply(self, sums: StepSums, batch: Batch, lr: float, *, is_first: bool) -> tuple[GuardVerdict, str]:

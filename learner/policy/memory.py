@@ -32,6 +32,7 @@ from learner.policy.divisibility import problem_with_kernel
 from replay.batches.sharing import COPIES_PER_TOKEN
 from slipstream.families.pictures import decoder_of
 from slipstream.families.sizes import Sizes, heads_of
+from slipstream.families.tower import tower_bytes
 from slipstream.runtime.fingerprint import read_json
 
 Recompute = Literal["none", "selective", "full"]
@@ -145,6 +146,8 @@ class Setup:
     """Of a reference model on the same ranks."""
     critic: Sizes | None = None
     """Of a critic on them, as one whose head is no more than its embedding."""
+    teacher: Sizes | None = None
+    """Of a teacher on them, as one whose head is no more than its embedding: its head is whole on each."""
     pads: bool = False
     """Attention pads trajectories to the longest of their row: `problem_with_kernel` says why, or it caps scores."""
     scores_of: int = 0
@@ -179,6 +182,7 @@ class Setup:
             and (caps or bool(problem_with_kernel(config.learner, heads_of(decoder_of(model)).size))),
             scores_of=config.longest_trajectory if caps else 0,
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
+            teacher=_teacher_of(config, model),
             # its head is a row
             critic=replace(_sizes_of("critic.path", config.critic.path, model), tied=True) if has_critic else None,
         )
@@ -198,22 +202,10 @@ class Setup:
         return replace(self, learner=changed)
 
 
-def tower_bytes(model: Mapping[str, Any], element_bytes: int, tokens: int) -> int:
-    """Of the vision tower in a config.json, whole on each rank, and its forward over a picture of so many tokens.
-
-    Nothing is kept for a backward: a layer's widest results are there at once.
-    """
-    tower = model.get("vision_config")
-    if not isinstance(tower, Mapping):
-        return 0
-    width = int(tower.get("embed_dim") or tower.get("hidden_size") or 1280)
-    inner = int(tower.get("intermediate_size") or width * tower.get("mlp_ratio", 4))
-    merge, patch = int(tower.get("spatial_merge_size", 2)), int(tower.get("patch_size", 14))
-    values = 3 * int(tower.get("temporal_patch_size", 2)) * patch**2
-    merged = width * merge**2
-    layers = int(tower.get("depth", 32)) * width * (4 * width + 3 * inner)
-    weights = layers + width * values + merged * (merged + int(decoder_of(model)["hidden_size"]))
-    return element_bytes * (weights + tokens * merge**2 * (8 * width + 3 * inner)) + 4 * tokens * merge**2 * values
+def _teacher_of(config: Config, model: Mapping[str, Any]) -> Sizes | None:
+    """Of the one teacher in the learner's ranks; None without one."""
+    inside = [(name, teacher.path) for name, teacher in config.teachers.items() if teacher.where == "learner"]
+    return replace(_sizes_of(f"teachers.{inside[0][0]}.path", inside[0][1], model), tied=True) if inside else None
 
 
 def _sizes_of(key: str, path: str | None, model: Mapping[str, Any]) -> Sizes:
@@ -307,7 +299,7 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
     """Bytes of a rank by what they are for.
 
     Policy, critic and reference model take turns: one's gathered weights, gradients and activations are gone before the
-    next begins. What the largest turn takes beyond the policy's is an item.
+    next begins; a teacher's turn is between two rows. What the largest turn takes beyond the policy's is an item.
     """
     tensor, compute_bytes = setup.learner.mesh.tensor, setup.compute_bytes
     sizes, tokens = setup.sizes.over(tensor), setup.learner.max_tokens_per_microbatch
@@ -331,8 +323,15 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
         items["critic weights and AdamW state"] = held + -(-frozen // setup.num_ranks)
         # its head has the hidden states in float32, and their gradient
         turns.append(sum(_step_items(setup, way, critic).values()) + 8 * critic.hidden * tokens)
+    if (teacher := setup.teacher) is not None:
+        items["teacher weights"] = -(-compute_bytes * teacher.parameters // setup.num_ranks)
+        # whole on each rank, and of each row what it is given
+        items["teacher's output head"] = compute_bytes * (teacher.embedding_parameters + teacher.hidden * tokens)
+        layers = activation_bytes(teacher, "none", compiled=False, element_bytes=compute_bytes) // teacher.layers
+        kept = step["gradients"] + step["gathered weights"]
+        turns.append(kept + 2 * compute_bytes * teacher.largest_unit + layers * tokens)
     if (more := max(turns) - turns[0]) > 0:
-        items["critic or reference in its turn"] = more
+        items["critic, reference or teacher in its turn"] = more
     if setup.tower_bytes:
         items["vision tower"] = setup.tower_bytes
     if setup.wire_bytes:
