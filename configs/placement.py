@@ -74,15 +74,15 @@ def shares(placement: Placement) -> tuple[Share, ...]:
     return tuple(parts)
 
 
-def check(placement: Placement) -> None:
-    """What needs no machine to be known.
+def check(placement: Placement, *, needs_servers: bool = True) -> None:
+    """What needs no machine to be known; without `needs_servers` nothing samples.
 
     Raises:
         ConfigError: a side without a device, a device given twice, or an engine that does not fit its node.
     """
     parts = shares(placement)
     rollout, ranks = sum(len(part.rollout) for part in parts), sum(len(part.learner) for part in parts)
-    if ranks < 1 or (rollout < 1 and placement.local_rollouts):
+    if ranks < 1 or (rollout < 1 and placement.local_rollouts and needs_servers):
         raise BadPlacement(
             f"placement.split: {placement.split!r} leaves a side without a device; give each side at least 1"
             " (rollout servers started by hand: placement.local_rollouts=false)"

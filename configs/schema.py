@@ -36,7 +36,7 @@ class Config(Tree):
         return self
 
     def _placed(self) -> Iterator[str]:
-        check(self.placement)
+        check(self.placement, needs_servers=self.needs_servers)
         if self.engines_share_gpus and self.weight_bus.on_gpus:
             yield (
                 "placement.share_gpus: true with weight_bus.backend 'nccl', which refuses two processes of a group on"
@@ -90,10 +90,11 @@ class Config(Tree):
 
     def _sampled(self) -> Iterator[str]:
         ranks, groups, parts = self.num_data_ranks, self.rollout.groups_per_step, self.learner.minibatches
-        if (each := groups // parts * self.rollout.group_size) < ranks:
-            least = -(-ranks // self.rollout.group_size) * parts
+        size = 1 if self.learner.facts.compares else self.group_size
+        if (each := groups // parts * size) < ranks:
+            least = -(-ranks // size) * parts
             yield (
-                f"rollout.groups_per_step: {groups} groups × rollout.group_size {self.rollout.group_size} in"
+                f"rollout.groups_per_step: {groups} groups × rollout.group_size {size} in"
                 f" learner.minibatches {parts} are {each} trajectories an update, fewer than {ranks} learner ranks;"
                 f" take {least} groups or more, fewer mini-batches, or another placement.split"
             )
@@ -114,6 +115,22 @@ class Config(Tree):
                 f" rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
             )
         yield from self._episodes()
+        yield from self._from_data()
+
+    def _from_data(self) -> Iterator[str]:
+        """What speaks of sampled answers has nothing to act on."""
+        if not self.learner.facts.from_data:
+            return
+        algorithm, default = self.algorithm, type(self.algorithm)()
+        unused = ["dynamic_sampling", "kl", "entropy_coef", "overlong_buffer", "overlong_filter", "distillation"]
+        given = [f"algorithm.{name}" for name in unused if getattr(algorithm, name) != getattr(default, name)]
+        given += ["learner.target_kl"] * (self.learner.target_kl > 0)
+        given += ["data.curriculum"] * (self.data.curriculum == "pass_rate")
+        if given:
+            yield (
+                f"{given[0]}: is about sampled answers, and learner.objective {self.learner.objective} learns from"
+                " those in data.train; leave it out"
+            )
 
     def _episodes(self) -> Iterator[str]:
         environment, replay = self.environment, self.replay

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from configs.errors import SlipstreamError
 from configs.teachers import Scoring
-from learner.distillation.base import TeacherView
 from learner.pictures import RowPictures, Shown
 from learner.prefixes import Layout, Prefixes, lay_side_by_side
 from learner.prefixes import offsets as offsets
+from learner.teacher_view import TeacherView
 from replay.batches.sharing import Wanted
 from replay.messages import Batch
 from replay.routing import problem_with_batch

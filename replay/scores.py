@@ -7,7 +7,7 @@ with theirs; all are 0 where a token is not in the loss. They stand by token, so
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,7 +117,7 @@ def _owners(group: Group) -> list[int]:
     return [number for number, count in enumerate(group.samples.tolist()) for _ in range(count)]
 
 
-def stats(step: int, groups: Sequence[Group], teachers: dict[str, Teacher]) -> dict[str, float]:
+def stats(step: int, groups: Sequence[Group], teachers: Mapping[str, Teacher]) -> dict[str, float]:
     """Of a batch: share of each teacher in its trajectories, and steps that a refreshed one is behind."""
     told = Counter(one for group in groups for one in group.teachers)
     found = dict[str, float]()

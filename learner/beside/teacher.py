@@ -16,11 +16,11 @@ from safetensors import SafetensorError, safe_open
 from configs import Config
 from learner.beside.reference import folder_of
 from learner.distillation import build_distillation
-from learner.distillation.base import TeacherView
 from learner.layout import DTYPES
 from learner.policy.model import Policy, TokenModel, shaped_policy
 from learner.policy.pretrained import PolicyError, fill, read_config
 from learner.rows import Row
+from learner.teacher_view import TeacherView
 from slipstream.families.record import EMBEDDING, HEAD
 from slipstream.families.sizes import Sizes
 from slipstream.weight_files import weight_files

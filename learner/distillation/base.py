@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
+from learner.teacher_view import Direction as Direction
 from slipstream.runtime import variants
 
 if TYPE_CHECKING:
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
 Factor = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
-Direction = Literal["reverse", "forward"]
-"""KL(policy || teacher), which leaves out what the teacher would not say, or KL(teacher || policy), which covers all
-that it would."""
 Gives = Literal["logprobs", "top", "vocabulary"]
 
 
@@ -34,20 +32,6 @@ class DistillationFacts:
     """What it needs of a teacher: logprobs of the sampled tokens, its own top k, or its whole vocabulary."""
     in_advantages: bool = False
     """The divergence goes into advantages, not into the loss."""
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherView:
-    """What a teacher gives its output head at the n tokens of a row, and the head: what logits follow from."""
-
-    hidden: "Tensor"
-    """[n, H]"""
-    weight: "Tensor"
-    """[V, H], whole, in the dtype of `hidden`; V is the policy's."""
-    temperature: float
-    """Divisor of products of the two."""
-    softcap: float | None
-    direction: Direction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.distillation.base import TeacherView
+from learner.teacher_view import TeacherView
 
 CHUNK_BYTES = 1024**3
 """Float32 logits that are held at once; their gradient, in the dtype of the weights, comes on top."""

@@ -163,7 +163,7 @@ class Launcher:
             lambda name: self._start(name, [*by_name[name].command, *parent], by_name[name].environment),
             self.view.event,
         )
-        if self.config.placement.local_rollouts:
+        if self.config.placement.local_rollouts and self.config.needs_servers:
             for name in by_name:
                 self.servers.add(name)
 

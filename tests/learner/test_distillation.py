@@ -13,13 +13,13 @@ from configs.algorithm import Algorithm
 from configs.errors import BadValue
 from configs.variants import Choice
 from learner.distillation import DISTILLATIONS, Distillation, DistillationInputs
-from learner.distillation.base import TeacherView
 from learner.distillation.top_k import with_tail
 from learner.objective import Objective
 from learner.objective.teaching import metrics_of
 from learner.policy import logprobs as head
 from learner.policy.logprobs import head_logprobs
 from learner.rows import Row
+from learner.teacher_view import TeacherView
 from slipstream.runtime.variants import VariantFails
 from tests.learner.tiny_models import row_of
 
