@@ -184,6 +184,12 @@ class Tree(Section):
         answers = [self.rollout.max_new_tokens, *(one.max_new_tokens for one in self.evaluation_sets)]
         return self.data.max_prompt_tokens + max(answers)
 
+    @property
+    def scored_context(self) -> int:
+        """Tokens of the longest prompt and answer that a teacher scores; its `context` may double the prompt."""
+        has_context = any(teacher.context is not None for teacher in self.teachers.values())
+        return self.max_context + (self.data.max_prompt_tokens if has_context else 0)
+
     def is_evaluated(self, version: int) -> bool:
         """Whether this policy version is evaluated."""
         if not self.has_evaluations:
@@ -228,7 +234,7 @@ class Tree(Section):
     @property
     def shares(self) -> tuple[Share, ...]:
         """Devices by node, the first learner node first."""
-        return shares(self.placement)
+        return shares(self.placement, [place for one in self.teachers.values() for place in one.processes])
 
     def with_workers(self) -> Self:
         """With numbers of reward and environment processes for this machine and the most servers of a node."""
