@@ -9,9 +9,8 @@ from configs.algorithm import Algorithm
 from learner.distillation import DistillationInputs, build_distillation
 from learner.rows import Row
 
-PREFIX = "distill/"
-"""Of the names of measurements, as of metrics: sums over tokens, as those of the objective."""
-KL, KEPT, AGREEMENT, COEF = (f"{PREFIX}{name}" for name in ("kl", "kept", "agreement", "coef_max"))
+KL, KEPT, AGREES, COEF = "taught_kl", "taught_tokens", "taught_agrees", "taught_coef_max"
+"""Names of measurements: sums over tokens, as those of the objective; the first two of each of several teachers too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class Teaching:
         """Sums, of the same names on all ranks and rows."""
         found = {KL: kl.sum(), KEPT: kept.sum()}
         if best is not None:
-            found[AGREEMENT] = (best == row.targets).sum()
+            found[AGREES] = (best == row.targets).sum()
         if row.teacher is not None and len(self.teachers) > 1:
             of_token = row.teacher.repeat_interleave(row.lengths, output_size=len(kl))
             for number, name in enumerate(self.teachers):
@@ -102,10 +101,12 @@ def metrics_of(values: Mapping[str, float], tokens: int) -> dict[str, float]:
     """
     if KEPT not in values:
         return {}
-    found = {f"{PREFIX}masked": 1 - values[KEPT] / tokens, f"{PREFIX}coef": values[COEF]}
-    if AGREEMENT in values:
-        found[AGREEMENT] = values[AGREEMENT] / tokens
-    for name in (name for name in values if name.startswith(KL)):
-        if count := values[name.replace(KL, KEPT, 1)]:
-            found[name] = values[name] / count
+    found = {"distill/masked": 1 - values[KEPT] / tokens, "distill/coef": values[COEF]}
+    if AGREES in values:
+        found["distill/agreement"] = values[AGREES] / tokens
+    if values[KEPT]:
+        found["distill/kl"] = values[KL] / values[KEPT]
+    for name in (name.removeprefix(f"{KEPT}/") for name in values if name.startswith(f"{KEPT}/")):
+        if count := values[f"{KEPT}/{name}"]:
+            found[f"distill/kl/{name}"] = values[f"{KL}/{name}"] / count
     return found
