@@ -108,10 +108,11 @@ class Config(Tree):
                 f"rollout.min_group: {self.min_group} is more than the answers of a group, rollout.group_size"
                 f" {self.rollout.group_size}; take fewer"
             )
-        given, longest = self.learner.max_tokens_per_microbatch, self.longest_trajectory
-        if longest > given:
+        given, together = self.learner.max_tokens_per_microbatch, self.group_size if self.learner.facts.compares else 1
+        if (longest := together * self.longest_trajectory) > given:
+            what = "one trajectory" if together == 1 else f"{together} trajectories, which are compared, each"
             yield (
-                f"learner.max_tokens_per_microbatch: {given} is less than one trajectory of data.max_prompt_tokens +"
+                f"learner.max_tokens_per_microbatch: {given} is less than {what} of data.max_prompt_tokens +"
                 f" rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
             )
         yield from self._episodes()
@@ -125,7 +126,7 @@ class Config(Tree):
         unused = ["dynamic_sampling", "kl", "entropy_coef", "overlong_buffer", "overlong_filter", "distillation"]
         given = [f"algorithm.{name}" for name in unused if getattr(algorithm, name) != getattr(default, name)]
         given += ["learner.target_kl"] * (self.learner.target_kl > 0)
-        given += ["data.curriculum"] * (self.data.curriculum == "pass_rate")
+        given += ["data.curriculum"] * (self.data.curriculum == "pass_rate") + ["teachers"] * bool(self.teachers)
         if given:
             yield (
                 f"{given[0]}: is about sampled answers, and learner.objective {self.learner.objective} learns from"
