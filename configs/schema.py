@@ -108,12 +108,16 @@ class Config(Tree):
                 f"rollout.min_group: {self.min_group} is more than the answers of a group, rollout.group_size"
                 f" {self.rollout.group_size}; take fewer"
             )
-        given, together = self.learner.max_tokens_per_microbatch, self.group_size if self.learner.facts.compares else 1
-        if (longest := together * self.longest_trajectory) > given:
-            what = "one trajectory" if together == 1 else f"{together} trajectories, which are compared, each"
+        given, longest = self.learner.max_tokens_per_microbatch, self.longest_trajectory
+        if longest > given:
             yield (
-                f"learner.max_tokens_per_microbatch: {given} is less than {what} of data.max_prompt_tokens +"
+                f"learner.max_tokens_per_microbatch: {given} is less than one trajectory of data.max_prompt_tokens +"
                 f" rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
+            )
+        elif self.learner.facts.compares and (whole := self.group_size * longest) > given:
+            yield (
+                f"learner.max_tokens_per_microbatch: {given} is less than the {whole} tokens of {self.group_size} answers"
+                f" that are compared, each of up to {longest} with its prompt; raise it to {whole} or more"
             )
         yield from self._episodes()
         yield from self._from_data()
