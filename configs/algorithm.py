@@ -108,8 +108,8 @@ class Algorithm(Section):
     """Most groups that algorithm.dynamic_sampling drops for a step, in units of rollout.groups_per_step; more are
     kept."""
     drop_zero_advantage: bool = True
-    """Leave trajectories of zero advantage out of the batch and of its token count; not with `gae` nor kl_in `reward`,
-    where advantages follow from more than rewards."""
+    """Leave trajectories of zero advantage out of the batch and of its token count; not with `gae`, kl_in `reward`
+    or distillation, where tokens teach more than rewards do."""
     overlong_buffer: int = Field(default=0, ge=0)
     """Last tokens before rollout.max_new_tokens that cost reward, more with each (DAPO); 0 has no such tokens."""
     overlong_penalty: float = Field(default=1.0, gt=0)
@@ -154,6 +154,10 @@ class Algorithm(Section):
     """Hugging Face folder of the reference model; unset: model.path, the policy as it began."""
     reference_refresh_steps: int = Field(default=0, ge=0)
     """Steps after which the reference becomes a copy of the policy; 0 keeps it as it began."""
+    distillation: ChosenOrNone = None
+    """What is learned from `teachers`: `none`; `sampled_advantage`, their logprobs of the sampled tokens as advantages;
+    `sampled`, the same as a loss; `top_k`, their own k likeliest tokens; `full`, their whole vocabulary, or one of
+    yours, with its options, such as {top_k: {k: 20, task: 0.0}}."""
     i_know_this_is_biased: bool = False
     """Allow an asynchronous run without an off-policy correction (negative controls)."""
 

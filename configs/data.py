@@ -27,7 +27,8 @@ class Model(Section):
 
     path: Own[str]
     """Folder with config.json, safetensors and a tokenizer, of a family in docs/reference/families.md, or a checkpoint
-    of a run (`runs/a/checkpoints/step_40` or `.../best`), of which its hf/ is taken."""
+    of a run (`runs/a/checkpoints/step_40` or `.../best`), of which its hf/ is taken, or a run (`runs/a`), whose newest
+    one is."""
     family: OwnPath[str | None] = None
     """File of Python with a record of the model's family, where ours have none or a wrong one
     (docs/reference/families.md)."""
@@ -54,7 +55,15 @@ class Model(Section):
     @classmethod
     def _is_weights_of_a_checkpoint(cls, value: str) -> str:
         folder = Path(value)
-        if folder.is_symlink():
+        if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
+            whole = [
+                path.parent for path in folder.glob("checkpoints/step_*/COMPLETE") if path.with_name("hf").is_dir()
+            ]
+            steps = {int(path.name[5:]): path for path in whole if path.name[5:].isdigit()}
+            if not steps:
+                raise ValueError("no checkpoint of this run is complete; let it write one, or name a model folder")
+            folder = steps[max(steps)]
+        elif folder.is_symlink():
             folder = folder.parent / folder.readlink()  # `best` may be another one tomorrow
         is_checkpoint = (folder / "hf").is_dir() and not (folder / "config.json").exists()
         return str(folder / "hf") if is_checkpoint else value
@@ -88,7 +97,10 @@ class Data(Section):
     shuffle: bool = True
     """Shuffle the rows anew in each pass over the data (seeded by run.seed and the pass)."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
-    """A prompt longer than this is refused when it is leased, and counted as `prompt_too_long`."""
+    """A prompt longer than this is refused when it is leased, and counted as `prompt_too_long`; where learner.objective
+    learns from data.train, a row longer than this and rollout.max_new_tokens together."""
+    loss_roles: list[Literal["system", "user", "assistant", "tool"]] = Field(default=["assistant"], min_length=1)
+    """Whose messages are in the loss, where learner.objective learns from conversations in data.train."""
 
     @property
     def train_sets(self) -> dict[str, TrainSet]:

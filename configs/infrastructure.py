@@ -1,6 +1,6 @@
 """Where things run and how they find each other: the weight bus, the network, the placement."""
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -38,6 +38,11 @@ class WeightBus(Section):
     """Interval of a subscriber's heartbeats; a peer that misses three is silent."""
     max_heals: int = Field(default=3, ge=1)
     """Full refills of a quarantined engine before it is removed from the bus."""
+
+    def of_teacher(self, name: str) -> Self:
+        """The bus that refreshes this teacher: beside the policy's, at a port and in a folder of its own."""
+        folder = None if self.folder is None else f"{self.folder}/teacher-{name}"
+        return self.model_copy(update={"port": 0, "folder": folder, "stage_in": "server"})
 
     @property
     def medium(self) -> str:

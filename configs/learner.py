@@ -1,14 +1,37 @@
 """The learner: optimizer, meshes, adapters and checkpoints."""
 
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
 from configs.base import Dtype, Section
+from configs.errors import did_you_mean
+from configs.variants import Choice, Chosen
 from slipstream.families.record import Projection
 
 PROJECTIONS: tuple[Projection, ...] = get_args(Projection)
 """Of attention and MLP, in the order of a decoder layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveFacts:
+    """What is learned, and where its groups come from."""
+
+    answers: int = 0
+    """Trajectories that replay makes of a row of data.train; 0: rollout servers sample rollout.group_size of them."""
+    compares: bool = False
+    """Whether the loss compares the trajectories of a group, which then lie in one microbatch, and trajectories count
+    alike, however long."""
+
+    @property
+    def from_data(self) -> bool:
+        """Whether answers come from the dataset: nothing is sampled, so there is no lease, reward nor lag."""
+        return self.answers > 0
+
+
+OBJECTIVES = {"rl": ObjectiveFacts(), "sft": ObjectiveFacts(answers=1)}
+"""By learner.objective, what processes go by; the losses are in learner/losses/taught.py."""
 
 
 class Lora(Section):
@@ -63,6 +86,9 @@ class Mesh(Section):
 class LearnerSettings(Section):
     """FSDP2 training with fp32 master weights."""
 
+    objective: Chosen = Choice("rl")
+    """What is learned: `rl`, from rewards of sampled answers, or `sft`, from the answers in data.train, which replay
+    makes groups of by itself."""
     total_steps: int = Field(default=100, ge=0)
     """Steps of the run, each of one batch and one version; 0 evaluates the model and trains nothing."""
     minibatches: int = Field(default=1, ge=1)
@@ -117,9 +143,24 @@ class LearnerSettings(Section):
     """Adapters in training in place of the weights; off with rank 0."""
 
     @property
+    def facts(self) -> ObjectiveFacts:
+        """Of learner.objective."""
+        return OBJECTIVES[self.objective.name]
+
+    @property
     def updates_per_step(self) -> int:
         """Optimizer updates that a step makes at most."""
         return self.minibatches * self.epochs
+
+    @field_validator("objective")
+    @classmethod
+    def _is_known(cls, value: Choice) -> Choice:
+        if value.name not in OBJECTIVES:
+            hint = did_you_mean(value.name, OBJECTIVES) or f"take one of {', '.join(OBJECTIVES)}"
+            raise ValueError(f"{value.name!r} is no objective; {hint}")
+        if value.options and not OBJECTIVES[value.name].from_data:
+            raise ValueError(f"{value.name!r} has no options of its own; section algorithm has them")
+        return value
 
     @field_validator("betas")
     @classmethod

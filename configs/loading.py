@@ -170,7 +170,7 @@ def parse(text: str | bytes, source: str, overrides: Sequence[str] = ()) -> Conf
     for override in overrides:
         apply_override(tree, override)
     config = validate(tree, source, overrides)
-    if config.reward.function is None:
+    if config.reward.function is None and config.needs_servers:
         raise BadValue(
             f"{source}: reward.function: names nothing, and no reward is chosen for you; name what judges the answers:"
             " numeric, math, exact, code, path/to/file.py:function, or environment where environment.function gives the"

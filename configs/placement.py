@@ -4,8 +4,8 @@
 """
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from configs.errors import BadPlacement
 from configs.infrastructure import Placement
@@ -24,10 +24,14 @@ class Share:
     node: str
     rollout: tuple[int, ...]
     learner: tuple[int, ...]
+    teachers: tuple[int, ...] = ()
+    is_first: bool = True
+    """Its teachers are started by the learner's side, those of other nodes by the rollout side."""
 
     def devices(self, role: str) -> tuple[int, ...]:
-        """Those of the `learner`, or of the `rollout` side."""
-        return self.learner if role == "learner" else self.rollout
+        """Those that the `learner` or the `rollout` side needs."""
+        own = self.learner if role == "learner" else self.rollout
+        return tuple(sorted({*own, *self.teachers})) if (role == "learner") == self.is_first else own
 
     def engines(self, tensor_parallel: int) -> list[tuple[int, ...]]:
         """Devices of each rollout server, in blocks of `tensor_parallel`."""
@@ -52,8 +56,10 @@ def node_devices(spec: str, key: str = "placement") -> Iterator[tuple[str, int]]
             yield from ((match[1], device) for device in range(int(first), int(last or first) + 1))
 
 
-def shares(placement: Placement) -> tuple[Share, ...]:
+def shares(placement: Placement, teachers: Sequence[tuple[str, tuple[int, ...]]] = ()) -> tuple[Share, ...]:
     """Each node's devices: the learner's nodes in the order of `placement.learner`, then the others.
+
+    `teachers` are node and devices of each of their processes.
 
     The first node is the one that replay and the learner's rank 0 run on.
 
@@ -71,18 +77,24 @@ def shares(placement: Placement) -> tuple[Share, ...]:
         parts = [
             Share(node, tuple(rollout.get(node, ())), tuple(learner.get(node, ()))) for node in (learner | rollout)
         ]
-    return tuple(parts)
+    parts += [Share(node, (), ()) for node in dict(teachers).keys() - {part.node for part in parts}]
+    of_teachers = {
+        part.node: [one for node, devices in teachers if node == part.node for one in devices] for part in parts
+    }
+    return tuple(
+        replace(part, teachers=tuple(of_teachers[part.node]), is_first=not number) for number, part in enumerate(parts)
+    )
 
 
-def check(placement: Placement) -> None:
-    """What needs no machine to be known.
+def check(placement: Placement, *, needs_servers: bool = True) -> None:
+    """What needs no machine to be known; without `needs_servers` nothing samples.
 
     Raises:
         ConfigError: a side without a device, a device given twice, or an engine that does not fit its node.
     """
     parts = shares(placement)
     rollout, ranks = sum(len(part.rollout) for part in parts), sum(len(part.learner) for part in parts)
-    if ranks < 1 or (rollout < 1 and placement.local_rollouts):
+    if ranks < 1 or (rollout < 1 and placement.local_rollouts and needs_servers):
         raise BadPlacement(
             f"placement.split: {placement.split!r} leaves a side without a device; give each side at least 1"
             " (rollout servers started by hand: placement.local_rollouts=false)"
@@ -116,7 +128,7 @@ def ranks_of(parts: tuple[Share, ...], node: str) -> range:
 
 def most_devices(share: Share) -> int:
     """Devices that the node needs: the highest index and one."""
-    return max((*share.rollout, *share.learner), default=-1) + 1
+    return max((*share.rollout, *share.learner, *share.teachers), default=-1) + 1
 
 
 def _split(placement: Placement) -> Share:

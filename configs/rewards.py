@@ -116,6 +116,29 @@ class Code(RewardOptions):
     """Run programs where the machine cannot isolate them: they then may read files and use the network."""
 
 
+def checked_address(value: str) -> str:
+    """The address of an HTTP endpoint. Raises ValueError."""
+    parts = urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("is no address; give http://host:port/v1 or https://host/v1")
+    try:
+        port = parts.port
+    except ValueError:
+        port = 0
+    if port == 0:
+        raise ValueError(f"{value!r} has no port from 1 to 65535; give http://host:port/v1 or https://host/v1")
+    if parts.username or parts.password or parts.query:
+        raise ValueError("has a password or a query in it; give the key in the variable of key_variable")
+    return value.rstrip("/")
+
+
+def checked_variable(value: str) -> str:
+    """The name of an environment variable that holds a key. Raises ValueError."""
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", value):
+        raise ValueError("is no name of an environment variable; the key itself never stands in a configuration")
+    return value
+
+
 class Endpoint(RewardOptions):
     """A model behind an OpenAI-compatible HTTP endpoint."""
 
@@ -137,25 +160,12 @@ class Endpoint(RewardOptions):
     @field_validator("url")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
-        parts = urlsplit(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("is no address; give http://host:port/v1 or https://host/v1")
-        try:
-            port = parts.port
-        except ValueError:
-            port = 0
-        if port == 0:
-            raise ValueError(f"{value!r} has no port from 1 to 65535; give http://host:port/v1 or https://host/v1")
-        if parts.username or parts.password or parts.query:
-            raise ValueError("has a password or a query in it; give the key in the variable of key_variable")
-        return value.rstrip("/")
+        return checked_address(value)
 
     @field_validator("key_variable")
     @classmethod
     def _is_a_name(cls, value: str | None) -> str | None:
-        if value is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]{0,63}", value):
-            raise ValueError("is no name of an environment variable; the key itself never stands in a configuration")
-        return value
+        return None if value is None else checked_variable(value)
 
 
 class Judge(Endpoint):

@@ -15,6 +15,7 @@ from configs.engines import ENGINES
 from configs.evaluation import check as check_sets
 from configs.evaluation import check_metric
 from configs.placement import check
+from configs.teachers import problems
 from configs.tree import Tree
 
 MAX_ASYNC_LAG = 8
@@ -26,13 +27,16 @@ class Config(Tree):
     @model_validator(mode="after")
     def _is_possible(self) -> "Config":
         """Raises ValueError with the first thing that a check has found."""
-        checks = (self._placed, self._trained, self._sampled, self._algorithm_holds, self._kept, self._connected)
+        checks = (
+            *(self._placed, self._trained, self._sampled, self._algorithm_holds, self._taught, self._kept),
+            self._connected,
+        )
         for problem in itertools.chain.from_iterable(found() for found in checks):
             raise ValueError(problem)
         return self
 
     def _placed(self) -> Iterator[str]:
-        check(self.placement)
+        check(self.placement, needs_servers=self.needs_servers)
         if self.engines_share_gpus and self.weight_bus.on_gpus:
             yield (
                 "placement.share_gpus: true with weight_bus.backend 'nccl', which refuses two processes of a group on"
@@ -86,10 +90,11 @@ class Config(Tree):
 
     def _sampled(self) -> Iterator[str]:
         ranks, groups, parts = self.num_data_ranks, self.rollout.groups_per_step, self.learner.minibatches
-        if (each := groups // parts * self.rollout.group_size) < ranks:
-            least = -(-ranks // self.rollout.group_size) * parts
+        size = 1 if self.learner.facts.compares else self.group_size
+        if (each := groups // parts * size) < ranks:
+            least = -(-ranks // size) * parts
             yield (
-                f"rollout.groups_per_step: {groups} groups × rollout.group_size {self.rollout.group_size} in"
+                f"rollout.groups_per_step: {groups} groups × rollout.group_size {size} in"
                 f" learner.minibatches {parts} are {each} trajectories an update, fewer than {ranks} learner ranks;"
                 f" take {least} groups or more, fewer mini-batches, or another placement.split"
             )
@@ -110,6 +115,22 @@ class Config(Tree):
                 f" rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
             )
         yield from self._episodes()
+        yield from self._from_data()
+
+    def _from_data(self) -> Iterator[str]:
+        """What speaks of sampled answers has nothing to act on."""
+        if not self.learner.facts.from_data:
+            return
+        algorithm, default = self.algorithm, type(self.algorithm)()
+        unused = ["dynamic_sampling", "kl", "entropy_coef", "overlong_buffer", "overlong_filter", "distillation"]
+        given = [f"algorithm.{name}" for name in unused if getattr(algorithm, name) != getattr(default, name)]
+        given += ["learner.target_kl"] * (self.learner.target_kl > 0)
+        given += ["data.curriculum"] * (self.data.curriculum == "pass_rate")
+        if given:
+            yield (
+                f"{given[0]}: is about sampled answers, and learner.objective {self.learner.objective} learns from"
+                " those in data.train; leave it out"
+            )
 
     def _episodes(self) -> Iterator[str]:
         environment, replay = self.environment, self.replay
@@ -153,6 +174,28 @@ class Config(Tree):
             yield (
                 f"algorithm.overlong_buffer: {buffer} tokens are more than rollout.max_new_tokens {longest}, so every"
                 f" answer would be punished for its length; take less than {longest}, such as {max(1, longest // 4)}"
+            )
+
+    def _taught(self) -> Iterator[str]:
+        yield from problems(self.teachers, is_used=self.algorithm.distillation is not None)
+        places = {(share.node, device) for share in self.shares for device in (*share.rollout, *share.learner)}
+        for name, teacher in self.teachers.items():
+            wanted = [(node, device) for node, devices in teacher.processes for device in devices]
+            if (both := sorted(places.intersection(wanted))) and not self.placement.share_gpus:
+                yield (
+                    f"teachers.{name}.devices: {both[0][0]}:{both[0][1]} is given to others as well; take another one,"
+                    " or set placement.share_gpus=true"
+                )
+            if len(set(wanted)) < len(wanted):
+                yield f"teachers.{name}.devices: {teacher.devices!r} names a device twice; name each once"
+            places |= set(wanted)
+        if (scoring := self.scoring) is None:
+            return
+        size = 8 * scoring.k * self.rollout.group_size * self.rollout.max_new_tokens
+        if size > (limit := self.network.max_message_bytes):
+            yield (
+                f"network.max_message_bytes: {limit} is less than the {size} bytes of teachers' top {scoring.k} for a"
+                " group of the longest answers; raise it, or take a smaller k"
             )
 
     def _kept(self) -> Iterator[str]:

@@ -14,8 +14,9 @@ LONGEST = 200
 SERVER_PARTS = (
     *("run.", "model.", "data.", "reward.", "environment.", "rollout.", "replay.", "weight_bus.", "network."),
     "learner.lora.",
+    "teachers.",
 )
-"""Beginnings of the keys that a rollout server reads; a learner rank must agree in all of them."""
+"""Beginnings of the keys that rollout servers and teachers read; a learner rank must agree in all of them."""
 
 
 def shared_values(config: Config) -> dict[str, str]:
@@ -27,7 +28,9 @@ def shared_values(config: Config) -> dict[str, str]:
 
 
 def concerns(role: str, key: str) -> bool:
-    """Whether peers of this role are compared in this key."""
+    """Whether peers of this role are compared in this key; of a teacher's model the tokenizer alone is the run's."""
+    if role == "teacher":
+        return key == "tokenizer" or key.startswith(SERVER_PARTS)
     return role != "rollout_server" or "." not in key or key.startswith(SERVER_PARTS)
 
 
@@ -38,6 +41,10 @@ def _values(section: Section, prefix: str) -> Iterator[tuple[str, str]]:
         scope = next((one for one in field.metadata if isinstance(one, Scope)), None)
         if isinstance(value, Section):
             yield from _values(value, f"{prefix}{name}.")
+        elif name == "teachers" and value:
+            yield f"{prefix}{name}.names", _shown(list(value), is_secret=False)
+            for label, one in value.items():
+                yield from _values(one, f"{prefix}{name}.{label}.")
         elif scope is Scope.PATH:
             yield f"{prefix}{name}", "unset" if value is None else "set"
         elif isinstance(value, Choice) and scope is Scope.SECRET and value.options:

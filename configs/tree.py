@@ -14,6 +14,7 @@ from configs.infrastructure import Network, Placement, WeightBus
 from configs.learner import Checkpoint, LearnerSettings
 from configs.limits import Limits
 from configs.placement import Share, shares
+from configs.teachers import Scoring, Teacher
 
 FLOAT32_ON_GPUS = (
     " Warning: learner.compute_dtype float32 uses no tensor cores, 67 instead of 989 TFLOP/s on an H100, and pads its"
@@ -44,6 +45,8 @@ class Tree(Section):
     replay: Replay = Replay()
     algorithm: Algorithm = Algorithm()
     critic: Critic = Critic()
+    teachers: dict[str, Teacher] = Field(default={})
+    """By name: models whose logprobs algorithm.distillation learns from."""
     learner: LearnerSettings = LearnerSettings()
     evaluation: Evaluation = Evaluation()
     checkpoint: Checkpoint = Checkpoint()
@@ -59,14 +62,34 @@ class Tree(Section):
         return f"{self.run.dir}/{self.run.name}"
 
     @property
+    def group_size(self) -> int:
+        """Trajectories of a group."""
+        return self.learner.facts.answers or self.rollout.group_size
+
+    @property
+    def needs_servers(self) -> bool:
+        """Whether rollout servers have anything to do: sampling for training, or evaluations."""
+        return not self.learner.facts.from_data or self.has_evaluations
+
+    @property
+    def has_evaluations(self) -> bool:
+        """Whether some version is evaluated."""
+        return any(one.greedy or one.samples for one in self.evaluation_sets)
+
+    @property
+    def loss_temperature(self) -> float:
+        """Temperature at which the learner takes logprobs: that of sampling, 1 of answers that were not sampled."""
+        return 1.0 if self.learner.facts.from_data else self.rollout.temperature
+
+    @property
     def trajectories_per_step(self) -> int:
         """Trajectories in one step."""
-        return self.rollout.groups_per_step * self.rollout.group_size
+        return self.rollout.groups_per_step * self.group_size
 
     @property
     def min_group(self) -> int:
         """Valid answers that a group trains from."""
-        size = self.rollout.group_size
+        size = self.group_size
         return self.rollout.min_group or max(min(2, size), -(-size // 2))
 
     @property
@@ -136,6 +159,16 @@ class Tree(Section):
         return "drain" if self.replay.async_lag == 0 else "keep_kv"
 
     @property
+    def scoring(self) -> Scoring | None:
+        """What rollout servers ask of teachers, k by the option of this name; None where they ask none."""
+        chosen = self.algorithm.distillation
+        asked = {name: teacher for name, teacher in self.teachers.items() if teacher.where == "own"}
+        if chosen is None or not asked:
+            return None
+        k = chosen.options.get("k", 0)
+        return Scoring(asked, k if type(k) is int else 0)  # its own package refuses what is no number
+
+    @property
     def evaluation_sets(self) -> tuple[PromptSet, ...]:
         """What is evaluated, in the order of data.eval; empty where nothing is."""
         if self.data.eval is None or self.evaluation.every_steps == 0:
@@ -151,9 +184,15 @@ class Tree(Section):
         answers = [self.rollout.max_new_tokens, *(one.max_new_tokens for one in self.evaluation_sets)]
         return self.data.max_prompt_tokens + max(answers)
 
+    @property
+    def scored_context(self) -> int:
+        """Tokens of the longest prompt and answer that a teacher scores; its `context` may double the prompt."""
+        has_context = any(teacher.context is not None for teacher in self.teachers.values())
+        return self.max_context + (self.data.max_prompt_tokens if has_context else 0)
+
     def is_evaluated(self, version: int) -> bool:
         """Whether this policy version is evaluated."""
-        if not any(one.greedy or one.samples for one in self.evaluation_sets):
+        if not self.has_evaluations:
             return False
         return version % self.evaluation.every_steps == 0 or version == self.learner.total_steps
 
@@ -169,24 +208,33 @@ class Tree(Section):
         places = f"learner rank{many}" if together == 1 else f"group{many} of {together} learner ranks"
         kernels = ", deterministic kernels" if self.learner.deterministic else ""
         in_float32 = self.learner.compute_dtype == "float32" and on_gpus(self.placement.model_dump())
+        numerics = f"{self.learner.compute_dtype}{adapters}{kernels}"
+        warning = FLOAT32_ON_GPUS if in_float32 else ""
+        each = (
+            f" = {self.trajectories_per_step} trajectories a step → {per_rank} on each of {ranks} {places},"
+            f" microbatches of at most {self.learner.max_tokens_per_microbatch} tokens"
+        )
+        if self.learner.facts.from_data:
+            return (
+                f"{rollout.groups_per_step} rows × {self.group_size}{each}. {self.learner.total_steps} steps of"
+                f" {self.learner.objective}, {updates} each, from data.train; no answer is sampled for training."
+                f" Learner: {numerics}.{warning}"
+            )
         return (
-            f"{rollout.groups_per_step} prompts × {rollout.group_size} = {self.trajectories_per_step} trajectories"
-            f" a step → {per_rank} on each of {ranks} {places}, microbatches of at most"
-            f" {self.learner.max_tokens_per_microbatch} tokens; lag ≤ {self.replay.async_lag} → at most"
+            f"{rollout.groups_per_step} prompts × {rollout.group_size}{each}; lag ≤ {self.replay.async_lag} → at most"
             f" {self.max_groups_in_flight} groups in flight, the batch in training included."
             f" {self.learner.total_steps} steps, {updates} and one weight broadcast each, to"
             f" {self.num_rollout_servers} rollout server{'s' if self.num_rollout_servers > 1 else ''}."
             f" Reward: {self.reward.shown}; a server on this machine has {here.reward.workers} reward and"
             f" {here.environment.workers} environment processes."
-            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {self.learner.compute_dtype}{adapters}{kernels};"
-            f" weights over {self.weight_bus.medium}."
-            f"{FLOAT32_ON_GPUS if in_float32 else ''}"
+            f" Rollouts: {rollout.engine}, {rollout.dtype}; learner: {numerics};"
+            f" weights over {self.weight_bus.medium}.{warning}"
         )
 
     @property
     def shares(self) -> tuple[Share, ...]:
         """Devices by node, the first learner node first."""
-        return shares(self.placement)
+        return shares(self.placement, [place for one in self.teachers.values() for place in one.processes])
 
     def with_workers(self) -> Self:
         """With numbers of reward and environment processes for this machine and the most servers of a node."""

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from configs.schema import Config
@@ -92,13 +93,14 @@ class BatchReader:
         version: int,
         digest: str,
         bus_address: str | None,
+        teacher_buses: Mapping[str, str] = MappingProxyType({}),
         cursor: dict[str, Any] | None,
         rolls_back: bool = False,
     ) -> m.Welcome:
         """Say Hello with the version and digest of this rank's weights, and wait for Welcome.
 
-        Rank 0 gives the control address of the weight bus and, of a resumed learner, replay's state; `rolls_back` says
-        that the steps after this version shall not be repeated.
+        Rank 0 gives the control addresses of its weight buses (of teachers by name) and, of a resumed learner, replay's
+        state; `rolls_back` says that the steps after this version shall not be repeated.
 
         Raises:
             ChannelError: replay is silent for network.silent_after_s, or refuses this rank.
@@ -112,11 +114,13 @@ class BatchReader:
             world_size=self.config.num_learner_ranks,
             fingerprint=self._fingerprint,
             bus_address=bus_address,
+            teacher_buses=dict(teacher_buses),
             version=version,
             digest=digest,
             cursor=cursor,
             rolls_back=rolls_back,
-            leaves_out_flat_groups=leave_out_flat_groups(self.config.algorithm),
+            leaves_out_flat_groups=not self.config.learner.facts.from_data
+            and leave_out_flat_groups(self.config.algorithm),
         )
         return self._ask(hello, m.Welcome, "Welcome")
 

@@ -52,7 +52,7 @@ class Learner:
         self.policy = build_policy(config, ranks.mesh, ranks.device, budget)
         self.optimizer = Optimizer(config.learner, self.policy)
         self.beside = build_beside(config, self.policy)
-        parts = self.beside.parts
+        self.teachers, parts = self.beside.teachers, self.beside.parts
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer, parts, meanwhile=batches.heartbeat)
         self.guards = Guards(config)
         self.roll_backs = RollBacks(config.run_dir)
@@ -97,6 +97,7 @@ class Learner:
             raise CheckpointError(
                 f"--resume: {run_dir} has neither a complete checkpoint nor a journal; leave --resume out to start anew"
             )
+        self.teachers.restore(state.get("teachers", {}) if state else {})
         version = int(state["version"]) if state else 0
         cursor = state["replay"] if state and self.ranks.is_first else None
         waiting: list[int] = []
@@ -113,11 +114,13 @@ class Learner:
         if cursor is not None:
             last = max(last, int(cursor["incarnation"]))
         self.bus = WeightPublisher(self.config, self.policy, self.ranks, run_id=run_id, incarnation=last + 1)
+        teacher_buses = self.teachers.open(self.ranks, run_id=run_id, incarnation=last + 1)
         self.digests = self.bus.digests()
         digest = self.policy_digest()
         welcome = self.batches.join(
-            version=version, digest=digest, bus_address=self.bus.address, cursor=cursor, rolls_back=rolls_back
-        )
+            version=version, digest=digest, bus_address=self.bus.address, teacher_buses=teacher_buses, cursor=cursor,
+            rolls_back=rolls_back,
+        )  # fmt: skip
         if rolls_back:
             self.roll_backs.done()
         for earlier in waiting:
@@ -148,11 +151,12 @@ class Learner:
         if evaluate and self.ranks.is_first:
             self.checkpoints.best.expect(version)
             self.batches.announce(m.Evaluate(version=version))
-        if self._withheld:
+        if self._withheld or (self.config.learner.facts.from_data and not evaluate):  # nobody else would read it
             return
         if self.ranks.is_first:
             self.batches.announce(m.Published(version=version, digest=combined(self.digests)))
         self.bus.start(version, self.digests, evaluate=evaluate)
+        self.teachers.publish()
 
     def wait_for_broadcast(self, *, last: bool = False) -> PublishReport | None:
         """The last broadcast, for weight_bus.deadline_s at most; None while a later one may supersede it."""
@@ -162,8 +166,9 @@ class Learner:
 
     def check(self, batch: Batch) -> None:
         """Raises BatchError for a bad part, before any rank starts on the batch."""
-        lag, vocab_size = self.config.replay.async_lag, self.policy.vocab_size
-        check_batch(batch, async_lag=lag, vocab_size=vocab_size, experts=self.trainer.experts)
+        lag, scoring = self.config.replay.async_lag, self.config.scoring
+        vocab_size, experts = self.policy.vocab_size, self.trainer.experts
+        check_batch(batch, async_lag=lag, vocab_size=vocab_size, experts=experts, scoring=scoring)
         check_rewards(batch, self.trainer.advantage)
 
     def update(self, batch: Batch) -> Update:
@@ -214,7 +219,7 @@ class Learner:
             incarnation, expected = self.batches.incarnation, batch.expected_digest
             twice = self.ledger.append(step, batch.group_ids, incarnation=incarnation, digest=digest, expected=expected)
             values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report), **spans}
-            values |= self._saved
+            values |= self.teachers.metrics() | self._saved
             self._saved = {}
             communication_s = self.policy.communication.take()
             if communication_s:
@@ -299,8 +304,9 @@ class Learner:
             if is_due:
                 cursor = self.batches.cursor(step) if self.ranks.is_first else {}
                 self.checkpoints.start(
-                    step, replay=cursor, digest=self._masters, guards=self.guards.state(), **self._plan
-                )
+                    step, replay=cursor, digest=self._masters, guards=self.guards.state(),
+                    teachers=self.teachers.versions, **self._plan,
+                )  # fmt: skip
                 self._settle(wait=is_last or not self.config.checkpoint.asynchronous)
 
     def _settle(self, *, wait: bool) -> None:
@@ -314,7 +320,8 @@ class Learner:
         """Wait for the last broadcast and all evaluations, and leave."""
         report = self.wait_for_broadcast(last=True)
         if self.ranks.is_first:
-            self.metrics.log_final(version, {**self._spans.take(), **self.bus.metrics(report), **self._saved})
+            sent = {**self.bus.metrics(report), **self.teachers.metrics(last=True)}
+            self.metrics.log_final(version, {**self._spans.take(), **sent, **self._saved})
             self.batches.wait_for_evaluations(self.config.evaluation.deadline_s)
             self._record_evaluations()
             if self.config.checkpoint.keep_best:
@@ -323,6 +330,7 @@ class Learner:
         self.disk.settle(self.batches.heartbeat)
         self.profile.close()
         self.bus.close()
+        self.teachers.close()
 
     def _record_evaluations(self) -> None:
         inbox = self.batches.inbox

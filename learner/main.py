@@ -64,7 +64,8 @@ def main() -> int:
         plan = launcher.plan()
         if args.dry_run:
             roles: tuple[Role, ...] = ("replay", "learner", "rollout")
-            sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:2]) + "\n")
+            serves = config.placement.local_rollouts and config.needs_servers
+            sys.stdout.write(table(plan, roles if serves else roles[:2]) + "\n")
             sys.stdout.write(memory_budget(config))
             sys.stdout.write(f"{host_budget(config)[1]}\n".lstrip())
             if launcher.lacks_gpus:
@@ -133,7 +134,7 @@ def run(launcher: Launcher) -> int:
     try:
         vitals.enter_context(Vitals(config, "launcher", "launcher"))
         launcher.start()
-        if not config.placement.local_rollouts:
+        if not config.placement.local_rollouts and config.needs_servers:
             view.event(f"replay listens at {launcher.address}: start rollout servers with --replay {launcher.address}")
         launcher.watch()
         launcher.leave()

@@ -16,12 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from configs.errors import SlipstreamError
+from configs.teachers import Scoring
 from learner.pictures import RowPictures, Shown
 from learner.prefixes import Layout, Prefixes, lay_side_by_side
 from learner.prefixes import offsets as offsets
 from replay.batches.sharing import Wanted
 from replay.messages import Batch
 from replay.routing import problem_with_batch
+from replay.scores import problem_with_scores
 from slipstream.families.experts import Experts
 
 PAD_ID = 0
@@ -108,6 +110,14 @@ class Row:
     routing: torch.Tensor | None = None
     """[total, layers, k] experts of each token in each decoder layer, uint8 or uint16; None where the model routes. The
     last token of a trajectory, which no engine has read, has those of the one before it."""
+    teacher_logprobs: torch.Tensor | None = None
+    """[n] float32, the teacher's of the token; None where rollout servers ask no teacher, as all four."""
+    teacher_ids: torch.Tensor | None = None
+    """[n, k] int64, the teacher's own likeliest tokens, the likeliest first; None where k is 0."""
+    teacher_top: torch.Tensor | None = None
+    """[n, k] float32, its logprobs of those."""
+    teacher: torch.Tensor | None = None
+    """[m] int64, number in `teachers` of the configuration of each trajectory's teacher."""
     pictures: RowPictures | None = None
     """Of its prompts; position_ids are [3, 1, total] then, of time, row and column."""
 
@@ -130,6 +140,7 @@ def lay_out(
     share_prefixes: Wanted = False,
     shown: Shown | None = None,
     routing: Sequence[NDArray[Any]] = (),
+    scoring: Scoring | None = None,
 ) -> list[Row]:
     """Exactly `batch.num_microbatches` rows of this rank, in order and in host memory.
 
@@ -143,6 +154,7 @@ def lay_out(
         share_prefixes: as in the configuration.
         shown: pictures of the batch, where it has any.
         routing: [P + L, layers, k] of each sample, where it is replayed.
+        scoring: what rollout servers have asked teachers for.
     """
     tokens = np.split(batch.token_ids, offsets(batch.prompt_lengths + batch.lengths)[1:-1])
     lags, is_fresh, answers = lags_of(batch), batch.versions == batch.step - 1, offsets(batch.lengths)
@@ -160,13 +172,9 @@ def lay_out(
         counts = np.array([len(at) for at in chosen], np.int64)
         whole = batch.trajectory[members]
         return Row(
-            input_ids=torch.from_numpy(laid.ids)[None],
             position_ids=positions,
             pictures=pictures,
-            starts=torch.from_numpy(laid.starts.astype(np.int32)),
-            longest=laid.longest,
-            prefixes=laid.prefixes,
-            saved=laid.saved,
+            **_placed(laid),
             kept=torch.from_numpy(joined(kept)),
             targets=torch.from_numpy(joined(targets)),
             behaviour_logprobs=torch.from_numpy(batch.logprobs[of_token].astype(np.float32)),
@@ -179,6 +187,7 @@ def lay_out(
             number=number,
             routing=_routed(laid, [routing[i] for i in members] if routing else []),
             trajectories=torch.from_numpy(whole.astype(np.int64)),
+            **_taught(batch, members, of_token, scoring),
         )
 
     contents = _contents(batch, (weights > 0) & (batch.all_loss_tokens > 0))
@@ -212,12 +221,38 @@ def _laid(
     return laid, *shown.laid(batch, members, laid)
 
 
+def _placed(laid: Layout) -> dict[str, Any]:
+    """Fields of a row: what stands where."""
+    return {
+        "input_ids": torch.from_numpy(laid.ids)[None],
+        "starts": torch.from_numpy(laid.starts.astype(np.int32)),
+        "longest": laid.longest,
+        "prefixes": laid.prefixes,
+        "saved": laid.saved,
+    }
+
+
 def _routed(laid: Layout, routing: list[NDArray[Any]]) -> torch.Tensor | None:
     """[total, layers, k] of a row; a shared prompt's tokens have it of the first trajectory that shares it."""
     if not routing:
         return None
     first = offsets([len(rows) for rows in routing])
     return torch.from_numpy(np.concatenate(routing)[first[laid.owners] + laid.positions])
+
+
+def _taught(batch: Batch, members: list[int], of_token: NDArray[np.int64], scoring: Scoring | None) -> dict[str, Any]:
+    """Fields of a row: what teachers say of these tokens."""
+    if scoring is None:
+        return {}
+    names = [batch.teachers[i].rpartition("@")[0] for i in members]
+    found: dict[str, NDArray[Any]] = {
+        "teacher_logprobs": batch.teacher_logprobs[of_token].astype(np.float32),
+        "teacher": np.array([scoring.names.index(name) for name in names], np.int64),
+    }
+    if scoring.k:
+        found["teacher_ids"] = batch.teacher_ids.reshape(-1, scoring.k)[of_token].astype(np.int64)
+        found["teacher_top"] = batch.teacher_top.reshape(-1, scoring.k)[of_token].astype(np.float32)
+    return {name: torch.from_numpy(values) for name, values in found.items()}
 
 
 def _loss_tokens(batch: Batch) -> NDArray[np.int64]:
@@ -236,10 +271,17 @@ def lags_of(batch: Batch) -> NDArray[np.int32]:
     return np.where(batch.loss_mask != 0, batch.step - 1 - batch.versions, 0)
 
 
-def check(batch: Batch, *, async_lag: int, vocab_size: int, experts: Experts | None = None) -> None:
+def check(
+    batch: Batch,
+    *,
+    async_lag: int,
+    vocab_size: int,
+    experts: Experts | None = None,
+    scoring: Scoring | None = None,
+) -> None:
     """Refuse a batch that contradicts itself, the lag bound (invariant 1) or the model.
 
-    With `experts` their routing is replayed, and must be that of its tokens.
+    With `experts` their routing is replayed, and must be that of its tokens; with `scoring` so must teachers' scores.
 
     Groups keep the bound that they were admitted under, where a resumed run has a lower `async_lag`.
 
@@ -266,7 +308,8 @@ def check(batch: Batch, *, async_lag: int, vocab_size: int, experts: Experts | N
         raise BatchError(f"{where}: answer token {i} has behaviour logprob {batch.logprobs[i]}")
     _check_counts(batch, where)
     _check_minibatches(batch, where)
-    if (problem := problem_with_batch(batch, experts)) is not None:
+    problem = problem_with_batch(batch, experts) or problem_with_scores(batch, batch.lengths.size, scoring, vocab_size)
+    if problem is not None:
         raise BatchError(f"{where}: {problem}")
 
 

@@ -12,6 +12,7 @@ from learner.advantages import ADVANTAGES, AdvantageFacts
 from learner.corrections import CORRECTIONS, CorrectionFacts
 from learner.losses import LOSSES
 from learner.losses.base import LossFacts
+from learner.losses.taught import TAUGHT
 from replay.filters import FILTERS
 from slipstream.runtime.variants import Variant
 
@@ -34,6 +35,14 @@ def chosen(config: Config) -> Chosen:
 
 def problems(config: Config, parts: Chosen) -> Iterator[str]:
     """Why these variants cannot train this run, each with the key, the value and a way out."""
+    if config.learner.facts.from_data:
+        TAUGHT.build(config.learner.objective)
+        if parts.advantage.facts.needs_critic:
+            yield (
+                f"algorithm.advantage: {parts.advantage.name!r} with learner.objective {config.learner.objective},"
+                " which has no rewards to compare; leave it out"
+            )
+        return
     for part in (parts.loss, parts.advantage):
         refuses = None if config.algorithm.i_know_this_is_biased else part.facts.refuses
         if refuses is not None and (why := refuses(config, dict(part.options))):

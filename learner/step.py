@@ -43,7 +43,8 @@ class StepSums:
     """Measurements of one step over all ranks and microbatches: sums over the tokens in the loss, and maxima."""
 
     values: Mapping[str, float]
-    """By name; a Counter, which has 0 for every name, of a step without tokens."""
+    """By name; a Counter, which has 0 for every name, of a step without tokens. A name with a slash is a metric, whose
+    rows added up to its value."""
     global_tokens: int
 
     @property
@@ -59,7 +60,7 @@ class StepSums:
     @property
     def fresh_tokens(self) -> float:
         """Tokens in the loss of answers whose every token has lag 0."""
-        return self.values["fresh"] if self.global_tokens else 0.0
+        return self.values.get("fresh", 0.0)
 
     @property
     def moved(self) -> float:
@@ -77,10 +78,11 @@ class StepSums:
             for name, value in one.values.items():
                 values[name] = max(values[name], value) if name.endswith(MAX) else values[name] + value
         ran = max(1, sum(one.global_tokens > 0 for one in updates))
-        for name in ("loss", "squared_gradient"):
-            values[name] /= ran
-        for name in ("fresh", "fresh_diff"):
-            values[name] = updates[0].values[name]
+        for name in values:
+            if name in ("loss", "squared_gradient") or "/" in name:
+                values[name] /= ran
+            elif name in ("fresh", "fresh_diff"):
+                values[name] = updates[0].values[name]
         return cls(values, sum(one.global_tokens for one in updates))
 
     def metrics(self) -> dict[str, float]:
@@ -97,14 +99,16 @@ class StepSums:
         v, n = self.values, self.global_tokens
         if n == 0:
             return {"training/loss_tokens": 0.0}
-        result = {metric: v[name] / n for metric, name in _MEANS.items() if name in v} | {
-            "actor/pg_loss": self.loss,
-            "training/ess": v["weight"] ** 2 / (n * v["weight_squared"]) if v["weight_squared"] else 0.0,
-            "training/rollout_probs_diff_max": v["prob_diff_max"],
-            "training/rollout_logprobs_diff_max": v["logprob_diff_max"],
-            "training/loss_tokens": float(n),
-        }
-        if v["fresh"]:
+        result = {metric: v[name] / n for metric, name in _MEANS.items() if name in v}
+        result |= {"training/loss_tokens": float(n), **{name: value for name, value in v.items() if "/" in name}}
+        if "weight" in v:  # answers were sampled
+            result |= {
+                "actor/pg_loss": self.loss,
+                "training/ess": v["weight"] ** 2 / (n * v["weight_squared"]) if v["weight_squared"] else 0.0,
+                "training/rollout_probs_diff_max": v["prob_diff_max"],
+                "training/rollout_logprobs_diff_max": v["logprob_diff_max"],
+            }
+        if v.get("fresh"):
             result["training/rollout_logprobs_diff_lag0_mean"] = v["fresh_diff"] / v["fresh"]
         if updates := v.get("moe_updates"):
             result |= {

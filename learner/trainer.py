@@ -11,12 +11,14 @@ from numpy.typing import NDArray
 from configs.errors import Contradiction
 from configs.schema import Config
 from learner import rules
-from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage, need_tokens
+from learner.advantages import Advantage, AdvantageInputs, advantages_of, build_advantage, drop_zero_advantages
+from learner.advantages.base import Float64
 from learner.beside.advantages import Judged
 from learner.beside.beside import Beside
 from learner.guards import Guards, GuardVerdict
 from learner.objective import Objective
 from learner.objective.aggregation import token_weights
+from learner.objective.taught import TaughtObjective
 from learner.optimizer import Optimizer, lr_at
 from learner.pictures import PictureDecoder
 from learner.policy.model import Policy
@@ -63,6 +65,8 @@ class Update:
     """What the guards say."""
     beside: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the critic and the reference model."""
+    from_data: bool = False
+    """Whether answers were in the data, which have no advantages."""
 
     @property
     def values(self) -> dict[str, float]:
@@ -74,6 +78,13 @@ class Update:
             "actor/grad_norm": self.sums.grad_norm,
             "actor/lr": self.lr,
             "actor/updates": float(self.applied_updates),
+        } | self._of_advantages
+
+    @property
+    def _of_advantages(self) -> dict[str, float]:
+        if self.from_data:
+            return {}
+        return {
             "critic/advantages/mean": float(self.advantages.mean()),
             "critic/advantages/max": float(self.advantages.max()),
             "critic/advantages/min": float(self.advantages.min()),
@@ -95,25 +106,31 @@ def prepare(
 
     Where advantages need forwards over the tokens, all trajectories are laid out, and advantages wait for those.
     """
-    algorithm = config.algorithm
+    algorithm, facts = config.algorithm, config.learner.facts
     advantages = advantages_of(advantage, inputs_of(batch))
-    keeps_all = need_tokens(algorithm) or not algorithm.drop_zero_advantage
+    keeps_all = facts.from_data or not drop_zero_advantages(algorithm)
+    aggregation = "sequence" if facts.compares else algorithm.aggregation
     tokens = np.where((advantages != 0) | keeps_all, batch.all_loss_tokens, 0)
     weights, parts = np.zeros(len(tokens), np.float32), minibatches_of(batch)
     for part in parts:
         own, constant = tokens[part.trajectories], config.rollout.max_new_tokens
-        weights[part.trajectories] = token_weights(algorithm.aggregation, own, constant=constant)
+        weights[part.trajectories] = token_weights(aggregation, own, constant=constant)
     if looker is None and batch.picture_counts.size:
         raise BatchError(f"batch {batch.step}: has pictures, and model.path takes none")
     shown = looker.look(batch) if looker is not None else None
     routing = positions_of(batch, experts) if experts is not None and batch.routing.size else []
-    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown, routing)
+    rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown, routing, config.scoring)
     return Prepared(advantages, rows, [(part.microbatches, int(tokens[part.trajectories].sum())) for part in parts])
 
 
 def inputs_of(batch: Batch) -> AdvantageInputs:
     """What advantages follow from, of the whole batch."""
     return AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
+
+
+def nothing_expected(inputs: AdvantageInputs) -> Float64:
+    """Advantages of answers that were not sampled."""
+    return np.zeros(inputs.rewards.size)
 
 
 def check_rewards(batch: Batch, advantage: Advantage) -> None:
@@ -126,11 +143,12 @@ def check_rewards(batch: Batch, advantage: Advantage) -> None:
         raise BatchError(f"batch {batch.step}: {error}") from error
 
 
-def objective_of(config: Config) -> Objective:
+def objective_of(config: Config) -> Measure:
     """The objective of a run. Raises Contradiction: its variants do not go with each other or with the rest."""
     for problem in rules.problems(config, rules.chosen(config)):
         raise Contradiction(problem)
-    return Objective(config.algorithm)
+    learner = config.learner
+    return TaughtObjective(learner.objective) if learner.facts.from_data else Objective(config.algorithm)
 
 
 class Trainer:
@@ -154,7 +172,8 @@ class Trainer:
         described = policy.model.transformer.config.to_dict()
         self.experts = experts_of(described) if config.algorithm.routing_replay else None
         """Of which the engine's choices are replayed."""
-        self.advantage = build_advantage(config.algorithm)
+        from_data = config.learner.facts.from_data
+        self.advantage: Advantage = nothing_expected if from_data else build_advantage(config.algorithm)
         self.objective: Measure = objective_of(config)
         self.beside = beside or Beside(config, policy)
 
@@ -175,7 +194,8 @@ class Trainer:
             with self._span("critic"):
                 learnt = beside.train_critic(judged.rows, step=batch.step, global_tokens=work.global_tokens)
         beside.follow(self.policy, step=batch.step)
-        return replace(update, beside=judged.values | learnt)
+        from_data = self.config.learner.facts.from_data
+        return replace(update, beside=judged.values | learnt, from_data=from_data)
 
     def _train_policy(self, batch: Batch, judged: Judged, work: Prepared, lr: float) -> Update:
         """Each epoch an update on each mini-batch, until a guard ends the step or the policy has moved far enough."""
@@ -195,11 +215,12 @@ class Trainer:
 
     def _against_start(self, rows: list[Row], global_tokens: int) -> list[Row]:
         """Rows with logprobs of the policy as it is, where later updates take ratios against it. A collective."""
-        is_fixed = self.config.algorithm.proximal == "current" and self.config.learner.updates_per_step > 1
+        is_decoupled = self.config.algorithm.proximal == "current" and not self.config.learner.facts.from_data
+        is_fixed = is_decoupled and self.config.learner.updates_per_step > 1
         if not is_fixed or global_tokens == 0:
             return rows
         with self._span("proximal"):
-            found = self.policy.logprobs(rows, self.config.rollout.temperature)
+            found = self.policy.logprobs(rows, self.config.loss_temperature)
         return [replace(row, proximal_logprobs=own) for row, own in zip(rows, found, strict=True)]
 
     def _gradients(self, rows: Sequence[Row], global_tokens: int) -> StepSums:
@@ -208,7 +229,7 @@ class Trainer:
                 self.policy,
                 rows,
                 self.objective,
-                temperature=self.config.rollout.temperature,
+                temperature=self.config.loss_temperature,
                 global_tokens=global_tokens,
             )
 

@@ -18,6 +18,7 @@ from learner.layout import (
     Spreader,
     carrier,
     digester,
+    digests,
     exchanged,
     gather_pieces,
     slice_digests,
@@ -39,10 +40,20 @@ log = logging.getLogger(__name__)
 class WeightPublisher:
     """All ranks call `start`. Rank 0 owns the publisher; with lanes (weight_bus/lanes.py) the others send, too."""
 
-    def __init__(self, config: Config, policy: Policy, ranks: Ranks, *, run_id: str, incarnation: int) -> None:
-        """A collective."""
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy,
+        ranks: Ranks,
+        *,
+        run_id: str,
+        incarnation: int,
+        shards: list[Shard] | None = None,
+    ) -> None:
+        """A collective. With `shards`, which lie as the policy's do, these go out in place of its own."""
         self.config = config
         self.policy = policy
+        self._own = shards
         self._publisher: Publisher | None = None
         self._sender: LaneSender | None = None
         self._is_out = self._evaluates = False
@@ -72,10 +83,18 @@ class WeightPublisher:
         """Tell the other ranks where the publisher is; a collective of those that hold one copy of the model."""
         publisher, rank = self._publisher, dist.get_rank(self._group)
         mine = [publisher.address, publisher.session] if publisher is not None else None
-        device = carrier(self.policy.shards()[0].local, self._group)
+        device = carrier(self._shards()[0].local, self._group)
         address, session = next(told for told in exchanged(mine, self._group, device).values() if told)
         if rank and any(lane.sender == rank for lane in self._lanes):
             self._sender = LaneSender(self.config.weight_bus, address=address, session=session, rank=rank, **options)
+
+    def _shards(self) -> list[Shard]:
+        return self.policy.shards() if self._own is None else self._own
+
+    @property
+    def settled(self) -> bool:
+        """Whether no subscriber is waited for; on other ranks than the first nothing is."""
+        return self._publisher is None or self._publisher.settled
 
     @property
     def address(self) -> str | None:
@@ -86,8 +105,10 @@ class WeightPublisher:
         """Digests of the policy in the wire dtype, from the shards (a collective)."""
         name = self.config.rollout.dtype
         if all(entry.shape == entry.whole for lane in self._lanes for entry in lane.layout.entries):
-            return self.policy.shard_digests(name)
-        shards = self.policy.shards()
+            if self._own is None:
+                return self.policy.shard_digests(name)
+            return digests(self._own, DTYPES[name], self.policy.group) | self.policy.frozen_digests
+        shards = self._shards()
         if self._digester is None or self._digester[0] is not shards:
             places, slices = slice_shards(shards, self._lanes)
             self._digester = (shards, places, slices, digester(slices, DTYPES[name]))
@@ -111,7 +132,7 @@ class WeightPublisher:
             self._spread(version, digests, evaluate=evaluate)
             return
         dtype = DTYPES[self.config.rollout.dtype]
-        tensors = gather_pieces(self.policy.layout, self.policy.shards(), dtype, self._group)
+        tensors = gather_pieces(self.policy.layout, self._shards(), dtype, self._group)
         if self._publisher is None:
             for _ in tensors:
                 pass  # in the collectives, but nothing is put together here
@@ -120,10 +141,10 @@ class WeightPublisher:
 
     def _spread(self, version: int, digests: dict[str, int], *, evaluate: bool) -> None:
         """Pack on each rank what it sends."""
-        pieces = self._spreader.pieces(self.policy.shards(), DTYPES[self.config.rollout.dtype])
+        pieces = self._spreader.pieces(self._shards(), DTYPES[self.config.rollout.dtype])
         into = torch.tensor([self._publisher.spare(version) if self._publisher is not None else 0])
         if dist.get_world_size(self._group) > 1:
-            into = into.to(carrier(self.policy.shards()[0].local, self._group))
+            into = into.to(carrier(self._shards()[0].local, self._group))
             dist.broadcast(into, group=self._group, group_src=0)
         if self._publisher is not None:
             self._publisher.start_publish(version, pieces, digests, evaluate=evaluate, slices=self._slices)

@@ -15,6 +15,10 @@ class NoLearner(RunFailure, code="SLIP-RUN-04"):
     """There was no learner for replay.wait_for_learner_s."""
 
 
+class NoTeacher(RunFailure, code="SLIP-RUN-11"):
+    """There was no process of a teacher for its wait_s."""
+
+
 class Diverged(RunFailure, code="SLIP-RUN-05"):
     """A resumed learner does not reproduce the journal."""
 

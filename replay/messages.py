@@ -3,24 +3,22 @@
 One ROUTER socket at replay, DEALERs elsewhere. Sends are at-least-once until acked, groups known by their ids.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
+from replay.arrays import Float32 as Float32
+from replay.arrays import Int32 as Int32
+from replay.arrays import UInt8 as UInt8
+from replay.arrays import no_bytes, no_floats, no_ints
 from replay.channel.frames import Message, registry
+from replay.evaluation_messages import Evaluate as Evaluate
+from replay.evaluation_messages import EvaluationClosed as EvaluationClosed
+from replay.evaluation_messages import EvaluationFailed as EvaluationFailed
+from replay.evaluation_messages import EvaluationLease as EvaluationLease
+from replay.evaluation_messages import EvaluationResult as EvaluationResult
+from replay.evaluation_messages import OfPart as OfPart
 
-Int32 = NDArray[np.int32]
-Float32 = NDArray[np.float32]
-UInt8 = NDArray[np.uint8]
-Role = Literal["rollout_server", "learner", "launcher"]
-
-_no_ints = cast(Callable[[], Int32], partial(np.empty, 0, np.int32))
-_no_floats = cast(Callable[[], Float32], partial(np.empty, 0, np.float32))
-_no_bytes = cast(Callable[[], UInt8], partial(np.empty, 0, np.uint8))
+Role = Literal["rollout_server", "learner", "launcher", "teacher"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +42,12 @@ class Hello(Message):
     rolls_back: bool = False
     """Learner rank 0: the line of policies ends at `version`; what was made and sampled after it does not count."""
     leaves_out_flat_groups: bool = False  # a learner, groups whose rewards are all equal
+    teacher: str = ""
+    """Process of a teacher: which one (`teachers`); `version` and `digest` are those of the weights that it holds, and
+    it says Hello again when they change."""
+    address: str = ""  # of a teacher, where rollout servers ask it
+    teacher_buses: dict[str, str] = field(default_factory=dict)
+    """Learner rank 0: control address of the weight bus of each teacher that is refreshed, by its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,7 @@ class Welcome(Message):
     version: int
     """Last committed version; to a learner rank: of its own line, so the version that it holds itself."""
     bus_address: str | None
+    """Of the weight bus; to a teacher, of its own."""
     resumes_until: int = 0
     """To learner ranks: steps up to this one are in the journal already and are taken again as they were."""
 
@@ -127,11 +132,11 @@ class Lease(OfLease):
     prompt: dict[str, object]
     """The normalised row: prompt (text or chat messages), ground_truth, data_source, extra_info, columns."""
     prefix_finished: list[str] = field(default_factory=list)
-    prefix_lengths: Int32 = field(default_factory=_no_ints)
+    prefix_lengths: Int32 = field(default_factory=no_ints)
     """[n] each, or empty: why an earlier attempt has ended an answer ("": go on with it), and its tokens so far."""
-    prefix_token_ids: Int32 = field(default_factory=_no_ints)
-    prefix_logprobs: Float32 = field(default_factory=_no_floats)
-    prefix_versions: Int32 = field(default_factory=_no_ints)
+    prefix_token_ids: Int32 = field(default_factory=no_ints)
+    prefix_logprobs: Float32 = field(default_factory=no_floats)
+    prefix_versions: Int32 = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +155,9 @@ class Renew(Message):
     sampled: int = 0
     """Tokens that the engine has sampled since its start, of evaluations too: whether it works at all."""
     progress: list[list[int]] = field(default_factory=list)  # [position in leases, answer, tokens before, new, 0|1|2]
-    token_ids: Int32 = field(default_factory=_no_ints)
-    logprobs: Float32 = field(default_factory=_no_floats)
-    versions: Int32 = field(default_factory=_no_ints)
+    token_ids: Int32 = field(default_factory=no_ints)
+    logprobs: Float32 = field(default_factory=no_floats)
+    versions: Int32 = field(default_factory=no_ints)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,25 +191,41 @@ class Group(OfLease):
     versions: Int32
     """Policy version that sampled the token; of the sampled token before it, where the environment gave it."""
     rewards: Float32
-    samples: Int32 = field(default_factory=_no_ints)
+    samples: Int32 = field(default_factory=no_ints)
     """[n] samples of each trajectory; empty: one each."""
-    prompt_lengths: Int32 = field(default_factory=_no_ints)
+    prompt_lengths: Int32 = field(default_factory=no_ints)
     """[S] tokens of each sample's own prompt; empty: all have the same one."""
     pictures: list[str] = field(default_factory=list)
     """`digest:size:path` of each picture of the prompt; without a path, so many of the bytes below are it."""
-    picture_bytes: UInt8 = field(default_factory=_no_bytes)
+    picture_bytes: UInt8 = field(default_factory=no_bytes)
     errors: list[str] = field(default_factory=list)
     """[n] code of why each trajectory failed, "" where it did not; empty: none did. `error_detail` is of the first."""
-    left_out: UInt8 = field(default_factory=_no_bytes)
+    left_out: UInt8 = field(default_factory=no_bytes)
     """[n] 1 for a failed trajectory that is not trained, of which `samples` may be 0; empty: none."""
     error_detail: str = ""
     policies: list[list[int]] = field(default_factory=list)
     """[incarnation, version] of each policy that may have sampled a token of it. Empty: of what its sender serves."""
-    routing: UInt8 = field(default_factory=_no_bytes)
-    prompt_routing: UInt8 = field(default_factory=_no_bytes)
-    routing_sums: Int32 = field(default_factory=_no_ints)
+    routing: UInt8 = field(default_factory=no_bytes)
+    prompt_routing: UInt8 = field(default_factory=no_bytes)
+    routing_sums: Int32 = field(default_factory=no_ints)
     """Experts of tokens and of prompts, and [S] a sum of each sample (replay/routing.py); empty: none are replayed."""
     routing_place: list[int] = field(default_factory=list)  # in the journal: file, byte, sizes of the two
+    teachers: list[str] = field(default_factory=list)
+    """[n] `name@version` of each trajectory's teacher, "" of one that is left out unscored; empty: none is asked."""
+    teacher_logprobs: Float32 = field(default_factory=no_floats)
+    """The teacher's logprob of each answer token at rollout.temperature; 0 of a token that is not in the loss."""
+    teacher_ids: Int32 = field(default_factory=no_ints)
+    teacher_top: Float32 = field(default_factory=no_floats)
+    """The teacher's own k likeliest ids of each answer token, the likeliest first, and their logprobs; 0 outside the
+    loss; empty: algorithm.distillation wants none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Teachers(Message):
+    """Where rollout servers ask teachers: at Welcome, and again when one comes, goes or has another version."""
+
+    entries: list[list[str | int]]
+    """[name, address, version, digest] of each process, by name and address; those of one name share the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,17 +288,22 @@ class Batch(OfStep):
     all_groups: Int32
     all_loss_tokens: Int32
     """[N] of each trajectory: position in group_ids of its group, its tokens in the loss, samples (empty: one each)."""
-    all_samples: Int32 = field(default_factory=_no_ints)
+    all_samples: Int32 = field(default_factory=no_ints)
     minibatches: list[list[int]] = field(default_factory=list)  # [groups, microbatches] of each, oldest groups first
     pictures: list[str] = field(default_factory=list)
-    picture_bytes: UInt8 = field(default_factory=_no_bytes)
-    picture_counts: Int32 = field(default_factory=_no_ints)
+    picture_bytes: UInt8 = field(default_factory=no_bytes)
+    picture_counts: Int32 = field(default_factory=no_ints)
     """Of each of group_ids, 0 where no sample of it is here; empty: no prompt has pictures."""
-    routing: UInt8 = field(default_factory=_no_bytes)
-    prompt_routing: UInt8 = field(default_factory=_no_bytes)
-    routing_starts: Int32 = field(default_factory=_no_ints)
-    routing_sums: Int32 = field(default_factory=_no_ints)
+    routing: UInt8 = field(default_factory=no_bytes)
+    prompt_routing: UInt8 = field(default_factory=no_bytes)
+    routing_starts: Int32 = field(default_factory=no_ints)
+    routing_sums: Int32 = field(default_factory=no_ints)
     """As in Group, and [n] the first row of each sample's prompt; empty: none are replayed."""
+    teachers: list[str] = field(default_factory=list)
+    teacher_logprobs: Float32 = field(default_factory=no_floats)
+    teacher_ids: Int32 = field(default_factory=no_ints)
+    teacher_top: Float32 = field(default_factory=no_floats)
+    """As in Group, of the n samples; empty: rollout servers ask no teacher."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,69 +358,9 @@ class LowerLag(OfStep):
     async_lag: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluate(Message):
-    """Rank 0: evaluate this version; sent before the version is published."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OfPart(Message):
-    """About a part of an evaluation."""
-
-    version: int
-    set: str = ""  # name in data.eval; empty where that is one file
-    greedy: bool
-    first: int = 0  # number in its set of the first prompt
-    samples: int = 1
-    asked: str = ""  # hash of what is asked for
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationLease(OfPart):
-    """Evaluate these prompts with exactly this version. Outside admission."""
-
-    temperature: float
-    max_new_tokens: int
-    seed: int
-    """Prompt i of the set has the seed `seed` + i, and each of its answers a stream of its own."""
-    prompts: list[dict[str, object]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationResult(OfPart):
-    """Scores of one EvaluationLease, in order, for rank 0; an answer that is left out (as in Group) has none."""
-
-    seconds: float
-    texts: list[str]
-    finish_reasons: list[str]
-    rewards: Float32
-    lengths: Int32
-    errors: list[str] = field(default_factory=list)
-    left_out: UInt8 = field(default_factory=_no_bytes)
-    error_detail: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationFailed(Message):
-    """From a rollout server: it cannot finish this evaluation; another server that holds the version may."""
-
-    version: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationClosed(Message):
-    """From replay: nobody needs this version for evaluation any more (done, or given up with a reason)."""
-
-    version: int
-    reason: str = ""
-
-
 FROM_SERVERS = (LeaseRequest, Renew, Cancel, Group, EvaluationResult, EvaluationFailed)
 FROM_RANK_0 = (Committed, Published, Evaluate, CursorRequest, Checkpointed, LowerLag)
 TO_REPLAY = registry(Hello, Heartbeat, Goodbye, StatusRequest, *FROM_SERVERS, Take, *FROM_RANK_0)
-TO_SERVERS = (Lease, Cancel, Ack, EvaluationLease, EvaluationClosed)
+TO_SERVERS = (Lease, Cancel, Ack, EvaluationLease, EvaluationClosed, Teachers)
 TO_LEARNER = (Batch, Sent, Proceed, Cursor, EvaluationResult, EvaluationClosed)
 FROM_REPLAY = registry(Welcome, Refused, Heartbeat, Goodbye, Status, *TO_SERVERS, *TO_LEARNER)

@@ -20,6 +20,8 @@ from replay.decisions.evaluating import EvaluationScheduler
 from replay.decisions.incarnations import Incarnations
 from replay.decisions.intake import GroupIntake
 from replay.decisions.leasing import LeaseScheduler
+from replay.decisions.making import GroupMaker
+from replay.decisions.teaching import TeacherDirectory
 from replay.endings import NoServer
 from replay.journal import Journal
 from replay.journal.format import Frames, Record
@@ -67,6 +69,9 @@ class Service:
         self.outbox, self._send = peers.outbox, peers.send
         fail = partial(self.end, failed=True)
         self.leasing = LeaseScheduler(run, peers, fail=fail)
+        makes = config.learner.facts.from_data and not playback
+        self.making = GroupMaker(run, self.leasing) if makes else None
+        """Where groups come from data.train."""
         self.intake = GroupIntake(run, peers, self.leasing, fail=fail)
         self.batching = BatchScheduler(run, peers, self.leasing, fail=fail)
         self.evaluations = EvaluationScheduler(run, peers, work)
@@ -74,7 +79,8 @@ class Service:
             run, peers, self.leasing, self.batching, self.evaluations, playback=playback, fail=fail,
             expired=self._expired, now=now,
         )  # fmt: skip
-        self.report = StatusReport(run, peers, self.leasing, self.intake, self.batching)
+        self.teaching = TeacherDirectory(run, peers, fail=fail, now=now)
+        self.report = StatusReport(run, peers, self.leasing, self.intake, self.batching, self.teaching)
         self.outlet = Outlet(journal, peers.outbox, self.report.waits, run.counters, fail)
         self.timeline: Timeline | None = None
         """Set where the run has a folder (replay/main.py)."""
@@ -176,7 +182,7 @@ class Service:
         if late_holders := self.leasing.expire(now):
             self._say_hung("leases", late_holders, self.config.replay.lease_s, "replay.lease_s")
         if not late:
-            for peer in self.peers.role("rollout_server"):
+            for peer in (*self.peers.role("rollout_server"), *self.peers.role("teacher")):
                 if now - peer.last_heard > self.config.network.silent_after_s:
                     self.lost(peer.identity, "silent", now)
             self.incarnations.watch(now, has_ended=self.ended is not None)
@@ -210,13 +216,20 @@ class Service:
         peer, said = self.peers.get(identity), ""
         if peer is None:
             return
-        counts = peer.role == "rollout_server" and self.ended is None
+        counts = peer.role in ("rollout_server", "teacher") and self.ended is None
         if counts and symptom == "silent":  # first: the report says what it owes
-            what, key = f"a sign of {peer.name}, which holds leases", "network.silent_after_s"
+            owes = "holds leases" if peer.role == "rollout_server" else "scores groups"
+            what, key = f"a sign of {peer.name}, which {owes}", "network.silent_after_s"
             said = self._expired(what, (peer.name,), now - peer.last_heard, key)
             self.peers.silent[peer.name] = peer.hello
         self.peers.remove(identity)
         self.peers.gone[identity] = symptom if self.ended is None else ENDED
+        if peer.role == "teacher":
+            self.teaching.changed()
+            if counts:
+                self.counters["teachers_lost"] += 1
+                log.warning("replay: lost teacher %s%s [%s]", peer.describe(now), said, symptom)
+            return
         held = self.leasing.server_lost(identity)
         if counts:
             self.counters["servers_lost"] += 1
@@ -308,6 +321,8 @@ class Service:
         nodes = self.learner_nodes if hello.role == "learner" and hello.rank > 0 else ()
         problem = may_be(hello.role, sender, nodes) or self.peers.disagreement(hello)
         known = self.peers.get(identity) is not None
+        if problem is None and hello.role == "teacher":
+            problem = self.teaching.problem(hello)
         if problem is None and hello.role == "learner" and not known:
             problem = self.incarnations.hello(identity, hello)
         if problem is not None:
@@ -322,7 +337,10 @@ class Service:
             log.info("replay: %s %s joined", peer.role, peer.describe(now))
         if self.ended is not None:
             self._send(identity, m.Goodbye(reason=self.ended, failed=self.failed))
-        self._send(identity, self.run.welcome())
+        self._send(identity, self.teaching.welcome(peer) if hello.role == "teacher" else self.run.welcome())
+        if hello.role == "learner" and hello.rank == 0:
+            self.teaching.learner_started(hello)
+        self.teaching.changed(peer if hello.role == "rollout_server" else None)
         if hello.role == "rollout_server":
             self.evaluations.joined(peer)
         self.batching.joined(hello)
@@ -334,11 +352,12 @@ class Service:
         elif peer.role == "learner":  # rank 0 may still wait for evaluations
             self.peers.remove(peer.identity)
             self.peers.gone[peer.identity] = message.reason
-        elif peer.role == "rollout_server":
+        elif peer.role in ("rollout_server", "teacher"):
             self.lost(peer.identity, "closed", now)
 
     def _watch_for_servers(self, now: float) -> None:
-        waits = self.incarnation > 0 and self.ended is None and not self.playback
+        waits = self.incarnation > 0 and self.ended is None and not self.playback and self.config.needs_servers
+        self.teaching.watch(now, runs=waits and bool(self.peers.rank(0)))
         if not waits or self.peers.role("rollout_server") or not self.peers.rank(0):
             self.no_server_since = now
         elif now - self.no_server_since > (waited := self.config.rollout.wait_for_servers_s):
@@ -367,7 +386,9 @@ class Service:
         if self.ended is not None or self.incarnation == 0:
             return
         self.evaluations.assign()
-        if not self.playback:
+        if self.making is not None:
+            self.making.fill(now)
+        elif not self.playback:
             self.leasing.grant(now)
         self.report.look_for_updates(now)
         self.batching.form(self.report.of_batch, now)

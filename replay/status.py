@@ -8,6 +8,7 @@ from typing import Any
 from replay.decisions.batching import BatchScheduler
 from replay.decisions.intake import GroupIntake
 from replay.decisions.leasing import LeaseScheduler
+from replay.decisions.teaching import TeacherDirectory
 from replay.state import answers
 from replay.state.buffer import drops
 from replay.state.leases import SlotState
@@ -27,10 +28,16 @@ class StatusReport:
     """Reads the state of a run; changes nothing."""
 
     def __init__(
-        self, run: RunState, peers: Peers, leasing: LeaseScheduler, intake: GroupIntake, batching: BatchScheduler
+        self,
+        run: RunState,
+        peers: Peers,
+        leasing: LeaseScheduler,
+        intake: GroupIntake,
+        batching: BatchScheduler,
+        teaching: TeacherDirectory,
     ) -> None:
         self.run, self.peers, self.intake = run, peers, intake
-        self.waits = Waits(run, peers, leasing, batching)
+        self.waits = Waits(run, peers, leasing, batching, teaching)
         self._cores = Cores()
         self._idle = deque([[0.0, 0]], maxlen=run.config.replay.async_lag + 1)
         """Sum and number of beats of servers, by batch, over a whole cycle: of the batches that may be made at once one
@@ -60,7 +67,7 @@ class StatusReport:
                     "name": peer.name,
                     "pid": peer.hello.pid,
                     "role": peer.role,
-                    "version": peer.version if peer.role == "rollout_server" else None,
+                    "version": peer.holds,
                     "activity": peer.activity,
                     "since_s": max(0.0, now - peer.since),
                     "silent_s": now - peer.last_heard,

@@ -121,6 +121,8 @@ class Timeline:
         def state(identity: str, peer: Peer) -> str:
             if peer.role == "learner":
                 return "wait" if peer.hello.rank in missing else "train"
+            if peer.role == "teacher":
+                return "wait"
             if peer.blocked == "quarantined":
                 return "quarantined"
             if identity in evaluating:

@@ -6,6 +6,7 @@ from typing import Any
 
 from replay.decisions.batching import BatchScheduler
 from replay.decisions.leasing import LeaseScheduler
+from replay.decisions.teaching import TeacherDirectory
 from replay.state.buffer import drops
 from replay.state.leases import SlotState
 from replay.state.peers import Peer, Peers
@@ -23,24 +24,27 @@ class Waits:
     peers: Peers
     leasing: LeaseScheduler
     batching: BatchScheduler
+    teaching: TeacherDirectory
     disk: tuple[float, str] | None = None
     """Since when the journal cannot be written, and why, with its path."""
     refused: int = 0
     """Connections whose keys were refused so far."""
 
     def of(self, now: float, no_server_since: float) -> list[dict[str, Any]]:
-        """Entries {code, who, for, since_s}; codes: disk, server, batch, ranks, room, silent, reward."""
+        """Entries {code, who, for, since_s}; codes: disk, server, teacher, batch, ranks, room, silent, reward."""
         found = []
         if self.disk is not None:
             found.append(_wait("disk", "replay", f"its disk: {self.disk[1]}", now - self.disk[0]))
         servers = self.peers.role("rollout_server")
-        if not servers:
+        if not servers and self.run.config.needs_servers:
             keys = f"; {self.refused} connections were refused for their keys (network.keys)" if self.refused else ""
             found.append(_wait("server", "replay", f"a rollout server{keys}", now - no_server_since))
+        found += self._teachers(now)
         found += self._batch(now)
         found += self._ranks(now)
         buffer = self.run.buffer
-        if servers and buffer.room == 0 and buffer.count(SlotState.BUFFERED) == len(buffer.slots):
+        from_data = self.run.config.learner.facts.from_data
+        if servers and not from_data and buffer.room == 0 and buffer.count(SlotState.BUFFERED) == len(buffer.slots):
             learner = next((f", which is {peer.activity}" for peer in self.peers.role("learner") if peer.activity), "")
             room = f"room: {buffer.max_groups} groups are in flight (the learner is slower{learner})"
             found.append(_wait("room", "rollout servers", room, 0.0))
@@ -49,6 +53,14 @@ class Waits:
             if now - peer.last_heard > silent_s:
                 found.append(_wait("silent", "replay", f"a sign of {peer.name}", now - peer.last_heard))
         return [*found, *(wait for peer in servers if (wait := self._reward(peer)) is not None)]
+
+    def _teachers(self, now: float) -> Iterator[dict[str, Any]]:
+        """Teachers of which no process is here."""
+        for name, since in self.teaching.missing.items():
+            if now > since:
+                silent = [gone.name for gone in self.peers.silent.values() if gone.teacher == name]
+                said = f" ({', '.join(silent)} fell silent)" if silent else ""
+                yield _wait("teacher", "rollout servers", f"a process of teacher {name!r}{said}", now - since)
 
     def _batch(self, now: float) -> list[dict[str, Any]]:
         """The batch that the ranks ask for, and where its oldest missing group is."""
@@ -60,6 +72,7 @@ class Waits:
         if missing is not None:
             server = self.peers.get(missing.server) if missing.server else None
             where = f"at {server.name}{_engine(server.gauges)}" if server is not None else "at no server yet"
+            where = "made of data.train" if self.run.config.learner.facts.from_data else where
             what += f" (group {missing.group_id[0]}/{missing.group_id[1]} {where})"
         obstacles = [*self._dropped(), *self._idle()]
         if obstacles:
@@ -78,7 +91,8 @@ class Waits:
         queued = [slot for slot in buffer.slots.values() if slot.state is SlotState.QUEUED]
         busy = {slot.server for slot in buffer.slots.values() if slot.state is SlotState.LEASED}
         needed = min([slot.min_version for slot in queued], default=buffer.next_min_version())
-        for peer in self.peers.role("rollout_server") if queued or buffer.room > 0 else ():
+        is_due = (queued or buffer.room > 0) and not self.run.config.learner.facts.from_data
+        for peer in self.peers.role("rollout_server") if is_due else ():
             serves = f"it serves version {peer.version} of incarnation {peer.incarnation}"
             if peer.identity in busy:
                 continue
@@ -115,7 +129,9 @@ def _engine(gauges: Mapping[str, float]) -> str:
     running, judged = gauges.get("running", 0.0), gauges.get("rewards_waiting", 0.0)
     if running:
         return f", whose engine decodes {running:.0f} answers"
-    return f", where {judged:.0f} answers are judged" if judged else ""
+    if judged:
+        return f", where {judged:.0f} answers are judged"
+    return f", where {taught:.0f} groups wait for teachers" if (taught := gauges.get("teachers/waiting", 0.0)) else ""
 
 
 def _wait(code: str, who: str, what: str, since_s: float) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from rollout_server.generate import (
     Generator,
     LeaseFailed,
     Verdict,
+    both,
     errors_of,
     means,
     result_of,
@@ -30,6 +31,7 @@ from rollout_server.tasks.environments.recorder import EpisodeSample
 from rollout_server.tasks.environments.session import EpisodeLimits, Session
 from rollout_server.tasks.pictures import Seen
 from rollout_server.tasks.task import TaskError
+from rollout_server.teachers.scores import Answer
 from slipstream.families.pictures import packed
 
 Begin = Callable[[int], Session]
@@ -73,7 +75,12 @@ class EpisodeGenerator(Generator):
             for number in range(size)
         ]
         try:
-            episodes = await self._run([(lease.prompt, partial(_itself, session)) for session in sessions])
+            played = await together(self._tried(lease.prompt, partial(_itself, one), 1) for one in sessions)
+            made = [samples_of(*one) for one in played]
+            asked = [[Answer(one.prompt_ids, one.token_ids, one.loss_mask) for one in samples] for samples in made]
+            judging = self._judged([lease.prompt] * size, played, 1)
+            verdicts, taught = await both(judging, self.taught(lease.prompt, asked))
+            episodes = await self._ended(played, verdicts)
         finally:
             del self._sessions[request_id]
         samples = [sample for episode in episodes for sample in episode.samples]
@@ -93,6 +100,7 @@ class EpisodeGenerator(Generator):
             prompt_ids=prompt_ids,
             prompt_lengths=prompt_lengths,
             **joined(samples),
+            **taught,
             **errors_of([episode.verdict for episode in episodes]),
             **packed(() if seen is None else seen.sources),
             **routing.packed(
@@ -189,7 +197,9 @@ class EpisodeGenerator(Generator):
     async def _run(self, plays: Sequence[tuple[dict[str, Any], Begin]], *, tries: int = 1) -> list[Episode]:
         """All episodes at once; what fails more than one of them ends the others."""
         played = await together(self._tried(row, begin, tries) for row, begin in plays)
-        verdicts = await self._judged([row for row, _ in plays], played, tries)
+        return await self._ended(played, await self._judged([row for row, _ in plays], played, tries))
+
+    async def _ended(self, played: Sequence[Played], verdicts: Sequence[Verdict]) -> list[Episode]:
         made = zip(played, verdicts, strict=True)
         return [await self._beside(self._episode, *one, verdict) for one, verdict in made]
 
@@ -237,7 +247,7 @@ class EpisodeGenerator(Generator):
         ]
 
     def _episode(self, session: Session, played: EpisodeResult | Verdict, verdict: Verdict) -> Episode:
-        samples = session.recorder.samples(played.leave_out if isinstance(played, EpisodeResult) else ())
+        samples = samples_of(session, played)
         counted = {
             "episode/turns": float(session.recorder.num_turns),
             "episode/samples": float(len(samples)),
@@ -256,6 +266,11 @@ class EpisodeGenerator(Generator):
             text=BETWEEN.join(self.task.decode(sample.token_ids.tolist()) for sample in samples),
             finish_reason="error" if verdict.error == FAILED or session.last is None else session.last.finish_reason,
         )
+
+
+def samples_of(session: Session, played: EpisodeResult | Verdict) -> list[EpisodeSample]:
+    """Samples of an episode that has ended."""
+    return session.recorder.samples(played.leave_out if isinstance(played, EpisodeResult) else ())
 
 
 def _itself(session: Session, _attempt: int) -> Session:

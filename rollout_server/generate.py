@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from configs.schema import Config
 from replay import messages as m
@@ -21,9 +22,11 @@ from rollout_server.tasks.pictures import Prompt
 from rollout_server.tasks.rewards import Rewards, Sample
 from rollout_server.tasks.stopping import until_stopped
 from rollout_server.tasks.task import PromptTooLong, Task, TaskError
+from rollout_server.teachers.scores import Answer, Teachers
 from slipstream.families.pictures import packed
 
 T = TypeVar("T")
+U = TypeVar("U")
 EVALUATION_TRIES = 3
 """How often an answer of an evaluation is judged, or its episode is played, before it counts as failed."""
 
@@ -56,6 +59,8 @@ class Generator:
     engine: Engine
     task: Task
     rewards: Rewards
+    teachers: Teachers | None = field(default=None, kw_only=True)
+    """Set where answers are scored by teachers (`teachers`)."""
     _evaluation_prompts: dict[str, Prompt] = field(default_factory=dict)
     """Evaluation prompts of text, encoded, which come again with every evaluation."""
     _sampled: dict[str, list[Completion]] = field(default_factory=dict)
@@ -79,7 +84,10 @@ class Generator:
         try:
             completions = self._sampled[request_id] = await self.sample(prompt, lease, request_id)
             seconds = time.monotonic() - started
-            _, verdicts = await self.score([lease.prompt] * len(completions), completions)
+            given = np.array(prompt.token_ids, np.int32)
+            asked = [[Answer.sampled(given, c.token_ids)] for c in completions]
+            judging = self.score([lease.prompt] * len(completions), completions)
+            (_, verdicts), taught = await both(judging, self.taught(lease.prompt, asked))
         finally:
             self._sampled.pop(request_id, None)
         answers, chosen = [c.token_ids for c in completions], [c.routing for c in completions]
@@ -99,6 +107,7 @@ class Generator:
             logprobs=np.concatenate([c.logprobs for c in completions]),
             versions=np.concatenate([c.versions for c in completions]),
             rewards=np.array([verdict.score for verdict in verdicts], dtype=np.float32),
+            **taught,
             **errors_of(verdicts),
             **packed(prompt.sources),
             **routing.packed([prompt_ids], answers, chosen),
@@ -128,8 +137,22 @@ class Generator:
         return self.engine.running_tokens()
 
     def gauges(self) -> dict[str, float]:
-        """What rewards have to do."""
-        return self.rewards.gauges()
+        """What rewards have to do, and teachers."""
+        return self.rewards.gauges() | ({} if self.teachers is None else self.teachers.gauges())
+
+    async def taught(self, row: dict[str, Any], answers: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+        """Fields of a group that tell what its teacher gives to the samples of each trajectory; none without teachers.
+
+        Raises as `Teachers.group`.
+        """
+        if self.teachers is None:
+            return {}
+        flat = [answer for of_trajectory in answers for answer in of_trajectory]
+        return await self.teachers.group(row, flat, [len(each) for each in answers], self._prompt_of_teacher)
+
+    async def _prompt_of_teacher(self, row: dict[str, Any]) -> NDArray[np.int32]:
+        most = 2 * self.config.data.max_prompt_tokens
+        return np.array((await self._beside(self.encode, row, most)).token_ids, np.int32)
 
     def queued(self) -> set[str]:
         """Leases, by request id, of which something waits for its turn here, and nothing runs."""
@@ -163,10 +186,10 @@ class Generator:
         ]
         return result_of(lease, started, [each for each, _ in whole], [verdict for _, verdict in whole])
 
-    def encode(self, row: dict[str, Any]) -> Prompt:
+    def encode(self, row: dict[str, Any], most: int | None = None) -> Prompt:
         """A prompt as tokens. Raises LeaseFailed: too long, or cannot be rendered."""
         try:
-            return self.task.prompt(row)
+            return self.task.prompt(row) if most is None else self.task.prompt(row, most)
         except TaskError as error:
             reason = "prompt_too_long" if isinstance(error, PromptTooLong) else "prompt_not_rendered"
             raise LeaseFailed(reason, str(error)) from error
@@ -238,6 +261,13 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     except ExceptionGroup as failed:
         raise first_error(failed) from failed
     return [task.result() for task in running]
+
+
+async def both(one: Coroutine[Any, Any, T], other: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """As `together`, of two kinds."""
+    kinds: list[Coroutine[Any, Any, Any]] = [one, other]
+    first, second = await together(kinds)
+    return first, second
 
 
 def shown(prompt: Prompt) -> dict[str, Any]:

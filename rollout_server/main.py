@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import uvloop
 
@@ -27,9 +28,10 @@ from rollout_server.serve import serve
 from rollout_server.server import RolloutServer
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.environments.pool import environments_of
-from rollout_server.tasks.rewards import RewardError, Rewards
+from rollout_server.tasks.rewards import RewardError
 from rollout_server.tasks.rewards.pool import key_variables, rewards_of
 from rollout_server.tasks.task import Task, TaskError
+from rollout_server.teachers.scores import Teachers
 from slipstream.runtime import ending, hang
 from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint
 from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
@@ -55,7 +57,8 @@ class Parts:
     """What a rollout server is made of; benchmarks and fault campaigns take variants."""
 
     engine: Callable[[Config], Engine] = build_engine
-    generator: Callable[[Config, Engine, Task, Rewards], Generator] = Generator
+    generator: Callable[..., Generator] = Generator
+    """Of a Generator's fields."""
     dealer: type[AsyncDealer] = AsyncDealer
     subscriber: type[Subscriber] = Subscriber
 
@@ -74,6 +77,7 @@ async def run(
     if vitals is not None:
         vitals.device = partial(readings, config)
     dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, keys=keys, max_message_bytes=limits)
+    teachers = None if config.scoring is None else Teachers(config, engine, name, fingerprint)
     try:
         async with (
             rewards_of(config.reward) as rewards,
@@ -81,8 +85,9 @@ async def run(
                 config.environment, key_variables(config.reward), temperature=config.rollout.temperature
             ) as environments,
         ):
+            own: dict[str, Any] = {} if teachers is None else {"teachers": teachers}
             make = parts.generator if environments is None else partial(EpisodeGenerator, environments=environments)
-            generator = make(config, engine, Task(config), rewards)
+            generator = make(config, engine, Task(config), rewards, **own)
             server = RolloutServer(
                 config,
                 generator,
@@ -115,6 +120,8 @@ async def run(
             await engine.close()
         except (EngineError, RuntimeError) as error:  # must not take the place of the reason why it closes
             log.error("%s: %s", name, error)
+        if teachers is not None:
+            teachers.close()
         dealer.close()
 
 
@@ -164,15 +171,16 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
             code = runner.run(run(config, args.replay, args.server_name, parts or Parts(), vitals))
             return ending.leave(code, f"{args.server_name}: the run has {'failed' if code else 'ended'}")
     except (ConfigError, FingerprintError, KeysError, EngineError, TaskError, RewardError, EnvironmentFailed) as error:
-        return _stop(args.server_name, error, CANNOT_START)  # before serving: what comes up later is in a group
+        return stopped(args.server_name, error, CANNOT_START)  # before serving: what comes up later is in a group
     except (ChannelError, EngineStartFailed) as error:
-        return _stop(args.server_name, error)
+        return stopped(args.server_name, error)
     except ExceptionGroup as group:
         first = first_error(group)
-        return _stop(args.server_name, first, CANNOT_START if isinstance(first, NotAvailable | PeerRefused) else 2)
+        return stopped(args.server_name, first, CANNOT_START if isinstance(first, NotAvailable | PeerRefused) else 2)
 
 
-def _stop(name: str, error: BaseException, code: int = 2) -> int:
+def stopped(name: str, error: BaseException, code: int = 2) -> int:
+    """Say why a process of this name ends; its exit code."""
     known = isinstance(error, SlipstreamError)
     said = error if known else Unexpected(f"{type(error).__name__}: {error}")
     log.error("%s", text := f"{name} stops: {said}", exc_info=not isinstance(error, RuntimeError | ValueError))

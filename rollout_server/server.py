@@ -116,6 +116,8 @@ class RolloutServer:
     async def handle(self, message: Message, tasks: asyncio.TaskGroup) -> None:
         """React to one message. Raises GoodbyeReceived on Goodbye, ChannelError when replay refuses this server."""
         self.tasks = tasks
+        if isinstance(message, m.Teachers) and self.generator.teachers is not None:
+            self.generator.teachers.listed(message, self.dealer.run_id)
         self.leases.hear(message, time.monotonic())
         while self._unpin:  # before an evaluation of the same version begins
             await self.engine.unpin(self._unpin.pop())
@@ -173,7 +175,10 @@ class RolloutServer:
         busy, tokens = health.busy_s - self._busy_s, health.generated_tokens - self._tokens
         self._busy_s, self._tokens, self._beat_at = health.busy_s, health.generated_tokens, now
         if self.leases.version is not None:
-            serving = "generating" if health.running else "waiting for leases"
+            teachers = self.generator.teachers
+            scores = None if teachers is None else next((one for one, n in teachers.waiting.items() if n), None)
+            idle = "waiting for leases" if scores is None else f"waiting for scores of teacher {scores!r}"
+            serving = "generating" if health.running else idle
             self.leases.now_at("evaluating" if self.leases.evaluating else serving, now)
         gauges = {
             "idle_ratio": min(1.0, max(0.0, 1.0 - busy / elapsed)),

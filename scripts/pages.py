@@ -82,8 +82,16 @@ def page() -> str:
     parts = [HEAD.format(presets=presets, flags=flags, count=len(leaf_keys()))]
     for name, field in Config.model_fields.items():
         section: Any = field.annotation
+        rows = (
+            []
+            if isinstance(section, type)
+            else [(f"`{name}`", "map", "`{}`", " ".join(str(field.description).split()))]
+        )
+        if rows:  # sections by name
+            section = typing.get_args(section)[1]
+        prefix = f"{name}.NAME." if rows else f"{name}."
         parts += [f"## {name}\n\n{' '.join(section.__doc__.split())}\n"]
-        parts += [table(("key", "type", "default", "meaning"), rows_of(section, f"{name}."))]
+        parts += [table(("key", "type", "default", "meaning"), [*rows, *rows_of(section, prefix)])]
     options = [
         row for name, section in SECTIONS.items() for row in rows_of(section, f"{name}.") if "weight`" not in row[0]
     ]

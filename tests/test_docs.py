@@ -31,8 +31,9 @@ PACKAGES = ("configs", "slipstream", "replay", "rollout_server", "learner", "wei
 FOLDERS = tuple(ROOT / "docs" / name for name in (".", "howto", "recipes", "migration", "reference", "tutorials"))
 PAGES = [ROOT / "README.md", *(page for folder in FOLDERS for page in sorted(folder.glob("*.md")))]
 GENERATED = {"configuration.md", "metrics.md"}
-MAPPINGS = ("rollout.sglang.", "network.env.", "algorithm.loss.", "algorithm.correction.", "algorithm.advantage.")
-"""Sections whose keys are those of SGLang and of processes."""
+VARIANTS = ("algorithm.loss.", "algorithm.correction.", "algorithm.advantage.", "algorithm.distillation.")
+MAPPINGS = ("rollout.sglang.", "network.env.", "teachers.", *VARIANTS)
+"""Sections whose keys are options, names of a user, or those of SGLang and of processes."""
 RUNNERS = {"learner.main", "rollout_server.main", "replay.main", "slipstream.launch.doctor"}
 SIDES = {"run": "learner.main", "learner": "learner.main", "rollout": "rollout_server.main"}
 """What `slipstream launch` passes arguments on to."""
@@ -241,7 +242,8 @@ def without_values(text: str) -> str:
 # ---- metrics --------------------------------------------------------------------------------------------
 
 PREFIXES = "critic actor response_length prompt_length timing_s perf training val-core val-aux rollout trainer buffer"
-PREFIXES += " weight_sync reward episode answers metrics guards checkpoint rollout_corr prompts replay vitals moe"
+PREFIXES += " weight_sync reward episode answers metrics guards checkpoint rollout_corr prompts replay vitals moe sft"
+PREFIXES += " distill teacher"
 NAME = re.compile(rf"({'|'.join(PREFIXES.split())})(/[^/\s*]+)+")
 
 

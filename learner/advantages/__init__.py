@@ -53,10 +53,14 @@ def need_tokens(algorithm: Algorithm) -> bool:
     return algorithm.kl_in == "reward" or facts_of(algorithm).needs_critic
 
 
+def drop_zero_advantages(algorithm: Algorithm) -> bool:
+    """Trajectories of zero advantage are left out: nothing but their rewards would teach anything."""
+    return algorithm.drop_zero_advantage and not need_tokens(algorithm) and algorithm.distillation is None
+
+
 def leave_out_flat_groups(algorithm: Algorithm) -> bool:
     """Groups whose rewards are all equal cost the learner nothing."""
-    facts = facts_of(algorithm)
-    return algorithm.drop_zero_advantage and facts.leaves_out_flat_groups and not need_tokens(algorithm)
+    return drop_zero_advantages(algorithm) and facts_of(algorithm).leaves_out_flat_groups
 
 
 def advantages_of(advantage: Advantage, inputs: AdvantageInputs) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""The reference model and the critic of a run, through one step."""
+"""The reference model, the critic and the refreshed teachers of a run, through one step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +12,7 @@ from learner.beside.advantages import Judged, judge
 from learner.beside.critic import Critic
 from learner.beside.folders import check_folders
 from learner.beside.reference import AdapterReference, Reference
+from learner.beside.refreshed import RefreshedTeachers
 from learner.checkpoints.parts import Part
 from learner.policy.model import Policy
 from learner.rows import Row
@@ -29,7 +30,7 @@ class Beside:
         critic: Critic | None = None,
     ) -> None:
         self._config, self._policy, self._advantage = config, policy, build_advantage(config.algorithm)
-        self.reference, self.critic = reference, critic
+        self.reference, self.critic, self.teachers = reference, critic, RefreshedTeachers(config, policy)
         self.warmup_steps = 0 if critic is None else config.critic.warmup_steps
         """First steps, in which the critic learns alone; 0 without one."""
 
@@ -62,10 +63,11 @@ class Beside:
         return self.critic.train(rows, step=step, global_tokens=global_tokens)
 
     def follow(self, policy: Policy, *, step: int) -> None:
-        """After a step: every algorithm.reference_refresh_steps the reference becomes the policy. A collective."""
+        """After a step: what is refreshed from the policy is, in its own turn. A collective."""
         every = self._config.algorithm.reference_refresh_steps
         if self.reference is not None and every and step % every == 0:
             self.reference.refresh(policy)
+        self.teachers.follow(step)
 
     def digests(self) -> dict[str, int]:
         """What the digest of a step covers beside the policy: the critic's float32 masters. A collective."""
@@ -83,7 +85,7 @@ class Beside:
             parts["reference"] = self.reference.part
         if self.critic is not None:
             parts["critic"] = Part(self.critic.model, self.critic.optimizer)
-        return parts
+        return parts | self.teachers.parts
 
 
 def build_beside(config: Config, policy: Policy) -> Beside:

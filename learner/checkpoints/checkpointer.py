@@ -4,7 +4,7 @@
         dcp/         float32 parameters and AdamW moments, sharded (torch.distributed.checkpoint)
         hf/          the same parameters in checkpoint.hf_dtype, for everyone else; adapters merged
         adapter/     with LoRA: the adapters for peft. dcp/ has no more than they
-        critic/, reference/   what else the run trains or refreshes (parts.py)
+        critic/, reference/, teachers/NAME/   what else the run trains or refreshes (parts.py)
         state.json   step, digests, tensor layout, package versions, and what the caller gave (replay's cursor)
         COMPLETE     written last: names and sizes of all files; without it the folder does not count
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 BEST = "best.json"
 LINK = "best"
-TO_GO_ON = ("dcp", "critic", "reference")
+TO_GO_ON = ("dcp", "critic", "reference", "teachers")
 """What only a run that goes on needs: weights alone are without them."""
 
 

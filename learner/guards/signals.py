@@ -74,6 +74,8 @@ class SignalHistory:
     """What a run has been like so far; `state` goes into checkpoints."""
 
     def __init__(self, config: Config) -> None:
+        self.from_data = config.learner.facts.from_data
+        """Whether nothing was sampled: then guards of rewards, lag and engines say nothing."""
         self.is_16bit = {config.rollout.dtype, config.learner.compute_dtype} != {"float32"}
         self.compares_within_groups = facts_of(config.algorithm).compares_within_groups
         limits = config.limits
@@ -98,9 +100,11 @@ class SignalHistory:
         is_finite = not has_tokens or (math.isfinite(sums.loss) and math.isfinite(sums.grad_norm))
         if has_tokens:
             found["nonfinite"] = found["nonfinite_steps"] = float(not is_finite)
-        if is_first:
+        if is_first and self.from_data and has_tokens:
+            found["zero_gradient_steps"] = float(sums.grad_norm == 0.0)
+        elif is_first and not self.from_data:
             found |= self._of_batch(sums, batch)
-        if not is_finite or not has_tokens:
+        if not is_finite or not has_tokens or self.from_data:
             return found
         measured = sums.metrics()
         for guard in ("ess", "kl"):

@@ -1,18 +1,7 @@
 """What a learner rank needs of its device's memory, and what is chosen so that it fits. Pure, no torch.
 
 `learner.recompute: auto`, gathered weights that stay for the next microbatch and whole gradients all buy speed with
-memory. The budget adds up what is known before a run and takes the fastest way that fits. Activations of a decoder
-layer are counted in elements of the compute dtype, per token:
-
-    none       every product, and queries and keys as attention sees them       (times EAGER without learner.compile)
-    selective  outputs of products and attention
-    full       the layer's input, and one layer at a time as with none
-
-A mixture of experts has hidden states of each choice besides, once for what is kept, and three times where a layer is
-in work, with four times what lies inside of the experts.
-
-Keys and values that are copied for a shared prompt count in learner.max_tokens_per_microbatch, by an eighth of a token
-for a position (replay/batches/sharing.py): so a token counts at least eight copies.
+memory. The budget adds up what is known before a run and takes the fastest way that fits.
 
 The counts were checked against the peaks of two shapes on an H200 (docs/benchmarks/learner.md).
 """
@@ -21,28 +10,25 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from configs.errors import BadValue, NoRoom, SlipstreamError
 from configs.learner import LearnerSettings
 from configs.machine import gpu_bytes
 from configs.schema import Config
 from learner.advantages import facts_of
+from learner.policy.activations import Recompute as Recompute
+from learner.policy.activations import activation_bytes, tower_bytes
 from learner.policy.divisibility import problem_with_kernel
-from replay.batches.sharing import COPIES_PER_TOKEN
 from slipstream.families.pictures import decoder_of
 from slipstream.families.sizes import Sizes, heads_of
 from slipstream.runtime.fingerprint import read_json
 
-Recompute = Literal["none", "selective", "full"]
 GIB = 1024**3
 RESERVED_SHARE, RESERVED_BYTES = 0.05, GIB
 """Of the device: fragments, and what libraries allocate past torch."""
 ENGINE_SHARE = 0.85
 """Of a rollout GPU, at most for weights and KV cache (SGLang's default is near it); CUDA graphs have the rest."""
-EAGER = 2.3
-"""Activations without the compiler, over those with it: norms and gates are not kept, but made again where they are
-read (learner/policy/layers.py)."""
 OF_RANK_0 = " (rank 0)"
 """End of the name of an item that other ranks do not have."""
 HEAD_BYTES = int(1.5 * GIB)
@@ -149,6 +135,8 @@ class Setup:
     """Attention pads trajectories to the longest of their row: `problem_with_kernel` says why, or it caps scores."""
     scores_of: int = 0
     """Tokens of the longest trajectory, where attention caps its scores and holds them for the backward."""
+    refreshed: int = 0
+    """Teachers that are copies or averages of the policy, each with two packed versions."""
     tower_bytes: int = 0
     """Of a frozen vision tower, and of what it makes of the largest picture."""
 
@@ -178,10 +166,16 @@ class Setup:
             pads=config.placement.device != "cpu"
             and (caps or bool(problem_with_kernel(config.learner, heads_of(decoder_of(model)).size))),
             scores_of=config.longest_trajectory if caps else 0,
+            refreshed=sum(teacher.is_refreshed for teacher in config.teachers.values()),
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
             # its head is a row
             critic=replace(_sizes_of("critic.path", config.critic.path, model), tied=True) if has_critic else None,
         )
+
+    @property
+    def num_buses(self) -> int:
+        """The policy's, and those of teachers."""
+        return 1 + self.refreshed
 
     def adapters(self, sizes: Sizes) -> int:
         """Parameters of the adapters of such a model; 0 where all of it is trained."""
@@ -196,24 +190,6 @@ class Setup:
         """The same with other microbatches."""
         changed = self.learner.model_copy(update={"max_tokens_per_microbatch": tokens})
         return replace(self, learner=changed)
-
-
-def tower_bytes(model: Mapping[str, Any], element_bytes: int, tokens: int) -> int:
-    """Of the vision tower in a config.json, whole on each rank, and its forward over a picture of so many tokens.
-
-    Nothing is kept for a backward: a layer's widest results are there at once.
-    """
-    tower = model.get("vision_config")
-    if not isinstance(tower, Mapping):
-        return 0
-    width = int(tower.get("embed_dim") or tower.get("hidden_size") or 1280)
-    inner = int(tower.get("intermediate_size") or width * tower.get("mlp_ratio", 4))
-    merge, patch = int(tower.get("spatial_merge_size", 2)), int(tower.get("patch_size", 14))
-    values = 3 * int(tower.get("temporal_patch_size", 2)) * patch**2
-    merged = width * merge**2
-    layers = int(tower.get("depth", 32)) * width * (4 * width + 3 * inner)
-    weights = layers + width * values + merged * (merged + int(decoder_of(model)["hidden_size"]))
-    return element_bytes * (weights + tokens * merge**2 * (8 * width + 3 * inner)) + 4 * tokens * merge**2 * values
 
 
 def _sizes_of(key: str, path: str | None, model: Mapping[str, Any]) -> Sizes:
@@ -333,11 +309,13 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
         turns.append(sum(_step_items(setup, way, critic).values()) + 8 * critic.hidden * tokens)
     if (more := max(turns) - turns[0]) > 0:
         items["critic or reference in its turn"] = more
+    if setup.refreshed:
+        items["refreshed teachers"] = 4 * mine * setup.refreshed
     if setup.tower_bytes:
         items["vision tower"] = setup.tower_bytes
     if setup.wire_bytes:
         packed = 2 * setup.wire_bytes * (adapters or setup.sizes.parameters)
-        items[f"packed versions{OF_RANK_0}"] = packed if way.packs_on_device else setup.staged_bytes
+        items[f"packed versions{OF_RANK_0}"] = (packed if way.packs_on_device else setup.staged_bytes) * setup.num_buses
     return items
 
 
@@ -353,7 +331,7 @@ def host_items_of(setup: Setup, way: Budget) -> dict[str, int]:
         items["inputs of layers"] = sizes.layers * (1 << (layer - 1).bit_length())
     if not way.packs_on_device:
         carried = setup.adapters(setup.sizes) or setup.sizes.parameters
-        items[f"packed versions{OF_RANK_0}"] = 2 * setup.wire_bytes * carried
+        items[f"packed versions{OF_RANK_0}"] = 2 * setup.wire_bytes * carried * setup.num_buses
     return items
 
 
@@ -382,18 +360,3 @@ def _step_items(setup: Setup, way: Budget, sizes: Sizes) -> dict[str, int]:
             scores = places * setup.scores_of * sizes.query // sizes.dims["head"]
             items["scores of attention"] = scores * ((2 * compute_bytes + 4) * kept + 12)
     return items
-
-
-def activation_bytes(sizes: Sizes, recompute: Recompute, *, compiled: bool, element_bytes: int) -> int:
-    """Per token of a microbatch, over all layers."""
-    s = sizes
-    products = s.query + s.key_value + s.query + s.hidden + 2 * s.intermediate + s.hidden + s.routed
-    everything = int((products + 1.1 * (s.query + s.key_value / 2)) * (1 if compiled else EAGER))
-    everything = max(everything, COPIES_PER_TOKEN * s.key_value)  # where a row is mostly copies of prompts
-    in_work = 3 * s.routed + 4 * s.intermediate if s.routed else 0
-    per_token = {
-        "none": s.layers * everything,
-        "selective": s.layers * products + everything,
-        "full": s.layers * s.hidden + everything,
-    }[recompute]
-    return element_bytes * (per_token + in_work)

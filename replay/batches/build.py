@@ -13,10 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from replay import routing
+from replay import routing, scores
 from replay.messages import Batch, Group
 
 Int32 = NDArray[np.int32]
+OF_SAMPLING = (
+    *("critic/", "reward/", "rollout/", "answers/", "timing_s/gen", "training/off_policy/"),
+    "response_length/clip_ratio",
+)
+"""Beginnings of the names of metrics that speak of sampled answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +73,15 @@ def _fill(lengths: NDArray[np.int64], order: NDArray[np.int64], bins: int, limit
 
 
 def build(
-    step: int, groups: list[Group], assignment: Assignment, *, num_ranks: int, stats: dict[str, float]
+    step: int,
+    groups: list[Group],
+    assignment: Assignment,
+    *,
+    num_ranks: int,
+    stats: dict[str, float],
+    sampled: bool = True,
 ) -> list[Batch]:
+    """Each rank's part. Without `sampled` the answers are the data's, and nothing is told of rewards and engines."""
     sizes, lengths = [g.rewards.size for g in groups], np.concatenate([g.lengths for g in groups])
     prompt_lengths = np.concatenate([prompts_of(g) for g in groups])
     masks = [np.add.reduceat(g.loss_mask, _starts(g.lengths), dtype=np.int32) for g in groups]
@@ -81,6 +93,8 @@ def build(
     all_groups = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
     lag = _lag(step, groups)
     stats = _stats(groups, lengths, prompt_lengths, lag) | stats
+    if not sampled:
+        stats = {name: value for name, value in stats.items() if not name.startswith(OF_SAMPLING)}
     batches = []
     for r in range(num_ranks):
         mine = np.flatnonzero(assignment.rank == r).astype(np.int32)
@@ -179,7 +193,7 @@ def _tokens(groups: list[Group], mine: Int32) -> dict[str, Any]:
         for name in ("loss_mask", "logprobs", "versions")
     }
     arrays["token_ids"] = np.concatenate([nothing.token_ids[:0], *token_ids])
-    return arrays | routing.of_samples(samples)
+    return arrays | routing.of_samples(samples) | scores.of_samples(samples)
 
 
 def _pictures(groups: list[Group], mine: Int32) -> dict[str, Any]:

@@ -83,9 +83,18 @@ def sharers(wanted: Wanted, prompt: int, answers: Int64) -> NDArray[np.bool_]:
 
 
 def assign_minibatches(
-    groups: list[Group], trained: NDArray[np.bool_], wanted: Wanted, *, num_ranks: int, max_tokens: int, number: int
+    groups: list[Group],
+    trained: NDArray[np.bool_],
+    wanted: Wanted,
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    number: int,
+    whole: bool = False,
 ) -> tuple[batches.Assignment, list[list[int]]]:
     """`assign` for each of `number` mini-batches of whole groups, the oldest first, whose sizes differ by one at most.
+
+    With `whole` all of a group lies in one microbatch, and nothing is shared.
 
     Returns:
         The assignment of all samples, whose microbatches count on from one mini-batch to the next; and of each
@@ -95,12 +104,25 @@ def assign_minibatches(
     for chosen in np.array_split(np.arange(len(groups)), number):
         part = groups[chosen[0] : chosen[-1] + 1]
         here = trained[first : first + sum(group.lengths.size for group in part)]
-        found = assign(Members.of(part, here), wanted, num_ranks, max_tokens)
+        members = Members.of(part, here)
+        found = (
+            _assign_whole(part, members, num_ranks, max_tokens)
+            if whole
+            else assign(members, wanted, num_ranks, max_tokens)
+        )
         assigned.append(replace(found, microbatch=found.microbatch + sum(count for _, count in minibatches)))
         minibatches.append([len(part), found.num_microbatches])
         first += len(here)
     rank, microbatch = (np.concatenate([getattr(one, name) for one in assigned]) for name in ("rank", "microbatch"))
     return batches.Assignment(rank, microbatch, sum(count for _, count in minibatches)), minibatches
+
+
+def _assign_whole(groups: list[Group], members: Members, num_ranks: int, max_tokens: int) -> batches.Assignment:
+    sizes = [group.lengths.size for group in groups]
+    starts = np.cumsum([0, *sizes[:-1]])
+    lengths = np.add.reduceat(members.prompts + members.answers, starts)
+    found = batches.assign(lengths, np.ones(len(groups), np.bool_), num_ranks, max_tokens)
+    return replace(found, rank=np.repeat(found.rank, sizes), microbatch=np.repeat(found.microbatch, sizes))
 
 
 def assign(members: Members, wanted: Wanted, num_ranks: int, max_tokens: int) -> batches.Assignment:

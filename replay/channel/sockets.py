@@ -112,10 +112,10 @@ class _Connection:
             reason = f"{identity} cannot connect to {address!r}: {error.strerror}; expected tcp://host:port"
             raise ChannelError(reason, "closed") from error
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 1000) -> None:
         """Send what is queued for up to a second, then close."""
         self._handshake.close()
-        self._socket.close(linger=1000)
+        self._socket.close(linger=linger_ms)
         self._context.term()
 
     def _encode(self, message: Message) -> list[bytes | memoryview]:

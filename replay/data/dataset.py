@@ -14,6 +14,7 @@ from replay.data.formats.base import Raw, Report
 from replay.data.pictures import row_of
 from replay.data.rows import DataError, Row, RowError, shorten
 from replay.data.spec import parse
+from replay.data.taught import form_of, taught_row
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +33,17 @@ BROKEN = "broken"
 class Reading:
     """Makes rows of raw ones, in the convention of the first; counts them, and what is wrong with some."""
 
-    def __init__(self, text: str, on_broken: OnBroken = "refuse") -> None:
-        self.source, self.on_broken = text, on_broken
+    def __init__(self, text: str, on_broken: OnBroken = "refuse", answers: int = 0) -> None:
+        """With `answers` rows hold so many of them (replay/data/taught.py). Raises DataError."""
+        self.source, self.on_broken, self._answers = text, on_broken, answers
         self.num_rows = self.num_broken = 0
         self.is_whole = False
         """Whether the last row was read."""
-        self.convention: Convention | None = None
+        self.convention: Convention | tuple[str, ...] | None = None
+        """Of the first row; of one with answers, their columns."""
         self.suffix = parse(text).suffix
+        if answers and self.suffix:
+            raise DataError(f"{text}: ?suffix= follows prompts that are sampled from; leave it out")
         self._errors: list[str] = []
 
     def row(self, raw: Raw) -> Row:
@@ -46,12 +51,16 @@ class Reading:
         place, columns = raw
         if self.convention is None:
             try:
-                self.convention = detect(columns, place.source)
+                self.convention = (
+                    form_of(columns, place.source, self._answers) if self._answers else detect(columns, place.source)
+                )
             except DataError as error:
                 if self.on_broken == "refuse":
                     raise
                 raise place.error("prompt", sorted(columns), "missing") from error
-        return _with_suffix(row_of(columns, self.convention, place), self.suffix)
+        if isinstance(self.convention, Convention):
+            return _with_suffix(row_of(columns, self.convention, place), self.suffix)
+        return taught_row(columns, self.convention, place)
 
     def rows(self, raws: Iterator[Raw]) -> Iterator[Row | None]:
         """Each row; None for one that cannot be used and is skipped.
@@ -78,6 +87,12 @@ class Reading:
                 yield row
         if self._errors and (self.on_broken == "refuse" or self.num_broken == self.num_rows):
             raise RowError(self._refusal())
+
+    @property
+    def form(self) -> str:
+        """How rows are read, in words."""
+        known = self.convention
+        return known.name if isinstance(known, Convention) else " and ".join(known or ())
 
     @property
     def skipped(self) -> str:
@@ -117,7 +132,7 @@ def read_rows(text: str, report: Report | None = None, reading: Reading | None =
         if row is None:
             continue
         if is_first and report is not None and reading.convention is not None:
-            report(f"{text}: read as {reading.convention.name}; the first row: {_shown(row, 120)}")
+            report(f"{text}: read as {reading.form}; the first row: {_shown(row, 120)}")
         is_first = False
         yield row
     if is_first:
@@ -127,20 +142,28 @@ def read_rows(text: str, report: Report | None = None, reading: Reading | None =
 class Rows(Sequence[Row]):
     """Rows by number, and the hash of all of them."""
 
-    def __init__(self, text: str | Path, report: Report | None = None, *, on_broken: OnBroken = "refuse") -> None:
+    def __init__(
+        self,
+        text: str | Path,
+        report: Report | None = None,
+        *,
+        on_broken: OnBroken = "refuse",
+        answers: int = 0,
+    ) -> None:
         """Open a dataset; check every row of a small one, and a sample of a large one.
 
         Args:
             text: see replay/data/spec.py.
             report: gets a sentence every few seconds of a long read, which is logged as well.
             on_broken: data.on_broken_row; rows that are skipped keep their numbers.
+            answers: that a row holds; 0 of prompts.
 
         Raises:
             DataError: as `read_rows`.
         """
         self.table = table = open_table(str(text), report)
         self.source, self.skips_broken = table.source, on_broken == "skip"
-        self._reading, self._first = Reading(str(text), on_broken), dict[str, Any]()
+        self._reading, self._first = Reading(str(text), on_broken, answers), dict[str, Any]()
         self.is_endless = (size := len(table)) == ENDLESS
         """Whether rows are made as they are asked for."""
         if not size:
@@ -160,10 +183,16 @@ class Rows(Sequence[Row]):
                 said = f"{self.fingerprint} {self._reading.suffix}"
                 self.fingerprint = blake2b(said.encode(), digest_size=16).hexdigest()
         how = "rows without end" if self.is_endless else f"{size:,} rows"
-        name = self._reading.convention.name if self._reading.convention is not None else ""
         log.info(
             "%s: %s of %s, read as %s, %s checked; the first one: %s",
-            *(self.source, how, table.form, name, f"{self._reading.num_rows:,}", _shown(self._first, 300)),
+            *(
+                self.source,
+                how,
+                table.form,
+                self._reading.form,
+                f"{self._reading.num_rows:,}",
+                _shown(self._first, 300),
+            ),
         )
 
     def _checked(self, raws: Iterator[Raw]) -> Iterator[Row | None]:

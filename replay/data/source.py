@@ -137,9 +137,9 @@ class PromptSource:
 
 def prompt_source(config: Config, report: Report | None = None) -> PromptSource:
     """The prompts of data.train in their order. Raises DataError."""
-    data = config.data
+    data, answers = config.data, config.learner.facts.answers
     parts = [
-        WeightedRows(name, Rows(one.path, report, on_broken=data.on_broken_row), one.weight)
+        WeightedRows(name, Rows(one.path, report, on_broken=data.on_broken_row, answers=answers), one.weight)
         for name, one in data.train_sets.items()
     ]
     return PromptSource(parts, shuffle=data.shuffle, seed=config.run.seed, curriculum=data.curriculum)

@@ -9,10 +9,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from replay import messages as m
+from replay import scores
 from replay.batches import build as batches
 from replay.batches import sharing
 from replay.batches.overlong import shape
 from replay.decisions.leasing import LeaseScheduler
+from replay.decisions.making import as_of
 from replay.endings import StrayCommit
 from replay.state.apply import record
 from replay.state.peers import Peer, Peers
@@ -102,6 +104,8 @@ class BatchScheduler:
             is_masked = buffer.masks
         fields = {"step": step, "incarnation": self.run.policies.incarnation, "groups": ids}
         record(self.run, "take", fields | {"async_lag": lag, "masked": is_masked})
+        if self.run.config.learner.facts.from_data:
+            groups = [as_of(group, step) for group in groups]
         if is_masked:
             groups = [buffer.masked(group, lag, count=made is None) for group in groups]
         self.build(step, groups, stats())
@@ -111,12 +115,15 @@ class BatchScheduler:
         config, made = self.run.config, self.buffer.line.steps[step]
         groups = [self.run.journal.whole(group) for group in groups]
         groups, measured = shape(groups, config.algorithm, config.rollout.max_new_tokens)
+        if config.scoring is not None:
+            measured |= scores.stats(step, groups, config.scoring.teachers)
         left_out = any(peer.hello.leaves_out_flat_groups for peer in self.peers.role("learner"))
         trained = batches.trained(groups, flat=not left_out)
         limit, parts = config.learner.max_tokens_per_microbatch, self.num_ranks // self.ranks_per_part
         wanted = config.learner.share_prefixes
         place = {"num_ranks": parts, "max_tokens": limit, "number": config.learner.minibatches}
-        assignment, minibatches = sharing.assign_minibatches(groups, trained, wanted, **place)
+        facts = config.learner.facts
+        assignment, minibatches = sharing.assign_minibatches(groups, trained, wanted, whole=facts.compares, **place)
         is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
         wants_checkpoint = (is_full and config.replay.journal_keep == "checkpoint") or self.run.checkpoint_asked
         self.batches[step] = [
@@ -128,7 +135,9 @@ class BatchScheduler:
                 checkpoint=wants_checkpoint,
                 minibatches=minibatches,
             )
-            for part in batches.build(step, groups, assignment, num_ranks=parts, stats=stats | measured)
+            for part in batches.build(
+                step, groups, assignment, num_ranks=parts, stats=stats | measured, sampled=not facts.from_data
+            )
         ]
         for rank in range(self.num_ranks):
             self._send(step, rank)

@@ -8,6 +8,7 @@ from heapq import heapify, heappop, heappush
 from replay import messages as m
 from replay.data import BROKEN, stream_seed
 from replay.endings import NothingToTrain
+from replay.scores import TEACHER_ERROR
 from replay.state.answers import PROMPT_ERRORS
 from replay.state.apply import record
 from replay.state.buffer import drops
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 
 RELEASES = {
     *PROMPT_ERRORS, "expired", "server_lost", "rejected", "reward_error", "environment_error", "engine_error",
-    "aborted", "diverged",
+    "aborted", "diverged", TEACHER_ERROR,
 }  # fmt: skip
 """Reasons that are counted by name; they come from peers, so anything else is `other`."""
 
@@ -188,7 +189,7 @@ class LeaseScheduler:
         reason = reason if reason in RELEASES else "other"
         record(self.run, "release", self._fields(slot, reason=reason) | counted)
         dropped = self.leases.exhausted(slot)
-        if reason in PROMPT_ERRORS:
+        if reason in PROMPT_ERRORS or reason == TEACHER_ERROR:
             self.drop(slot, reason, detail)
         elif dropped is not None:
             told = "%d attempts failed and %d were interrupted, the last: %s"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from replay import routing
+from replay import routing, scores
 from replay.batches.build import samples_of
 from replay.messages import EvaluationResult, Group
 
@@ -35,7 +35,7 @@ def kept(group: Group) -> Group:
         changed |= {"prompt_ids": group.prompt_ids[np.repeat(samples, own)], "prompt_lengths": own[samples]}
     if group.samples.size:
         changed["samples"] = group.samples[stays]
-    changed |= routing.kept(group, samples)
+    changed |= routing.kept(group, samples) | scores.kept(group, stays, tokens)
     rewards, lengths = group.rewards[stays], group.lengths[samples]
     return replace(group, rewards=rewards, lengths=lengths, left_out=group.left_out[:0], **changed)
 

@@ -51,6 +51,11 @@ class Peer:
     def role(self) -> Role:
         return self.hello.role
 
+    @property
+    def holds(self) -> int | None:
+        """Version of the weights of a rollout server or a teacher; None of others."""
+        return self.version if self.role in ("rollout_server", "teacher") else None
+
     def may_send(self, message: Message) -> bool:
         """Whether such a message may come from this peer: a rollout server commits nothing."""
         if isinstance(message, FROM_SERVERS):
@@ -94,6 +99,8 @@ class Peers:
         if peer is None:
             peer = self.by_identity[identity] = Peer(identity, hello, now, now, since=now)
         peer.hello, peer.last_heard, peer.last_acted, peer.unreachable_since = hello, now, now, None
+        if hello.role == "teacher":
+            peer.version = hello.version
         self.silent.pop(hello.name, None)
         return peer
 

@@ -32,6 +32,8 @@ class RunState:
         """What running answers have got so far, as far as their servers have told it. Not journalled."""
         self.board = EvaluationBoard(parts, config.evaluation.deadline_s)
         self.bus_address: str | None = None
+        self.teacher_buses: dict[str, str] = {}
+        """Of teachers that the learner refreshes, by name; rank 0 says so in each Hello."""
         self.started: list[str] = []
         """Rank 0's socket of each incarnation, whose name is of that one process."""
         self.diverging: tuple[int, str, str] | None = None

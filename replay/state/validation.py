@@ -8,6 +8,7 @@ import numpy as np
 from configs.schema import Config
 from replay.messages import EvaluationResult, Float32, Group, Int32
 from replay.routing import problem_with_group
+from replay.scores import problem_with_scores
 from replay.state.answers import problem_with_errors
 from replay.state.buffer import IN_ORDER
 from replay.state.evaluation_parts import EvaluationWork
@@ -48,6 +49,7 @@ def problem_with(group: Group, slot: Slot, config: Config, bounds: Bounds) -> st
     problem = _shape_problem(group, config) or _value_problem(group, bounds.vocab_size)
     problem = problem or problem_with_pictures(group.pictures, group.picture_bytes, slot.row)
     problem = problem or problem_with_group(group, bounds.experts)
+    problem = problem or problem_with_scores(group, n, config.scoring, bounds.vocab_size, bounds.newest_version)
     return problem or _version_problem(group, slot, config, bounds.newest_version)
 
 

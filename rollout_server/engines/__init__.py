@@ -24,6 +24,7 @@ def _torch(config: Config) -> Engine:
         seed=config.run.seed,
         lora=config.learner.lora if config.learner.lora.rank else None,
         routing=config.algorithm.routing_replay,
+        scored_context=config.scored_context,
     )
 
 
@@ -56,6 +57,23 @@ def build_engine(config: Config, builders: Builders = BUILDERS) -> Engine:
 
             set_nccl_defaults(config.weight_bus)
     return builders[config.rollout.engine](config)
+
+
+def of_teacher(config: Config, name: str) -> Config:
+    """The configuration that the engine of a teacher is built with: its own folder, and nothing that trains."""
+    from rollout_server.engines.sglang.requests import SCORED_AT
+
+    os.environ[SCORED_AT] = repr(config.rollout.temperature)
+    path = config.teachers[name].path
+    changed = {
+        "algorithm": config.algorithm.model_copy(update={"routing_replay": False}),
+        "weight_bus": config.weight_bus.model_copy(update={"stage_in": "server"}),
+    }
+    if path is not None:
+        changed["model"] = config.model.model_copy(update={"path": path})
+        whole = config.learner.lora.model_copy(update={"rank": 0})
+        changed["learner"] = config.learner.model_copy(update={"lora": whole})
+    return config.model_copy(update=changed)
 
 
 def staging_in(config: Config, engine: Engine) -> "SGLangStaging | None":

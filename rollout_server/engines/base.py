@@ -133,6 +133,18 @@ class Completion(Partial):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """What one version gives to the scored tokens of some sequences, one sequence after the other."""
+
+    version: int
+    logprobs: NDArray[np.float32]
+    """[tokens] of each token, at the temperature that was asked for, from float32 logits."""
+    ids: NDArray[np.int32]
+    top: NDArray[np.float32]
+    """[tokens * k] the k likeliest tokens in the place of each, the likeliest first, and their logprobs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
     """What an engine says of itself."""
 
@@ -186,6 +198,20 @@ class Engine(Protocol):
         that of the pass which reads it here.
 
         Raises EngineError where the prompt or a prefix does not fit, `request_id` is in use, or `pinned` is not held.
+        """
+
+    async def score(
+        self, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int], *, temperature: float, top: int
+    ) -> Scored:
+        """What the live weights, of one version, give to tokens that are there: nothing is sampled.
+
+        Args:
+            sequences: prompt and answer of each.
+            firsts: number of the first token of each that is scored, up to its last; 1 or more.
+            temperature: at which logprobs are taken.
+            top: the likeliest tokens that are named beside each; 0 for none.
+
+        Raises EngineError where a sequence is too long or has unknown tokens.
         """
 
     async def pause(self, mode: PauseMode) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout_server.engines.base import EngineError, Partial, Sampling
 
@@ -24,6 +25,21 @@ def check_request(token_ids: Sequence[int], sampling: Sampling, n: int, *, max_c
         raise EngineError(f"token id {wrong} is outside the vocabulary of {vocab_size}")
     if not (sampling.temperature > 0 and math.isfinite(sampling.temperature)):
         raise EngineError(f"temperature {sampling.temperature} must be finite and above 0; for argmax set greedy")
+
+
+def check_scored(
+    sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int], *, max_context: int, vocab_size: int
+) -> None:
+    """Raise EngineError for sequences that an engine could not score as asked."""
+    for number, (ids, first) in enumerate(zip(sequences, firsts, strict=True)):
+        if not 1 <= first <= ids.size <= max_context:
+            raise EngineError(
+                f"sequence {number} of {ids.size} tokens, scored from number {first} on: the first token has no"
+                f" logprob, and {max_context} are the most (data.max_prompt_tokens + max_new_tokens, and with"
+                " teachers.*.context once more data.max_prompt_tokens)"
+            )
+        if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+            raise EngineError(f"sequence {number} has a token outside the vocabulary of {vocab_size}")
 
 
 def settled(prefixes: Sequence[Partial] | None, n: int, sampling: Sampling, vocab_size: int) -> list[Partial]:

@@ -69,11 +69,11 @@ class Task:
         """Token ids of a row's prompt; raises as `prompt`."""
         return self.prompt(row).token_ids
 
-    def prompt(self, row: dict[str, Any]) -> Prompt:
+    def prompt(self, row: dict[str, Any], most: int | None = None) -> Prompt:
         """A row's prompt with its pictures.
 
         Raises:
-            PromptTooLong: more tokens than `data.max_prompt_tokens`.
+            PromptTooLong: more tokens than `most`; None is `data.max_prompt_tokens`.
             TaskError: messages without a chat template, or the template refuses them; a picture cannot be used.
         """
         prompt = row["prompt"]
@@ -87,9 +87,10 @@ class Task:
         token_ids = found.token_ids
         if not token_ids:
             raise TaskError(f"the prompt {str(prompt)[:80]!r} has no tokens")
-        if len(token_ids) > self._max_prompt_tokens:
+        if len(token_ids) > (most or self._max_prompt_tokens):
+            twice = f", and a teacher's prompt may have {most}" if most else ""
             raise PromptTooLong(
-                f"the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {self._max_prompt_tokens};"
+                f"the prompt has {len(token_ids)} tokens, data.max_prompt_tokens is {self._max_prompt_tokens}{twice};"
                 " raise it or shorten the prompt"
             )
         return found

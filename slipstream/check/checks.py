@@ -56,7 +56,7 @@ class Subject:
     @property
     def serves(self) -> bool:
         """Whether rollout servers run on this machine; elsewhere, their files may lie on the rollout nodes alone."""
-        return self.config.placement.local_rollouts
+        return self.config.placement.local_rollouts and self.config.needs_servers
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -97,6 +97,9 @@ def algorithm(subject: Subject) -> Iterator[Finding]:
     parts = rules.chosen(subject.config)
     for problem in rules.problems(subject.config, parts):
         raise Contradiction(problem)
+    if subject.config.learner.facts.from_data:
+        yield ok("algorithm", str(subject.config.learner.objective))
+        return
     functions.try_advantage(subject.config, parts)
     try:
         functions.try_loss(subject.config, parts)
@@ -114,7 +117,7 @@ def bus(subject: Subject) -> Iterator[Finding]:
     config = subject.config
     if config.weight_bus.on_gpus and config.placement.device == "cpu":
         raise Contradiction("weight_bus.backend: 'nccl' needs GPUs, placement.device is 'cpu'; take 'gloo'")
-    if not subject.serves:
+    if not subject.serves and config.needs_servers:
         yield from shell(config)
 
 

@@ -12,13 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from configs.base import ConfigError
 from configs.errors import Contradiction, InputMissing
 from configs.rewards import Exact, Mathematics, Numeric
 from configs.schema import Config
 from replay.data import DataError, Reading, Row, read_rows
+from replay.data.encoding import RowEncoder, Unusable, tokenizer_of
 from replay.data.formats import size_of_files
 from replay.data.order import PASS_RATE, column_of
 from slipstream.check.finding import Finding, ok, warn
@@ -37,8 +36,9 @@ SAMPLED_ROWS = 64
 
 def files(config: Config) -> Iterator[Finding]:
     """Of every training and evaluation set. Raises as `check_prompts`, of an evaluation set with its key."""
+    check = check_answers_of if config.learner.facts.from_data else check_prompts
     for train in config.data.train_sets.values():
-        yield from check_prompts(config, train.path, config.data.curriculum)
+        yield from check(config, train.path, config.data.curriculum)
     for one in config.evaluation_sets:
         try:
             yield from check_prompts(config, one.path)
@@ -46,6 +46,39 @@ def files(config: Config) -> Iterator[Finding]:
             if not one.name:
                 raise
             raise type(error)(f"{one.key}: {error}") from error
+
+
+def check_answers_of(config: Config, path: str, curriculum: str) -> Iterator[Finding]:
+    """Read the rows of a data file that hold their answers, and encode a sample of them as replay will.
+
+    Raises DataError, ConfigError: as `check_prompts`; no sampled row can be trained on.
+    """
+    said: list[str] = []
+    reading = Reading(path, config.data.on_broken_row, config.learner.facts.answers)
+    rows = read_rows(path, said.append, reading)
+    sample = list(itertools.islice(rows, SAMPLED_ROWS))
+    if curriculum != "none":
+        column_of(sample, curriculum, path)
+    encoder, lengths, learned, problems = RowEncoder(config), list[int](), 0, list[str]()
+    for row in sample:
+        try:
+            found = encoder.encode(row)
+        except Unusable as problem:
+            problems.append(str(problem))
+            continue
+        lengths += [one.prompt_ids.size + one.token_ids.size for one in found]
+        learned += sum(int(one.loss_mask.sum()) for one in found)
+    if not lengths:
+        raise InputMissing(f"{path}: none of the first {len(sample)} rows can be trained on; the first: {problems[0]}")
+    said.append(f"{learned} of the {sum(lengths)} tokens of its first {len(sample)} rows are in the loss")
+    yield ok("data", "; ".join(said))
+    if problems:
+        yield warn(
+            "data",
+            f"{path}: {len(problems)} of the first {len(sample)} rows are left out of training, and counted; the first:"
+            f" {problems[0]}",
+        )
+    yield from _rest(path, rows, reading)
 
 
 def check_prompts(config: Config, path: str, curriculum: str = "none") -> Iterator[Finding]:
@@ -89,6 +122,11 @@ def check_prompts(config: Config, path: str, curriculum: str = "none") -> Iterat
         )
     if shown := encode.pictures.report(path, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
         yield ok("data", shown)
+    yield from _rest(path, rows, reading)
+
+
+def _rest(path: str, rows: Iterator[Row], reading: Reading) -> Iterator[Finding]:
+    """Read on, for a bounded time; what was found."""
     size = size_of_files(path)
     until = time.monotonic() + CHECKED_S
     if size is not None and size <= CHECKED_BYTES:
@@ -139,7 +177,7 @@ class PromptEncoder:
         self._template = resolve_chat_template(config.model.path, config.model.chat_template)
         self._options = config.model.chat_template_options
         # Tokenizers of other files are built by transformers, which takes too long to load here.
-        self._tokenizer = load_tokenizer(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else None
+        self._tokenizer = tokenizer_of(folder) if (folder / "tokenizer.json").is_file() else None
         settings = folder / "tokenizer_config.json"
         found = read_json(settings) if settings.exists() else {}
         tokens = [(key, value) for key, value in found.items() if key.endswith("_token") and value is not None]
@@ -191,14 +229,3 @@ class PromptEncoder:
         except TEMPLATE_ERRORS as error:
             raise InputMissing(template_failure(messages, error)) from error
         return str(rendered[0])
-
-
-def load_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, without truncation and padding. Raises ConfigError."""
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the tokenizers library raises bare Exception on a broken file
-        raise InputMissing(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer

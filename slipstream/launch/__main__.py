@@ -31,15 +31,14 @@ from slipstream.launch.reach import Reach, srun
 from slipstream.launch.reach.commands import Ssh
 from slipstream.launch.run_folder import new_job
 from slipstream.launch.terminal import NearLimit, say
-from slipstream.plan.processes import Machine, Plan, Process, Role, assign, table
+from slipstream.plan.processes import EVERYTHING, Machine, Plan, Process, Role, assign, table
 from slipstream.runtime.lifeline import TRY_AGAIN
 from slipstream.runtime.program import program
 from slipstream.translate.refusals import AnsweringParser, refused
 
 DEFAULT_PORT = "5757"
 SIDES: dict[str, tuple[NodeRole, ...]] = {"run": ROLES, "learner": ("learner",), "rollout": ("rollout",)}
-SHOWN: dict[NodeRole, tuple[Role, ...]] = {"learner": ("replay", "learner"), "rollout": ("rollout",)}
-EVERYTHING: tuple[Role, ...] = ("replay", "learner", "rollout")
+SHOWN: dict[NodeRole, tuple[Role, ...]] = {"learner": ("replay", "learner"), "rollout": ("rollout", "teacher")}
 
 
 def main() -> int:
@@ -162,9 +161,8 @@ def _plan(args: argparse.Namespace, config: Config, machines: Mapping[str, Machi
     plan = assign(config, machines, config_file="", python=python, replay=args.replay, resume=args.resume is not None)
 
     def with_own_file(process: Process) -> Process:
-        role = "rollout" if process.role in SHOWN["rollout"] else "learner"
         command, place = list(process.command), process.command.index("--config") + 1
-        command[place] = f"{config.run_dir}/launch/{process.node}-{role}.yaml"
+        command[place] = f"{config.run_dir}/launch/{process.node}-{plan.side(process)}.yaml"
         return replace(process, command=tuple(command))
 
     return replace(plan, processes=tuple(map(with_own_file, plan.processes)))

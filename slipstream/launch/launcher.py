@@ -77,6 +77,8 @@ class Launcher:
     """What the learner ranks run; benchmarks take the loop of this one with phases of their own."""
     server_command: tuple[str, ...] = ("rollout_server.main",)
     """What rollout servers run: a module and its first arguments."""
+    teacher_command: tuple[str, ...] = ("rollout_server.teacher",)
+    """The same of teachers."""
     play: str | None = None
     """Run folder whose journal is played back instead of rolling out."""
     is_dry: bool = False
@@ -87,6 +89,7 @@ class Launcher:
     learner: RankGroup = field(default_factory=RankGroup)
     """The ranks of this node, once all other learner nodes have theirs."""
     servers: LocalServers = field(init=False)
+    teachers: LocalServers = field(init=False)
     processes: dict[str, Child] = field(default_factory=dict)
     """The present process of each name."""
     _machine: Machine = field(init=False)
@@ -140,6 +143,7 @@ class Launcher:
             only=self.node,
             learner_module=self.learner_module,
             server_command=self.server_command,
+            teacher_command=self.teacher_command,
         )
 
     def start(self) -> None:
@@ -157,14 +161,17 @@ class Launcher:
         # Model and torch are loaded while replay reads its data: ranks and servers wait for it to answer.
         self.address = self._start_replay(*(["--play", self.play] if self.play is not None else []))
         self._start_ranks()
-        by_name = {server.name: server for server in self.plan().of(self.node, "rollout")}
-        self.servers = LocalServers(
-            self.config.rollout,
-            lambda name: self._start(name, [*by_name[name].command, *parent], by_name[name].environment),
-            self.view.event,
-        )
-        if self.config.placement.local_rollouts:
-            for name in by_name:
+        by_name = {process.name: process for process in self.plan().processes}
+
+        def start(name: str) -> Child:
+            return self._start(name, [*by_name[name].command, *parent], by_name[name].environment)
+
+        self.servers = LocalServers(self.config.rollout, start, self.view.event)
+        self.teachers = LocalServers(self.config.rollout, start, self.view.event, are_teachers=True)
+        for name, process in by_name.items():
+            if process.role == "teacher" and self.play is None:
+                self.teachers.add(name)
+            elif process.role == "rollout" and self.config.placement.local_rollouts and self.config.needs_servers:
                 self.servers.add(name)
 
     def watch(self) -> None:
@@ -190,8 +197,9 @@ class Launcher:
         if self.replay.exit_code() is not None:
             self._replay_died()
         self._watch_learner(dealer)
-        self.servers.end_silent(self._status["silent"] if self._status else ())
-        self.servers.watch(self._run_is_over())
+        for group in (self.servers, self.teachers):
+            group.end_silent(self._status["silent"] if self._status else ())
+            group.watch(self._run_is_over())
 
     def leave(self) -> None:
         """Wait for the other processes to exit after the learner's Goodbye."""

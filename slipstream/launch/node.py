@@ -154,7 +154,8 @@ class Node:
     def run_servers(self) -> int:
         """Rollout servers, started again as the launcher does, until the run ends. Raises RunFailed if one fails."""
         plan, node = self.assignment.plan, self.assignment.spec.node
-        by_name = {process.name: process for process in plan.of(node, "rollout")}
+        of_others = () if self.assignment.is_first else plan.of(node, "teacher")
+        by_name = {process.name: process for process in (*plan.of(node, "rollout"), *of_others)}
         logs = Path(self.config.run_dir) / "logs"
 
         def start(name: str) -> Child:
@@ -162,18 +163,21 @@ class Node:
             return self._child(name, command, logs / f"{name}.log", by_name[name].environment)
 
         servers = LocalServers(self.config.rollout, start, show)
+        teachers = LocalServers(self.config.rollout, start, show, are_teachers=True)
         try:
-            for name in by_name:
-                servers.add(name)
-            while not servers.all_over:
-                servers.end_silent(self._look().get("silent", ()))
-                servers.watch(run_is_over=True)
+            for process in by_name.values():
+                (teachers if process.role == "teacher" else servers).add(process.name)
+            while not (servers.all_over and teachers.all_over):
+                silent = self._look().get("silent", ())
+                for group in (servers, teachers):
+                    group.end_silent(silent)
+                    group.watch(run_is_over=True)
                 self._breathe()
         finally:
             ignore_signals()
-            children.stop(servers.children, PATIENCE_S)
+            children.stop([*servers.children, *teachers.children], PATIENCE_S)
             self._show_logs()
-        if failures := servers.failures:
+        if failures := servers.failures | teachers.failures:
             final = all(code in (RUN_FAILED, CANNOT_START) for code in failures.values())
             raise (EndedForGood if final else RunFailed)(f"given up: {', '.join(failures)}")
         return 0

@@ -107,11 +107,13 @@ class LocalServer:
 
 @dataclass(slots=True)
 class LocalServers:
-    """The rollout servers of this machine; `start` launches one by name, `say` prints."""
+    """Rollout servers or teachers of this machine; `start` launches one by name, `say` prints."""
 
     config: Rollout
     start: Callable[[str], Child]
     say: Callable[[str], None]
+    are_teachers: bool = False
+    """Processes of teachers: the run goes on without none of them."""
     by_name: dict[str, LocalServer] = field(default_factory=dict)
 
     def add(self, name: str) -> None:
@@ -185,6 +187,9 @@ class LocalServers:
         server.given_up = True
         if code == RUN_FAILED:
             self.say(f"{name} ended because the run has failed")
+        elif self.are_teachers:
+            kind = NoneCanStart if code == CANNOT_START else RunFailed
+            raise kind(cause if code == CANNOT_START else f"{cause}; no restart left (rollout.restarts {limit})")
         elif code == CANNOT_START:
             if self.all_over:
                 raise NoneCanStart(cause)

@@ -14,7 +14,8 @@ from configs.machine import DETERMINISTIC, NCCL_DEFAULTS
 from configs.placement import Share, most_devices, ranks_of
 from configs.schema import Config, is_loopback
 
-Role = Literal["replay", "learner", "rollout"]
+Role = Literal["replay", "learner", "rollout", "teacher"]
+EVERYTHING: tuple[Role, ...] = ("replay", "learner", "rollout", "teacher")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +68,14 @@ class Plan:
     replay: str
     """Address of replay."""
 
-    def nodes(self, role: Role) -> list[str]:
-        """Nodes with such a process, in order of their first one."""
-        return list(dict.fromkeys(process.node for process in self.processes if process.role == role))
+    def side(self, process: Process) -> Literal["learner", "rollout"]:
+        """Which side of its node starts it: the launcher starts the teachers of the first node."""
+        is_first_s = process.role == "teacher" and process.node == self.first_node
+        return "learner" if process.role in ("replay", "learner") or is_first_s else "rollout"
+
+    def nodes(self, side: str) -> list[str]:
+        """Nodes with a process of this side, in order of their first one."""
+        return list(dict.fromkeys(process.node for process in self.processes if self.side(process) == side))
 
     def of(self, node: str, role: Role) -> list[Process]:
         """This node's processes of one role, in order."""
@@ -87,6 +93,7 @@ def assign(
     only: str | None = None,
     learner_module: str = "learner.train",
     server_command: Sequence[str] = ("rollout_server.main",),
+    teacher_command: Sequence[str] = ("rollout_server.teacher",),
 ) -> Plan:
     """Devices, ports, environments and commands.
 
@@ -98,7 +105,8 @@ def assign(
         replay: its address; none makes it of the first learner node and network.replay_port.
         resume: replay goes on from its journal, the learner from its newest checkpoint.
         only: plan the processes of this node alone.
-        learner_module: what ranks run; `server_command` is the same of rollout servers, with its first arguments.
+        learner_module: what ranks run; `server_command` is the same of rollout servers, with its first arguments, and
+            `teacher_command` of teachers.
 
     Raises:
         ConfigError: a node is unknown or has too few GPUs, or nodes cannot reach each other.
@@ -124,6 +132,7 @@ def assign(
         *(words.replay(share.node) for share in wanted if share.node == first),
         *(words.learner(share, learner_module) for share in wanted if share.learner),
         *(server for share in wanted for server in words.servers(share, tuple(server_command))),
+        *(teacher for share in wanted for teacher in words.teachers(share.node, first, tuple(teacher_command))),
     )
     return Plan(processes, first, dict(machines), address)
 
@@ -174,6 +183,18 @@ class _Words:
             name = f"rollout-{number}" if len(self.config.shares) == 1 else f"rollout-{node}-{number}"
             command = self._command(words[0], node, *words[1:], "--replay", self.address, "--server-name", name)
             yield self._process(name, "rollout", node, command, threads, devices, {})
+
+    def teachers(self, node: str, first: str, words: tuple[str, ...]) -> Iterator[Process]:
+        """Of this node; one without devices is on the first."""
+        threads = self.config.rollout.num_threads
+        for label, teacher in self.config.teachers.items():
+            places = teacher.processes or [(first, ())]
+            for number, (place, devices) in enumerate(places if teacher.has_process else []):
+                if place == node:
+                    name = f"teacher-{label}" + (f"-{number}" if len(places) > 1 else "")
+                    own = ("--name", label, "--process-name", name, "--tensor-parallel", str(max(1, len(devices))))
+                    command = self._command(words[0], node, *words[1:], "--replay", self.address, *own)
+                    yield self._process(name, "teacher", node, command, threads, devices, {})
 
     def _process(
         self,
@@ -243,7 +264,7 @@ def _reachable(config: Config, wanted: Sequence[Share], machines: Mapping[str, M
             raise Contradiction(f"{key}: {port} is {other} as well, on the same node; give each its own")
 
 
-def table(plan: Plan, roles: tuple[Role, ...] = ("replay", "learner", "rollout")) -> str:
+def table(plan: Plan, roles: tuple[Role, ...] = EVERYTHING) -> str:
     """What would run where: a line for each process, then the environment and command of each."""
     order = list(dict.fromkeys(process.node for process in plan.processes))
     chosen = sorted((p for p in plan.processes if p.role in roles), key=lambda process: order.index(process.node))

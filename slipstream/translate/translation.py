@@ -13,6 +13,7 @@ from configs.loading import apply_override, inline, leaf_keys, put
 from slipstream.translate.converters import CONVERTERS, VALUES, has_critic
 from slipstream.translate.names import BY_FRAMEWORK, NO_COUNTERPART, NOT_NEEDED, TABLES, ends, plain
 from slipstream.translate.settings import Foreign, Kind, Line, Setting, can_mean, section_of
+from slipstream.translate.teachers import line_of
 
 SECRET = re.compile(r"(wandb|api|access|auth|hub|hf|swanlab|comet)_?(key|token)\b|password|secret", re.IGNORECASE)
 DECISIONS = {name: (key, names[0]) for key, names in TABLES["decisions"].items() for name in names[1:]}
@@ -109,6 +110,8 @@ def _line(setting: Setting, foreign: Foreign) -> Line:
         return Line(f"{setting.name} ...", "not needed", note="a secret is not copied")
     # both become comments of one line
     setting = replace(setting, shown=" ".join(setting.shown.split()), open=" ".join(setting.open.split()))
+    if (of_teachers := line_of(setting, foreign)) is not None:
+        return of_teachers
     names = list(_ends(setting.name, foreign))
     machinery = next((PARTS[part] for part in setting.name.split(".") if part in PARTS), "")
     if foreign.is_whole and setting.value is None and not any(None in VALUES.get(end, {}) for end in names):

@@ -1,4 +1,4 @@
-"""Settings of a Python script around TRL's GRPOTrainer, read as a syntax tree. The script is never run or imported."""
+"""Settings of a Python script around a trainer of TRL, read as a syntax tree. The script is never run or imported."""
 
 import ast
 from collections.abc import Iterator
@@ -8,8 +8,17 @@ from typing import Any
 from slipstream.translate.settings import Foreign, Setting, Untranslatable
 
 CONFIG, TRAINER, LORA, LOAD = "GRPOConfig", "GRPOTrainer", "LoraConfig", "load_dataset"
-ASYNC = "AsyncGRPOTrainer"
-POSITIONS = {CONFIG: ("output_dir",), TRAINER: ("model", "reward_funcs", "args", "train_dataset", "eval_dataset")}
+DISTILLATION = {"DistillationConfig": CONFIG, "DistillationTrainer": TRAINER}
+"""Calls whose arguments are read as those of the other trainer."""
+CALLS = (CONFIG, TRAINER, LORA, *DISTILLATION)
+RECIPES = ("AsyncGRPOTrainer", "DistillationTrainer", "AsyncDistillationTrainer")
+REST = ("args", "train_dataset", "eval_dataset")
+POSITIONS = {
+    CONFIG: ("output_dir",),
+    TRAINER: ("model", "reward_funcs", *REST),
+    "DistillationConfig": ("output_dir",),
+    "DistillationTrainer": ("model", "teacher_model", *REST),
+}
 TRAINS_WHEN_IMPORTED = "importing {file} would train; move {name} to a file of its own, such as rewards.py"
 
 
@@ -21,18 +30,17 @@ def read(path: Path, text: str) -> Foreign:
         raise Untranslatable(f"{path}:{error.lineno}: not readable as Python: {error.msg}") from error
     script = _Script(path, tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    made = [call for call in calls if _called(call).endswith((CONFIG, TRAINER, LORA))]
-    if not any(_called(call).endswith((CONFIG, TRAINER)) for call in made):
+    made = [call for call in calls if _called(call).endswith(CALLS)]
+    if all(_called(call).endswith(LORA) for call in made):
         raise Untranslatable(
-            f"{path}: makes no GRPOConfig and no GRPOTrainer, so there is no GRPO training to translate"
+            f"{path}: makes no GRPOConfig, GRPOTrainer or DistillationTrainer, so there is no training to translate"
         )
     found = Foreign("TRL", (str(path),))
-    if any(_called(call) == ASYNC for call in made):
-        found.settings.append(Setting("recipe", ASYNC, ASYNC))
+    found.settings += [Setting("recipe", name, name) for name in RECIPES if name in map(_called, made)]
     for call in sorted(made, key=lambda call: call.lineno):
         found.settings += script.settings(call)
     found.remarks += script.remarks
-    for name in (CONFIG, TRAINER, LORA):
+    for name in CALLS:
         if sum(_called(call).endswith(name) for call in made) > 1:
             found.remarks.append(f"{name} is made more than once: all is read, and each setting's last value counts")
     return found
@@ -71,9 +79,10 @@ class _Script:
 
     def settings(self, call: ast.Call) -> Iterator[Setting]:
         """A setting for each argument of one call."""
-        what = next(name for name in (CONFIG, TRAINER, LORA) if _called(call).endswith(name))
+        made = next(name for name in CALLS if _called(call).endswith(name))
+        what = DISTILLATION.get(made, made)
         prefix = {CONFIG: "", TRAINER: "GRPOTrainer.", LORA: "peft_config."}[what]
-        given = list(zip(POSITIONS.get(what, ()), call.args, strict=False))
+        given = list(zip(POSITIONS.get(made, ()), call.args, strict=False))
         given += [(str(keyword.arg or "**"), keyword.value) for keyword in call.keywords]
         for name, node in given:
             if what == TRAINER and name in ("args", "peft_config"):

@@ -25,6 +25,8 @@ ETA_STEPS = 20
 SPLIT_STEPS, SPLIT_IDLE = 40, 0.2
 """Steps whose idle shares say which side has a GPU to give, and from which share on."""
 REWARD = "critic/score/mean"
+LOSSES = ("sft/loss",)
+"""Of objectives that learn from answers in the data: what is shown in place of rewards."""
 LAG_MEAN = "training/off_policy/trajectory_staleness/mean"
 LAG_MAX = "training/off_policy/trajectory_staleness/max"
 GOOD_COUNTERS = {"groups_accepted", "groups_trained", "checkpoints", "partials_used", "partial_tokens_used"}
@@ -42,7 +44,7 @@ class MetricRows:
     steps: list[Row] = field(default_factory=list)
     """Rows of the last `kept` steps, one each, ascending."""
     rewards: list[tuple[int, float | None]] = field(default_factory=list)
-    """Step and mean reward of all steps."""
+    """Step and mean reward, or loss of the data, of all steps."""
     evaluations: dict[int, dict[str, float | None]] = field(default_factory=dict)
     """Version to mode (`greedy`, `sampled`) to mean reward."""
     kept: int | None = KEPT
@@ -58,7 +60,7 @@ class MetricRows:
             while self.rewards and self.rewards[-1][0] >= row["step"]:
                 self.rewards.pop()
             self.steps.append(row)
-            self.rewards.append((row["step"], row.get(REWARD)))
+            self.rewards.append((row["step"], row.get(worth_of(row))))
             if self.kept is not None:
                 del self.steps[: -self.kept]
         elif scores := evaluation_scores(row):
@@ -131,15 +133,28 @@ def sparkline(values: Iterable[float | None], width: int = 60) -> str:
     )
 
 
+def worth_of(row: Row) -> str:
+    """The metric that says what a step came to."""
+    return next((name for name in LOSSES if name in row), REWARD)
+
+
+def title_of(row: Row) -> str:
+    """`reward`, or `sft loss`."""
+    return "reward" if (name := worth_of(row)) == REWARD else name.replace("/", " ")
+
+
 def step_line(progress: MetricRows) -> str:
     """The line of the last step in plain mode."""
     row = progress.last
+    is_sampled = worth_of(row) == REWARD
+    lag = f"  lag {number(row.get(LAG_MEAN), 1)}/{progress.async_lag}" if is_sampled else ""
+    rollout = f" rollout {percent(row.get('rollout/idle_ratio'))}" if is_sampled else ""
     return (
         f"step {progress.step}/{progress.total_steps}"
-        f"  reward {number(row.get(REWARD))}"
-        f"  lag {number(row.get(LAG_MEAN), 1)}/{progress.async_lag}"
+        f"  {title_of(row)} {number(row.get(worth_of(row)), 2 if is_sampled else 3)}"
+        f"{lag}"
         f"  tok/s {count(row.get('perf/learner_tokens_per_s'))}"
-        f"  idle learner {percent(row.get('trainer/idle_ratio'))} rollout {percent(row.get('rollout/idle_ratio'))}"
+        f"  idle learner {percent(row.get('trainer/idle_ratio'))}{rollout}"
         f"  eta {duration(progress.eta_s())}"
     ) + (f"  {lost}" if (lost := lost_text(row)) else "")
 
@@ -283,7 +298,8 @@ def closing_line(progress: MetricRows) -> str:
     rewards: list[float] = [reward for _, reward in progress.rewards if reward is not None]
     if not rewards:
         return ""
-    text = f"reward {number(rewards[0])} → {number(statistics.fmean(rewards[-5:]))} after {progress.step} steps"
+    title, last = title_of(progress.last), statistics.fmean(rewards[-5:])
+    text = f"{title} {number(rewards[0])} → {number(last)} after {progress.step} steps"
     if len(progress.evaluations) > 1:
         first, newest = min(progress.evaluations), max(progress.evaluations)
         before, after = progress.evaluations[first], progress.evaluations[newest]

@@ -181,7 +181,7 @@ class LiveView:
             total=progress.total_steps, completed=progress.step, width=max(10, min(40, self.console.width - 50))
         )
         steps.add_row(bar, Text(f"{progress.step}/{progress.total_steps}"), Text(eta))
-        rewards = [row.get(live_text.REWARD) for row in progress.steps]
+        rewards = [row.get(live_text.worth_of(row)) for row in progress.steps]
         reward = Text(live_text.number(rewards[-1] if rewards else None))
         reward.append(f"  {live_text.sparkline(rewards, max(10, min(60, self.console.width - 30)))}", style="green")
         facts = live_text.facts(progress, self.status)
@@ -193,7 +193,7 @@ class LiveView:
         table.add_column(style="bold", no_wrap=True)
         table.add_column(ratio=1)
         table.add_row("step", steps)
-        table.add_row("reward", reward)
+        table.add_row(live_text.title_of(progress.last), reward)
         for name, fact in facts.items():
             table.add_row(name, Text(fact, style=STYLES.get(name, "")))
         return table

@@ -18,7 +18,7 @@ from matplotlib.ticker import PercentFormatter
 from learner.record.metrics import FILE, MetricsError, evaluation_scores, read_rows, tokens_by_lag
 from learner.record.summary import curves
 from slipstream.runtime.program import program
-from slipstream.view.live_text import REWARD, Row, duration
+from slipstream.view.live_text import Row, duration, title_of, worth_of
 
 REWARD_COLOUR = "#8a8f98"
 COLOURS = ("#1f6feb", "#d1580b", "#1a7f37", "#8250df", "#bf3989", "#6e7781")
@@ -97,10 +97,12 @@ def _line(axis: Any, where: Sequence[int], values: Sequence[float], *, colour: s
 
 
 def _reward(axis: Any, steps: Sequence[Row], evaluations: Sequence[Row]) -> None:
-    where, values = series(steps, REWARD)
+    last = steps[-1] if steps else {}
+    where, values = series(steps, worth_of(last))
+    worth = title_of(last)
     shown = [0.0, 1.0, *values]
     if values:
-        _line(axis, where, values, colour=REWARD_COLOUR, label=f"reward, mean of {SMOOTHED_STEPS} steps")
+        _line(axis, where, values, colour=REWARD_COLOUR, label=f"{worth}, mean of {SMOOTHED_STEPS} steps")
     # pass@1 is mean@k for rewards of 0 and 1
     found = {mode: curve for mode, curve in curves(evaluations).items() if mode.rpartition("/")[2] != "pass@1"}
     sets = list(dict.fromkeys(mode.rpartition("/")[0] for mode in found))
@@ -113,7 +115,8 @@ def _reward(axis: Any, steps: Sequence[Row], evaluations: Sequence[Row]) -> None
         axis.plot(versions, scores, line, color=colour, marker="o", markersize=4, linewidth=1.6, label=label)
         shown += scores
     margin = 0.03 * (max(shown) - min(shown))
-    axis.set(title="Reward and evaluation", xlabel="step, or policy version of an evaluation", ylabel="mean reward")
+    title, label = f"{worth[0].upper()}{worth[1:]} and evaluation", "mean reward" if worth == "reward" else worth
+    axis.set(title=title, xlabel="step, or policy version of an evaluation", ylabel=label)
     axis.set_ylim(min(shown) - margin, max(shown) + margin)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(loc="lower right", frameon=many, fontsize=8 if many else None, ncols=1 + many)

@@ -1,4 +1,4 @@
-"""What two ranks see of a critic and a reference model beside the policy (two_ranks.py)."""
+"""What two ranks see of a critic, a reference model and refreshed teachers beside the policy (two_ranks.py)."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +9,19 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs import Config
+from configs.teachers import Teacher
 from learner.beside.beside import Beside, build_beside
 from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
+from learner.layout import digests
 from learner.optimizer import Optimizer
 from learner.policy.model import Policy
+from learner.ranks import Ranks
 from learner.trainer import Trainer
 from tests.learner.recorded import batch_of, random_step
-from tests.learner.tiny_models import built, make_config, saved
-from weight_bus.digest import combined
+from tests.learner.tiny_models import CPU, built, make_config, saved
+from tests.support.bus_receiver import RUN, Rollout
+from tests.support.waiting import until
+from weight_bus.digest import combined, slice_digest
 
 STEPS = 3
 MODEL = "one_layer"
@@ -30,13 +35,18 @@ PPO = {
 }
 BOTH = {"algorithm": {"kl": "k3", "kl_coef": 0.2, "reference_refresh_steps": 2}}
 ADAPTERS = PPO | {"learner": {**SECTIONS["learner"], "lora": {"rank": 2}, "lr": 5e-3}}
-CASES = {"ppo": PPO, "reference": BOTH, "adapters": ADAPTERS}
+CASES: dict[str, dict[str, Any]] = {"ppo": PPO, "reference": BOTH, "adapters": ADAPTERS, "teachers": {}}
+PARTS = {"ppo": "critic", "reference": "reference", "adapters": "critic", "teachers": "teachers/mean"}
+"""What is taken out of a checkpoint of each case."""
+TEACHERS = {"old": Teacher(of="lagged", every=2), "mean": Teacher(of="average", every=1, decay=0.5)}
+BUS = {"heartbeat_s": 0.4, "deadline_s": 60, "collective_timeout_s": 20, "bucket_bytes": 4096}
 
 
 def configured(folder: Path, name: str, split: str = "1:2", parent: str = "beside") -> Config:
     """One of CASES, on two learner ranks."""
     run = {"dir": str(folder / parent), "name": name}
-    return make_config(folder / MODEL, **{**SECTIONS, **CASES[name], "placement": {"split": split}, "run": run})
+    sections = {**SECTIONS, **CASES[name], "placement": {"split": split}, "run": run, "weight_bus": BUS}
+    return make_config(folder / MODEL, **sections)
 
 
 @dataclass
@@ -62,7 +72,29 @@ class Made:
         return Checkpointer(self.config, self.policy, self.optimizer, self.beside.parts)
 
     def digest(self) -> dict[str, Any]:
-        return {"policy": self.policy.parameter_digest(), "critic": combined(self.beside.digests())}
+        made = {"policy": self.policy.parameter_digest(), "critic": combined(self.beside.digests())}
+        layout, group = self.policy.layout, self.policy.group
+        held = {part: layout.shards(its.weights()) for part, its in self.beside.teachers.parts.items()}
+        return made | {part: combined(digests(shards, torch.float32, group)) for part, shards in held.items()}
+
+    def sent(self, rank: int) -> dict[str, Any]:
+        """What reaches a process of each teacher from both ranks, and what the bus says of it (rank 0)."""
+        teachers = self.beside.teachers
+        ranks = Ranks(rank, self.policy.world_size, CPU, self.policy.mesh)
+        addresses = teachers.open(ranks, run_id=RUN, incarnation=1)
+        ends = {n: Rollout(at, n, config=self.config.weight_bus.of_teacher(n)) for n, at in addresses.items()}
+        for name in ends:
+            publisher = teachers.buses[name]._publisher
+            assert publisher is not None
+            until(lambda name=name, publisher=publisher: name in publisher.members(), f"{name} joins")
+        teachers.publish()
+        wanted = {name: bus.digests() for name, bus in teachers.buses.items()}
+        senders = [len({lane.sender for lane in bus._lanes}) for bus in teachers.buses.values()]
+        found = {"senders": senders, "versions": teachers.versions, "metrics": teachers.metrics(last=True)}
+        for name, end in ends.items():
+            assert {one: slice_digest(tensor) for one, tensor in end.engine.live.items()} == wanted[name]
+        teachers.close()
+        return found
 
     def resumed(self) -> dict[str, Any]:
         """Back to step 2, and on from there: the digest once more."""
@@ -74,7 +106,7 @@ class Made:
         """What is said of a checkpoint whose part is gone."""
         folder = Path(self.config.run_dir) / "checkpoints" / "step_2"
         if self.policy.rank == 0:
-            (folder / ("reference" if self.beside.critic is None else "critic") / "part.json").unlink()
+            (folder / PARTS[self.config.run.name] / "part.json").unlink()
             (folder / "COMPLETE").write_text('{"files": {}}')
         torch.distributed.barrier(self.policy.group)
         try:
@@ -87,7 +119,8 @@ class Made:
 def train(config: Config, mesh: DeviceMesh) -> tuple[Made, list[dict[str, float]]]:
     """STEPS steps, with a checkpoint of step 2, and the metrics of each."""
     policy, optimizer = built(config, mesh)
-    made = Made(config, policy, optimizer, build_beside(config, policy))
+    taught = config.model_copy(update={"teachers": TEACHERS if config.run.name == "teachers" else {}})
+    made = Made(config, policy, optimizer, build_beside(taught, policy))
     return made, [made.step(number) for number in range(1, STEPS + 1)]
 
 
@@ -101,4 +134,5 @@ def observe(folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
         if made.policy.rank == 0:
             save_file(full, folder / f"beside_{name}.safetensors")
         seen[name] |= {"resumed": made.resumed(), "damaged": made.damaged()}
+    seen["sent"] = made.sent(made.policy.rank)
     return seen

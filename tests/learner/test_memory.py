@@ -54,6 +54,15 @@ def test_the_budget_is_above_the_peaks_of_an_h200_and_near(shape: str, peak_gib:
     assert peak_gib < found < 1.16 * peak_gib
 
 
+def test_a_refreshed_teacher_costs_a_copy_of_what_is_trained_and_two_packed_versions() -> None:
+    alone, taught = (chosen("1.7B", None, refreshed=count) for count in (0, 2))
+    more = {
+        name: size - alone.items.get(name, 0) for name, size in taught.items.items() if alone.items.get(name) != size
+    }
+    packed = "packed versions (rank 0)"
+    assert more == {"refreshed teachers": 2 * alone.items["float32 weights"], packed: 2 * alone.items[packed]}
+
+
 def test_more_memory_buys_a_faster_way_and_what_does_not_fit_is_the_smallest() -> None:
     ways = [chosen("1.7B", gib) for gib in (200, 58, 55, 42, 1)]
     assert [way.recompute for way in ways] == ["none", "selective", "full", "full", "full"]

@@ -23,7 +23,15 @@ def settings(keep: int = 1, keep_best: int = 1, best_is: str = "max") -> Checkpo
     return Checkpoint(keep=keep, keep_best=keep_best, best_metric=SCORE, best_is=best_is)
 
 
-PARTS = ("dcp/.metadata", "critic/dcp/x", "critic/part.json", "reference/dcp/x", "hf/model.safetensors", "state.json")
+PARTS = (
+    "dcp/.metadata",
+    "critic/dcp/x",
+    "critic/part.json",
+    "reference/dcp/x",
+    "teachers/old/dcp/x",
+    "hf/model.safetensors",
+    "state.json",
+)
 
 
 def written(parent: Path, step: int) -> Path:
@@ -172,7 +180,7 @@ def learner(*, writing: bool, every: int = 10, asynchronous: bool = True) -> Cas
     ranks = SimpleNamespace(is_first=True, agree=lambda *values: list(values))
     return Case(
         config=config, checkpoints=checkpoints, ranks=ranks, batches=MagicMock(),
-        span=MagicMock(), guards=MagicMock(), _masters="d", _saved={}, _plan={},
+        span=MagicMock(), guards=MagicMock(), teachers=MagicMock(), _masters="d", _saved={}, _plan={},
     )  # fmt: skip
 
 

@@ -176,8 +176,18 @@ def test_models_beside_the_policy_give_the_same_on_two_ranks_as_on_one(seen, fol
 def test_critic_and_refreshed_reference_are_part_of_a_checkpoint(seen, case):
     found = seen[0]["beside"][case]
     assert found["resumed"] == found["digest"]
-    name = "reference" if case == "reference" else "critic"
+    name = beside_ranks.PARTS[case].rpartition("/")[2]
     assert f"it has no {name}/; the run that wrote it had no {name} of its own" in found["damaged"]
+
+
+def test_refreshed_teachers_are_sent_by_all_ranks(seen):
+    first, second = (rank["beside"]["sent"] for rank in seen)
+    assert first["senders"] == second["senders"] == [2, 2]
+    assert first["versions"] == second["versions"] == {"old": 2, "mean": 3}
+    sent = {key: value for key, value in first["metrics"].items() if key.endswith(("version", "equal", "members"))}
+    assert {name: sent[f"teacher/{name}/version"] for name in ("old", "mean")} == first["versions"]
+    assert all(sent[f"teacher/{name}/{key}"] for name in ("old", "mean") for key in ("digests_equal", "members"))
+    assert second["metrics"] == {}
 
 
 def test_a_checkpoint_goes_from_two_ranks_to_one_to_three(seen, folder, mesh):

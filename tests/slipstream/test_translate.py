@@ -127,7 +127,7 @@ def test_a_set_of_files_of_prime_rl_is_one_run(tmp_path):
         ("a.toml", "x = ", "not readable as TOML"),
         ("a.toml", "x = 1", "its name does not say which part it is"),
         ("a.py", "def f(", "not readable as Python"),
-        ("a.py", "print(1)", "makes no GRPOConfig and no GRPOTrainer"),
+        ("a.py", "print(1)", "makes no GRPOConfig, GRPOTrainer or DistillationTrainer"),
         ("a.sh", "echo 1", "no command starts verl"),
         ("a.sh", 'echo "', "has no end"),
         ("a.sh", "echo 'x", "has no end"),

@@ -192,3 +192,82 @@ def test_prompts_that_verl_would_cut_are_no_counterpart_and_epochs_beside_steps_
 )
 def test_what_does_not_divide_is_asked_for(tmp_path, name, text, key):
     assert key in made(tmp_path, name, text).undecided
+
+
+VERL_TEACHERS = """python3 -m verl.trainer.main_ppo distillation.enabled=True distillation.teacher_key=source \\
+  +distillation.teacher_models.m.key=math +distillation.teacher_models.m.model_path=models/math \\
+  +distillation.teacher_models.c.key=code +distillation.teacher_models.c.model_path=$CODE \\
+  +distillation.teacher_models.m.num_replicas=2 distillation.teacher_models.teacher_model.model_path=models/none \\
+"""
+SLIME_TEACHER = """python3 train.py --use-opd --opd-type {kind} --opd-kl-coef 0.5 --opd-teacher-load x \\
+  --rm-url http://10.0.0.7:13141/generate \\
+  --custom-reward-post-process-path {path}
+"""
+WAY = "algorithm.distillation"
+
+
+@pytest.mark.parametrize(
+    ("loss", "way"),
+    [
+        ("loss_mode=k1 use_policy_gradient=True", {"sampled_advantage": {"coef": 1.0}}),
+        ("distillation_loss_coef=0.3", {"sampled": {"estimator": "k3", "coef": 0.3}}),
+        ("loss_mode=mse use_task_rewards=False", {"sampled": {"estimator": "k2", "task": 0.0}}),
+        ("loss_mode=forward_kl_topk topk=64", {"top_k": {"k": 64, "direction": "forward", "coef": 1.0}}),
+        ("loss_mode=k3 use_policy_gradient=True", None),
+        ("loss_mode=abs", None),
+    ],
+)
+def test_distillation_of_verl(loss, way, tmp_path):
+    named = " ".join(f"distillation.distillation_loss.{one}" for one in loss.split())
+    found = made(tmp_path, "a.sh", VERL_TEACHERS + named)
+    assert keys(found).get(WAY) == way and (WAY in found.undecided) == (way is None)
+    assert found.tree["teachers"]["m"] == {"path": "models/math", "rows": {"source": "math"}}
+    assert found.tree["teachers"]["c"] == {"rows": {"source": "code"}} and "teacher_model" not in found.tree["teachers"]
+    assert {"teachers.c.path", "teachers.m.devices"} <= found.undecided.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "expected", "undecided"),
+    [
+        ("sglang", "slime.rollout.on_policy_distillation.post", {"coef": 0.5, "task": 0.0}, "teachers.teacher.model"),
+        ("sglang", "mine.post", {"coef": 0.5}, "teachers.teacher.model"),
+        ("megatron", "mine.post", {"coef": 0.5}, "teachers.teacher.path"),
+        ("self", "mine.post", None, WAY),
+    ],
+)
+def test_distillation_of_slime(kind, path, expected, undecided, tmp_path):
+    found = made(tmp_path, "a.sh", SLIME_TEACHER.format(kind=kind, path=path))
+    assert keys(found).get(WAY) == (expected and {"sampled_advantage": expected}) and undecided in found.undecided
+    assert keys(found).get("teachers.teacher.url") == ("http://10.0.0.7:13141/v1" if kind == "sglang" else None)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options", "expected"),
+    [
+        (
+            "Distillation",
+            "",
+            {WAY: {"full": {"direction": "reverse", "task": 0.0}}, "teachers.teacher.where": "learner"},
+        ),
+        ("Distillation", "beta=0.5", {WAY: None}),
+        (
+            "AsyncDistillation",
+            "teacher_top_k=20, max_staleness=4, teacher_server_urls={'a': 'http://h:1', 'b': 'http://h:2/'}",
+            {
+                WAY: {"top_k": {"k": 20, "direction": "forward", "task": 0.0}},
+                "teachers.b.url": "http://h:2/v1",
+                "teachers.b.rows": {"teacher_id": "b"},
+                "replay.async_lag": 4,
+            },
+        ),
+    ],
+)
+def test_distillation_of_trl(trainer, options, expected, tmp_path):
+    text = f"""from trl import {trainer}Config, {trainer}Trainer
+{trainer}Trainer("small", "big", {trainer}Config("out", {options}), train_dataset=load_dataset("json", data_files="a"))
+"""
+    found = keys(made(tmp_path, "a.py", text))
+    assert {key: found.get(key) for key in expected} == expected
+    assert (found["model.path"], found["data.train"], found["rollout.group_size"]) == ("small", "a", 1)
+    assert trainer != "Distillation" or found["teachers.teacher.path"] == "big"
+    assert "algorithm.kl" not in found

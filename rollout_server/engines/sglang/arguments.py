@@ -115,7 +115,7 @@ def replayed(config: Config) -> Experts | None:
 
 
 def _context_length(config: Config, *, cuda: bool) -> int:
-    longest = config.max_context
+    longest = config.scored_context
     try:
         described = decoder_of(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
         limit, sizes = int(described["max_position_embeddings"]), Sizes.of(described)

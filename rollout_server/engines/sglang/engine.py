@@ -17,7 +17,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from configs.schema import Config
 from rollout_server.engines.base import (
@@ -29,12 +31,13 @@ from rollout_server.engines.base import (
     PauseMode,
     Pictures,
     Sampling,
+    Scored,
     first_error,
 )
-from rollout_server.engines.prefixes import check_request, settled
+from rollout_server.engines.prefixes import check_request, check_scored, settled
 from rollout_server.engines.sglang.arguments import replayed
 from rollout_server.engines.sglang.process import SGLangProcess
-from rollout_server.engines.sglang.requests import AnswerPart, ResumableAnswer
+from rollout_server.engines.sglang.requests import AnswerPart, ResumableAnswer, scored_of
 from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, folder_tensors
 from slipstream.families.experts import Experts
 
@@ -48,7 +51,7 @@ class SGLangEngine:
     """
 
     def __init__(self, config: Config, process: Callable[[Config], SGLangProcess] = SGLangProcess) -> None:
-        self._max_context = config.max_context
+        self._max_context, self._scored_context = config.max_context, config.scored_context
         self._experts = replayed(config)
         self._hold_limit_s, self._drain_limit_s = config.evaluation.deadline_s, config.replay.lease_s
         self._staging = StagingFolder(config.model.family)
@@ -131,6 +134,40 @@ class SGLangEngine:
             if not self._answers:
                 self._busy_s += time.monotonic() - self._busy_since
         return [task.result() for task in tasks]
+
+    async def score(
+        self, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int], *, temperature: float, top: int
+    ) -> Scored:
+        """As `Engine.score`; SGLang batches them, and has read what it has sampled. An update has all scored again."""
+        check_scored(sequences, firsts, max_context=self._scored_context, vocab_size=self.sglang.vocab_size)
+        if temperature != self.sglang.scored_at:
+            raise EngineError(
+                f"SGLang scores prompts at temperature {self.sglang.scored_at:g} here, not at rollout.temperature"
+                f" {temperature:g}; take rollout.temperature=1.0, or a teacher with a process of its own"
+            )
+        asked = [ids.tolist() for ids in sequences]
+        while True:
+            await self._open.wait()
+            version = self.version
+            calls = [self.sglang.score(ids, first, top, version) for ids, first in zip(asked, firsts, strict=True)]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    death = group.create_task(self.sglang.death())
+                    tasks = [group.create_task(call) for call in calls]
+                    await asyncio.wait(tasks)
+                    death.cancel()
+            except ExceptionGroup as failed:
+                raise first_error(failed) from failed
+            if version == self.version and not self._paused:
+                break
+        told = zip(tasks, asked, firsts, strict=True)
+        found = [scored_of(task.result(), ids, first, top) for task, ids, first in told]
+        return Scored(
+            version=version,
+            logprobs=np.array([one for logprobs, _ in found for one in logprobs], np.float32),
+            ids=np.array([pair[1] for _, pairs in found for pair in pairs], np.int32),
+            top=np.array([pair[0] for _, pairs in found for pair in pairs], np.float32),
+        )
 
     async def _answer(self, answer: ResumableAnswer) -> Completion:
         if answer.ended is None:

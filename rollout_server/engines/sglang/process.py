@@ -24,7 +24,7 @@ from configs.schema import Config
 from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, EngineStartFailed, Pictures, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
 from rollout_server.engines.sglang.cpu import CPU_SWITCH, prepare_cpu
-from rollout_server.engines.sglang.requests import AnswerPart
+from rollout_server.engines.sglang.requests import SCORED_AT, AnswerPart
 from slipstream.families.pictures import PictureError, Vision, vision_of
 from slipstream.runtime.fingerprint import read_json
 from slipstream.runtime.hang import expired
@@ -93,12 +93,27 @@ def run_scheduler(*arguments: Any, **options: Any) -> Any:
     """SGLang's scheduler, started by a module that has set its environment."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    if (temperature := float(os.environ.get(SCORED_AT, "1"))) != 1:
+        _divide_logits(temperature)
     if os.environ.get(CPU_SWITCH) == "1":  # 0.5.20 registers the memory of routed experts with CUDA there too
         from sglang.srt.mem_cache.pool_host import common
         from sglang.srt.state_capturer import base
 
         base.ALLOC_MEMORY_FUNCS = {**common.ALLOC_MEMORY_FUNCS, "cpu": _host_memory}
     return run_scheduler_process(*arguments, **options)
+
+
+def _divide_logits(temperature: float) -> None:
+    """Take all logprobs at a temperature: those of prompts know none (0.5.20). For schedulers of a teacher alone."""
+    from sglang.srt.layers.logits_processor import LogitsProcessor
+
+    logits_of = LogitsProcessor._get_logits
+
+    def divided(*arguments: Any, **options: Any) -> torch.Tensor:
+        logits: torch.Tensor = logits_of(*arguments, **options).float()
+        return logits.div_(temperature)
+
+    LogitsProcessor._get_logits = divided
 
 
 def _engine_class() -> Any:
@@ -137,6 +152,8 @@ class SGLangProcess:
     def __init__(self, config: Config) -> None:
         self.deadline_s = config.rollout.engine_deadline_s
         self.num_ranks = config.placement.tensor_parallel
+        self.scored_at = float(os.environ.get(SCORED_AT, "1"))
+        """Temperature of the logprobs of prompts."""
         device = config.placement.device
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         if not cuda:
@@ -264,6 +281,23 @@ class SGLangProcess:
                 yield output
         except ValueError as error:
             raise EngineError(f"SGLang refuses a request of {len(token_ids)} tokens: {error}") from error
+
+    async def score(self, ids: list[int], first: int, top: int, namespace: int) -> dict[str, Any]:
+        """SGLang's words on a prompt, from token `first` on, as `generate`. Raises EngineError: SGLang refuses it."""
+        request = self._requests.GenerateReqInput(
+            input_ids=ids,
+            sampling_params={"max_new_tokens": 0, "temperature": 1.0},
+            return_logprob=True,
+            logprob_start_len=first - 1,
+            top_logprobs_num=top,
+            extra_key=f"w{namespace}.{self._loads}",
+        )
+        try:
+            async for output in self._manager.generate_request(request, None):
+                meta: dict[str, Any] = output["meta_info"]
+        except ValueError as error:
+            raise EngineError(f"SGLang refuses to score {len(ids)} tokens: {error}") from error
+        return meta
 
     def _image_data(self, pictures: Pictures, token_ids: list[int], new_tokens: int) -> dict[str, Any]:
         """As `image_data`; made once for the answers of a group, which are asked for one after the other."""

@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 from rollout_server.engines.base import Completion, EngineError, FinishReason, Partial, Pictures, Routing, Sampling
 from slipstream.families.experts import Experts
 
+SCORED_AT = "SLIPSTREAM_SCORED_AT"
+"""Environment variable of a teacher's process: the temperature of all its logprobs."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class AnswerPart:
@@ -122,6 +125,20 @@ class ResumableAnswer:
         first = max(0, since - self.taken.token_ids.size)
         ids, logprobs = [pair[1] for pair in pairs[first:]], [pair[0] for pair in pairs[first:]]
         return taken.then(_tokens(ids, logprobs, versions_from_boundaries(part, len(pairs))[first:]))
+
+
+def scored_of(meta: Mapping[str, Any], ids: Sequence[int], first: int, top: int) -> tuple[list[float], list[Any]]:
+    """Logprobs of the tokens from number `first` on, and [logprob, id] of the `top` likeliest in place of each.
+
+    Raises EngineError: SGLang says something of other tokens.
+    """
+    told = (meta.get("input_token_logprobs") or [])[1:]  # of what stands before the first one, it has none
+    beside = (meta.get("input_top_logprobs") or [])[1:] if top else [[]] * len(told)
+    if [int(one[1]) for one in told] != list(ids[first:]) or any(len(row) < top for row in beside):
+        raise EngineError(
+            f"SGLang gave {len(told)} logprobs for the tokens {first} to {len(ids)} of a prompt [corrupt]"
+        )
+    return [float(one[0]) for one in told], [pair for row in beside for pair in row[:top]]
 
 
 def _tokens(ids: list[int], logprobs: list[float], versions: NDArray[np.int32]) -> Partial:

@@ -9,24 +9,26 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from configs.learner import Lora
-from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Pictures, Sampling
-from rollout_server.engines.prefixes import check_request, settled
+from rollout_server.engines.base import Completion, EngineError, Health, Partial, PauseMode, Pictures, Sampling, Scored
+from rollout_server.engines.prefixes import check_request, check_scored, settled
 from rollout_server.engines.torch.family import read_spec
 from rollout_server.engines.torch.lane import DecodeLane
 from rollout_server.engines.torch.model import TorchModel
 from rollout_server.engines.torch.rows import Request
 from rollout_server.engines.torch.sampling import stream_key
+from rollout_server.engines.torch.turns import Turns
 from rollout_server.engines.torch.viewer import Viewer
 from rollout_server.engines.torch.weights import LiveWeights, read_folder
 from slipstream.families.record import TOWER
@@ -38,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CLOSE_DEADLINE_S = 30.0
 
 
-class TorchEngine:
+class TorchEngine(Turns):
     """Implements `Engine`, whose docstrings hold here: one live lane, and one for each pinned version.
 
     Args:
@@ -51,6 +53,7 @@ class TorchEngine:
         seed: mixed into every request's seed.
         lora: adapters, zero at first, that updates carry; the weights of the folder stay then.
         routing: answers come with the experts of their tokens, where the model has any.
+        scored_context: most tokens of a sequence that is scored, where these are more than max_context.
 
     Raises EngineError where the folder cannot be served exactly.
     """
@@ -66,14 +69,16 @@ class TorchEngine:
         seed: int = 0,
         lora: Lora | None = None,
         routing: bool = True,
+        scored_context: int = 0,
     ) -> None:
         if dtype not in DTYPES:
             raise EngineError(
                 f"rollout.dtype {dtype!r} is not served by the torch engine; take one of {sorted(DTYPES)}"
             )
-        torch.set_num_threads(num_threads)
+        super().__init__(num_threads)
         folder = Path(folder)
-        self._spec = read_spec(folder, max_context)
+        self._scored_context = max(max_context, scored_context)
+        self._spec = read_spec(folder, self._scored_context)
         weights = LiveWeights(self._spec, DTYPES[dtype], lora)
         try:
             skip = TOWER if self._spec.vision is not None else ""
@@ -86,7 +91,7 @@ class TorchEngine:
         """Held while rows or the tables below change, and while another thread reads them."""
         self._lane = partial(
             DecodeLane,
-            TorchModel(self._spec, dtype=weights.dtype, max_context=max_context),
+            TorchModel(self._spec, dtype=weights.dtype, max_context=self._scored_context),
             experts=self._spec.experts if routing else None,
             max_running=max_running,
             max_context=max_context,
@@ -99,15 +104,8 @@ class TorchEngine:
         self._half_updated: str | None = None
         self._loading, self._kv_is_old = False, False
         self._busy_s, self._unpinned_tokens = 0.0, 0
-        self._thread = ThreadPoolExecutor(1, "torch-engine", torch.set_num_threads, (num_threads,))
-        self._turn = asyncio.Condition()
-        """Of whoever changes the lanes: the decode steps, or a call between two of them; notified after each."""
-        self._asking = 0
-        """Calls that wait for their turn."""
         self._decoding: asyncio.Task[None] | None = None
         self._aborting: set[asyncio.Task[None]] = set()
-        self._ended: EngineError | None = None
-        """Why the engine takes no more calls."""
 
     @property
     def version(self) -> int:
@@ -159,6 +157,21 @@ class TorchEngine:
         except asyncio.CancelledError:
             self.abort(request_id, request)
             raise
+
+    async def score(
+        self, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int], *, temperature: float, top: int
+    ) -> Scored:
+        """As `Engine.score`. Decoding stands still meanwhile; a pause waits for it, and it waits for one to end."""
+        check_scored(sequences, firsts, max_context=self._scored_context, vocab_size=self._spec.vocab_size)
+        async with self._between_steps():
+            await self._turn.wait_for(lambda: self._ended is not None or self._mode is None)
+            self._raise_if_ended()
+            started = time.perf_counter()
+            scored = await self._in_thread(
+                partial(self.live.score, sequences, firsts, temperature=temperature, top=top)
+            )
+            self._busy_s += time.perf_counter() - started
+            return scored
 
     def abort(self, request_id: str, only: Request | None = None) -> None:
         """As `Engine.abort`; with `only`, that request and no later one of its name."""
@@ -308,43 +321,11 @@ class TorchEngine:
             pass  # it has ended before
         self._thread.shutdown(wait=False)
 
-    def _raise_if_ended(self) -> None:
-        """Raises EngineError, with the cause, when the engine was closed or a step has failed."""
-        if self._ended is not None:
-            raise self._ended
-
-    @asynccontextmanager
-    async def _between_steps(self) -> AsyncIterator[None]:
-        """The lanes are the caller's, after those that asked before. Raises EngineError: the engine has ended."""
-        self._raise_if_ended()
-        self._asking += 1
-        try:
-            await self._turn.acquire()
-        finally:
-            self._asking -= 1
-        try:
-            self._raise_if_ended()
-            yield
-        finally:
-            self._go_on()
-            self._turn.notify_all()
-            self._turn.release()
-
-    async def _in_thread(self, call: Callable[..., T], *arguments: Any) -> T:
-        """Run what computes in the decode thread. An error there is the end of the engine."""
-        try:
-            run = asyncio.get_running_loop().run_in_executor
-            return await run(self._thread, torch.inference_mode()(call), *arguments)
-        except Exception as error:
-            logger.exception("the decode thread of the torch engine died")
-            died = EngineError(f"the decode thread died: {type(error).__name__}: {error}")
-            with self._lock:
-                self._ended = died
-                requests = [request for request, _ in self._requests.values()]
-                self._requests.clear()
-            for request in requests:
-                request.future.set_exception(died)
-            raise died from error
+    def _died(self) -> list["Future[list[Completion]]"]:
+        with self._lock:
+            requests = [request for request, _ in self._requests.values()]
+            self._requests.clear()
+        return [request.future for request in requests]
 
     # ---- decoding --------------------------------------------------------------------------------------
 

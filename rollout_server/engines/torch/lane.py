@@ -5,6 +5,7 @@ live requests.
 """
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from rollout_server.engines.base import Scored
 from rollout_server.engines.torch.model import KVCache, TorchModel
 from rollout_server.engines.torch.rows import Request, RowTable
 from rollout_server.engines.torch.sampling import choose, uniforms
@@ -132,6 +134,20 @@ class DecodeLane:
             assert self.rows.routing is not None
             routing = torch.stack(routed, dim=1).numpy().astype(self.rows.routing.dtype)
             request.done[index] = replace(answer, routing=routing)
+
+    def score(
+        self, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int], *, temperature: float, top: int
+    ) -> Scored:
+        """As `Engine.score`, some sequences after the other."""
+        at_once = max(1, MAX_PREFILL_TOKENS // max(ids.size for ids in sequences))
+        parts = [
+            self.model.score(
+                self.weights, sequences[n : n + at_once], firsts[n : n + at_once], temperature=temperature, top=top
+            )
+            for n in range(0, len(sequences), at_once)
+        ]
+        logprobs, ids, likeliest = (torch.cat(part).flatten().numpy() for part in zip(*parts, strict=True))
+        return Scored(version=self.version, logprobs=logprobs, ids=ids.astype(np.int32), top=likeliest)
 
     def abort(self, request: Request | None = None) -> None:
         """End one request, or all of them, now; answers come back with what they have."""

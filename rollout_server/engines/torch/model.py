@@ -4,7 +4,7 @@ Shapes: n rows (running answers), P prompts, T cached positions, H query heads, 
 answers are always rows 0..n-1 of the cache, so that the decode step reads it through views and never gathers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ from rollout_server.engines.torch.rows import Look
 from rollout_server.engines.torch.weights import Layer, LiveWeights
 
 LENGTH_BUCKET = 16
+SCORED_ROWS = 64
+"""Tokens whose logits are there at once while they are scored."""
 Routed = list[torch.Tensor] | None
 
 
@@ -135,13 +137,57 @@ class TorchModel:
         Returns:
             float32 logits [P, V] after the last token of each prompt.
         """
+        longest, last_row = max(map(len, prompts)), first_row + len(prompt_of_row)
+        source = torch.tensor(prompt_of_row)
+
+        def keep(index: int, k: torch.Tensor, v: torch.Tensor) -> None:
+            cache.data[index, 0, first_row:last_row, :, :longest] = k[source]
+            cache.data[index, 1, first_row:last_row, :, :longest] = v[source]
+
+        x = self._read(weights, prompts, looks, keep, routed)
+        ends = [row * longest + len(prompt) - 1 for row, prompt in enumerate(prompts)]
+        return self._logits(weights, x[torch.tensor(ends)])
+
+    def score(
+        self,
+        weights: LiveWeights,
+        sequences: Sequence[NDArray[np.int32]],
+        firsts: Sequence[int],
+        *,
+        temperature: float,
+        top: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `Engine.score`: logprobs [tokens], and the ids and logprobs [tokens, top] of the likeliest ones."""
+        longest = max(map(len, sequences))
+        x = self._read(weights, sequences, [None] * len(sequences))
+        pairs = list(zip(sequences, firsts, strict=True))
+        spans = [(row * longest + first - 1, len(ids) - first) for row, (ids, first) in enumerate(pairs)]
+        hidden = torch.cat([x[start : start + count] for start, count in spans])  # what comes before predicts a token
+        given = np.concatenate([ids[first:] for ids, first in pairs])
+        tokens = torch.from_numpy(given.astype(np.int64)).unsqueeze(1)
+        parts = []
+        for rows in (slice(start, start + SCORED_ROWS) for start in range(0, len(tokens), SCORED_ROWS)):
+            logits = self._logits(weights, hidden[rows]).div_(temperature)
+            total = logits.logsumexp(dim=-1, keepdim=True)
+            likeliest, ids = logits.topk(top, dim=-1)
+            parts.append(((logits.gather(1, tokens[rows]) - total).squeeze(1), ids, likeliest - total))
+        logprobs, ids, likeliest = (torch.cat(part) for part in zip(*parts, strict=True))
+        return logprobs, ids, likeliest
+
+    def _read(
+        self,
+        weights: LiveWeights,
+        prompts: Sequence[NDArray[np.int32]],
+        looks: Sequence[Look | None],
+        keep: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None,
+        routed: Routed = None,
+    ) -> torch.Tensor:
+        """Output [P * longest, hidden] of the last layer; `keep` gets k and v [P, K, longest, D] of each layer."""
         spec = self.spec
-        num, longest = len(prompts), max(len(prompt) for prompt in prompts)
+        num, longest = len(prompts), max(map(len, prompts))
         ids = np.zeros((num, longest), dtype=np.int64)
         for row, prompt in enumerate(prompts):
             ids[row, : len(prompt)] = prompt
-        last_row = first_row + len(prompt_of_row)
-        source = torch.tensor(prompt_of_row)
         x = F.embedding(torch.from_numpy(ids).view(-1), weights.embed)
         cos, sin = self._cos[:longest].repeat(num, 1), self._sin[:longest].repeat(num, 1)
         for row, look in enumerate(looks):
@@ -152,14 +198,13 @@ class TorchModel:
             q, k, v = (
                 part.view(num, longest, -1, spec.head_dim).transpose(1, 2) for part in self._qkv(layer, x, cos, sin)
             )
-            cache.data[index, 0, first_row:last_row, :, :longest] = k[source]
-            cache.data[index, 1, first_row:last_row, :, :longest] = v[source]
+            if keep is not None:
+                keep(index, k, v)
             if self._rows_per_kv > 1:
                 k, v = (part.repeat_interleave(self._rows_per_kv, dim=1) for part in (k, v))
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = self._after_attention(layer, x, mixed.transpose(1, 2).reshape(num * longest, -1), routed)
-        ends = [row * longest + len(prompt) - 1 for row, prompt in enumerate(prompts)]
-        return self._logits(weights, x[torch.tensor(ends)])
+        return x
 
     def _show(self, look: Look, first: int, length: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
         """Put features and rotary positions of a prompt into the row that begins at `first`, in place."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from configs.signatures import SIGNATURES, VERL_NAMES
+from configs.errors import SIGNATURES, VERL_NAMES
 from rollout_server.tasks.rewards import RewardError, Sample
 from rollout_server.tasks.rewards.built_in import FUNCTIONS
 from slipstream.runtime.loading import function_of, is_asynchronous

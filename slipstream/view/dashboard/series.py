@@ -18,6 +18,7 @@ HEAD = {"step", "time", "training/global_step"}
 """In every row, and no curves."""
 PANELS: Sequence[tuple[str, str, Mapping[str, str]]] = (
     ("Reward", "", {"critic/score/mean": "mean"}),
+    ("Loss of answers in the data", "nats", {"sft/loss": "SFT"}),
     ("Lag of trained tokens", "versions", {
         "training/off_policy/trajectory_staleness/mean": "mean",
         "training/off_policy/trajectory_staleness/max": "max",

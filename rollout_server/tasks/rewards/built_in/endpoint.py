@@ -46,6 +46,8 @@ class EndpointClient:
     """Asks an endpoint of each answer: a limit of time for each try, and retries where they help."""
 
     name = path = ""
+    most_bytes = MAX_REPLY_BYTES
+    """Of a reply."""
 
     def __init__(
         self,
@@ -61,7 +63,7 @@ class EndpointClient:
         key = "" if key_variable is None else os.environ.get(key_variable, "").strip()
         if key_variable is not None and not key:
             raise RewardError(
-                f"reward.function: {self.name!r}: no environment variable {key_variable} here (key_variable); set it"
+                f"{self.key}: no environment variable {key_variable} here (key_variable); set it"
                 " where the rollout servers start"
             )
         self.model, self._url, self._key = model, url + self.path, key
@@ -72,6 +74,11 @@ class EndpointClient:
             timeout=None,  # each try has a limit as a whole
             trust_env=not is_loopback(httpx.URL(url).host),  # a proxy does not know this machine
         )
+
+    @property
+    def key(self) -> str:
+        """Of the configuration, for messages."""
+        return f"reward.function: {self.name!r}"
 
     def request(self, sample: Sample) -> dict[str, Any]:
         """The body. Raises NotScored: there is none for this sample."""
@@ -84,7 +91,7 @@ class EndpointClient:
     async def __call__(self, sample: Sample) -> dict[str, float]:
         """Score and metrics of a sample. Raises NotScored: it has none."""
         body, metrics = self.request(sample), {"refused": 0.0, "unreadable": 0.0}
-        reply, retries = await self._reply(body)
+        reply, retries = await self.reply(body)
         metrics["retries"] = float(retries)
         try:
             score, more = self.score(reply)
@@ -94,7 +101,7 @@ class EndpointClient:
             score, more = self._otherwise, {problem.kind: 1.0}
         return {"score": score, **metrics, **more}
 
-    async def _reply(self, body: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    async def reply(self, body: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """The reply, and how many retries it took. Raises Unanswered: no further try, or none that would help."""
         for number in range(self._retries + 1):
             try:
@@ -112,8 +119,8 @@ class EndpointClient:
             async with asyncio.timeout(self._timeout_s), self._client.stream("POST", url, json=body) as response:
                 async for chunk in response.aiter_bytes():
                     data += chunk
-                    if len(data) > MAX_REPLY_BYTES:
-                        raise Unanswered(f"{url} answered more than {MAX_REPLY_BYTES} bytes")
+                    if len(data) > self.most_bytes:
+                        raise Unanswered(f"{url} answered more than {self.most_bytes} bytes")
         except TimeoutError as error:
             raise _Again(f"{url} gave no answer within {self._timeout_s:g} s [slow]") from error
         except httpx.HTTPError as error:
@@ -139,7 +146,7 @@ class EndpointClient:
         try:
             return Path(given).expanduser().read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:
-            said = f"reward.function: {self.name!r}: {option} {given!r} cannot be read: {error}"
+            said = f"{self.key}: {option} {given!r} cannot be read: {error}"
             raise RewardError(said) from error
 
 
