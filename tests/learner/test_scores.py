@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.teachers import Scoring, Teacher
+from learner.advantages import leave_out_flat_groups
 from learner.rows import BatchError, check, lay_out
 from replay import messages as m
 from replay.batches.build import assign, build, trained
@@ -16,6 +17,7 @@ from replay.batches.sharing import Members
 from replay.channel import decode, encode
 from replay.scores import problem_with_scores, stats
 from replay.state.answers import kept
+from tests.replay.simulated_run import config
 from tests.replay.simulation.samples import make_group
 
 STEP, VOCABULARY = 7, 10_000
@@ -36,7 +38,9 @@ def scores_of(ids: np.ndarray[Any, Any], k: int) -> dict[str, Any]:
     }
 
 
-def group_of(index: int, name: str, samples: list[int], out: list[bool], first: int, k: int, seed: int) -> m.Group:
+def group_of(
+    index: int, names: list[str], samples: list[int], out: list[bool], first: int, k: int, seed: int
+) -> m.Group:
     """A group of such trajectories whose answer tokens are first, first + 1, ...; about a third is not in the loss."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 5, sum(samples))
@@ -60,7 +64,7 @@ def group_of(index: int, name: str, samples: list[int], out: list[bool], first: 
         prompt_lengths=prompts,
         errors=["reward_error" if gone else "" for gone in out],
         left_out=np.array(out, np.uint8),
-        teachers=["" if gone else f"{name}@{3 * (name == 'old')}" for gone in out],
+        teachers=["" if gone else f"{name}@{3 * (name == 'old')}" for name, gone in zip(names, out, strict=True)],
         **{field: data.astype(values[field].dtype) for field, data in wide.items()},
     )
 
@@ -81,10 +85,12 @@ def test_scores_stay_with_their_tokens_through_every_split(data: st.DataObject) 
     for index in range(data.draw(st.integers(1, 4))):
         out = data.draw(st.lists(st.booleans(), min_size=1, max_size=4).filter(lambda marks: not all(marks)))
         samples = [data.draw(st.integers(0 if gone else 1, 3)) for gone in out]
-        name, first = data.draw(st.sampled_from(list(TEACHERS))), 1 + sum(group.token_ids.size for group in groups)
-        groups.append(group_of(index, name, samples, out, first, k, data.draw(st.integers(0, 999))))
+        names = [data.draw(st.sampled_from(list(TEACHERS))) for _ in out]
+        first = 1 + sum(group.token_ids.size for group in groups)
+        groups.append(group_of(index, names, samples, out, first, k, data.draw(st.integers(0, 999))))
         assert problem_with_scores(groups[-1], len(out), scoring, VOCABULARY, STEP) is None
-        owners |= dict.fromkeys(groups[-1].token_ids.tolist(), name)
+        of_tokens = np.repeat(np.repeat(names, samples), groups[-1].lengths).tolist()
+        owners |= dict(zip(groups[-1].token_ids.tolist(), of_tokens, strict=True))
     wanted = np.concatenate([kept(group).token_ids[kept(group).loss_mask != 0] for group in groups])
     seen: list[int] = []
     for part in parts_of(groups, ranks):
@@ -162,3 +168,8 @@ def test_shares_and_version_lags_of_teachers_are_counted_over_trajectories() -> 
         "distill/share/old": 0.75,
         "distill/version_lag/old": (3 + 3 + 0) / 3,
     }
+
+
+def test_answers_of_zero_advantage_teach_too() -> None:
+    taught = {"algorithm__distillation": "sampled", "teachers": {"big": {"path": "big"}}}
+    assert [leave_out_flat_groups(made.algorithm) for made in (config(), config(**taught))] == [True, False]

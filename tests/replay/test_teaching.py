@@ -1,10 +1,13 @@
 """Replay says where teachers are, names one that is missing, and counts what is left out for lack of one."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from configs import Config
 from replay import messages as m
-from tests.replay.simulated_run import gives_back, joins, learner, lease, sent, service
+from tests.replay.simulated_run import gives_back, group_message, joins, learner, lease, sent, service
 
 BIG, OLD = {"path": "models/big", "wait_s": 20.0}, {"of": "lagged", "every": 5}
 TAUGHT = {"algorithm__distillation": "sampled", "teachers": {"big": {**BIG, "rows": {"data_source": "t"}}, "old": OLD}}
@@ -124,3 +127,16 @@ def test_a_run_without_teachers_says_nothing_of_them():
     made = service()
     assert directory(made) is None and "'big' is no teacher" in teaches(made, "big")
     assert isinstance(made.config, Config) and made.config.scoring is None
+
+
+def test_a_group_is_accepted_with_the_scores_that_the_run_asks_for():
+    made = service(**TAUGHT)
+    (given,) = lease(made)
+    group = group_message(given, [0, 0])
+    made.handle("a", group, 1.0)
+    (ack,) = sent(made, "a", m.Ack)
+    assert (ack.status, ack.reason) == ("rejected", "0 teachers for 2 answers")
+    (again,) = lease(made)
+    scored = {"teachers": ["big@0", "old@0"], "teacher_logprobs": np.full(4, -1, np.float32)}
+    made.handle("a", replace(group_message(again, [0, 0]), **scored), 1.0)
+    assert [ack.status for ack in sent(made, "a", m.Ack)] == ["accepted"]

@@ -253,6 +253,8 @@ def test_a_sender_whose_meeting_point_is_lost_opens_another_and_no_engine_is_cha
         learner.publisher.on_event.append(lambda event: events.append(event.kind))
         assert [learner.publish(version).served for version in (1, 2, 3)] == 3 * [["rollout-0"]]
         assert server.subscriber.subscription.epoch == 2 and not {"failed", "removed"} & {*events}
+    server.join(10.0)
+    assert not server.is_alive()
     assert f"lane {lane}, from learner rank {lane} to scheduler rank 0: the cable is cut" in caplog.text
 
 
