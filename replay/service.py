@@ -330,6 +330,9 @@ class Service:
             log.error("replay: refused %r (pid %d on %s): %s", hello.name, hello.pid, hello.host, problem)
             self._send(identity, m.Refused(reason=problem))
             return
+        for old in self.peers.role("teacher") if hello.role == "teacher" else ():
+            if old.name == hello.name and old.identity != identity:  # started again
+                self.lost(old.identity, "closed", now)
         peer = self.peers.add(identity, hello, now)
         self.missing.pop(identity, None)
         self.missing |= {old: now for old in self.missing if old.rpartition(".")[0] == hello.name}  # replaced

@@ -1,6 +1,7 @@
-"""`python -m rollout_server.teacher --name NAME --replay tcp://host:port`: one process of a teacher, one engine."""
+"""`python -m rollout_server.teacher --teacher NAME --replay tcp://host:port`: one process of a teacher, one engine."""
 
 import asyncio
+import os
 import secrets
 import signal
 import socket
@@ -101,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = Parser(prog=program("rollout_server.teacher"), description=__doc__)
     add_arguments(parser)
-    parser.add_argument("--name", required=True, help="which of `teachers`")
+    parser.add_argument("--teacher", required=True, help="which of `teachers`")
     parser.add_argument("--replay", required=True, help="address of replay, tcp://host:port")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs that its engine is divided over")
     parser.add_argument("--process-name", default=None, help="name in logs and metrics")
@@ -110,13 +111,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.parent is not None:
         die_with_parent(args.parent)
     ending.leave_on_error()
-    name = args.process_name or f"teacher-{args.name}-{socket.gethostname()}"
+    name = args.process_name or f"teacher-{args.teacher}-{socket.gethostname()}-{os.getpid()}"
     try:
         config = from_arguments(args)
         set_up_logging(name, None if args.parent else config.run_dir)
-        if args.name not in config.teachers or not config.teachers[args.name].has_process:
+        if args.teacher not in config.teachers or not config.teachers[args.teacher].has_process:
             known = ", ".join(one for one, its in config.teachers.items() if its.has_process) or "none"
-            raise TeacherError(f"--name {args.name}: no teacher with a process of its own; there are {known}")
+            raise TeacherError(f"--teacher {args.teacher}: no teacher with a process of its own; there are {known}")
         placement = config.placement.model_copy(update={"tensor_parallel": args.tensor_parallel})
         config = config.model_copy(update={"placement": placement})
         hang.begin(name, config.run_dir, replay=args.replay, keys=config.network.keys)
@@ -124,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             Vitals(config, name, "teacher", others="engine") as vitals,
             asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
         ):
-            code = runner.run(run(config, args.name, args.replay, name, vitals))
+            code = runner.run(run(config, args.teacher, args.replay, name, vitals))
             return ending.leave(code, f"{name}: the run has {'failed' if code else 'ended'}")
     except (ConfigError, FingerprintError, KeysError, EngineError, TeacherError) as error:
         return stopped(name, error, CANNOT_START)

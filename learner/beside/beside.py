@@ -1,4 +1,4 @@
-"""The reference model, the critic and the refreshed teachers of a run, through one step."""
+"""The reference model, the critic and the teachers of a run, through one step."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +13,7 @@ from learner.beside.critic import Critic
 from learner.beside.folders import check_folders
 from learner.beside.reference import AdapterReference, Reference
 from learner.beside.refreshed import RefreshedTeachers
+from learner.beside.teacher import Teacher, sits_here
 from learner.checkpoints.parts import Part
 from learner.policy.model import Policy
 from learner.rows import Row
@@ -28,9 +29,11 @@ class Beside:
         policy: Policy,
         reference: Reference | AdapterReference | None = None,
         critic: Critic | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self._config, self._policy, self._advantage = config, policy, build_advantage(config.algorithm)
-        self.reference, self.critic, self.teachers = reference, critic, RefreshedTeachers(config, policy)
+        self.reference, self.critic, self.teacher = reference, critic, teacher
+        self.teachers = RefreshedTeachers(config, policy)
         self.warmup_steps = 0 if critic is None else config.critic.warmup_steps
         """First steps, in which the critic learns alone; 0 without one."""
 
@@ -55,6 +58,10 @@ class Beside:
         if not need_tokens(self._config.algorithm):
             return Judged(list(rows), advantages, {})
         return judge(batch, rows, self._advantage, self._config, self._policy)
+
+    def shown(self, row: Row) -> Row:
+        """A row on the device with what the teacher makes of it; untouched without one. A collective."""
+        return row if self.teacher is None else self.teacher.show(row)
 
     def train_critic(self, rows: Sequence[Row], *, step: int, global_tokens: int) -> dict[str, float]:
         """The critic's part of a step; nothing without a critic or without tokens. A collective."""
@@ -101,4 +108,5 @@ def build_beside(config: Config, policy: Policy) -> Beside:
         is_own = policy.lora is None or config.algorithm.reference_path is not None
         reference = (Reference if is_own else AdapterReference)(config, policy)
     critic = Critic(config, policy) if facts_of(config.algorithm).needs_critic else None
-    return Beside(config, policy, reference, critic)
+    teacher = Teacher(config, policy) if sits_here(config) else None
+    return Beside(config, policy, reference, critic, teacher)

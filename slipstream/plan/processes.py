@@ -192,7 +192,7 @@ class _Words:
             for number, (place, devices) in enumerate(places if teacher.has_process else []):
                 if place == node:
                     name = f"teacher-{label}" + (f"-{number}" if len(places) > 1 else "")
-                    own = ("--name", label, "--process-name", name, "--tensor-parallel", str(max(1, len(devices))))
+                    own = ("--teacher", label, "--process-name", name, "--tensor-parallel", str(max(1, len(devices))))
                     command = self._command(words[0], node, *words[1:], "--replay", self.address, *own)
                     yield self._process(name, "teacher", node, command, threads, devices, {})
 
