@@ -116,8 +116,8 @@ class Config(Tree):
             )
         elif self.learner.facts.compares and (whole := self.group_size * longest) > given:
             yield (
-                f"learner.max_tokens_per_microbatch: {given} is less than the {whole} tokens of {self.group_size} answers"
-                f" that are compared, each of up to {longest} with its prompt; raise it to {whole} or more"
+                f"learner.max_tokens_per_microbatch: {given} is less than the {whole} tokens of {self.group_size}"
+                f" answers that are compared, each of up to {longest} with its prompt; raise it to {whole} or more"
             )
         yield from self._episodes()
         yield from self._from_data()
