@@ -19,7 +19,7 @@ BUDGET = {
     "slipstream/translate": 1_702,
     "slipstream/plan": 1_318,
     "slipstream/command": 158,
-    "replay": 11_093,
+    "replay": 11_096,
     "weight_bus": 6_266,
     "rollout_server/engines": 4_397,
     "rollout_server/tasks": 7_652,
