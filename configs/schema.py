@@ -114,6 +114,11 @@ class Config(Tree):
                 f"learner.max_tokens_per_microbatch: {given} is less than one trajectory of data.max_prompt_tokens +"
                 f" rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
             )
+        elif self.learner.facts.compares and (whole := self.group_size * longest) > given:
+            yield (
+                f"learner.max_tokens_per_microbatch: {given} is less than the {whole} tokens of {self.group_size}"
+                f" answers that are compared, each of up to {longest} with its prompt; raise it to {whole} or more"
+            )
         yield from self._episodes()
         yield from self._from_data()
 
@@ -125,7 +130,7 @@ class Config(Tree):
         unused = ["dynamic_sampling", "kl", "entropy_coef", "overlong_buffer", "overlong_filter", "distillation"]
         given = [f"algorithm.{name}" for name in unused if getattr(algorithm, name) != getattr(default, name)]
         given += ["learner.target_kl"] * (self.learner.target_kl > 0)
-        given += ["data.curriculum"] * (self.data.curriculum == "pass_rate")
+        given += ["data.curriculum"] * (self.data.curriculum == "pass_rate") + ["teachers"] * bool(self.teachers)
         if given:
             yield (
                 f"{given[0]}: is about sampled answers, and learner.objective {self.learner.objective} learns from"
