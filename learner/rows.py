@@ -20,6 +20,7 @@ from configs.teachers import Scoring
 from learner.pictures import RowPictures, Shown
 from learner.prefixes import Layout, Prefixes, lay_side_by_side
 from learner.prefixes import offsets as offsets
+from learner.teacher_view import TeacherView
 from replay.batches.sharing import Wanted
 from replay.messages import Batch
 from replay.routing import problem_with_batch
@@ -93,12 +94,16 @@ class Row:
     behind a token of older weights keys and values are theirs, too."""
     number: int = 0
     """Of its microbatch."""
+    step: int = 0
+    """Of its batch."""
     trajectories: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """[m] int64, position in the batch of the trajectory that each sample is of."""
     proximal_logprobs: torch.Tensor | None = None
     """[n] float32 of the policy at the start of the step, where ratios are taken against it."""
     reference_logprobs: torch.Tensor | None = None
     """[n] float32 of the reference model, where the run has a KL term."""
+    reference_sums: torch.Tensor | None = None
+    """[m] float32 sums of the reference model's logprobs over each trajectory, where the run learns from pairs."""
     values: torch.Tensor | None = None
     """[n] float32 of the critic at the start of the step, before the token."""
     returns: torch.Tensor | None = None
@@ -118,6 +123,8 @@ class Row:
     """[n, k] float32, its logprobs of those."""
     teacher: torch.Tensor | None = None
     """[m] int64, number in `teachers` of the configuration of each trajectory's teacher."""
+    teacher_view: TeacherView | None = None
+    """Of a teacher in the learner's ranks, once the row is on the device (learner/beside/teacher.py)."""
     pictures: RowPictures | None = None
     """Of its prompts; position_ids are [3, 1, total] then, of time, row and column."""
 
@@ -185,6 +192,7 @@ def lay_out(
             groups=torch.from_numpy(batch.all_groups[whole].astype(np.int64)),
             fresh=torch.tensor([is_fresh[answers[i] : answers[i + 1]].all() for i in members], dtype=torch.bool),
             number=number,
+            step=batch.step,
             routing=_routed(laid, [routing[i] for i in members] if routing else []),
             trajectories=torch.from_numpy(whole.astype(np.int64)),
             **_taught(batch, members, of_token, scoring),

@@ -10,6 +10,7 @@ from configs import Config
 from configs.learner import Mesh
 from learner.advantages import ADVANTAGES, AdvantageFacts
 from learner.corrections import CORRECTIONS, CorrectionFacts
+from learner.distillation import Distillation, build_distillation
 from learner.losses import LOSSES
 from learner.losses.base import LossFacts
 from learner.losses.taught import TAUGHT
@@ -24,32 +25,41 @@ class Chosen:
     loss: Variant[LossFacts]
     advantage: Variant[AdvantageFacts]
     correction: Variant[CorrectionFacts] | None
+    distillation: Distillation | None
 
 
 def chosen(config: Config) -> Chosen:
     """The variants of a run, where their files lie. Raises BadValue."""
     algorithm = config.algorithm
     correction = None if algorithm.correction is None else CORRECTIONS.build(algorithm.correction)
-    return Chosen(LOSSES.build(algorithm.loss), ADVANTAGES.build(algorithm.advantage), correction)
+    return Chosen(
+        LOSSES.build(algorithm.loss),
+        ADVANTAGES.build(algorithm.advantage),
+        correction,
+        build_distillation(algorithm),
+    )
 
 
 def problems(config: Config, parts: Chosen) -> Iterator[str]:
     """Why these variants cannot train this run, each with the key, the value and a way out."""
     if config.learner.facts.from_data:
-        TAUGHT.build(config.learner.objective)
+        named = TAUGHT.build(config.learner.objective).name
         if parts.advantage.facts.needs_critic:
             yield (
                 f"algorithm.advantage: {parts.advantage.name!r} with learner.objective {config.learner.objective},"
                 " which has no rewards to compare; leave it out"
             )
+        yield from _of_mesh(config, "reference", f"learner.objective={named}", is_needed=config.has_reference)
         return
     for part in (parts.loss, parts.advantage):
         refuses = None if config.algorithm.i_know_this_is_biased else part.facts.refuses
         if refuses is not None and (why := refuses(config, dict(part.options))):
             yield f"algorithm.{'loss' if part is parts.loss else 'advantage'}: {part.name!r}: {why}"
     yield from _of_ratio(config, parts)
-    yield from _of_groups(config, parts.advantage)
+    yield from _of_groups(config, parts)
     yield from _of_critic(config, parts.advantage)
+    if parts.distillation is not None:
+        yield from _of_teachers(config, parts.distillation)
 
 
 def _of_ratio(config: Config, parts: Chosen) -> Iterator[str]:
@@ -84,8 +94,9 @@ def _of_ratio(config: Config, parts: Chosen) -> Iterator[str]:
         )
 
 
-def _of_groups(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[str]:
-    rollout, algorithm, facts = config.rollout, config.algorithm, advantage.facts
+def _of_groups(config: Config, parts: Chosen) -> Iterator[str]:
+    rollout, algorithm, advantage, distillation = config.rollout, config.algorithm, parts.advantage, parts.distillation
+    facts = advantage.facts
     needs_tokens = facts.needs_critic or algorithm.kl_in == "reward"
     sampling = None if algorithm.dynamic_sampling is None else FILTERS.build(algorithm.dynamic_sampling)
     if sampling is not None and needs_tokens and sampling.facts.drops_flat_groups:
@@ -94,7 +105,13 @@ def _of_groups(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[s
             f"algorithm.{what} with dynamic_sampling, which drops groups of equal rewards as if they taught nothing,"
             " and here they do; take dynamic_sampling=none"
         )
-    if (facts.compares_within_groups or sampling is not None) and config.min_group < 2:
+    if distillation is not None and sampling is not None and sampling.facts.drops_flat_groups:
+        yield (
+            f"algorithm.distillation: {distillation.name!r} with dynamic_sampling, which drops groups of equal rewards,"
+            " and teachers speak of their tokens all the same; take dynamic_sampling=none"
+        )
+    compares = facts.compares_within_groups and (distillation is None or distillation.task > 0)
+    if (compares or sampling is not None) and config.min_group < 2:
         yield (
             f"rollout.group_size: {rollout.group_size} with algorithm.advantage {advantage.name!r}, and"
             f" rollout.min_group {config.min_group}: take 2 or more, and a group that is as large; only an advantage"
@@ -104,16 +121,8 @@ def _of_groups(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[s
 
 def _of_critic(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[str]:
     learner, critic, needs_critic = config.learner, config.critic, advantage.facts.needs_critic
-    named = f"algorithm.advantage={advantage.name}"
-    for role, is_needed, key in (
-        ("critic", needs_critic, named),
-        ("reference", config.algorithm.kl != "none", f"algorithm.kl={config.algorithm.kl}"),
-    ):
-        if is_needed and learner.mesh != Mesh():
-            yield (
-                f"learner.mesh: {learner.mesh} with a {role} ({key}), which knows ranks that shard and nothing else;"
-                " leave learner.mesh out"
-            )
+    yield from _of_mesh(config, "critic", f"algorithm.advantage={advantage.name}", is_needed=needs_critic)
+    yield from _of_mesh(config, "reference", f"algorithm.kl={config.algorithm.kl}", is_needed=config.has_reference)
     if critic.path is not None and not needs_critic:
         yield (
             f"critic.path: {critic.path!r}, but nothing here needs a critic; set algorithm.advantage=gae, or leave it"
@@ -124,3 +133,47 @@ def _of_critic(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[s
             f"critic.warmup_steps: {critic.warmup_steps} of learner.total_steps {learner.total_steps}, so the policy"
             " would never learn; take fewer"
         )
+
+
+def _of_mesh(config: Config, role: str, named: str, *, is_needed: bool) -> Iterator[str]:
+    if is_needed and config.learner.mesh != Mesh():
+        yield (
+            f"learner.mesh: {config.learner.mesh} with a {role} ({named}), which knows ranks that shard and nothing"
+            " else; leave learner.mesh out"
+        )
+
+
+def _of_teachers(config: Config, chosen: Distillation) -> Iterator[str]:
+    key, options = f"algorithm.distillation: {chosen.name!r}", chosen.options
+    is_full, inside = (
+        chosen.facts.gives == "vocabulary",
+        [n for n, t in config.teachers.items() if t.where == "learner"],
+    )
+    if is_full and not inside:
+        yield (
+            f"{key} compares whole vocabularies with a teacher in the learner's ranks, and {', '.join(config.teachers)}"
+            " is asked by rollout servers; give it where: learner, or take 'top_k'"
+        )
+    if inside and not is_full:
+        yield (
+            f"teachers.{inside[0]}.where: 'learner' with algorithm.distillation {chosen.name!r}, whose teachers rollout"
+            " servers ask; take where: own, or distillation 'full'"
+        )
+    for name in inside:
+        teacher = config.teachers[name]
+        if wrong := [part for part in ("rows", "context") if getattr(teacher, part)]:
+            yield (
+                f"teachers.{name}.{wrong[0]}: {getattr(teacher, wrong[0])!r} with where 'learner': that teacher sees"
+                " all that the policy is trained on, after the same prompts; leave it out, or take where: own"
+            )
+    if is_full and config.learner.mesh != Mesh():
+        yield (
+            f"learner.mesh: {config.learner.mesh} with a teacher in the learner ({key}), which knows ranks that shard"
+            " and nothing else; leave learner.mesh out, or take 'top_k'"
+        )
+    if chosen.facts.gives == "top" and not (config.scoring and config.scoring.k):
+        yield f"{key} takes what teachers give first, and has no option k; declare one, such as k: 20"
+    if (options["coef_end"] is None) != (options["over_steps"] == 0):
+        yield f"{key}: coef_end and over_steps make a schedule together; give both, or neither"
+    if options["coef"] == 0 and not options["coef_end"]:
+        yield f"{key}: coef 0 distils nothing; raise it, or take distillation=none and no teachers"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from learner.objective import Measurements
+from learner.objective.teaching import metrics_of
 from learner.optimizer import Optimizer
 from learner.policy.flops import flops_of
 from learner.policy.model import Policy
@@ -119,6 +120,7 @@ class StepSums:
             }
         if v.get("moe_given"):
             result["moe/routing_overridden"] = v["moe_overridden"] / v["moe_given"]
+        result |= metrics_of(v, n)
         if v["saved"]:
             result["perf/prefix_tokens_saved"] = v["saved"]
         if v["peak_bytes_max"]:
@@ -133,11 +135,12 @@ def accumulate_gradients(
     *,
     temperature: float,
     global_tokens: int,
+    shown: Callable[[Row], Row] = lambda row: row,
 ) -> StepSums:
     """Forward and backward over all rows; after the last one gradients are summed over ranks. A collective.
 
     Every rank has the same number of rows, at least one. With no token in the loss of any rank, nothing runs, no
-    collective starts, and all measurements are 0.
+    collective starts, and all measurements are 0. Each row is `shown` to another model first, itself a collective.
 
     Raises:
         ValueError: the rows of all ranks together do not hold `global_tokens` tokens in the loss.
@@ -148,6 +151,7 @@ def accumulate_gradients(
     found: dict[str, torch.Tensor] = {}
     # all at once, because a copy out of pageable memory waits for the device
     for number, row in enumerate([row.to(policy.device) for row in rows], start=1):
+        row = shown(row)
         policy.prepare_row(last=number == len(rows))
         loss, measured = objective(row, *policy.forward(row, temperature))
         loss.backward()  # type: ignore[no-untyped-call]

@@ -147,8 +147,8 @@ def objective_of(config: Config) -> Measure:
     """The objective of a run. Raises Contradiction: its variants do not go with each other or with the rest."""
     for problem in rules.problems(config, rules.chosen(config)):
         raise Contradiction(problem)
-    learner = config.learner
-    return TaughtObjective(learner.objective) if learner.facts.from_data else Objective(config.algorithm)
+    learner, names = config.learner, [] if config.scoring is None else config.scoring.names
+    return TaughtObjective(learner.objective) if learner.facts.from_data else Objective(config.algorithm, names)
 
 
 class Trainer:
@@ -231,6 +231,7 @@ class Trainer:
                 self.objective,
                 temperature=self.config.loss_temperature,
                 global_tokens=global_tokens,
+                shown=self.beside.shown,
             )
 
     def _apply(self, sums: StepSums, batch: Batch, lr: float, *, is_first: bool) -> tuple[GuardVerdict, str]:

@@ -31,7 +31,7 @@ class ValueHead(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(1, hidden_size, device="meta"))
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor]:
+    def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, **_: Any) -> tuple[torch.Tensor]:
         """[n] float32 from [n, H]; what an output head is given besides is not used."""
         return (torch.mv(hidden.float(), self.weight.float()[0]),)
 

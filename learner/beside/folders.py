@@ -4,19 +4,21 @@ from pathlib import Path
 
 from configs.errors import Contradiction, InputMissing
 from configs.schema import Config
-from slipstream.runtime.fingerprint import ARCHITECTURE_KEYS, read_json
+from slipstream.families.pictures import vision_of
+from slipstream.runtime.fingerprint import ARCHITECTURE_KEYS, model_fingerprint, read_json
 
 
 def check_folders(config: Config) -> None:
-    """Refuse a reference model or a critic that cannot speak of the policy's tokens.
+    """Refuse a reference model, a critic or a teacher in the learner that cannot speak of the policy's tokens.
 
     Raises:
-        ConfigError: no such folder, no weights, another vocabulary; or another architecture than the policy's, of which
-            the reference is to become a copy.
+        ConfigError: no such folder, no weights, another vocabulary; another architecture than the policy's, of which
+            the reference is to become a copy; or a teacher of another tokenizer, or of text alone beside pictures.
         FingerprintError: its config.json is missing or broken.
     """
     algorithm = config.algorithm
     given = {"algorithm.reference_path": algorithm.reference_path, "critic.path": config.critic.path}
+    given |= {f"teachers.{name}.path": one.path for name, one in config.teachers.items() if one.where == "learner"}
     policy = read_json(Path(config.model.path) / "config.json") if any(given.values()) else {}
     for key, path in given.items():
         if path is None:
@@ -29,6 +31,8 @@ def check_folders(config: Config) -> None:
                 f"{key}: {path!r} has a vocabulary of {own.get('vocab_size')} tokens, model.path one of"
                 f" {policy.get('vocab_size')}; take a model with the same tokenizer"
             )
+        if key.startswith("teachers."):
+            _check_teacher(key, path, config)
         different = [name for name in ARCHITECTURE_KEYS if own.get(name) != policy.get(name)]
         if different and key == "algorithm.reference_path" and algorithm.reference_refresh_steps:
             name = different[0]
@@ -37,3 +41,18 @@ def check_folders(config: Config) -> None:
                 f" {own.get(name)!r} and model.path {policy.get(name)!r}; take 0 steps, or a reference of the policy's"
                 " architecture"
             )
+
+
+def _check_teacher(key: str, path: str, config: Config) -> None:
+    """Its logits are compared with the policy's by token id, and its prompt is the policy's."""
+    theirs, ours = (model_fingerprint(folder)["tokenizer"] for folder in (path, config.model.path))
+    if theirs != ours:
+        raise Contradiction(
+            f"{key}: {path!r} has tokenizer {theirs}, model.path {ours}; token ids mean other text there; take a"
+            " teacher with the policy's tokenizer"
+        )
+    if vision_of(read_json(Path(config.model.path) / "config.json")) is not None:
+        raise Contradiction(
+            f"{key}: {path!r} in the learner reads text alone, and model.path takes pictures; take where: own with"
+            " algorithm.distillation top_k"
+        )

@@ -12,6 +12,7 @@ import numpy as np
 
 from configs.schema import Config
 from learner.advantages import facts_of
+from learner.distillation import build_distillation
 from learner.step import StepSums
 from replay.messages import Batch
 
@@ -78,6 +79,9 @@ class SignalHistory:
         """Whether nothing was sampled: then guards of rewards, lag and engines say nothing."""
         self.is_16bit = {config.rollout.dtype, config.learner.compute_dtype} != {"float32"}
         self.compares_within_groups = facts_of(config.algorithm).compares_within_groups
+        taught = build_distillation(config.algorithm)
+        self.is_taught, self.by_rewards = taught is not None, taught is None or taught.task > 0
+        """Whether teachers give equal rewards a gradient, and whether rewards give any."""
         limits = config.limits
         self.max_diff = limits.max_logprob_diff_16bit if self.is_16bit else limits.max_logprob_diff
         self.entropy, self.reward = Moving(), Moving()
@@ -118,11 +122,13 @@ class SignalHistory:
 
     def _of_batch(self, sums: StepSums, batch: Batch) -> dict[str, float | None]:
         is_flat, lengths = self._is_flat(batch), batch.all_loss_tokens
-        found: dict[str, float | None] = {"flat_reward_steps": float(is_flat), "reward": self._reward(batch)}
+        says_nothing = is_flat and not self.is_taught
+        is_idle = is_flat and self.by_rewards
+        found: dict[str, float | None] = {"flat_reward_steps": float(is_idle), "reward": self._reward(batch)}
         found["same_length"] = float(np.bincount(lengths).max() / len(lengths))
         # without a token in the loss, though answers differ, all are masked; a mini-batch may be flat by itself
-        if sums.global_tokens or not (is_flat or len(batch.minibatches) > 1):
-            found["zero_gradient_steps"] = float(sums.grad_norm == 0.0 and not is_flat)
+        if sums.global_tokens or not (says_nothing or len(batch.minibatches) > 1):
+            found["zero_gradient_steps"] = float(sums.grad_norm == 0.0 and not says_nothing)
         return found
 
     def _is_flat(self, batch: Batch) -> bool:

@@ -1,4 +1,6 @@
-"""The objective of a row: loss, correction, entropy bonus, KL term, with measurements."""
+"""The objective of a row: loss, correction, entropy bonus, KL term, distillation, with measurements."""
+
+from collections.abc import Sequence
 
 import torch
 
@@ -7,6 +9,7 @@ from learner.corrections import Rho, build_correction
 from learner.losses import LossInputs, build_loss
 from learner.losses.base import log_ratio
 from learner.objective.kl import estimate
+from learner.objective.teaching import Teaching
 from learner.rows import Row
 
 Measurements = dict[str, torch.Tensor]
@@ -16,26 +19,31 @@ Measurements = dict[str, torch.Tensor]
 class Objective:
     """Weighs and adds up the tokens of a row; chosen once from the configuration."""
 
-    def __init__(self, algorithm: Algorithm) -> None:
+    def __init__(self, algorithm: Algorithm, teachers: Sequence[str] = ()) -> None:
+        """`teachers` are names of the configuration's, in its order."""
         self.algorithm = algorithm
         self.loss, variant = build_loss(algorithm.loss)
         self.correct = build_correction(algorithm, variant.facts)
+        self.teach = Teaching(algorithm, teachers)
 
-    def __call__(self, row: Row, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Measurements]:
+    def __call__(
+        self, row: Row, logprobs: torch.Tensor, entropy: torch.Tensor, *of_teacher: torch.Tensor
+    ) -> tuple[torch.Tensor, Measurements]:
         """The row's share of the loss, 0-dim with a gradient, and what was measured.
 
         Args:
             row: m trajectories, n tokens in the loss.
             logprobs: [n] of the policy in training, with a gradient.
             entropy: [n] of its distribution at each token.
+            of_teacher: what the output head gives besides for distillation (learner/policy/logprobs.py).
         """
         algorithm, now = self.algorithm, logprobs.detach()
-        proximal = self._proximal(row, now)
+        proximal, taught = self._proximal(row, now), self.teach(row, logprobs, of_teacher)
         output = self.loss(
             LossInputs(
                 logprobs=logprobs,
                 proximal_logprobs=proximal,
-                advantages=row.advantages,
+                advantages=taught.advantages,
                 lengths=row.lengths,
                 groups=row.groups,
             )
@@ -57,7 +65,9 @@ class Objective:
             kl = estimate(algorithm.kl, logprobs, row.reference_logprobs)
             measured["kl"] = kl.detach().sum()
             total = total + algorithm.kl_coef * (row.weights * kl).sum()
-        return total, measured
+        if taught.loss is not None:  # what a correction refuses teaches nothing; its weights are the loss's own
+            total = total + (row.weights * torch.where(correction > 0, taught.loss, 0.0)).sum()
+        return total, measured | taught.measured
 
     def _proximal(self, row: Row, now: torch.Tensor) -> torch.Tensor:
         """[n] logprobs of the policy that ratios are taken against (docs/algorithms.md)."""

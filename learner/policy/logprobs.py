@@ -7,15 +7,21 @@ and kept in float32: rounding logits of 30 to bfloat16 moves them by up to 0.06.
 Where tensor ranks hold a part of the vocabulary each, three numbers a token are exchanged once for all chunks, and the
 gradient of the hidden states is summed.
 
+Distillation may ask for more of the same logits, so that they are made once: logprobs of any k tokens beside each
+target, or the KL divergence from a teacher, whose logits are made a chunk at a time beside the policy's.
+
 On CUDA a Triton kernel (learner/policy/vocabulary.py) reads each chunk once for maximum, sum and entropy together;
 elsewhere plain torch does the same.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from learner.teacher_view import TeacherView
 
 CHUNK_BYTES = 1024**3
 """Float32 logits that are held at once; their gradient, in the dtype of the weights, comes on top."""
@@ -33,40 +39,132 @@ class _Logprobs(torch.autograd.Function):
         temperature: float,
         group: dist.ProcessGroup | None,
         softcap: float | None,
+        ids: Tensor,
+        teacher: TeacherView | None,
     ) -> tuple[Tensor, ...]:
-        logprobs = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        logprobs = torch.empty(targets.shape, dtype=_wide(hidden.dtype), device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        beside = torch.zeros(ids.shape, dtype=logprobs.dtype, device=hidden.device)
+        of_teacher = _OfTeacher.empty(logprobs) if teacher is not None else None
         owner, mine = _located(targets, len(weight), group)
-        for part in _chunks(targets, weight):
+        _, here = _located(ids, len(weight), group)
+        for part in _chunks(targets, weight, teacher):
             logits = _capped(_logits(hidden[part], weight), softcap)
             found = _statistics(logits, mine[part].clamp(min=0), temperature)
             logprobs[part], entropy[part], normalizer[part] = found
+            beside[part] = torch.where(here[part] >= 0, logits.gather(1, here[part].clamp(min=0)) / temperature, 0.0)
+            if teacher is not None and of_teacher is not None:
+                of_teacher.compare(part, logits, entropy[part], normalizer[part], temperature, teacher)
         if group is not None and len(targets):
             logprobs, entropy, normalizer = _joined(logprobs, entropy, normalizer, owner, group)
-        ctx.save_for_backward(hidden, weight, mine, entropy, normalizer)
-        ctx.temperature, ctx.group, ctx.softcap = temperature, group, softcap
+            if ids.numel():
+                dist.all_reduce(beside, group=group)
+        more = (
+            () if of_teacher is None else (of_teacher.kl, of_teacher.normalizer, of_teacher.confidence, of_teacher.best)
+        )
+        ctx.save_for_backward(hidden, weight, mine, entropy, normalizer, here, *more)
+        ctx.temperature, ctx.group, ctx.softcap, ctx.teacher = temperature, group, softcap, teacher
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        if of_teacher is None:
+            return logprobs, entropy, beside - normalizer[:, None]
+        ctx.mark_non_differentiable(of_teacher.confidence, of_teacher.best)
+        return logprobs, entropy, of_teacher.kl, of_teacher.confidence, of_teacher.best
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor | None, None, None, None, None]:
-        hidden, weight, targets, entropy, normalizer = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, entropy, normalizer, here, *known_of_teacher = ctx.saved_tensors
+        teacher: TeacherView | None = ctx.teacher
         hidden_grad = torch.empty_like(hidden)
         # sums over chunks in float32: in 16 bit each addition would round; none where the head is frozen
-        weight_grad = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
-        for part in _chunks(targets, weight):
+        weight_grad = None
+        if ctx.needs_input_grad[1]:
+            weight_grad = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
+        for part in _chunks(targets, weight, teacher):
             logits = _capped(_logits(hidden[part], weight), ctx.softcap)
             known = (targets[part], normalizer[part], entropy[part])
-            of_logprobs, of_entropy = (None if g is None else g[part] for g in grads)
-            grad = _gradient(logits, *known, of_logprobs, of_entropy, ctx.temperature, hidden.dtype)
-            if ctx.softcap is not None:  # d tanh x / dx = 1 - tanh² x
-                grad = (grad * (1 - (logits / ctx.softcap).square())).to(grad.dtype)
+            of_logprobs, of_entropy, of_third = (None if g is None else g[part] for g in grads[:3])
+            beside = None if of_third is None or teacher is not None else (here[part], of_third)
+            grad = _gradient(logits, *known, of_logprobs, of_entropy, ctx.temperature, hidden.dtype, beside)
+            # d tanh x / dx = 1 - tanh² x
+            slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square()
+            if teacher is not None and of_third is not None:
+                theirs = _OfTeacher(*known_of_teacher)
+                _add_divergence(grad, logits, normalizer[part], of_third, theirs, ctx.temperature, teacher, part)
+            if slope is not None:
+                grad = (grad * slope).to(grad.dtype)
             torch.mm(grad, weight, out=hidden_grad[part])
             if weight_grad is not None:
                 _add_product(weight_grad, grad.T, hidden[part])
         if ctx.group is not None and len(targets):
             dist.all_reduce(hidden_grad, group=ctx.group)
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None, None, None
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), *[None] * 6
+
+
+@dataclass(frozen=True, slots=True)
+class _OfTeacher:
+    """[n] each, filled a chunk at a time."""
+
+    kl: Tensor
+    normalizer: Tensor
+    confidence: Tensor
+    """The teacher's probability of its likeliest token."""
+    best: Tensor
+    """That token."""
+
+    @classmethod
+    def empty(cls, like: Tensor) -> "_OfTeacher":
+        kl, normalizer, confidence = (torch.empty_like(like) for _ in range(3))
+        return cls(kl, normalizer, confidence, torch.empty_like(like, dtype=torch.int64))
+
+    def compare(
+        self, part: slice, logits: Tensor, entropy: Tensor, normalizer: Tensor, temperature: float, teacher: TeacherView
+    ) -> None:
+        """Fill in these positions; `logits` of the policy, with their statistics, are used up.
+
+        KL(p || q) = -H(p) - Σ p log q: one sum over the vocabulary, of a probability times the other's scaled logit.
+        """
+        others = _logits_of(teacher, part)
+        highest, self.best[part] = others.max(1)
+        _, their_entropy, theirs = _statistics(others, self.best[part], teacher.temperature)
+        self.normalizer[part] = theirs
+        self.confidence[part] = (highest / teacher.temperature - theirs).exp()
+        if teacher.direction == "reverse":
+            p = logits.div_(temperature).sub_(normalizer[:, None]).exp_()
+            cross = torch.bmm(p[:, None], others[:, :, None])[:, 0, 0] / teacher.temperature - theirs
+            self.kl[part] = -entropy - cross
+        else:
+            q = others.div_(teacher.temperature).sub_(theirs[:, None]).exp_()
+            cross = torch.bmm(q[:, None], logits[:, :, None])[:, 0, 0] / temperature - normalizer
+            self.kl[part] = -their_entropy - cross
+
+
+def _add_divergence(
+    grad: Tensor,
+    logits: Tensor,
+    normalizer: Tensor,
+    upstream: Tensor,
+    known: "_OfTeacher",
+    temperature: float,
+    teacher: TeacherView,
+    part: slice,
+) -> None:
+    """grad += upstream · d KL / d logits, in place; `logits` are used up, and no third tensor of their size is made.
+
+    Up to the factor 1 / temperature: d KL(p || q) / d logit_v = p_v (log p_v - log q_v - KL);
+    d KL(q || p) / d logit_v = p_v - q_v.
+    """
+    log_p = logits.div_(temperature).sub_(normalizer[:, None])
+    others = _logits_of(teacher, part).div_(teacher.temperature).sub_(known.normalizer[part, None])
+    if teacher.direction == "reverse":
+        others.neg_().add_(log_p).sub_(known.kl[part, None]).mul_(log_p.exp_())
+    else:
+        others.exp_().neg_().add_(log_p.exp_())
+    grad.add_(others.mul_(upstream[:, None] / temperature))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Of logits and of sums: float32, or more."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _located(targets: Tensor, rows: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
@@ -96,16 +194,21 @@ def _joined(
     return joined, (shares.exp() * (entropies - shares)).sum(0), whole
 
 
-def _chunks(targets: Tensor, weight: Tensor) -> list[slice]:
-    tokens = max(1, CHUNK_BYTES // (4 * len(weight)))
+def _chunks(targets: Tensor, weight: Tensor, teacher: TeacherView | None = None) -> list[slice]:
+    held = 4 * len(weight) * (1 if teacher is None else 2)
+    tokens = max(1, CHUNK_BYTES // held)
     tokens -= tokens % TILE if tokens > TILE else 0
     return [slice(start, start + tokens) for start in range(0, len(targets), tokens)]
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if hidden.dtype == torch.float32 or not hidden.is_cuda:
-        return hidden.float() @ weight.float().T
+        return hidden.to(_wide(hidden.dtype)) @ weight.to(_wide(weight.dtype)).T
     return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+
+
+def _logits_of(teacher: TeacherView, part: slice) -> Tensor:
+    return _capped(_logits(teacher.hidden[part], teacher.weight), teacher.softcap)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -116,7 +219,7 @@ def _capped(logits: Tensor, softcap: float | None) -> Tensor:
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in float32."""
     if left.dtype == torch.float32 or not left.is_cuda:
-        total.addmm_(left.float(), right.float())
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
     else:
         torch.addmm(total, left, right, torch.float32, out=total)
 
@@ -142,26 +245,40 @@ def _gradient(
     of_entropy: Tensor | None,
     temperature: float,
     dtype: torch.dtype,
+    beside: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """Gradient of the logits in `dtype`.
 
-    A target of -1 is of another rank. With p of logits / temperature, and up to the factor 1 / temperature:
+    A target of -1 is of another rank; `beside` are further tokens [c, k] with the gradient of their logprobs. With p of
+    logits / temperature, and up to the factor 1 / temperature:
     d logprob / d logit_v = [v is the target] - p_v;  d entropy / d logit_v = -p_v (log p_v + entropy).
     """
+    total = of_logprobs
+    if beside is not None:
+        total = beside[1].sum(1) if of_logprobs is None else of_logprobs + beside[1].sum(1)
     if logits.is_cuda:
         from learner.policy import vocabulary
 
         known = (targets, normalizer, entropy)
-        return vocabulary.gradient(logits, *known, of_logprobs, of_entropy, temperature, dtype)
+        grad = vocabulary.gradient(logits, *known, of_logprobs, total, of_entropy, temperature, dtype)
+        return grad if beside is None else _add_at(grad, beside[0], beside[1] / temperature)
     log_p = logits / temperature - normalizer[:, None]
     p = log_p.exp()
     grad = torch.zeros_like(log_p)
     if of_entropy is not None:
         grad -= (of_entropy[:, None] * p).mul_(log_p.add_(entropy[:, None]))
+    if total is not None:
+        grad -= total[:, None] * p
     if of_logprobs is not None:
-        grad -= of_logprobs[:, None] * p
-        grad.scatter_add_(1, targets.clamp(min=0)[:, None], torch.where(targets >= 0, of_logprobs, 0.0)[:, None])
+        _add_at(grad, targets[:, None], of_logprobs[:, None])
+    if beside is not None:
+        _add_at(grad, *beside)
     return (grad / temperature).to(dtype)
+
+
+def _add_at(grad: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """Add values [c, k] at columns `ids`, but for those of other ranks, which are -1."""
+    return grad.scatter_add_(1, ids.clamp(min=0), torch.where(ids >= 0, values, 0.0).to(grad.dtype))
 
 
 def head_logprobs(
@@ -172,7 +289,9 @@ def head_logprobs(
     group: dist.ProcessGroup | None = None,
     *,
     softcap: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    ids: Tensor | None = None,
+    teacher: TeacherView | None = None,
+) -> tuple[Tensor, ...]:
     """Logprob of each target at the sampling temperature, and the entropy of its distribution.
 
     Args:
@@ -182,9 +301,14 @@ def head_logprobs(
         temperature: the one the tokens were sampled at.
         group: ranks that hold V rows each of the vocabulary, in order; with it this is a collective.
         softcap: of a family whose logits are softcap · tanh(logits / softcap).
+        ids: [n, k] int64, further tokens whose logprobs are asked for.
+        teacher: whose divergence is asked for; neither with `ids` nor with `group`.
 
     Returns:
-        Two [n] float32 tensors, with gradients to `hidden` and `weight`.
+        Two [n] float32 tensors, with gradients to `hidden` and `weight`. With `ids` [n, k] logprobs besides, with a
+        gradient; with a teacher three [n]: the divergence, with a gradient, the teacher's probability of its likeliest
+        token, and that token.
     """
-    logprobs, entropy = _Logprobs.apply(hidden, weight, targets, temperature, group, softcap)  # type: ignore[no-untyped-call]
-    return logprobs, entropy
+    given = ids if ids is not None else targets.new_empty(len(targets), 0)
+    found = _Logprobs.apply(hidden, weight, targets, temperature, group, softcap, given, teacher)  # type: ignore[no-untyped-call]
+    return tuple(found[:2]) if ids is None and teacher is None else tuple(found)

@@ -131,6 +131,8 @@ class Setup:
     """Of a reference model on the same ranks."""
     critic: Sizes | None = None
     """Of a critic on them, as one whose head is no more than its embedding."""
+    teacher: Sizes | None = None
+    """Of a teacher on them, as one whose head is no more than its embedding: its head is whole on each."""
     pads: bool = False
     """Attention pads trajectories to the longest of their row: `problem_with_kernel` says why, or it caps scores."""
     scores_of: int = 0
@@ -154,7 +156,7 @@ class Setup:
         algorithm = config.algorithm
         has_critic = facts_of(algorithm).needs_critic
         # adapters that are off are the reference, where no folder is named
-        has_reference = algorithm.kl != "none" and not (config.learner.lora.rank and algorithm.reference_path is None)
+        has_reference = config.has_reference and not (config.learner.lora.rank and algorithm.reference_path is None)
         return cls(
             sizes=sizes,
             learner=config.learner,
@@ -168,6 +170,7 @@ class Setup:
             scores_of=config.longest_trajectory if caps else 0,
             refreshed=sum(teacher.is_refreshed for teacher in config.teachers.values()),
             tower_bytes=tower_bytes(model, bytes_of[config.learner.compute_dtype], config.data.max_prompt_tokens),
+            teacher=_teacher_of(config, model),
             # its head is a row
             critic=replace(_sizes_of("critic.path", config.critic.path, model), tied=True) if has_critic else None,
         )
@@ -190,6 +193,12 @@ class Setup:
         """The same with other microbatches."""
         changed = self.learner.model_copy(update={"max_tokens_per_microbatch": tokens})
         return replace(self, learner=changed)
+
+
+def _teacher_of(config: Config, model: Mapping[str, Any]) -> Sizes | None:
+    """Of the one teacher in the learner's ranks; None without one."""
+    inside = [(name, teacher.path) for name, teacher in config.teachers.items() if teacher.where == "learner"]
+    return replace(_sizes_of(f"teachers.{inside[0][0]}.path", inside[0][1], model), tied=True) if inside else None
 
 
 def _sizes_of(key: str, path: str | None, model: Mapping[str, Any]) -> Sizes:
@@ -283,7 +292,7 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
     """Bytes of a rank by what they are for.
 
     Policy, critic and reference model take turns: one's gathered weights, gradients and activations are gone before the
-    next begins. What the largest turn takes beyond the policy's is an item.
+    next begins; a teacher's turn is between two rows. What the largest turn takes beyond the policy's is an item.
     """
     tensor, compute_bytes = setup.learner.mesh.tensor, setup.compute_bytes
     sizes, tokens = setup.sizes.over(tensor), setup.learner.max_tokens_per_microbatch
@@ -307,8 +316,15 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
         items["critic weights and AdamW state"] = held + -(-frozen // setup.num_ranks)
         # its head has the hidden states in float32, and their gradient
         turns.append(sum(_step_items(setup, way, critic).values()) + 8 * critic.hidden * tokens)
+    if (teacher := setup.teacher) is not None:
+        items["teacher weights"] = -(-compute_bytes * teacher.parameters // setup.num_ranks)
+        # whole on each rank, and of each row what it is given
+        items["teacher's output head"] = compute_bytes * (teacher.embedding_parameters + teacher.hidden * tokens)
+        layers = activation_bytes(teacher, "none", compiled=False, element_bytes=compute_bytes) // teacher.layers
+        kept = step["gradients"] + step["gathered weights"]
+        turns.append(kept + 2 * compute_bytes * teacher.largest_unit + layers * tokens)
     if (more := max(turns) - turns[0]) > 0:
-        items["critic or reference in its turn"] = more
+        items["critic, reference or teacher in its turn"] = more
     if setup.refreshed:
         items["refreshed teachers"] = 4 * mine * setup.refreshed
     if setup.tower_bytes:

@@ -61,14 +61,16 @@ class Head(torch.nn.Module):
         self.vocabulary: dist.ProcessGroup | None = None
         """Tensor ranks, each with its part of the vocabulary."""
 
-    def forward(self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float) -> tuple[Any, Any]:
+    def forward(
+        self, hidden: torch.Tensor, targets: torch.Tensor, temperature: float, **beside: Any
+    ) -> tuple[torch.Tensor, ...]:
         """See `head_logprobs`."""
         weight, divisor = local_weight(self.weight), temperature / self.factor
-        return head_logprobs(hidden, weight, targets, divisor, self.vocabulary, softcap=self.softcap)
+        return head_logprobs(hidden, weight, targets, divisor, self.vocabulary, softcap=self.softcap, **beside)
 
 
 class TokenModel(torch.nn.Module):
-    """The root module: from a row to logprobs and entropies of its tokens."""
+    """The root module: from a row to logprobs and entropies of its tokens, and what distillation asks for besides."""
 
     PREFIX = "transformer."
 
@@ -79,8 +81,8 @@ class TokenModel(torch.nn.Module):
         factor, (_, cap) = sizes.family.logits(sizes.keys), sizes.family.caps
         transformer.lm_head = Head(transformer.lm_head.weight, factor, sizes.keys.get(cap))
 
-    def forward(self, row: Row, temperature: float) -> tuple[Any, Any]:
-        """Two [n] float32 tensors."""
+    def forward(self, row: Row, temperature: float) -> tuple[torch.Tensor, ...]:
+        """Two [n] float32 tensors; more where the row has a teacher's own tokens, or its view."""
         inputs: dict[str, Any] = {"input_ids": row.input_ids}
         if row.pictures is not None:
             seen: Tensor = self.transformer.model.embed_tokens(row.input_ids)[0]
@@ -91,7 +93,9 @@ class TokenModel(torch.nn.Module):
             use_cache=False,
             **attention.arguments(row),
         ).last_hidden_state
-        return self.transformer.lm_head(hidden[0, row.kept], row.targets, temperature)  # type: ignore[no-any-return]
+        of_teacher = {"ids": row.teacher_ids, "teacher": row.teacher_view}
+        beside = {name: given for name, given in of_teacher.items() if given is not None}
+        return self.transformer.lm_head(hidden[0, row.kept], row.targets, temperature, **beside)  # type: ignore[no-any-return]
 
 
 class Policy:

@@ -49,7 +49,7 @@ def _statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient(  # type: ignore[no-untyped-def]
-    logits, grads, targets, normalizers, entropies, of_logprobs, of_entropies, stride, vocabulary, scale_by,
+    logits, grads, targets, normalizers, entropies, of_logprobs, totals, of_entropies, stride, vocabulary, scale_by,
     WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -58,8 +58,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     inside = lane < vocabulary
     log_p = tl.load(source + lane, mask=inside, other=float("-inf")) * scale_by - tl.load(normalizers + row)
     p = tl.exp(log_p)
-    upstream = tl.load(of_logprobs + row)
-    grad = tl.where(lane == tl.load(targets + row), upstream - upstream * p, -upstream * p)
+    grad = tl.where(lane == tl.load(targets + row), tl.load(of_logprobs + row), 0.0) - tl.load(totals + row) * p
     if WITH_ENTROPY:
         inner = tl.where(p > 0, p * (log_p + tl.load(entropies + row)), 0.0)
         grad -= tl.load(of_entropies + row) * inner
@@ -90,18 +89,23 @@ def gradient(
     normalizer: Tensor,
     entropy: Tensor,
     of_logprobs: Tensor | None,
+    total: Tensor | None,
     of_entropy: Tensor | None,
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[n, V] gradient of the logits in `dtype`; see learner.policy.logprobs for the formula."""
+    """[n, V] gradient of the logits in `dtype`; see learner.policy.logprobs for the formula.
+
+    `total` is of the logprobs of all tokens that have one, the target among them.
+    """
     grid = (len(logits), triton.cdiv(logits.shape[1], BLOCK))
     upstream = torch.zeros_like(normalizer) if of_logprobs is None else of_logprobs.contiguous()
+    totals = upstream if total is of_logprobs else total.contiguous()  # type: ignore[union-attr]
     of_entropies = of_entropy.contiguous() if of_entropy is not None else upstream
     grads = torch.empty(logits.shape, dtype=dtype, device=logits.device)
     if len(logits):
         _gradient[grid](
-            logits, grads, targets, normalizer.contiguous(), entropy.contiguous(), upstream, of_entropies,
+            logits, grads, targets, normalizer.contiguous(), entropy.contiguous(), upstream, totals, of_entropies,
             logits.stride(0), logits.shape[1], 1 / temperature,
             WITH_ENTROPY=of_entropy is not None, BLOCK=BLOCK, num_warps=8,
         )  # fmt: skip

@@ -60,7 +60,7 @@ class TeacherProcess:
         self._vitals, self._bounded, self._cores = vitals, BoundedLog(log), Cores()
         self._running: set[tuple[str, int]] = set()
         """(server, number) of each request that is being scored: one that comes again is answered once."""
-        self._tokens, self._told, self._busy_s, self._beat_at = 0, 0, 0.0, time.monotonic()
+        self.scored_tokens, self._told, self._busy_s, self._beat_at = 0, 0, 0.0, time.monotonic()
         self._welcome, self._joined_at = False, 0.0
 
     async def serve(self) -> bool:
@@ -168,8 +168,8 @@ class TeacherProcess:
         health = await self.engine.health()
         now = time.monotonic()
         elapsed = max(1e-6, now - self._beat_at)
-        busy, tokens = health.busy_s - self._busy_s, self._tokens - self._told
-        self._busy_s, self._told, self._beat_at = health.busy_s, self._tokens, now
+        busy, tokens = health.busy_s - self._busy_s, self.scored_tokens - self._told
+        self._busy_s, self._told, self._beat_at = health.busy_s, self.scored_tokens, now
         gauges = {
             "idle_ratio": min(1.0, max(0.0, 1.0 - busy / elapsed)),
             "scored_tokens_per_s": tokens / elapsed,
@@ -222,7 +222,7 @@ class TeacherProcess:
             if scored.version == version == self.version:
                 break
             await asyncio.sleep(AGAIN_S)  # an update came meanwhile
-        self._tokens += scored.logprobs.size
+        self.scored_tokens += scored.logprobs.size
         return Scores(
             number=asked.number,
             version=version,

@@ -16,6 +16,8 @@ SHORT = {
     "@gspo": ["algorithm.loss=gspo", "rollout.dtype=bfloat16"],
     "@gae": ["algorithm.advantage=gae"],
     "@kl": ["algorithm.kl=k3", "algorithm.kl_in=reward", "algorithm.advantage=rloo"],
+    "@taught": ["teachers={big: {path: x}}", "algorithm.distillation=sampled"],
+    "@inside": ["teachers={big: {path: x, where: learner}}", "algorithm.distillation=full"],
 }
 REFUSED = """
 rollout.group_size=eight -> rollout.group_size | 'eight'
@@ -94,6 +96,16 @@ algorithm.loss=[ppo_clip] -> algorithm.loss: takes a name | {ppo_clip: {clip_hig
 @gspo algorithm.proximal=log_linear algorithm.correction=token_tis -> algorithm.loss: 'gspo': clip_low 0.0003
 @gspo algorithm.loss.gspo.clip_low=0.02 algorithm.loss.gspo.clip_high=0.004 -> clip_high 0.004 | at least 0.01
 algorithm.loss=gspo learner.compute_dtype=bfloat16 -> algorithm.loss: 'gspo': clip_low 0.0003
+@taught algorithm.distillation=full -> 'full' compares whole vocabularies | where: learner | 'top_k'
+@inside algorithm.distillation=sampled -> teachers.big.where: 'learner' | take where: own, or distillation 'full'
+@inside 'teachers={a: {path: x, where: learner, rows: {n: 1}}}' -> teachers.a.rows: {'n': 1} | leave it out
+@inside 'teachers={a: {path: x, where: learner, context: "{prompt}"}}' -> teachers.a.context | take where: own
+@inside placement.split=1:4 'learner.mesh={tensor: 2}' -> learner.mesh | teacher in the learner | take 'top_k'
+@taught algorithm.distillation.sampled.coef_end=0.5 -> coef_end and over_steps make a schedule together; give both
+@taught algorithm.distillation.sampled.over_steps=5 -> coef_end and over_steps make a schedule together; give both
+@taught algorithm.distillation.sampled.coef=0 -> 'sampled': coef 0 distils nothing
+@taught algorithm.dynamic_sampling=true -> 'sampled' with dynamic_sampling | take dynamic_sampling=none
+@taught rollout.group_size=1 -> rollout.group_size: 1 | algorithm.advantage 'grpo'
 data.eval={} -> data.eval: names no set; give at least one
 data.eval=[a.jsonl] -> data.eval: give one file, or sets by name
 "data.eval={'val core': x}" -> data.eval: 'val core' cannot name a set | take letters, digits
@@ -154,6 +166,9 @@ algorithm.kl=k1 algorithm.kl_in=reward algorithm.advantage=dr_grpo
 @gspo algorithm.i_know_this_is_biased=true
 learner.minibatches=64 learner.epochs=4 learner.target_kl=0.1
 learner.epochs=2 @pg algorithm.correction=token_tis
+@taught algorithm.distillation.sampled.task=0 rollout.group_size=1
+@taught 'algorithm.distillation={top_k: {k: 20, coef: 1.0, coef_end: 0, over_steps: 40}}'
+@inside placement.split=1:2
 """.strip().splitlines()
 
 
