@@ -46,6 +46,8 @@ class Stand:
     router: AsyncRouter = field(default_factory=lambda: AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY))
     hellos: dict[str, m.Hello] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
+    late_s: float = 0.0
+    """After a Hello its Welcome comes so late."""
 
     @property
     def entries(self) -> list[list[str | int]]:
@@ -59,6 +61,7 @@ class Stand:
                 match envelope.message:  # type: ignore[union-attr]
                     case m.Hello() as hello:
                         self.hellos[identity] = hello
+                        await asyncio.sleep(self.late_s)
                         await self.router.send(identity, m.Welcome(incarnation=1, version=0, bus_address=None))
                     case m.Goodbye():
                         self.hellos.pop(identity, None)
@@ -71,8 +74,8 @@ class Stand:
 
 
 @asynccontextmanager
-async def standing() -> AsyncIterator[Stand]:
-    stand = Stand()
+async def standing(late_s: float = 0.0) -> AsyncIterator[Stand]:
+    stand = Stand(late_s=late_s)
     running = asyncio.create_task(stand.run())
     try:
         yield stand
