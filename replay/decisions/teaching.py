@@ -49,7 +49,7 @@ class TeacherDirectory:
 
     def changed(self, newcomer: Peer | None = None) -> None:
         """Say where teachers are: to all rollout servers where that is another list, and to a newcomer anyway."""
-        here = [peer.hello for peer in self.peers.role("teacher")]
+        here = [peer.hello for peer in self.peers.role("teacher") if peer.hello.digest]
         entries: list[list[str | int]] = [[one.teacher, one.address, one.version, one.digest] for one in here]
         entries.sort(key=lambda entry: (str(entry[0]), str(entry[1])))
         if entries != self._told:
@@ -74,5 +74,5 @@ class TeacherDirectory:
                 self._fail(str(NoTeacher(f"{what}; its logs end with the reason [silent]")))
 
     def processes(self, name: str) -> list[Peer]:
-        """Those of a teacher that are here."""
-        return [peer for peer in self.peers.role("teacher") if peer.hello.teacher == name]
+        """Those that hold weights which were proven."""
+        return [peer for peer in self.peers.role("teacher") if peer.hello.teacher == name and peer.hello.digest]

@@ -48,6 +48,10 @@ class Stand:
     gone: list[str] = field(default_factory=list)
     late_s: float = 0.0
     """After a Hello its Welcome comes so late."""
+    said: list[tuple[int, str]] = field(default_factory=list)
+    """Version and digest of each Hello."""
+    bus: str | None = None
+    """Where teachers are refreshed from."""
 
     @property
     def entries(self) -> list[list[str | int]]:
@@ -61,8 +65,9 @@ class Stand:
                 match envelope.message:  # type: ignore[union-attr]
                     case m.Hello() as hello:
                         self.hellos[identity] = hello
+                        self.said.append((hello.version, hello.digest))
                         await asyncio.sleep(self.late_s)
-                        await self.router.send(identity, m.Welcome(incarnation=1, version=0, bus_address=None))
+                        await self.router.send(identity, m.Welcome(incarnation=1, version=0, bus_address=self.bus))
                     case m.Goodbye():
                         self.hellos.pop(identity, None)
                         self.gone.append(identity)
