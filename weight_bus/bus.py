@@ -20,7 +20,7 @@ from configs.infrastructure import WeightBus
 from weight_bus.control import Router, wake_quickly
 from weight_bus.coordinator import Coordinator
 from weight_bus.delta.changes import Change
-from weight_bus.errors import BusClosed, FolderFull, NotPacked, TransportError, WeightBusError
+from weight_bus.errors import BusClosed, FolderFull, NotPacked, SenderBroken, TransportError, WeightBusError
 from weight_bus.lanes import Lane, first_of, joined
 from weight_bus.membership import Group, Member, State
 from weight_bus.messages import Abort, Begin, Epoch, Send, described, digest_array
@@ -72,7 +72,9 @@ class Bus:
             config, router=router, board=board, facts=facts, incarnation=incarnation, senders=self._senders
         )
         self._rest_until = 0.0
-        """No round before: a learner rank is late with its packing."""
+        """No round before: a learner rank is late with its packing, or its end was broken."""
+        self._broken_since = 0.0
+        """No round has passed since then, for a learner rank's end was broken; 0: none was."""
         self.thread = threading.Thread(target=self._run, name="weight-bus", daemon=True)
         self.thread.start()
 
@@ -149,13 +151,21 @@ class Bus:
         parcel = self._begin(offer, group, receivers)
         if parcel is None:
             return
-        error = self._transmit(offer, parcel, group, fresh=fresh)
+        with self._coordinator.adjourned() as failed:
+            error = self._transmit(offer, parcel, group, fresh=fresh)
         offer.sent_at, offer.sending_since = offer.spend("send", started), 0.0
         group.suspects = frozenset()
         if error is None:
+            self._broken_since = 0.0
             self._board.emit("sent", offer.version)
         else:
-            self._abort(offer, group, receivers, error)
+            failed += [(member, str(error)) for member in self._abort(offer, group, receivers, error)]
+        if self._is_senders(error):
+            return
+        if error is not None:
+            group.suspects = frozenset(member.session for member in receivers)
+        if failed and len(receivers) == 1:
+            self._coordinator.charge(*failed[0])
 
     def _wait_for_senders(self) -> None:
         """Until those of other learner ranks are there. Raises WeightBusError: some do not come."""
@@ -267,20 +277,27 @@ class Bus:
             raise WeightBusError(f"the transport{whose} does not keep its timeout: {doing} [silent]")
         return _cause([future.exception() for future in futures.values()])
 
-    def _abort(self, offer: Offer, group: Group, receivers: list[Member], error: TransportError) -> None:
+    def _abort(self, offer: Offer, group: Group, receivers: list[Member], error: TransportError) -> list[Member]:
         """Break the group. Members that have staged everything go on; the others are sent the version again."""
         with self._board.changed:
             log.warning("weight bus: v%d epoch %d: %s", offer.version, group.epoch, error)
             group.sessions = ()
             aborted = [member for member in receivers if self._release(offer, member, group.epoch, error)]
         self._sender.leave(beside=group is self._membership.beside)
-        if isinstance(error, NotPacked | FolderFull):  # here, and no receiver's fault
-            if self._lanes:
-                self._rest_until = time.monotonic() + self._config.heartbeat_s
-            return
-        group.suspects = frozenset(member.session for member in receivers)
-        if aborted and len(receivers) == 1:
-            self._coordinator.charge(aborted[0], str(error))
+        return aborted
+
+    def _is_senders(self, error: TransportError | None) -> bool:
+        """Whether it is no receiver's fault. Raises WeightBusError: it does not pass."""
+        now = time.monotonic()
+        if isinstance(error, SenderBroken):
+            self._broken_since = self._broken_since or now
+            if (since_s := now - self._broken_since) > self._config.deadline_s:
+                raise WeightBusError(f"nothing can be sent for {since_s:.1f} s: {error}")
+        elif not isinstance(error, NotPacked | FolderFull):
+            return False
+        if self._lanes or isinstance(error, SenderBroken):
+            self._rest_until = now + self._config.heartbeat_s
+        return True
 
     def _release(self, offer: Offer, member: Member, epoch: int, error: TransportError) -> bool:
         """Abort a member; False when it has staged the version, or has left."""
@@ -303,5 +320,6 @@ def _cause(errors: Sequence[BaseException | None]) -> TransportError | None:
             found.append(error)
         elif error is not None:
             raise error
-    # packing is late for all of them; a member that is gone shows at once, and one that waits for it only later
-    return min(found, key=lambda error: (not isinstance(error, NotPacked), error.symptom != "closed"), default=None)
+    # what all others wait for; a member that is gone shows at once, and one that waits for it only later
+    own = NotPacked | SenderBroken
+    return min(found, key=lambda error: (not isinstance(error, own), error.symptom != "closed"), default=None)

@@ -5,14 +5,15 @@ Used by the bus thread (bus.py), which serves the control plane with `pump` what
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from configs.infrastructure import WeightBus
 from replay.channel import Envelope, WireError, shown
 from weight_bus import messages as m
 from weight_bus.control import Router
-from weight_bus.errors import BusClosed
+from weight_bus.errors import BusClosed, WeightBusError
 from weight_bus.membership import ENGAGED, Member, State
 from weight_bus.offer import Board
 from weight_bus.senders import Senders
@@ -44,6 +45,7 @@ class Coordinator:
         self._facts, self._incarnation, self._senders = facts, incarnation, senders
         self._membership = board.membership
         self._next_beat = 0.0
+        self._accused: list[tuple[Member, str]] | None = None
 
     def pump(self, until: Callable[[], bool], deadline: float) -> None:
         """Serve the control plane until a condition holds or the deadline has passed. Raises BusClosed."""
@@ -221,23 +223,45 @@ class Coordinator:
         alone = self._membership.break_group(member.session) == 1
         self._membership.release(member, now)
         log.warning("weight bus: v%d epoch %d: %s: %s", failed.version, failed.epoch, member, failed.reason)
-        if alone:
+        if alone and self._accused is not None:
+            self._accused.append((member, failed.reason))
+        elif alone:
             self.charge(member, failed.reason)
+
+    @contextmanager
+    def adjourned(self) -> Iterator[list[tuple[Member, str]]]:
+        """An only receiver that fails meanwhile is not charged but listed: the sender may be at fault."""
+        accused: list[tuple[Member, str]] = []
+        self._accused = accused
+        try:
+            yield accused
+        finally:
+            self._accused = None
 
     def charge(self, member: Member, reason: str) -> None:
         """Count a failed broadcast against the only receiver it had, which is tried again after a pause."""
         with self._board.changed:
+            if self._membership.find(member.session) is not member:
+                return  # it was lost meanwhile
             pause = self._config.heartbeat_s * 2.0**member.faults
             self._membership.fault(member, time.monotonic() + pause)
             self._faulty(member, "failed", reason)
 
     def _faulty(self, member: Member, kind: str, reason: str) -> None:
-        """One fault more: it is refilled by the next round, or removed when it has had its refills."""
+        """One fault more: it is refilled by the next round, or removed when it has had its refills.
+
+        Raises WeightBusError: no other receives the version, either, and so the sender is at fault.
+        """
         offer, limit = self._board.current, self._config.max_heals
         if offer is not None:
             offer.fail(member.name, reason)
         self._board.emit(kind, self._board.version, member.name, reason)
         if self._membership.hopeless(member):
+            others = [other for other in self._membership.members.values() if other is not member]
+            if kind != "quarantined" and others and all(o.faults and not o.has(self._board.version) for o in others):
+                raise WeightBusError(
+                    f"v{self._board.version} reaches none of {len(others) + 1} engines, last {member}: {reason}"
+                )
             self._lose(member, f"failed {member.faults} updates in a row, last: {reason},", "corrupt", rejoin=False)
         else:
             log.warning("weight bus: %s %s; refill %d of %d", member, reason, member.faults, limit)

@@ -67,6 +67,10 @@ class NotPacked(TransportError, code="SLIP-BUS-11"):
     """The learner is late with a bucket: no receiver's fault."""
 
 
+class SenderBroken(TransportError, code="SLIP-BUS-12"):
+    """A learner rank's end of a broadcast was broken, and is opened anew: no receiver's fault."""
+
+
 LATE = ("silent", "slow")
 """Symptoms of one that may still do what it owes."""
 BY_SYMPTOM = {"closed": MemberClosed, "silent": MemberSilent, "slow": MemberSlow, "full": FolderFull}

@@ -131,8 +131,7 @@ class LaneSender(AbstractContextManager["LaneSender"]):
 
     def _run(self) -> None:
         wake_quickly()
-        endpoints = [*self._sender.endpoints(), *self._sender.endpoints(beside=True)]
-        enlist = Enlist(session=self._session, rank=self._rank, endpoints=endpoints, facts=self._facts)
+        enlist = Enlist(session=self._session, rank=self._rank, endpoints=self._endpoints(), facts=self._facts)
         heard, due = False, 0.0
         try:
             while not self._closing:
@@ -172,9 +171,11 @@ class LaneSender(AbstractContextManager["LaneSender"]):
         except TransportError as error:
             log.warning("weight bus: learner rank %d: v%d epoch %d: %s", self._rank, order.version, order.epoch, error)
             self._sender.leave(beside=order.beside)
-            late = isinstance(error, NotPacked)
-            answer = replace(answer, reason=error.message, symptom=error.symptom, not_packed=late)
-        return answer
+            answer = replace(answer, reason=error.message, symptom=error.symptom, code=error.code)
+        return replace(answer, endpoints=self._endpoints())
+
+    def _endpoints(self) -> list[str]:
+        return [*self._sender.endpoints(), *self._sender.endpoints(beside=True)]
 
     def _send(self, order: Send) -> None:
         packed = self._opened(order.version)

@@ -219,7 +219,8 @@ class Sent(OfVersion):
     number: int = 0  # of the order
     reason: str = ""
     symptom: str = ""
-    not_packed: bool = False  # it is late itself: no receiver's fault
+    code: str = ""  # of its error, where that says more than the symptom
+    endpoints: list[str] = field(default_factory=list)  # as in Enlist, of now
 
 
 def described(layout: Layout, bucket_bytes: int, lane: int = 0, first_bytes: int = 0) -> NewLayout:

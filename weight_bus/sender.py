@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from weight_bus.delta.changes import Change
-from weight_bus.errors import NotPacked, TransportError, WeightBusError
+from weight_bus.errors import NotPacked, SenderBroken, TransportError, WeightBusError
 from weight_bus.lanes import Lane, described
 from weight_bus.manifest import Layout
 from weight_bus.packing import PackingProgress
@@ -41,6 +41,13 @@ class _Ends:
     def __init__(self, transports: Sequence[Transport]) -> None:
         self.transports = transports
         self.endpoints = [transport.serve() for transport in transports]
+
+    def renew(self) -> list[int]:
+        """Which lanes nobody could enter from here. They meet elsewhere now."""
+        found = {number: transport.renew() for number, transport in enumerate(self.transports)}
+        renewed = {number: endpoint for number, endpoint in found.items() if endpoint is not None}
+        self.endpoints = [renewed.get(number, endpoint) for number, endpoint in enumerate(self.endpoints)]
+        return [*renewed]
 
 
 class Sender:
@@ -76,7 +83,10 @@ class Sender:
         return self._of(beside).endpoints
 
     def send(self, parcel: Parcel, formation: Formation | None, *, beside: bool = False) -> "Future[None]":
-        """Begin to send, in groups that are built first with a `formation` (lane 0's). The future: TransportError."""
+        """Begin to send, in groups that are built first with a `formation` (lane 0's).
+
+        The future: TransportError; SenderBroken where others cannot meet here, since which `endpoints` has changed.
+        """
         future = self._worker.submit(self._send, self._of(beside), parcel, formation)
         future.add_done_callback(lambda _: self._done())
         return future
@@ -101,6 +111,16 @@ class Sender:
         return self._ends[beside]
 
     def _send(self, ends: "_Ends", parcel: Parcel, formation: Formation | None) -> None:
+        try:
+            self._pass(ends, parcel, formation)
+        except TransportError as error:
+            if not isinstance(error, NotPacked) and (broken := ends.renew()):
+                where = ", ".join(filter(None, (ends.endpoints[number] for number in broken))) or "nowhere so far"
+                what = f"this end is broken, and meets {where} from now on: {error.message}"
+                raise SenderBroken(what, error.symptom) from error
+            raise
+
+    def _pass(self, ends: "_Ends", parcel: Parcel, formation: Formation | None) -> None:
         transports = ends.transports
         if formation is not None:
             self._doing(f"building the group of epoch {formation.epoch} for")

@@ -8,12 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from weight_bus.control import Router
-from weight_bus.errors import NotPacked, TransportError, WeightBusError
+from weight_bus.errors import NotPacked, SenderBroken, TransportError, WeightBusError
 from weight_bus.lanes import Lane
 from weight_bus.messages import Enlist, Goodbye, Send, Sent
 from weight_bus.transports.base import differing
 
 log = logging.getLogger(__name__)
+
+OWN = {kind.code: kind for kind in (NotPacked, SenderBroken)}
+"""Errors of a sender that are no receiver's fault."""
 
 
 class Endpoints(Protocol):
@@ -115,10 +118,12 @@ class Senders:
             self._router.send(identity, Goodbye(session=self.session, reason=reason))
 
     def _sent(self, sent: Sent) -> None:
-        for ordered in self._ordered.values():
+        for rank, ordered in self._ordered.items():
             if ordered.order.number == sent.number and not ordered.future.done():
+                identity, enlisted = self._enlisted[rank]
+                self._enlisted[rank] = identity, replace(enlisted, endpoints=sent.endpoints)
                 if sent.reason:
-                    kind = NotPacked if sent.not_packed else TransportError
-                    ordered.future.set_exception(kind(sent.reason, sent.symptom))
+                    said = f"learner rank {rank}: {sent.reason}" if sent.code == SenderBroken.code else sent.reason
+                    ordered.future.set_exception(OWN.get(sent.code, TransportError)(said, sent.symptom))
                 else:
                     ordered.future.set_result(None)

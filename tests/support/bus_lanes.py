@@ -3,11 +3,13 @@
 As a process: `python -m tests.support.bus_lanes sender ADDRESS SESSION RANK SENDERS POSITIONS SCALE [FAULT ...]` packs
 what it is told on its standard input ("VERSION SET" a line); `... scheduler FOLDER RANK RANKS SCALE [FAULT ...]` is a
 scheduler whose live tensors lie as SGLang's do, and carries out an order of the staging folder a line. Each says what
-memory it has. FAULT is ACTION@UPDATE:POINT, ACTION stop | kill | cut | slow | corrupt, POINT as in bus_receiver.
+memory it has. FAULT is ACTION@UPDATE:POINT, once, ACTION stop | kill | cut | slow | corrupt, POINT as in bus_receiver,
+or `meeting`, before the members of a group meet, or `joining`, once they have.
 """
 
 import json
 import os
+import resource
 import secrets
 import socket
 import subprocess
@@ -38,9 +40,11 @@ from weight_bus.lanes import Lane, Slice, joined, plan_lanes, whole
 from weight_bus.packing import Pieces
 from weight_bus.remote import ReceiverConnection, RemoteIntake, RemoteUpdate
 from weight_bus.staging import view_of
-from weight_bus.transports import TransportFactory, make_transport
+from weight_bus.transports import Formation, TransportFactory, make_transport
+from weight_bus.transports.base import ignore
 
 CPU = torch.device("cpu")
+EMPTY = torch.empty(0)
 BUS = CONFIG.model_copy(update={"bucket_bytes": 30_000})
 KEYS = {
     "model_type": "qwen3_moe",
@@ -318,18 +322,31 @@ class SchedulerProcesses:
 class Struck(Faulty):
     """A transport with faults at points of its updates."""
 
-    def __init__(self, inner: Any, plan: Mapping[tuple[int, str], str]) -> None:
+    def __init__(self, inner: Any, plan: dict[tuple[int, str], str]) -> None:
         super().__init__(inner, -1, lambda _: None, before=True)
-        self._plan, self._updates = plan, 0
+        self._plan, self._update = plan, 1
+        self._meet, inner._meeting.show_up = inner._meeting.show_up, self._show_up
+
+    def form(self, formation: Formation) -> None:
+        self._strike("meeting")
+        self._inner.form(formation)
+
+    def _show_up(self, *meeting: Any) -> None:
+        self._meet(*meeting)
+        self._strike("joining")
 
     def broadcast(self, bucket: torch.Tensor, index: int) -> None:
-        self._updates += index == 0
         damaged = self._strike(f"before-{index}", bucket)
         super().broadcast(damaged, index)  # of a sender: what it keeps is as it was
         bucket.copy_(self._strike(f"after-{index}", bucket))
 
-    def _strike(self, point: str, bucket: torch.Tensor) -> torch.Tensor:
-        match self._plan.get((self._updates, point)):
+    def finish(self, arrived: Callable[[int], None] = ignore) -> None:
+        self._strike("closing")
+        self._inner.finish(arrived)
+        self._update += 1
+
+    def _strike(self, point: str, bucket: torch.Tensor = EMPTY) -> torch.Tensor:
+        match self._plan.pop((self._update, point), None):
             case "slow":
                 time.sleep(2 * BUS.collective_timeout_s)
             case "corrupt":
@@ -397,6 +414,7 @@ def be_scheduler(folder: str, rank: str, ranks: str, scale: str, *faults: str) -
     model = live_model(int(rank), int(ranks), int(scale))
     live = sum(parameter.nbytes for parameter in model.parameters())
     for _ in sys.stdin:
+        until(lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 3, "a process that was cut off opens files again")
         loader.apply(model, [])
         its = receiver._receiver
         staged = its._intake.staging.buckets if its is not None and its._intake is not None else []

@@ -11,6 +11,7 @@ from replay.channel import Envelope, Message
 from tests.weight_bus.test_bus_membership import MAX_FAULTS, admitted, asks, made, receiving
 from weight_bus import messages as m
 from weight_bus.coordinator import Coordinator
+from weight_bus.errors import WeightBusError
 from weight_bus.membership import Member, State
 from weight_bus.offer import Board, Offer
 
@@ -67,6 +68,35 @@ def test_a_broken_broadcast_breaks_the_group_and_is_charged_to_an_only_receiver(
     assert one.state is State.WAITING and rig.board.membership.main.sessions == ()
     assert rig.board.membership.uninformed(rig.members, "l") == [one], "it may not have come"
     assert one.faults == (len(names) == 1) == (one.retry_at > 0.0) == (rig.board.current.failed != {})
+
+
+def test_who_is_at_fault_is_decided_when_the_senders_have_ended() -> None:
+    rig = Rig("one")
+    (one,) = rig.members
+    with rig.coordinator.adjourned() as failed:
+        rig.hears(m.ReceiveFailed(**rig.about(one), reason="it cannot meet its sender"))
+    assert failed == [(one, "it cannot meet its sender")] and one.faults == 0
+    rig.board.membership.remove(one, rejoin=True)
+    rig.coordinator.charge(*failed[0])
+    assert one.faults == 0, "it was lost meanwhile"
+
+
+@pytest.mark.parametrize("has_one", [False, True])
+def test_a_version_that_reaches_no_engine_is_not_charged_to_the_last_of_them(has_one: bool) -> None:
+    rig = Rig("one", "two")
+    one, two = rig.members
+    one.state = two.state = State.WAITING
+    for _ in range(MAX_FAULTS):
+        rig.coordinator.charge(one, "a broken lane")
+        rig.coordinator.charge(two, "a broken lane")
+    if has_one:
+        two.state, two.version = State.LIVE, 1
+        rig.coordinator.charge(one, "a broken lane")
+        assert rig.board.membership.members.keys() == {"two"}
+        return
+    with pytest.raises(WeightBusError, match=r"v1 reaches none of 2 engines, last .*'one' .*: a broken lane"):
+        rig.coordinator.charge(one, "a broken lane")
+    assert rig.board.membership.members.keys() == {"one", "two"}
 
 
 def test_who_does_not_belong_here_is_told_so() -> None:

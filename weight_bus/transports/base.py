@@ -57,6 +57,10 @@ class Transport(Protocol):
     def serve(self) -> str:
         """Publisher only: open the meeting point (once) and return its endpoint."""
 
+    def renew(self) -> str | None:
+        """Publisher only, after a failure: None where others can meet here. Else where they can from now on: a new
+        meeting point, or empty while none can be opened."""
+
     def form(self, formation: Formation) -> None:
         """Leave the present group and enter this one. Raises TransportError when a member stays away."""
 

@@ -66,6 +66,9 @@ class DiskTransport:
             raise WeightBusError(f"weight_bus.folder: {self._root} cannot be written: {error.strerror}") from error
         return "disk"
 
+    def renew(self) -> None:
+        """The folder is where it was."""
+
     def form(self, formation: Formation) -> None:
         """Go to the folder of the run's incarnation; a reader waits until it is there."""
         run, _, incarnation = formation.prefix.rpartition("/")[0].rpartition("/")

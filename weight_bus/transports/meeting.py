@@ -1,5 +1,6 @@
 """Groups per epoch: their members meet in a TCPStore that the publisher serves, under a prefix for each epoch."""
 
+import logging
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,11 @@ from weight_bus.errors import TransportError
 from weight_bus.manifest import Layout
 from weight_bus.transports.base import PROTOCOL, Formation
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
 HERE = "here/"  # keys by which members show up, a rank each
+OPEN = "open"  # key that is there from the start
 
 
 class Meeting:
@@ -41,8 +45,21 @@ class Meeting:
                     timeout=self._timeout,
                     master_listen_fd=listener.detach(),
                 )
+            self._store.set(OPEN, "1")
             self._endpoint = f"{self._host}:{port}"
         return self._endpoint
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this end can reach the store that it serves, and others can, too."""
+        try:
+            if self._store is not None:
+                self._store.wait([OPEN], self._timeout)
+                host, _, port = self._endpoint.rpartition(":")
+                socket.create_connection((host, int(port)), self._timeout.total_seconds()).close()
+        except (OSError, RuntimeError):
+            return False
+        return self._store is not None
 
     def at(self, formation: Formation) -> PrefixStore:
         """The store of a group. Raises TransportError: the endpoint is none; RuntimeError: there is no store."""
@@ -98,6 +115,16 @@ class GroupTransport:
 
     def serve(self) -> str:
         return self._meeting.serve()
+
+    def renew(self) -> str | None:
+        if self._meeting.is_open:
+            return None
+        self._meeting.forget()
+        try:
+            return self._meeting.serve()
+        except (OSError, RuntimeError) as error:
+            log.warning("weight bus: no meeting point can be opened on %s: %s", self._host, error)
+            return ""
 
     def form(self, formation: Formation) -> None:
         self.leave()
