@@ -182,9 +182,6 @@ class Algorithm(Section):
                 "kl: 'k1' with kl_in 'loss' has a gradient of 0 in expectation and regularises nothing; take kl 'k2' or"
                 " 'k3', or kl_in 'reward'"
             )
-        if self.kl == "none" and (self.reference_path is not None or self.reference_refresh_steps):
-            key = "reference_path" if self.reference_path is not None else "reference_refresh_steps"
-            yield f"{key}: nothing uses a reference model; set algorithm.kl to k2 or k3, or leave it out"
 
     def _bounds(self) -> Iterator[str]:
         """A token of the policy itself has the ratio 1."""

@@ -23,6 +23,8 @@ class ObjectiveFacts:
     compares: bool = False
     """Whether the loss compares the trajectories of a group, which then lie in one microbatch, and trajectories count
     alike, however long."""
+    has_reference: bool = False
+    """Whether the loss compares with algorithm.reference_path, or model.path as it began."""
 
     @property
     def from_data(self) -> bool:
@@ -30,7 +32,11 @@ class ObjectiveFacts:
         return self.answers > 0
 
 
-OBJECTIVES = {"rl": ObjectiveFacts(), "sft": ObjectiveFacts(answers=1)}
+OBJECTIVES = {
+    "rl": ObjectiveFacts(),
+    "sft": ObjectiveFacts(answers=1),
+    "dpo": ObjectiveFacts(answers=2, compares=True, has_reference=True),
+}
 """By learner.objective, what processes go by; the losses are in learner/losses/taught.py."""
 
 
@@ -87,8 +93,8 @@ class LearnerSettings(Section):
     """FSDP2 training with fp32 master weights."""
 
     objective: Chosen = Choice("rl")
-    """What is learned: `rl`, from rewards of sampled answers, or `sft`, from the answers in data.train, which replay
-    makes groups of by itself."""
+    """What is learned: `rl`, from rewards of sampled answers; from data.train, which replay makes groups of by itself,
+    `sft`, its answers, or `dpo`, the better of two, with options beta and label_smoothing (docs/howto/sft.md)."""
     total_steps: int = Field(default=100, ge=0)
     """Steps of the run, each of one batch and one version; 0 evaluates the model and trains nothing."""
     minibatches: int = Field(default=1, ge=1)

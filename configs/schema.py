@@ -114,6 +114,11 @@ class Config(Tree):
                 f"learner.max_tokens_per_microbatch: {given} is less than one trajectory of data.max_prompt_tokens +"
                 f" rollout.max_new_tokens = {longest} tokens; raise it to {longest} or more"
             )
+        elif self.learner.facts.compares and (whole := self.group_size * longest) > given:
+            yield (
+                f"learner.max_tokens_per_microbatch: {given} is less than the {whole} tokens of {self.group_size}"
+                f" answers that are compared, each of up to {longest} with its prompt; raise it to {whole} or more"
+            )
         yield from self._episodes()
         yield from self._from_data()
 
@@ -124,8 +129,9 @@ class Config(Tree):
         algorithm, default = self.algorithm, type(self.algorithm)()
         unused = ["dynamic_sampling", "kl", "entropy_coef", "overlong_buffer", "overlong_filter", "distillation"]
         given = [f"algorithm.{name}" for name in unused if getattr(algorithm, name) != getattr(default, name)]
+        given += ["algorithm.reference_refresh_steps"] * (algorithm.reference_refresh_steps > 0)
         given += ["learner.target_kl"] * (self.learner.target_kl > 0)
-        given += ["data.curriculum"] * (self.data.curriculum == "pass_rate")
+        given += ["data.curriculum"] * (self.data.curriculum == "pass_rate") + ["teachers"] * bool(self.teachers)
         if given:
             yield (
                 f"{given[0]}: is about sampled answers, and learner.objective {self.learner.objective} learns from"
@@ -169,7 +175,14 @@ class Config(Tree):
                 f"rollout.on_new_weights: {self.rollout.on_new_weights!r} at replay.async_lag 0; synchronous training"
                 " drains, so take 'auto' or 'drain'"
             )
-        buffer, longest = self.algorithm.overlong_buffer, self.rollout.max_new_tokens
+        algorithm = self.algorithm
+        if not self.has_reference and (algorithm.reference_path is not None or algorithm.reference_refresh_steps):
+            key = "reference_path" if algorithm.reference_path is not None else "reference_refresh_steps"
+            yield (
+                f"algorithm.{key}: nothing uses a reference model; set algorithm.kl to k2 or k3, take"
+                " learner.objective=dpo, or leave it out"
+            )
+        buffer, longest = algorithm.overlong_buffer, self.rollout.max_new_tokens
         if buffer > longest:
             yield (
                 f"algorithm.overlong_buffer: {buffer} tokens are more than rollout.max_new_tokens {longest}, so every"
@@ -191,11 +204,12 @@ class Config(Tree):
             places |= set(wanted)
         if (scoring := self.scoring) is None:
             return
-        size = 8 * scoring.k * self.rollout.group_size * self.rollout.max_new_tokens
+        most = max(self.rollout.group_size, -(-self.trajectories_per_step // self.num_data_ranks))
+        size = 8 * scoring.k * most * self.rollout.max_new_tokens
         if size > (limit := self.network.max_message_bytes):
             yield (
-                f"network.max_message_bytes: {limit} is less than the {size} bytes of teachers' top {scoring.k} for a"
-                " group of the longest answers; raise it, or take a smaller k"
+                f"network.max_message_bytes: {limit} is less than the {size} bytes of teachers' top {scoring.k} for"
+                f" {most} of the longest answers, a rank's part of a step; raise it, or take a smaller k"
             )
 
     def _kept(self) -> Iterator[str]:

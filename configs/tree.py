@@ -77,6 +77,11 @@ class Tree(Section):
         return any(one.greedy or one.samples for one in self.evaluation_sets)
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the learner compares with a reference model."""
+        return self.algorithm.kl != "none" or self.learner.facts.has_reference
+
+    @property
     def loss_temperature(self) -> float:
         """Temperature at which the learner takes logprobs: that of sampling, 1 of answers that were not sampled."""
         return 1.0 if self.learner.facts.from_data else self.rollout.temperature

@@ -118,8 +118,8 @@ def save_tokenizer(folder: Path, symbols: Sequence[str] = SYMBOLS, words: Sequen
     ).save_pretrained(folder)
 
 
-def build_model(seed: int) -> "PreTrainedModel":
-    """A Qwen3 of 102,784 parameters with tied embeddings, float32, initialised from `seed`."""
+def build_model(seed: int, **sizes: int) -> "PreTrainedModel":
+    """A Qwen3 with tied embeddings, float32, initialised from `seed`; 102,784 parameters unless `sizes` says more."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -127,14 +127,12 @@ def build_model(seed: int) -> "PreTrainedModel":
     torch.set_num_threads(1)  # two threads would save 2 s on a quiet machine and cost 7 s on a busy one
     transformers_logging.disable_progress_bar()
     torch.manual_seed(seed)
+    wanted = {"hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 192} | sizes
     config = Qwen3Config(
+        **wanted,
         vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=192,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         pad_token_id=PAD,

@@ -92,6 +92,7 @@ class Learner:
         state = self.checkpoints.resume() if resume else None
         if state and "guards" in state:
             self.guards.restore(state["guards"])
+        self.beside.restore(state or {})
         run_dir = Path(self.config.run_dir)
         if resume and state is None and self.ranks.is_first and not any((run_dir / "journal").glob("*.seg")):
             raise CheckpointError(
@@ -304,7 +305,7 @@ class Learner:
             if is_due:
                 cursor = self.batches.cursor(step) if self.ranks.is_first else {}
                 self.checkpoints.start(
-                    step, replay=cursor, digest=self._masters, guards=self.guards.state(),
+                    step, replay=cursor, digest=self._masters, guards=self.guards.state(), **self.beside.state(),
                     teachers=self.teachers.versions, **self._plan,
                 )  # fmt: skip
                 self._settle(wait=is_last or not self.config.checkpoint.asynchronous)

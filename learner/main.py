@@ -64,8 +64,7 @@ def main() -> int:
         plan = launcher.plan()
         if args.dry_run:
             roles: tuple[Role, ...] = ("replay", "learner", "rollout")
-            serves = config.placement.local_rollouts and config.needs_servers
-            sys.stdout.write(table(plan, roles if serves else roles[:2]) + "\n")
+            sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:2]) + "\n")
             sys.stdout.write(memory_budget(config))
             sys.stdout.write(f"{host_budget(config)[1]}\n".lstrip())
             if launcher.lacks_gpus:

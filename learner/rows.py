@@ -102,6 +102,8 @@ class Row:
     """[n] float32 of the policy at the start of the step, where ratios are taken against it."""
     reference_logprobs: torch.Tensor | None = None
     """[n] float32 of the reference model, where the run has a KL term."""
+    reference_sums: torch.Tensor | None = None
+    """[m] float32 sums of the reference model's logprobs over each trajectory, where the run learns from pairs."""
     values: torch.Tensor | None = None
     """[n] float32 of the critic at the start of the step, before the token."""
     returns: torch.Tensor | None = None

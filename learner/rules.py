@@ -43,12 +43,13 @@ def chosen(config: Config) -> Chosen:
 def problems(config: Config, parts: Chosen) -> Iterator[str]:
     """Why these variants cannot train this run, each with the key, the value and a way out."""
     if config.learner.facts.from_data:
-        TAUGHT.build(config.learner.objective)
+        named = TAUGHT.build(config.learner.objective).name
         if parts.advantage.facts.needs_critic:
             yield (
                 f"algorithm.advantage: {parts.advantage.name!r} with learner.objective {config.learner.objective},"
                 " which has no rewards to compare; leave it out"
             )
+        yield from _of_mesh(config, "reference", f"learner.objective={named}", is_needed=config.has_reference)
         return
     for part in (parts.loss, parts.advantage):
         refuses = None if config.algorithm.i_know_this_is_biased else part.facts.refuses
@@ -120,16 +121,8 @@ def _of_groups(config: Config, parts: Chosen) -> Iterator[str]:
 
 def _of_critic(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[str]:
     learner, critic, needs_critic = config.learner, config.critic, advantage.facts.needs_critic
-    named = f"algorithm.advantage={advantage.name}"
-    for role, is_needed, key in (
-        ("critic", needs_critic, named),
-        ("reference", config.algorithm.kl != "none", f"algorithm.kl={config.algorithm.kl}"),
-    ):
-        if is_needed and learner.mesh != Mesh():
-            yield (
-                f"learner.mesh: {learner.mesh} with a {role} ({key}), which knows ranks that shard and nothing else;"
-                " leave learner.mesh out"
-            )
+    yield from _of_mesh(config, "critic", f"algorithm.advantage={advantage.name}", is_needed=needs_critic)
+    yield from _of_mesh(config, "reference", f"algorithm.kl={config.algorithm.kl}", is_needed=config.has_reference)
     if critic.path is not None and not needs_critic:
         yield (
             f"critic.path: {critic.path!r}, but nothing here needs a critic; set algorithm.advantage=gae, or leave it"
@@ -139,6 +132,14 @@ def _of_critic(config: Config, advantage: Variant[AdvantageFacts]) -> Iterator[s
         yield (
             f"critic.warmup_steps: {critic.warmup_steps} of learner.total_steps {learner.total_steps}, so the policy"
             " would never learn; take fewer"
+        )
+
+
+def _of_mesh(config: Config, role: str, named: str, *, is_needed: bool) -> Iterator[str]:
+    if is_needed and config.learner.mesh != Mesh():
+        yield (
+            f"learner.mesh: {config.learner.mesh} with a {role} ({named}), which knows ranks that shard and nothing"
+            " else; leave learner.mesh out"
         )
 
 

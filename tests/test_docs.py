@@ -151,6 +151,8 @@ def test_what_is_shown_can_start(words, tmp_path, monkeypatch, capsys):
         parser = argparse.ArgumentParser(allow_abbrev=False)
         add_arguments(parser)
         args = parser.parse_known_args(words[1:])[0]
+        if args.config.startswith("examples/"):  # of a clone
+            args.config = str(ROOT / args.config)
         if not args.config.startswith("runs/"):  # the reader's run
             from_arguments(args)
 
@@ -243,7 +245,7 @@ def without_values(text: str) -> str:
 
 PREFIXES = "critic actor response_length prompt_length timing_s perf training val-core val-aux rollout trainer buffer"
 PREFIXES += " weight_sync reward episode answers metrics guards checkpoint rollout_corr prompts replay vitals moe sft"
-PREFIXES += " distill teacher"
+PREFIXES += " distill teacher dpo"
 NAME = re.compile(rf"({'|'.join(PREFIXES.split())})(/[^/\s*]+)+")
 
 

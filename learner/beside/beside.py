@@ -1,7 +1,8 @@
 """The reference model, the critic and the teachers of a run, through one step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,9 +12,10 @@ from learner.advantages import build_advantage, facts_of, need_tokens
 from learner.beside.advantages import Judged, judge
 from learner.beside.critic import Critic
 from learner.beside.folders import check_folders
+from learner.beside.pairs import PairReference
 from learner.beside.reference import AdapterReference, Reference
 from learner.beside.refreshed import RefreshedTeachers
-from learner.beside.teacher import Teacher, sits_here
+from learner.beside.teacher import Teacher
 from learner.checkpoints.parts import Part
 from learner.policy.model import Policy
 from learner.rows import Row
@@ -34,6 +36,8 @@ class Beside:
         self._config, self._policy, self._advantage = config, policy, build_advantage(config.algorithm)
         self.reference, self.critic, self.teacher = reference, critic, teacher
         self.teachers = RefreshedTeachers(config, policy)
+        of_pairs = reference if config.learner.facts.has_reference else None
+        self.pairs = None if of_pairs is None else PairReference(of_pairs, policy)
         self.warmup_steps = 0 if critic is None else config.critic.warmup_steps
         """First steps, in which the critic learns alone; 0 without one."""
 
@@ -50,7 +54,9 @@ class Beside:
         """
         if global_tokens == 0:
             return Judged(list(rows), advantages, {})
-        if self.reference is not None:
+        if self.pairs is not None:
+            rows = self.pairs.judge(batch, rows)
+        elif self.reference is not None:
             found = zip(rows, self.reference.logprobs(rows), strict=True)
             rows = [replace(row, reference_logprobs=logprobs) for row, logprobs in found]
         if self.critic is not None:
@@ -81,6 +87,15 @@ class Beside:
         found = {} if self.critic is None else self.critic.model.shard_digests("float32")
         return {f"critic.{name}": value for name, value in found.items()}
 
+    def state(self) -> dict[str, Any]:
+        """Of a checkpoint's state.json; empty for a run that has nothing of it."""
+        return {} if self.pairs is None else {"pairs": self.pairs.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """What `state` gave."""
+        if self.pairs is not None:
+            self.pairs.restore(state.get("pairs", ()))
+
     @property
     def parts(self) -> dict[str, Part]:
         """What a checkpoint holds beside the policy, by folder.
@@ -104,9 +119,9 @@ def build_beside(config: Config, policy: Policy) -> Beside:
     """
     check_folders(config)
     reference: Reference | AdapterReference | None = None
-    if config.algorithm.kl != "none":
+    if config.has_reference:
         is_own = policy.lora is None or config.algorithm.reference_path is not None
         reference = (Reference if is_own else AdapterReference)(config, policy)
     critic = Critic(config, policy) if facts_of(config.algorithm).needs_critic else None
-    teacher = Teacher(config, policy) if sits_here(config) else None
+    teacher = Teacher(config, policy) if any(one.where == "learner" for one in config.teachers.values()) else None
     return Beside(config, policy, reference, critic, teacher)

@@ -21,7 +21,7 @@ class Reference:
 
     def __init__(self, config: Config, policy: Policy) -> None:
         """Load algorithm.reference_path, or model.path, onto the policy's ranks. A collective. Raises PolicyError."""
-        self.temperature = config.rollout.temperature
+        self.temperature = config.loss_temperature
         with folder_of("algorithm.reference_path", config.algorithm.reference_path, config) as folder:
             self.model = shaped_policy(config, policy.mesh, policy.device, policy.budget, folder, is_frozen=True)
             fill(self.model.shards(), weight_files(folder, PolicyError), folder)
@@ -45,7 +45,7 @@ class AdapterReference:
 
     def __init__(self, config: Config, policy: Policy) -> None:
         """`policy` is as build_policy made it."""
-        self.temperature, self._policy = config.rollout.temperature, policy
+        self.temperature, self._policy = config.loss_temperature, policy
         self.part = Part(policy, held=_copied(policy))
 
     def logprobs(self, rows: Sequence[Row]) -> list[torch.Tensor]:

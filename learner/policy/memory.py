@@ -160,7 +160,7 @@ class Setup:
         algorithm = config.algorithm
         has_critic = facts_of(algorithm).needs_critic
         # adapters that are off are the reference, where no folder is named
-        has_reference = algorithm.kl != "none" and not (config.learner.lora.rank and algorithm.reference_path is None)
+        has_reference = config.has_reference and not (config.learner.lora.rank and algorithm.reference_path is None)
         return cls(
             sizes=sizes,
             learner=config.learner,

@@ -99,6 +99,9 @@ def algorithm(subject: Subject) -> Iterator[Finding]:
         raise Contradiction(problem)
     if subject.config.learner.facts.from_data:
         yield ok("algorithm", str(subject.config.learner.objective))
+        if idle := 0 if subject.config.needs_servers else subject.config.num_rollout_devices:
+            what, mend = f"{idle} devices of the placement serve nothing", "give the learner all of them: split 0:L"
+            yield warn("algorithm", what, why="neither training nor evaluation samples an answer", mend=mend)
         return
     functions.try_advantage(subject.config, parts)
     try:

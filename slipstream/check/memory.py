@@ -59,7 +59,7 @@ def host_budget(config: Config) -> tuple[int, str]:
 def check_engine(config: Config) -> None:
     """Raises ConfigError: the weights of an engine alone are more than its GPUs have."""
     sizes, given = sizes_of(config), config.placement.gpu_gib
-    if config.placement.device == "cpu" or sizes is None:
+    if config.placement.device == "cpu" or sizes is None or not config.needs_servers:
         return
     there = int(given * GIB) if given is not None else gpu_bytes()
     ranks = config.placement.tensor_parallel

@@ -171,7 +171,7 @@ class Launcher:
         for name, process in by_name.items():
             if process.role == "teacher" and self.play is None:
                 self.teachers.add(name)
-            elif process.role == "rollout" and self.config.placement.local_rollouts and self.config.needs_servers:
+            elif process.role == "rollout" and self.config.placement.local_rollouts:
                 self.servers.add(name)
 
     def watch(self) -> None:

@@ -179,7 +179,8 @@ class _Words:
 
     def servers(self, share: Share, words: tuple[str, ...]) -> Iterator[Process]:
         node, threads = share.node, self.config.rollout.num_threads
-        for number, devices in enumerate(share.engines(self.config.placement.tensor_parallel)):
+        engines = share.engines(self.config.placement.tensor_parallel) if self.config.needs_servers else []
+        for number, devices in enumerate(engines):
             name = f"rollout-{number}" if len(self.config.shares) == 1 else f"rollout-{node}-{number}"
             command = self._command(words[0], node, *words[1:], "--replay", self.address, "--server-name", name)
             yield self._process(name, "rollout", node, command, threads, devices, {})

@@ -59,6 +59,11 @@ def check(config: Config) -> None:
     placement = config.placement
     if placement.device == "cpu":
         raise Contradiction("placement.device: 'cpu': there all processes share the cores; the advisor knows GPUs")
+    if config.learner.facts.from_data:
+        raise Contradiction(
+            f"learner.objective: {config.learner.objective} samples nothing for training, so there is no split to"
+            " plan; give every GPU to the learner"
+        )
     if config.environment.function is not None:
         raise Contradiction("environment.function: the advisor knows single answers, not episodes; plan without")
     if placement.share_gpus and config.num_rollout_devices != config.num_learner_ranks:

@@ -47,3 +47,28 @@ def test_an_sft_run_survives_kills_and_an_rl_run_starts_from_its_folder(launch, 
     (before,) = [evaluation_scores(row) for row in begins.rows() if row.get("version") == 0 and evaluation_scores(row)]
     assert before == after, "the engine answers as the trained policy did"
     assert begins.steps()[-1]["training/global_step"] == 1
+
+
+@pytest.mark.slow
+def test_a_dpo_run_goes_through_its_pairs_twice_and_repeats_its_digests(launch, tmp_path):
+    """The second pass reads what the reference gave in the first one, over a kill and a checkpoint between them."""
+    rows = [json.loads(line) for line in (launch.input.folder / "train.jsonl").read_text().splitlines()][:48]
+    pairs = tmp_path / "pairs.jsonl"
+    shown = [{"prompt": row["prompt"], "chosen": row["answer"], "rejected": row["prompt"][:-1]} for row in rows]
+    pairs.write_text("".join(json.dumps(pair) + "\n" for pair in shown))
+    settings = ("learner.objective={dpo: {beta: 0.5}}", f"data.train={pairs}", "learner.lr=5e-4", "data.eval=null")
+    settings += ("checkpoint.every_steps=2", "replay.journal_keep=all", "rollout.groups_per_step=16")
+    run = launch(*settings, name="dpo", steps=8, split="1:2")
+    run.wait_until((run.folder / "checkpoints" / "step_4" / "COMPLETE").exists, "a checkpoint of the second pass")
+    run.kill("learner.train")
+    assert run.wait() == 0, run.text()[-3000:]
+    made: dict[int, set[str]] = {}
+    for line in run.ledger():
+        made.setdefault(line["step"], set()).add(line["digest"])
+    assert {line["incarnation"] for line in run.ledger()} == {1, 2}
+    assert sorted(made) == list(range(1, 9)) and all(len(digests) == 1 for digests in made.values())
+    margins = [row["dpo/margin"] for row in run.steps()]
+    assert abs(margins[0]) < 1e-5 and margins[-1] > 0.05 and run.nothing_left()
+    played = launch.start(["learner.main", "--replay", str(run.folder), "--set", "tracking.plot=false"], run.folder)
+    assert played.wait() == 0, played.text()[-3000:]
+    assert json.loads(played.text().splitlines()[-1])["equal"] == 8

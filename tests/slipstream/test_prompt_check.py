@@ -9,7 +9,7 @@ import pytest
 from configs import Config, ConfigError, load
 from examples import sort6
 from replay.data import DataError
-from slipstream.check.prompts import check_prompts
+from slipstream.check.prompts import check_answers_of, check_prompts
 
 SYSTEM, USER = {"role": "system", "content": "  Sort \n them. "}, {"role": "user", "content": "312="}
 
@@ -104,3 +104,16 @@ def test_a_template_may_strip_texts_and_rows_may_have_none_of_a_role(tmp_path: P
     assert list(check_prompts(config_of(model, model__chat_template=json.dumps(strips)), file_of(tmp_path, *rows)))
     drops = "{% for m in messages if m.role != 'system' %}{{ m.content }}{% endfor %}"
     assert list(check_prompts(config_of(model, model__chat_template=json.dumps(drops)), file_of(tmp_path, *rows[1:2])))
+
+
+def test_rows_with_answers_are_encoded_before_anything_starts(tmp_path: Path, model: Path) -> None:
+    taught = {"learner__objective": "sft", "rollout__max_new_tokens": "8", "data__max_prompt_tokens": "8"}
+    config = config_of(model, **taught)
+    good, long = {"prompt": "312=", "completion": "123"}, {"prompt": "312=", "completion": "1" * 40}
+    path = file_of(tmp_path, good, long, good)
+    first, left_out = (found.what for found in check_answers_of(config, path, "none") if found.severity != "skipped")
+    assert "8 of the 16 tokens" in first and "1 of the first 3 rows are left out" in left_out
+    with pytest.raises(ConfigError, match="none of the first 1 rows can be trained on; the first: it has 45 tokens"):
+        list(check_answers_of(config, file_of(tmp_path, long), "none"))
+    with pytest.raises(DataError, match="learns from the answers in its rows"):
+        list(check_answers_of(config, file_of(tmp_path, {"prompt": "312="}), "none"))
