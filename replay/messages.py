@@ -290,6 +290,8 @@ class Batch(OfStep):
     """[N] of each trajectory: position in group_ids of its group, its tokens in the loss, samples (empty: one each)."""
     all_samples: Int32 = field(default_factory=no_ints)
     minibatches: list[list[int]] = field(default_factory=list)  # [groups, microbatches] of each, oldest groups first
+    taught: list[int] = field(default_factory=lambda: [0, 0])
+    """How many of the last groups, of one trajectory each, and of the last microbatches are rows of learner.sft."""
     pictures: list[str] = field(default_factory=list)
     picture_bytes: UInt8 = field(default_factory=no_bytes)
     picture_counts: Int32 = field(default_factory=no_ints)
