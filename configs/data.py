@@ -54,19 +54,22 @@ class Model(Section):
     @field_validator("path")
     @classmethod
     def _is_weights_of_a_checkpoint(cls, value: str) -> str:
-        folder = Path(value)
-        if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
-            whole = [
-                path.parent for path in folder.glob("checkpoints/step_*/COMPLETE") if path.with_name("hf").is_dir()
-            ]
-            steps = {int(path.name[5:]): path for path in whole if path.name[5:].isdigit()}
-            if not steps:
-                raise ValueError("no checkpoint of this run is complete; let it write one, or name a model folder")
-            folder = steps[max(steps)]
-        elif folder.is_symlink():
-            folder = folder.parent / folder.readlink()  # `best` may be another one tomorrow
-        is_checkpoint = (folder / "hf").is_dir() and not (folder / "config.json").exists()
-        return str(folder / "hf") if is_checkpoint else value
+        return weights_of(value)
+
+
+def weights_of(value: str) -> str:
+    """The folder of weights that a run or one of its checkpoints holds; another folder itself. Raises ValueError."""
+    folder = Path(value)
+    if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
+        whole = [path.parent for path in folder.glob("checkpoints/step_*/COMPLETE") if path.with_name("hf").is_dir()]
+        steps = {int(path.name[5:]): path for path in whole if path.name[5:].isdigit()}
+        if not steps:
+            raise ValueError("no checkpoint of this run is complete; let it write one, or name a model folder")
+        folder = steps[max(steps)]
+    elif folder.is_symlink():
+        folder = folder.parent / folder.readlink()  # `best` may be another one tomorrow
+    is_checkpoint = (folder / "hf").is_dir() and not (folder / "config.json").exists()
+    return str(folder / "hf") if is_checkpoint else value
 
 
 class TrainSet(Section):

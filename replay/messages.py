@@ -44,7 +44,7 @@ class Hello(Message):
     leaves_out_flat_groups: bool = False  # a learner, groups whose rewards are all equal
     teacher: str = ""
     """Process of a teacher: which one (`teachers`); `version` and `digest` are those of the weights that it holds, and
-    it says Hello again when they change."""
+    it says Hello again when they change. Without a digest, it waits for weights, and is not asked."""
     address: str = ""  # of a teacher, where rollout servers ask it
     teacher_buses: dict[str, str] = field(default_factory=dict)
     """Learner rank 0: control address of the weight bus of each teacher that is refreshed, by its name."""

@@ -65,7 +65,7 @@ class WeightFollower:
         self._thread: threading.Thread | None = None
         self._paused_at: float | None = None
         """Since when the engine stands still, for an update that may have failed since."""
-        self._digest = ""
+        self.digest = ""
         """Of what the last update left in the engine."""
         self._pinned: dict[int, str] = {}
         """Digest of each version that was pinned."""
@@ -127,17 +127,17 @@ class WeightFollower:
             await load()
         with self._recorder.span("weights", "digest"):
             digests = await self._engine.digest()
-        self._digest = combined(digests)
+        self.digest = combined(digests)
         return digests
 
     async def _activate(self, version: int, incarnation: int, pin: bool) -> None:
         """Serve what was loaded and has been proven."""
         if pin:
-            if self._pinned.get(version) != self._digest:
+            if self._pinned.get(version) != self.digest:
                 # a resumed learner may have made other weights, and the word that the earlier ones are lost got lost
                 await self._engine.unpin(version)
             await self._engine.pin(version)
-            self._pinned[version] = self._digest
+            self._pinned[version] = self.digest
         await self._go_on()
         self.gauges["weight_updates"] += 1
         await self._on_live(version, incarnation)

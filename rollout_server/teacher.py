@@ -43,7 +43,8 @@ async def run(
     """Serve one run, of replay at this address; 0 when it ended well. Raises TeacherError: another tokenizer."""
     fingerprint = fingerprint_of(config, teacher)
     network, keys = config.network, load_keys(config.network.keys)
-    engine = make(of_teacher(config, teacher))
+    config = of_teacher(config, teacher)
+    engine = make(config)
     if vitals is not None:
         vitals.device = partial(readings, config)
     identity, limit = f"{name}.{secrets.token_hex(4)}", network.max_message_bytes
@@ -64,7 +65,8 @@ async def run(
             vitals=vitals,
         )
         made(process)
-        await process.went_live(0, combined(await engine.digest()))
+        if process.follower is None:
+            await process.went_live(0, combined(await engine.digest()))
         serving = asyncio.create_task(process.serve())
 
         async def leave() -> None:

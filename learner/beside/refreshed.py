@@ -5,6 +5,7 @@ of its own. Teacher processes follow it as engines follow the policy's: none sco
 what it holds is that of these shards.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,18 +15,23 @@ from learner.checkpoints.parts import Part
 from learner.policy.model import Policy
 from learner.ranks import Ranks
 from learner.weights import WeightPublisher, numbers_of
+from weight_bus.digest import combined
+
+log = logging.getLogger(__name__)
 
 
 class RefreshedTeacher:
     """One rank's part of a teacher."""
 
-    def __init__(self, settings: Teacher, policy: Policy) -> None:
+    def __init__(self, name: str, settings: Teacher, policy: Policy) -> None:
         """At first it is the policy as it is."""
-        self.settings, self.policy = settings, policy
+        self.name, self.settings, self.policy = name, settings, policy
         self.held = {parameter: local.clone() for parameter, local in policy.local_parameters().items()}
         self.version, self.published = 0, -1
         """Of the policy: of what was taken last, and of what went to the bus last."""
         self.bus: WeightPublisher | None = None
+        self._ended: dict[str, Any] = {}
+        """Numbers of a broadcast that ended before the next one began, until a row takes them."""
 
     def follow(self, step: int) -> None:
         """Take the policy as this step has left it, if it is a multiple of `every`."""
@@ -41,14 +47,17 @@ class RefreshedTeacher:
     def publish(self) -> None:
         """Hand a version to the bus, unless it went there before. A collective."""
         if self.bus is not None and self.version != self.published:
-            self.published = self.version
-            self.bus.start(self.version, self.bus.digests(), evaluate=False)
+            self._ended = self.metrics(last=False)
+            digests, self.published = self.bus.digests(), self.version
+            log.info("teacher %r is version %d, digest %s", self.name, self.version, combined(digests))
+            self.bus.start(self.version, digests, evaluate=False)
 
     def metrics(self, *, last: bool) -> dict[str, Any]:
         """Numbers of a broadcast that ended since the last call; with `last` it is waited for."""
+        ended, self._ended = self._ended, {}
         if self.bus is None or not (last or self.bus.settled):
-            return {}
-        return numbers_of(self.bus.wait(last=True))
+            return ended
+        return numbers_of(self.bus.wait(last=True)) or ended
 
 
 class RefreshedTeachers:
@@ -60,7 +69,9 @@ class RefreshedTeachers:
 
     def __init__(self, config: Config, policy: Policy) -> None:
         self._config = config
-        self._all = {name: RefreshedTeacher(one, policy) for name, one in config.teachers.items() if one.is_refreshed}
+        self._all = {
+            name: RefreshedTeacher(name, one, policy) for name, one in config.teachers.items() if one.is_refreshed
+        }
 
     @property
     def parts(self) -> dict[str, Part]:

@@ -34,7 +34,7 @@ class TeacherDirectory:
             return f"teachers.{hello.teacher}: {hello.name!r} gives no address, where rollout servers would ask it"
         if teacher.is_refreshed and hello.version % teacher.every:
             return f"teachers.{hello.teacher}: version {hello.version} is no multiple of its every, {teacher.every}"
-        others = [peer for peer in self._processes(hello.teacher) if peer.name != hello.name]
+        others = [peer for peer in self.processes(hello.teacher) if peer.name != hello.name]
         other = next((peer for peer in others if peer.hello.digest != hello.digest), None)
         if other is not None and not teacher.is_refreshed:
             return (
@@ -49,7 +49,7 @@ class TeacherDirectory:
 
     def changed(self, newcomer: Peer | None = None) -> None:
         """Say where teachers are: to all rollout servers where that is another list, and to a newcomer anyway."""
-        here = [peer.hello for peer in self.peers.role("teacher")]
+        here = [peer.hello for peer in self.peers.role("teacher") if peer.hello.digest]
         entries: list[list[str | int]] = [[one.teacher, one.address, one.version, one.digest] for one in here]
         entries.sort(key=lambda entry: (str(entry[0]), str(entry[1])))
         if entries != self._told:
@@ -67,11 +67,12 @@ class TeacherDirectory:
     def watch(self, now: float, *, runs: bool) -> None:
         """Note since when teachers are missing; one that is for too long, and not left out, ends the run."""
         for name, teacher in self.wanted.items():
-            if not runs or self._processes(name):
+            if not runs or self.processes(name):
                 self.missing[name] = now
             elif now - self.missing[name] > teacher.wait_s and teacher.on_error == "wait":
                 what = f"no process of teacher {name!r} for {teacher.wait_s:g} s (teachers.{name}.wait_s)"
                 self._fail(str(NoTeacher(f"{what}; its logs end with the reason [silent]")))
 
-    def _processes(self, name: str) -> list[Peer]:
-        return [peer for peer in self.peers.role("teacher") if peer.hello.teacher == name]
+    def processes(self, name: str) -> list[Peer]:
+        """Those that hold weights which were proven."""
+        return [peer for peer in self.peers.role("teacher") if peer.hello.teacher == name and peer.hello.digest]

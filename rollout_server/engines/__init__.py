@@ -67,7 +67,8 @@ def of_teacher(config: Config, name: str) -> Config:
     path = config.teachers[name].path
     changed = {
         "algorithm": config.algorithm.model_copy(update={"routing_replay": False}),
-        "weight_bus": config.weight_bus.model_copy(update={"stage_in": "server"}),
+        "weight_bus": config.weight_bus.of_teacher(name),
+        "rollout": config.rollout.model_copy(update={"on_new_weights": "drain"}),  # a score is of one version
     }
     if path is not None:
         changed["model"] = config.model.model_copy(update={"path": path})

@@ -19,6 +19,7 @@ from configs.schema import Config
 from replay import messages as m
 from replay.channel import AsyncDealer, AsyncRouter, ChannelError, PeerRefused, WireError
 from rollout_server.engines.base import Engine, EngineError, first_error
+from rollout_server.follower import WeightFollower
 from rollout_server.leases import WELCOME_BEATS, GoodbyeReceived
 from rollout_server.teachers.messages import Refusal, Score, Scores
 from slipstream.runtime.hang import expired
@@ -47,11 +48,15 @@ class TeacherProcess:
         address: str,
         vitals: Vitals | None = None,
     ) -> None:
-        """`name` is the process's, `teacher` one of `teachers`; `address` is where rollout servers find it."""
+        """`config` is as the engine has it; `name` is the process's, `teacher` one of `teachers`; `address` is where
+        rollout servers find it."""
         self.config, self.engine, self.dealer, self.router = config, engine, dealer, router
         self.teacher, self.name, self.fingerprint, self.address = teacher, name, fingerprint, address
+        self.follower: WeightFollower | None = None
+        if config.teachers[teacher].is_refreshed:
+            self.follower = WeightFollower(config, engine, name, on_live=self._refreshed, on_quarantine=self._dark)
         self.version, self.digest = 0, ""
-        """Of the weights that are live."""
+        """Of the weights that are live; without a digest, none have been proven."""
         self._vitals, self._bounded, self._cores = vitals, BoundedLog(log), Cores()
         self._running: set[tuple[str, int]] = set()
         """(server, number) of each request that is being scored: one that comes again is answered once."""
@@ -74,14 +79,25 @@ class TeacherProcess:
                 await self._hear()
         except* GoodbyeReceived as group:
             ended = first_error(group)
+        finally:
+            if self.follower is not None:
+                await asyncio.to_thread(self.follower.stop)  # its thread may wait for this loop
         log.info("replay said goodbye: %s", ended)
         return isinstance(ended, GoodbyeReceived) and not ended.failed
 
     async def went_live(self, version: int, digest: str) -> None:
-        """The engine serves these weights, which were proven."""
+        """The engine serves these weights, which were proven; none where the digest is empty."""
         self.version, self.digest = version, digest
         if self._welcome:
             await self.join()
+
+    async def _refreshed(self, version: int, _: int) -> None:
+        assert self.follower is not None
+        log.info("%s scores with version %d, digest %s", self.name, version, self.follower.digest)
+        await self.went_live(version, self.follower.digest)
+
+    async def _dark(self, _: str) -> None:
+        await self.went_live(self.version, "")
 
     async def join(self) -> None:
         """Say Hello: where this teacher is, and what it holds."""
@@ -121,8 +137,10 @@ class TeacherProcess:
             limit, key = self.config.network.silent_after_s, "network.silent_after_s"
             until = time.monotonic() + limit
             match envelope.message:
-                case m.Welcome():
+                case m.Welcome(bus_address=bus):
                     self._welcome, self.router.run_id = True, self.dealer.run_id
+                    if self.follower is not None and bus is not None:
+                        self.follower.follow(bus, self.dealer.run_id)
                 case m.Refused(code="hello", reason=reason):
                     log.info("replay wants another Hello: %s", reason)
                     await self.join()
@@ -138,9 +156,12 @@ class TeacherProcess:
         every_s = self.config.network.heartbeat_s
         while True:
             await asyncio.sleep(every_s)
+            if self.follower is not None and self.follower.failure is not None:
+                raise EngineError(f"the weight follower died: {self.follower.failure}") from self.follower.failure
             if not self._welcome and time.monotonic() - self._joined_at > WELCOME_BEATS * every_s:
                 await self.join()
             activity = f"scoring {len(self._running)} requests" if self._running else "waiting for requests"
+            activity = activity if self.digest else "waiting for weights of the learner"
             await self.dealer.send(m.Heartbeat(activity=activity, gauges=await self._gauges()))
 
     async def _gauges(self) -> dict[str, float]:
@@ -155,6 +176,7 @@ class TeacherProcess:
             "running": float(len(self._running)),
             "memory_gb": health.memory_bytes / 1e9,
             "cores": self._cores.take(),
+            **({} if self.follower is None else self.follower.gauges),
         }
         if self._vitals is None:
             return gauges
@@ -165,6 +187,9 @@ class TeacherProcess:
         """Take requests of rollout servers; each is a task."""
         while True:
             await self.router.wait(LOOK_S)
+            if not self.router.run_id:  # replay's Welcome is on its way; servers may have heard of this teacher before
+                await asyncio.sleep(AGAIN_S)
+                continue
             while (came := await self.router.receive()) is not None:
                 identity, envelope = came
                 if isinstance(envelope, WireError):
@@ -212,6 +237,8 @@ class TeacherProcess:
 
     def _problem(self, asked: Score) -> str | None:
         """Why this cannot be scored here, with the key of the configuration."""
+        if not self.digest:
+            return f"{self.name!r} waits for weights that are proven"
         if asked.teacher != self.teacher:
             return f"this is teacher {self.teacher!r}, and {asked.teacher!r} is asked for"
         if asked.tokenizer != (own := self.fingerprint["tokenizer"]):

@@ -41,8 +41,12 @@ def test_servers_hear_where_teachers_are_and_of_every_change():
     assert directory(made, "c") == both and directory(made) is None
     teaches(made, "old", 1, version=5, digest="d5")
     assert directory(made) == [both[0], ["old", "tcp://h:1", 5, "d5"]]
+    teaches(made, "old", 1, version=5, digest="")  # its engine holds something else
+    assert directory(made) == [both[0]]
+    teaches(made, "old", 1, version=10, digest="d6")
+    assert directory(made) == [both[0], ["old", "tcp://h:1", 10, "d6"]]
     made.handle("teacher-big-0", m.Goodbye(reason="stopped"), 1.0)
-    assert directory(made) == [["old", "tcp://h:1", 5, "d5"]] and made.counters["teachers_lost"] == 1
+    assert directory(made) == [["old", "tcp://h:1", 10, "d6"]] and made.counters["teachers_lost"] == 1
     made.handle("a", m.Heartbeat(), 11.0)
     made.tick(11.0)  # the other one is silent
     assert directory(made) == [] and made.counters["teachers_lost"] == 2
@@ -90,7 +94,7 @@ def test_a_teacher_that_is_missing_is_named_and_ends_the_run_where_it_is_waited_
         for identity in ("l", "a", "b", "teacher-old-0"):
             made.handle(identity, m.Heartbeat(), now)
         made.tick(now)
-    assert waits(made, 9.0) == [("a process of teacher 'big'", 9.0)]
+    assert waits(made, 9.5) == [("a process of teacher 'big'", 9.5)]
     for identity in ("l", "a", "b"):
         made.handle(identity, m.Heartbeat(), 19.5)
     made.tick(19.5)
@@ -101,6 +105,16 @@ def test_a_teacher_that_is_missing_is_named_and_ends_the_run_where_it_is_waited_
         "no process of teacher 'big' for 20 s (teachers.big.wait_s); its logs end with the reason [silent]"
         " [SLIP-RUN-11]"
     )
+
+
+def test_a_teacher_that_waits_for_its_weights_is_missing():
+    made = service(**TAUGHT)
+    teaches(made, "old", digest="")
+    teaches(made, "big")
+    for identity in ("l", "a", "b", "teacher-old-0", "teacher-big-0"):
+        made.handle(identity, m.Heartbeat(), 9.0)
+    made.tick(9.0)
+    assert waits(made, 9.0) == [("a process of teacher 'old'", 9.0)]
 
 
 @pytest.mark.parametrize("changed", [{"on_error": "leave_out"}, {"path": None, "url": "http://h:1/v1", "model": "m"}])
