@@ -204,7 +204,6 @@ def lay_out(
             groups=torch.from_numpy(batch.all_groups[whole].astype(np.int64)),
             fresh=torch.tensor([is_fresh[answers[i] : answers[i + 1]].all() for i in members], dtype=torch.bool),
             number=number,
-            is_taught=number >= batch.num_microbatches - batch.taught[1],
             step=batch.step,
             routing=_routed(laid, [routing[i] for i in members] if routing else []),
             trajectories=torch.from_numpy(whole.astype(np.int64)),

@@ -124,6 +124,8 @@ def prepare(
     shown = looker.look(batch) if looker is not None else None
     routing = positions_of(batch, experts) if experts is not None and batch.routing.size else []
     rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown, routing, config.scoring)
+    behind = batch.num_microbatches - batch.taught[1]
+    rows = [replace(row, is_taught=True) if row.number >= behind else row for row in rows]
     return Prepared(advantages, rows, [(part.microbatches, int(tokens[part.trajectories].sum())) for part in parts])
 
 
