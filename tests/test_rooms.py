@@ -21,15 +21,15 @@ BUDGET = {
     "slipstream/command": 158,
     "replay": 11_180,
     "weight_bus": 6_266,
-    "rollout_server/engines": 4_398,
+    "rollout_server/engines": 4_401,
     "rollout_server/tasks": 7_652,
-    "rollout_server": 14_998,
-    "learner": 12_005,
+    "rollout_server": 15_001,
+    "learner": 11_981,
 }
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
-PRODUCT = 63_837
+PRODUCT = 63_816
 SCRIPTS = 6_503
-TESTS = 53_205
+TESTS = 53_476
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
