@@ -33,6 +33,7 @@ def waits(made, now):
 
 def test_servers_hear_where_teachers_are_and_of_every_change():
     made = service(**TAUGHT)
+    made.run.policies.published = 10
     assert directory(made) == []
     assert teaches(made, "old", 1) == teaches(made, "big", 0) == ""
     both = [["big", "tcp://h:0", 0, "d0"], ["old", "tcp://h:1", 0, "d0"]]
@@ -85,6 +86,20 @@ def test_a_teacher_hears_of_its_own_bus_and_of_every_learner():
     learner(made, "l", bus_address="tcp://h:7", teacher_buses={"old": "tcp://h:8"})
     learner(made, "l'", teacher_buses={"old": "tcp://h:9"})
     assert [welcome.bus_address for welcome in sent(made, "teacher-old-0", m.Welcome)] == ["tcp://h:8", "tcp://h:9"]
+    for follows, again in (("tcp://h:8", ["tcp://h:9"]), ("tcp://h:9", [])):
+        teaches(made, "old", bus_address=follows)
+        sent(made, "teacher-old-0", m.Welcome)
+        made.handle("teacher-old-0", m.Heartbeat(), 0.0)
+        assert [welcome.bus_address for welcome in sent(made, "teacher-old-0", m.Welcome)] == again, "the word was lost"
+
+
+def test_a_teacher_of_policies_that_are_lost_is_not_asked():
+    made = service(**TAUGHT)
+    teaches(made, "old", version=5)
+    assert directory(made) == [], "the learner is at version 0"
+    made.run.buffer.version = 5
+    made.handle("l", m.Committed(step=5, digest="d5"), 0.0)
+    assert directory(made) == [["old", "tcp://h:0", 5, "d0"]]
 
 
 def test_a_teacher_that_is_missing_is_named_and_ends_the_run_where_it_is_waited_for():
