@@ -57,7 +57,7 @@ class Waits:
     def _teachers(self, now: float) -> Iterator[dict[str, Any]]:
         """Teachers of which no process is here."""
         for name, since in self.teaching.missing.items():
-            if now > since:
+            if not self.teaching.processes(name) and now > since:
                 silent = [gone.name for gone in self.peers.silent.values() if gone.teacher == name]
                 said = f" ({', '.join(silent)} fell silent)" if silent else ""
                 yield _wait("teacher", "rollout servers", f"a process of teacher {name!r}{said}", now - since)

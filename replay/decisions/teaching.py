@@ -34,7 +34,7 @@ class TeacherDirectory:
             return f"teachers.{hello.teacher}: {hello.name!r} gives no address, where rollout servers would ask it"
         if teacher.is_refreshed and hello.version % teacher.every:
             return f"teachers.{hello.teacher}: version {hello.version} is no multiple of its every, {teacher.every}"
-        others = [peer for peer in self._processes(hello.teacher) if peer.name != hello.name]
+        others = [peer for peer in self.processes(hello.teacher) if peer.name != hello.name]
         other = next((peer for peer in others if peer.hello.digest != hello.digest), None)
         if other is not None and not teacher.is_refreshed:
             return (
@@ -77,12 +77,12 @@ class TeacherDirectory:
     def watch(self, now: float, *, runs: bool) -> None:
         """Note since when teachers are missing; one that is for too long, and not left out, ends the run."""
         for name, teacher in self.wanted.items():
-            if not runs or self._processes(name):
+            if not runs or self.processes(name):
                 self.missing[name] = now
             elif now - self.missing[name] > teacher.wait_s and teacher.on_error == "wait":
                 what = f"no process of teacher {name!r} for {teacher.wait_s:g} s (teachers.{name}.wait_s)"
                 self._fail(str(NoTeacher(f"{what}; its logs end with the reason [silent]")))
 
-    def _processes(self, name: str) -> list[Peer]:
+    def processes(self, name: str) -> list[Peer]:
         """Those that hold weights which were proven."""
         return [peer for peer in self.peers.role("teacher") if peer.hello.teacher == name and peer.hello.digest]

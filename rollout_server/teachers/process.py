@@ -191,6 +191,9 @@ class TeacherProcess:
         """Take requests of rollout servers; each is a task."""
         while True:
             await self.router.wait(LOOK_S)
+            if not self.router.run_id:  # replay's Welcome is on its way; servers may have heard of this teacher before
+                await asyncio.sleep(AGAIN_S)
+                continue
             while (came := await self.router.receive()) is not None:
                 identity, envelope = came
                 if isinstance(envelope, WireError):

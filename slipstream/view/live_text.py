@@ -262,7 +262,7 @@ def waiting_text(status: Status) -> str:
 def _wait(wait: Mapping[str, Any]) -> str:
     who, what, since = str(wait.get("who", "?")), str(wait.get("for", "?")), wait.get("since_s") or 0.0
     how_long = f" {duration(since)}" if since > 0 else ""
-    return f"{who} wait{'' if wait.get('code') == 'room' else 's'}{how_long} for {what}"
+    return f"{who} wait{'' if wait.get('code') in ('room', 'teacher') else 's'}{how_long} for {what}"
 
 
 PEER_COLUMNS = ("peer", "version", "doing", "for", "heard", "leases", "groups", "tok/s", "idle")

@@ -109,7 +109,7 @@ def test_a_teacher_that_is_missing_is_named_and_ends_the_run_where_it_is_waited_
         for identity in ("l", "a", "b", "teacher-old-0"):
             made.handle(identity, m.Heartbeat(), now)
         made.tick(now)
-    assert waits(made, 9.0) == [("a process of teacher 'big'", 9.0)]
+    assert waits(made, 9.5) == [("a process of teacher 'big'", 9.5)]
     for identity in ("l", "a", "b"):
         made.handle(identity, m.Heartbeat(), 19.5)
     made.tick(19.5)

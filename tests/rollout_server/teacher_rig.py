@@ -46,6 +46,8 @@ class Stand:
     router: AsyncRouter = field(default_factory=lambda: AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY))
     hellos: dict[str, m.Hello] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
+    late_s: float = 0.0
+    """After a Hello its Welcome comes so late."""
     said: list[tuple[int, str]] = field(default_factory=list)
     """Version and digest of each Hello."""
     bus: str | None = None
@@ -64,6 +66,7 @@ class Stand:
                     case m.Hello() as hello:
                         self.hellos[identity] = hello
                         self.said.append((hello.version, hello.digest))
+                        await asyncio.sleep(self.late_s)
                         await self.router.send(identity, m.Welcome(incarnation=1, version=0, bus_address=self.bus))
                     case m.Goodbye():
                         self.hellos.pop(identity, None)
@@ -76,8 +79,8 @@ class Stand:
 
 
 @asynccontextmanager
-async def standing() -> AsyncIterator[Stand]:
-    stand = Stand()
+async def standing(late_s: float = 0.0) -> AsyncIterator[Stand]:
+    stand = Stand(late_s=late_s)
     running = asyncio.create_task(stand.run())
     try:
         yield stand

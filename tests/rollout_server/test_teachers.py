@@ -60,6 +60,16 @@ async def test_a_group_gets_what_its_teacher_gives_to_its_tokens_at_the_temperat
     assert in_loss["teacher_top"].reshape(-1, 3)[[1, 4]].tolist() == [[0] * 3] * 2
 
 
+async def test_what_a_teacher_is_asked_before_its_welcome_is_answered_after_it(folders: tuple[Path, Path]) -> None:
+    run = config(folders, timeout_s=20.0, wait_s=20.0)
+    teachers = asking(run)
+    async with standing(late_s=0.5) as stand, teaching(run, "big", stand):
+        teachers.links.listed(await stand.listed(1), "run")
+        async with asyncio.timeout(10):
+            assert (await ask(teachers))["teachers"] == ["big@0", "big@0"]
+        teachers.close()
+
+
 async def test_a_group_waits_for_a_teacher_that_is_started_again(
     folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
