@@ -15,7 +15,7 @@ from learner.beside.folders import check_folders
 from learner.beside.pairs import PairReference
 from learner.beside.reference import AdapterReference, Reference
 from learner.beside.refreshed import RefreshedTeachers
-from learner.beside.teacher import Teacher, sits_here
+from learner.beside.teacher import Teacher
 from learner.checkpoints.parts import Part
 from learner.policy.model import Policy
 from learner.rows import Row
@@ -123,5 +123,5 @@ def build_beside(config: Config, policy: Policy) -> Beside:
         is_own = policy.lora is None or config.algorithm.reference_path is not None
         reference = (Reference if is_own else AdapterReference)(config, policy)
     critic = Critic(config, policy) if facts_of(config.algorithm).needs_critic else None
-    teacher = Teacher(config, policy) if sits_here(config) else None
+    teacher = Teacher(config, policy) if any(one.where == "learner" for one in config.teachers.values()) else None
     return Beside(config, policy, reference, critic, teacher)

@@ -42,12 +42,6 @@ class HeadlessModel(TokenModel):
         transformer.lm_head = Hidden()
 
 
-def sits_here(config: Config) -> bool:
-    """Whether the run has a teacher that knows the learner's ranks. Raises BadValue."""
-    chosen = build_distillation(config.algorithm)
-    return chosen is not None and chosen.facts.gives == "vocabulary"
-
-
 class Teacher:
     """One rank's part of the one teacher that sits in the learner."""
 

@@ -4,13 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from configs.algorithm import Algorithm
-from learner.distillation.base import (
-    COMMON,
-    DistillationFacts,
-    DistillationInputs,
-    DistillationOutput,
-    coefficient,
-)
+from learner.distillation.base import COMMON, DistillationFacts, DistillationInputs, DistillationOutput
 from learner.distillation.base import declare as declare
 from learner.distillation.full import full
 from learner.distillation.sampled import sampled, sampled_advantage
@@ -37,7 +31,8 @@ class Distillation:
 
     def coefficient(self, step: int) -> float:
         """Factor of the divergence in a step."""
-        return coefficient(self.options, step)
+        coef, end, over = (self.options[name] for name in ("coef", "coef_end", "over_steps"))
+        return float(coef if end is None else coef + (end - coef) * min(1.0, step / over))
 
     def __call__(self, inputs: DistillationInputs) -> DistillationOutput:
         """Of a row."""

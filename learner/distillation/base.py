@@ -106,9 +106,3 @@ def declare(*, gives: Gives, in_advantages: bool = False) -> Callable[..., Any]:
 def sure_enough(inputs: DistillationInputs, min_confidence: float) -> "Tensor | None":
     """[n] tokens where the teacher is; None for all."""
     return None if inputs.confidence is None or not min_confidence else inputs.confidence >= min_confidence
-
-
-def coefficient(options: Any, step: int) -> float:
-    """Factor of the divergence in a step."""
-    coef, end, over = options["coef"], options["coef_end"], options["over_steps"]
-    return float(coef if end is None else coef + (end - coef) * min(1.0, step / over))

@@ -35,7 +35,20 @@ class Teaching:
         chosen = self.distillation
         if chosen is None:
             return Taught(row.advantages, None, {})
-        inputs, best = self._inputs(row, logprobs, of_teacher)
+        top, divergence, confidence, best = None, None, None, None
+        if row.teacher_view is not None:
+            divergence, confidence, best = of_teacher
+        elif row.teacher_ids is not None and row.teacher_top is not None:
+            (top,), confidence, best = of_teacher, row.teacher_top[:, 0].exp(), row.teacher_ids[:, 0]
+        inputs = DistillationInputs(
+            logprobs=logprobs,
+            behaviour_logprobs=row.behaviour_logprobs,
+            teacher_logprobs=row.teacher_logprobs,
+            top_logprobs=top,
+            teacher_top=row.teacher_top,
+            divergence=divergence,
+            confidence=confidence,
+        )
         found = chosen(inputs)
         kept = torch.ones_like(row.targets, dtype=torch.bool) if found.kept is None else found.kept
         if chosen.first_tokens:
@@ -48,27 +61,6 @@ class Teaching:
         if chosen.facts.in_advantages:
             return Taught(advantages - term.detach(), None, measured)
         return Taught(advantages, term, measured)
-
-    def _inputs(
-        self, row: Row, logprobs: torch.Tensor, of_teacher: Sequence[torch.Tensor]
-    ) -> tuple[DistillationInputs, torch.Tensor | None]:
-        """What the distillation is given, and the teacher's likeliest tokens where they are known, [n]."""
-        top, divergence, confidence, best = None, None, None, None
-        if row.teacher_view is not None:
-            divergence, confidence, best = of_teacher
-        elif row.teacher_ids is not None and row.teacher_top is not None:
-            (top,) = of_teacher
-            confidence, best = row.teacher_top[:, 0].exp(), row.teacher_ids[:, 0]
-        inputs = DistillationInputs(
-            logprobs=logprobs,
-            behaviour_logprobs=row.behaviour_logprobs,
-            teacher_logprobs=row.teacher_logprobs,
-            top_logprobs=top,
-            teacher_top=row.teacher_top,
-            divergence=divergence,
-            confidence=confidence,
-        )
-        return inputs, best
 
     def _measure(
         self, row: Row, kl: torch.Tensor, kept: torch.Tensor, best: torch.Tensor | None

@@ -33,7 +33,9 @@ PPO = {
     "algorithm": {"advantage": "gae", "kl": "k3", "kl_in": "reward", "kl_coef": 0.05, "reference_refresh_steps": 2},
     "critic": {"lr": 1e-3, "updates": 2, "lam": 0.95},
 }
-BOTH = {"algorithm": {"kl": "k3", "kl_coef": 0.2, "reference_refresh_steps": 2}}
+DIRECTION = {"distillation": {"full": {"direction": "forward"}}}
+BOTH = {"algorithm": {"kl": "k3", "kl_coef": 0.2, "reference_refresh_steps": 2, **DIRECTION}}
+"""A reference, and the policy's first weights as a teacher in the ranks."""
 ADAPTERS = PPO | {"learner": {**SECTIONS["learner"], "lora": {"rank": 2}, "lr": 5e-3}}
 CASES: dict[str, dict[str, Any]] = {"ppo": PPO, "reference": BOTH, "adapters": ADAPTERS, "teachers": {}}
 PARTS = {"ppo": "critic", "reference": "reference", "adapters": "critic", "teachers": "teachers/mean"}
@@ -46,6 +48,8 @@ def configured(folder: Path, name: str, split: str = "1:2", parent: str = "besid
     """One of CASES, on two learner ranks."""
     run = {"dir": str(folder / parent), "name": name}
     sections = {**SECTIONS, **CASES[name], "placement": {"split": split}, "run": run, "weight_bus": BUS}
+    if name == "reference":
+        sections["teachers"] = {"first": {"path": str(folder / MODEL), "where": "learner"}}
     return make_config(folder / MODEL, **sections)
 
 
@@ -119,7 +123,7 @@ class Made:
 def train(config: Config, mesh: DeviceMesh) -> tuple[Made, list[dict[str, float]]]:
     """STEPS steps, with a checkpoint of step 2, and the metrics of each."""
     policy, optimizer = built(config, mesh)
-    taught = config.model_copy(update={"teachers": TEACHERS if config.run.name == "teachers" else {}})
+    taught = config.model_copy(update={"teachers": TEACHERS}) if config.run.name == "teachers" else config
     made = Made(config, policy, optimizer, build_beside(taught, policy))
     return made, [made.step(number) for number in range(1, STEPS + 1)]
 

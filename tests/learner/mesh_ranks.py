@@ -20,7 +20,7 @@ from learner.layout import CopiesDiffer
 from learner.optimizer import Optimizer
 from learner.policy.meshes import Meshes, make_meshes
 from learner.policy.model import Policy
-from tests.learner.recorded import batch_of, random_step, train_on
+from tests.learner.recorded import batch_of, random_step, scored, train_on
 from tests.learner.tiny_models import CPU, built, make_config, process_group, save_model
 from tests.learner.tiny_models import saved as saved_folder
 from weight_bus.digest import slice_digest
@@ -31,12 +31,15 @@ MICROBATCHES = 2
 Case = tuple[str, str, dict[str, int], dict[str, Any], dict[str, Any]]
 SEQUENCE = {"loss": "gspo", "aggregation": "sequence"}
 """A loss that looks at whole trajectories."""
+TAUGHT = {"distillation": {"top_k": {"k": 5, "direction": "forward"}}}
+"""A teacher's own tokens, which lie on either rank of a vocabulary."""
 NONE, FULL = {"recompute": "none"}, {"recompute": "full"}
 CASES: dict[int, list[Case]] = {
     2: [
         ("replicate", "even", {"replicate": 2}, NONE, {}),
         ("tensor", "even", {"tensor": 2}, FULL | {"minibatches": 3}, {}),
         ("biased", "biased", {"tensor": 2}, {"recompute": "selective"}, {}),
+        ("taught", "biased", {"tensor": 2}, NONE, TAUGHT),
         ("gemma3", "gemma3", {"tensor": 2}, NONE, {}),
         ("granite", "granite", {"tensor": 2}, NONE, {}),
         ("phi3", "phi3", {}, NONE, {}),
@@ -91,6 +94,7 @@ def configured(folder: Path, case: Case, ranks: int) -> Config:
         placement={"split": f"1:{ranks}"},
         learner={**CONDITIONED, **learner, "mesh": sizes if ranks > 1 else {}},
         algorithm=algorithm,
+        teachers={"big": {"path": "unused"}} if "distillation" in algorithm else {},
         run={"dir": str(folder / "runs"), "name": name},
     )
 
@@ -103,7 +107,10 @@ def steps(
     place = {"rank": policy.rank // tensor, "world_size": policy.world_size // tensor, "num_microbatches": microbatches}
     place["minibatches"] = config.learner.minibatches
     for step in numbers:
-        sums, reason = train_on(batch_of(random_step(step), step, **place), policy, optimizer, config)
+        batch = batch_of(random_step(step), step, **place)
+        if (scoring := config.scoring) is not None:
+            batch = scored(batch, *scoring.names, scoring.k)
+        sums, reason = train_on(batch, policy, optimizer, config)
         assert not reason
         seen.append(sums.metrics() | {"actor/grad_norm": sums.grad_norm})
     return seen

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -83,6 +84,24 @@ def batch_of(
         all_rewards=np.array([t.reward for t in trajectories], np.float32),
         all_groups=np.array([t.group for t in trajectories], np.int32),
         all_loss_tokens=np.array([sum(t.loss_mask) for t in trajectories], np.int32),
+    )
+
+
+def scored(batch: Batch, name: str, k: int, vocab: int = 64) -> Batch:
+    """The batch with made-up scores of a teacher, which a token has on whatever rank it is."""
+    logprobs, ids, top = [], [], []
+    for trajectory, length in zip(batch.trajectory.tolist(), batch.lengths.tolist(), strict=True):
+        rng = np.random.default_rng([batch.step, trajectory])
+        drawn = np.sort(rng.dirichlet(np.ones(vocab), length), 1)[:, ::-1]
+        logprobs.append(-rng.exponential(3.0, length))
+        ids.append(np.argsort(rng.random((length, vocab)), 1)[:, :k])
+        top.append(np.log(drawn[:, :k]))
+    return replace(
+        batch,
+        teachers=[f"{name}@0"] * len(batch.trajectory),
+        teacher_logprobs=np.concatenate(logprobs).astype(np.float32),
+        teacher_ids=np.concatenate(ids).ravel().astype(np.int32),
+        teacher_top=np.concatenate(top).ravel().astype(np.float32),
     )
 
 

@@ -23,17 +23,11 @@ from replay.messages import Batch
 from slipstream.families.sizes import Sizes
 from tests.learner.recorded import batch_of, random_step
 from tests.learner.reference import Recorded
-from tests.learner.tiny_models import built, make_config, save_model
+from tests.learner.tiny_models import built, make_config, save_model, with_tokenizer
 
 STEP = random_step(3)
 TEMPERATURE = 0.9
 ALONE: dict[str, Any] = {"task": 0.0}
-TOKENIZER = {"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": []}
-
-
-def with_tokenizer(folder: Path, **changes: Any) -> Path:
-    (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER | changes))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from learner.checkpoints.checkpointer import Checkpointer
 from tests.learner import beside_ranks, mesh_ranks
 from tests.learner.recorded import random_step
 from tests.learner.reference import train
-from tests.learner.tiny_models import SIZES, built, save_model, saved
+from tests.learner.tiny_models import SIZES, built, save_model, saved, with_tokenizer
 from tests.learner.two_ranks import CONDITIONED, LORA, NUM_STEPS, configured, steps
 from tests.support.ranks import two_ranks
 from weight_bus.adapters import names_of
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two_ranks")
     save_model(folder / "qwen3", "qwen3", tied=True, **UNEVEN)
     save_model(folder / "llama", "llama", tied=False, **UNEVEN)
-    save_model(folder / beside_ranks.MODEL, "qwen3", tied=True, num_hidden_layers=1, **UNEVEN)
+    with_tokenizer(save_model(folder / beside_ranks.MODEL, "qwen3", tied=True, num_hidden_layers=1, **UNEVEN))
     (folder / "a_file").write_text("in the way")
     mesh_ranks.save_models(folder)
     config = Qwen3Config(**{**SIZES, **LARGE, "tie_word_embeddings": True})
@@ -260,7 +260,7 @@ def trained(folder, mesh):
             start = policy.parameter_digest()
             metrics = mesh_ranks.steps(policy, optimizer, config, range(1, mesh_ranks.NUM_STEPS + 1))
             weights = dict(policy.named_full_tensors("float32"))
-            if config.algorithm.loss.name == "ppo_clip":
+            if config.algorithm.loss.name == "ppo_clip" and config.algorithm.distillation is None:
                 weights = train(
                     folder / case[1], [random_step(step) for step in range(1, mesh_ranks.NUM_STEPS + 1)], config
                 )

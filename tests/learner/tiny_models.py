@@ -1,6 +1,7 @@
 """Tiny models with random weights, the configurations that train them, and policies over one gloo rank."""
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,13 @@ def save_model(folder: Path, family: str = "qwen3", *, tied: bool = True, seed: 
             # Larger than the usual 0.02, and no two norms alike, so that a mistake anywhere shows in the logits.
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
     model.save_pretrained(folder)
+    return folder
+
+
+def with_tokenizer(folder: Path, **changes: Any) -> Path:
+    """The folder, with what identifies a tokenizer."""
+    tokenizer = {"model": {"vocab": {"a": 0}, "merges": []}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | changes))
     return folder
 
 

@@ -145,7 +145,7 @@ class SGLangEngine:
                 f"SGLang scores prompts at temperature {self.sglang.scored_at:g} here, not at rollout.temperature"
                 f" {temperature:g}; take rollout.temperature=1.0, or a teacher with a process of its own"
             )
-        asked = [ids.tolist() for ids in sequences]
+        words, asked = self.sglang.vocab_size, [ids.tolist() for ids in sequences]
         while True:
             await self._open.wait()
             version = self.version
@@ -161,7 +161,7 @@ class SGLangEngine:
             if version == self.version and not self._paused:
                 break
         told = zip(tasks, asked, firsts, strict=True)
-        found = [scored_of(task.result(), ids, first, top) for task, ids, first in told]
+        found = [scored_of(task.result(), ids, first, top, words) for task, ids, first in told]
         return Scored(
             version=version,
             logprobs=np.array([one for logprobs, _ in found for one in logprobs], np.float32),

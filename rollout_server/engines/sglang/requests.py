@@ -127,14 +127,17 @@ class ResumableAnswer:
         return taken.then(_tokens(ids, logprobs, versions_from_boundaries(part, len(pairs))[first:]))
 
 
-def scored_of(meta: Mapping[str, Any], ids: Sequence[int], first: int, top: int) -> tuple[list[float], list[Any]]:
+def scored_of(
+    meta: Mapping[str, Any], ids: Sequence[int], first: int, top: int, vocab_size: int
+) -> tuple[list[float], list[Any]]:
     """Logprobs of the tokens from number `first` on, and [logprob, id] of the `top` likeliest in place of each.
 
     Raises EngineError: SGLang says something of other tokens.
     """
     told = (meta.get("input_token_logprobs") or [])[1:]  # of what stands before the first one, it has none
     beside = (meta.get("input_top_logprobs") or [])[1:] if top else [[]] * len(told)
-    if [int(one[1]) for one in told] != list(ids[first:]) or any(len(row) < top for row in beside):
+    shown = [token if token < vocab_size - 1 else 0 for token in ids[first:]]  # the last id goes by another's name
+    if [int(one[1]) for one in told] != shown or any(len(row) < top for row in beside):
         raise EngineError(
             f"SGLang gave {len(told)} logprobs for the tokens {first} to {len(ids)} of a prompt [corrupt]"
         )
