@@ -142,6 +142,18 @@ class Tree(Section):
         return bus.stage_in == "engine" and self.placement.tensor_parallel > 1 and not whole
 
     @property
+    def lane_ends(self) -> tuple[int, int]:
+        """Learner ranks that send updates, and scheduler ranks of an engine that receive them (weight_bus/lanes.py).
+
+        (1, 1) where rank 0 sends whole tensors to one place.
+        """
+        bus = self.weight_bus
+        if bus.transport == "disk" or bus.delta or self.learner.lora.rank > 0:
+            return 1, 1
+        senders = self.num_learner_ranks // self.learner.mesh.replicate
+        return senders, self.placement.tensor_parallel if self.staged_by_rank else 1
+
+    @property
     def num_rollout_devices(self) -> int:
         """Devices given to rollout servers over all nodes."""
         return sum(len(share.rollout) for share in self.shares)
