@@ -33,7 +33,8 @@ class Hello(Message):
     world_size: int = 1
     fingerprint: dict[str, str] = field(default_factory=dict)  # by name, what both ends must agree on
     digest: str = ""
-    bus_address: str | None = None  # learner rank 0: control address of the weight bus
+    bus_address: str | None = None
+    """Learner rank 0: control address of the weight bus; a teacher: of the one that it follows."""
     version: int = 0
     """Learner: version of the weights that it holds at start; `digest` is their parameter digest."""
     incarnation: int = 0
