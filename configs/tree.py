@@ -72,6 +72,12 @@ class Tree(Section):
         return not self.learner.facts.from_data or self.has_evaluations
 
     @property
+    def replays_routing(self) -> bool:
+        """Whether a mixture of experts routes trained tokens as its engine did: every one was sampled then."""
+        learner = self.learner
+        return self.algorithm.routing_replay and not learner.facts.from_data and learner.sft.data is None
+
+    @property
     def has_evaluations(self) -> bool:
         """Whether some version is evaluated."""
         return any(one.greedy or one.samples for one in self.evaluation_sets)
