@@ -204,11 +204,12 @@ class Config(Tree):
             places |= set(wanted)
         if (scoring := self.scoring) is None:
             return
-        size = 8 * scoring.k * self.rollout.group_size * self.rollout.max_new_tokens
+        most = max(self.rollout.group_size, -(-self.trajectories_per_step // self.num_data_ranks))
+        size = 8 * scoring.k * most * self.rollout.max_new_tokens
         if size > (limit := self.network.max_message_bytes):
             yield (
-                f"network.max_message_bytes: {limit} is less than the {size} bytes of teachers' top {scoring.k} for a"
-                " group of the longest answers; raise it, or take a smaller k"
+                f"network.max_message_bytes: {limit} is less than the {size} bytes of teachers' top {scoring.k} for"
+                f" {most} of the longest answers, a rank's part of a step; raise it, or take a smaller k"
             )
 
     def _kept(self) -> Iterator[str]:

@@ -132,6 +132,25 @@ reward.function=3 -> reward.function | give a name, or names with weights
 "reward.function={judge: {url: 'https://me:word@x/v1', model: m}}" -> reward | has a password
 "reward.function={judge: {url: 'https://x/v1', model: m, key_variable: sk-1}}" -> is no name of an environment variable
 "reward.function={judge: {url: 'https://x/v1', model: m, scale: [5, 5]}}" -> reward | is no scale
+algorithm.distillation=sampled -> algorithm.distillation: without a teacher
+"teachers={big: {path: x}}" -> teachers: nothing uses them | set algorithm.distillation
+"teachers={big: {}}" -> teachers.big | exactly one of path, of and url
+"teachers={big: {path: x, of: lagged}}" -> teachers.big: path and of | exactly one
+"teachers={big: {url: 'http://x:1/v1'}}" -> teachers.big: model: missing
+"teachers={big: {url: 'x:1'}}" -> teachers.big.url | is no address
+"teachers={me: {of: policy}}" -> teachers.me: context: missing
+"teachers={me: {of: lagged, where: learner}}" -> teachers.me: where | folder alone
+"teachers={big: {path: x, decay: 0.5}}" -> teachers.big: decay: does nothing with 'path'
+"teachers={big: {path: x, where: learner, devices: 'node0:1'}}" -> devices: does nothing | where: 'learner'
+"teachers={big: {path: x, devices: ''}}" -> teachers.big.devices | names no device
+"teachers={big: {path: x, context: 'be brief'}}" -> teachers.big.context | has no {prompt}
+"teachers={big: {path: x, context: '{prompt} {hint.text}'}}" -> {hint.text} is no name of a column
+@taught "teachers={a@b: {path: x}}" -> 'a@b' cannot be a name
+@taught "teachers={a: {path: x}, b: {path: y}}" -> teachers.a.rows: takes every prompt | 'b' is never asked
+@taught "teachers={a: {path: x, where: learner, rows: {c: 1}}, b: {path: y}}" -> beside other teachers
+@taught "teachers={a: {path: x, devices: 'node0:0'}}" -> node0:0 is given to others | share_gpus=true
+@taught "teachers={a: {path: x, devices: 'node0:7;node0:7'}}" -> teachers.a.devices | names a device twice
+@taught 'algorithm.distillation={top_k: {k: 20000}}' -> network.max_message_bytes | top 20000 | smaller k
 """.strip().splitlines()
 ACCEPTED = """
 learner.max_grad_norm=.inf
@@ -169,6 +188,7 @@ learner.epochs=2 @pg algorithm.correction=token_tis
 @taught algorithm.distillation.sampled.task=0 rollout.group_size=1
 @taught 'algorithm.distillation={top_k: {k: 20, coef: 1.0, coef_end: 0, over_steps: 40}}'
 @inside placement.split=1:2
+@taught "teachers={a: {path: x, rows: {c: [1, 2]}, devices: 'node0:0'}, b: {of: average}}" placement.share_gpus=true
 """.strip().splitlines()
 
 
