@@ -10,6 +10,7 @@ from configs import Config
 from configs.errors import BadPlacement, ConfigError
 from examples.random_qwen3 import make
 from slipstream.check import teachers
+from slipstream.plan.processes import Machine, assign
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +82,26 @@ def test_on_gpus_a_teacher_names_its_own(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(teachers, "gpu_bytes", lambda: 1000)
     with pytest.raises(ConfigError, match=r"weights take 0\.0 GiB on each of 2 GPUs of node0"):
         list(teachers.check(config_of(folder, {"path": "teacher", "devices": "node0:6-7"})))
+
+
+def test_processes_of_teachers_are_placed_and_started_by_their_node_s_side(folder: Path) -> None:
+    """The first node's by the launcher, those of others by the rollout side, also where nothing else runs there."""
+    run = config_of(folder, {"path": "teacher", "devices": "node0:3; node1:0-1"})
+    placement = {"rollout": "node0:0-1", "learner": "node0:2", "device": "cuda"}
+    network = {"host": "10.0.0.1", "insecure": True, "replay_port": 5757}
+    run = Config.model_validate(run.model_dump() | {"placement": placement, "network": network})
+    machines = {"node0": Machine("10.0.0.1", gpus=4), "node1": Machine("10.0.0.2", gpus=2)}
+    plan = assign(run, machines, config_file="c.yaml")
+    first, second = (process for process in plan.processes if process.role == "teacher")
+    assert [(one.name, one.node, one.devices) for one in (first, second)] == [
+        ("teacher-big-0", "node0", (3,)),
+        ("teacher-big-1", "node1", (0, 1)),
+    ]
+    assert second.command[-6:] == ("--teacher", "big", "--process-name", "teacher-big-1", "--tensor-parallel", "2")
+    assert second.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert (plan.side(first), plan.side(second)) == ("learner", "rollout")
+    assert plan.nodes("rollout") == ["node0", "node1"] and plan.nodes("learner") == ["node0"]
+    shares = {share.node: (share.devices("learner"), share.devices("rollout")) for share in run.shares}
+    assert shares == {"node0": ((2, 3), (0, 1)), "node1": ((), (0, 1))}
+    with pytest.raises(ConfigError, match="node0:3 needs 4 GPUs"):
+        assign(run, {**machines, "node0": Machine("10.0.0.1", gpus=3)}, config_file="c.yaml")
