@@ -48,8 +48,12 @@ class TeacherDirectory:
         return replace(self.run.welcome(), bus_address=self.run.teacher_buses.get(peer.hello.teacher))
 
     def changed(self, newcomer: Peer | None = None) -> None:
-        """Say where teachers are: to all rollout servers where that is another list, and to a newcomer anyway."""
-        here = [peer.hello for peer in self.peers.role("teacher") if peer.hello.digest]
+        """Say where teachers are: to all rollout servers where that is another list, and to a newcomer anyway.
+
+        Without those that wait for weights, and those whose weights are of policies that are lost.
+        """
+        newest = self.run.newest_possible
+        here = [peer.hello for peer in self.peers.role("teacher") if peer.hello.digest and peer.hello.version <= newest]
         entries: list[list[str | int]] = [[one.teacher, one.address, one.version, one.digest] for one in here]
         entries.sort(key=lambda entry: (str(entry[0]), str(entry[1])))
         if entries != self._told:
@@ -57,6 +61,12 @@ class TeacherDirectory:
             self.peers.to_servers(m.Teachers(entries=entries))
         elif newcomer is not None and self.wanted:
             self.peers.send(newcomer.identity, m.Teachers(entries=entries))
+
+    def beat(self, peer: Peer) -> None:
+        """A teacher lives; it may have missed that a learner has started."""
+        bus = self.run.teacher_buses.get(peer.hello.teacher)
+        if bus is not None and bus != peer.hello.bus_address:
+            self.peers.send(peer.identity, self.welcome(peer))
 
     def learner_started(self, hello: m.Hello) -> None:
         """Rank 0 is here: where it refreshes teachers is news to them."""
