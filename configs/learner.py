@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, field_validator
 
-from configs.base import Dtype, Section
+from configs.base import Dtype, Own, Section
 from configs.errors import did_you_mean
 from configs.variants import Choice, Chosen
 from slipstream.families.record import Projection
@@ -66,6 +66,17 @@ class Lora(Section):
     def projections(self) -> tuple[Projection, ...]:
         """The targets by name, in the order of a decoder layer."""
         return tuple(name for name in PROJECTIONS if self.targets == "all-linear" or name in self.targets)
+
+
+class SftTerm(Section):
+    """A loss on answers in a dataset of its own, beside what is learned from rewards."""
+
+    data: Own[str | None] = None
+    """Rows with their answers, as data.train has them with learner.objective `sft`; null has no such term."""
+    coef: float = Field(default=0.1, gt=0)
+    """Factor of their mean cross-entropy in the loss."""
+    rows_per_step: int = Field(default=16, ge=1)
+    """Rows in each batch; which ones follows from run.seed and the step."""
 
 
 class Mesh(Section):
@@ -147,6 +158,8 @@ class LearnerSettings(Section):
     """Keep the layers' inputs in pinned host memory until the backward computes the layers again (`recompute` full)."""
     lora: Lora = Lora()
     """Adapters in training in place of the weights; off with rank 0."""
+    sft: SftTerm = SftTerm()
+    """A term of supervised learning beside `rl`."""
 
     @property
     def facts(self) -> ObjectiveFacts:

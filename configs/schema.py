@@ -121,6 +121,22 @@ class Config(Tree):
             )
         yield from self._episodes()
         yield from self._from_data()
+        yield from self._beside()
+
+    def _beside(self) -> Iterator[str]:
+        """What does not go with learner.sft, whose rows are in the batches of sampled answers."""
+        learner, temperature = self.learner, self.rollout.temperature
+        others = {
+            f"learner.objective: {learner.objective}": learner.facts.from_data,
+            f"rollout.temperature: {temperature:g}": temperature != 1,
+            f"learner.minibatches × learner.epochs: {learner.updates_per_step}": learner.updates_per_step > 1,
+            "teachers": bool(self.teachers),
+        }
+        for what in (what for what, is_so in others.items() if is_so and learner.sft.data is not None):
+            yield (
+                f"learner.sft.data: {learner.sft.data!r} with {what}; the term goes with objective rl, temperature 1,"
+                " one update a step and no teachers: take those, or leave learner.sft out"
+            )
 
     def _from_data(self) -> Iterator[str]:
         """What speaks of sampled answers has nothing to act on."""

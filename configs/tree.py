@@ -72,6 +72,12 @@ class Tree(Section):
         return not self.learner.facts.from_data or self.has_evaluations
 
     @property
+    def replays_routing(self) -> bool:
+        """Whether a mixture of experts routes trained tokens as its engine did: every one was sampled then."""
+        learner = self.learner
+        return self.algorithm.routing_replay and not learner.facts.from_data and learner.sft.data is None
+
+    @property
     def has_evaluations(self) -> bool:
         """Whether some version is evaluated."""
         return any(one.greedy or one.samples for one in self.evaluation_sets)
@@ -140,6 +146,18 @@ class Tree(Section):
         """Whether each scheduler rank of an engine receives its own slices of an update, and no rank all of it."""
         bus, whole = self.weight_bus, self.weight_bus.delta or self.learner.lora.rank > 0
         return bus.stage_in == "engine" and self.placement.tensor_parallel > 1 and not whole
+
+    @property
+    def lane_ends(self) -> tuple[int, int]:
+        """Learner ranks that send updates, and scheduler ranks of an engine that receive them (weight_bus/lanes.py).
+
+        (1, 1) where rank 0 sends whole tensors to one place.
+        """
+        bus = self.weight_bus
+        if bus.transport == "disk" or bus.delta or self.learner.lora.rank > 0:
+            return 1, 1
+        senders = self.num_learner_ranks // self.learner.mesh.replicate
+        return senders, self.placement.tensor_parallel if self.staged_by_rank else 1
 
     @property
     def num_rollout_devices(self) -> int:

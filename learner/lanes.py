@@ -1,7 +1,5 @@
 """The lanes of an update (weight_bus/lanes.py), by the configuration and the family's record: the same on all ranks."""
 
-import torch.distributed as dist
-
 from configs.schema import Config
 from learner.policy.model import Policy
 from slipstream.families.names import Place, held
@@ -17,17 +15,16 @@ def lanes_of(config: Config, policy: Policy) -> tuple[Lane, ...]:
 
     Raises ValueError: the family's record does not say where a scheduler rank holds a tensor.
     """
-    bus, dtype = config.weight_bus, config.rollout.dtype
-    positions = config.placement.tensor_parallel if config.staged_by_rank else 1
-    senders = dist.get_world_size(policy.meshes.replica)
-    if bus.transport == "disk" or bus.delta or policy.lora is not None or max(senders, positions) == 1:
+    bucket_bytes, dtype = config.weight_bus.bucket_bytes, config.rollout.dtype
+    senders, positions = config.lane_ends
+    if max(senders, positions) == 1:
         return ()
     shapes = {shard.name: shard.shape for shard in policy.shards()}
     wanted = [[whole(name, dtype, shape) for name, shape in shapes.items()]]
     if positions > 1:
         sizes = Sizes.of(decoder_of(policy.model.transformer.config.to_dict()))
         wanted = [_held(sizes, Place(rank, positions), shapes, dtype) for rank in range(positions)]
-    return plan_lanes(wanted, senders, bus.bucket_bytes, kept=sorted(policy.frozen_digests))
+    return plan_lanes(wanted, senders, bucket_bytes, kept=sorted(policy.frozen_digests))
 
 
 def _held(sizes: Sizes, place: Place, shapes: dict[str, tuple[int, ...]], dtype: str) -> list[Slice]:

@@ -94,6 +94,8 @@ class Row:
     behind a token of older weights keys and values are theirs, too."""
     number: int = 0
     """Of its microbatch."""
+    is_taught: bool = False
+    """Whether its trajectories are rows of learner.sft, which are in the loss by their likelihood."""
     step: int = 0
     """Of its batch."""
     trajectories: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
@@ -138,6 +140,16 @@ class Row:
         moved: dict[str, Any] = {n: t.to(device, non_blocking=True) for n, t in named.items() if torch.is_tensor(t)}
         pictures = self.pictures and self.pictures.to(device)
         return replace(self, prefixes=self.prefixes and self.prefixes.to(device), pictures=pictures, **moved)
+
+
+def sampled_part(batch: Batch) -> Batch:
+    """The batch as if it had no rows of learner.sft, as far as every rank knows all of it."""
+    if not batch.taught[0]:
+        return batch
+    groups = len(batch.group_ids) - batch.taught[0]
+    own = slice(len(batch.all_rewards) - batch.taught[0])
+    of_all = {name: getattr(batch, name)[own] for name in ("all_rewards", "all_groups", "all_loss_tokens")}
+    return replace(batch, group_ids=batch.group_ids[:groups], **of_all)
 
 
 def lay_out(

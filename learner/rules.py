@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from configs import Config
 from configs.learner import Mesh
-from learner.advantages import ADVANTAGES, AdvantageFacts
+from learner.advantages import ADVANTAGES, AdvantageFacts, need_tokens
 from learner.corrections import CORRECTIONS, CorrectionFacts
 from learner.distillation import Distillation, build_distillation
 from learner.losses import LOSSES
@@ -51,6 +51,13 @@ def problems(config: Config, parts: Chosen) -> Iterator[str]:
             )
         yield from _of_mesh(config, "reference", f"learner.objective={named}", is_needed=config.has_reference)
         return
+    algorithm, beside = config.algorithm, config.learner.sft.data is not None
+    if beside and (need_tokens(algorithm) or algorithm.distillation is not None):
+        yield (
+            f"learner.sft.data: {config.learner.sft.data!r} with algorithm.advantage {parts.advantage.name!r}, kl_in"
+            f" {algorithm.kl_in!r} and distillation {algorithm.distillation or 'none'}: a term beside rewards goes with"
+            " advantages that follow from rewards alone, and without distillation; leave learner.sft out"
+        )
     for part in (parts.loss, parts.advantage):
         refuses = None if config.algorithm.i_know_this_is_biased else part.facts.refuses
         if refuses is not None and (why := refuses(config, dict(part.options))):

@@ -97,14 +97,14 @@ class StepSums:
         the step before; absent on a CPU. `perf/prefix_tokens_saved` is how many tokens of trajectories were not
         computed, because answers share prompts; absent where none were.
         """
-        v, n = self.values, self.global_tokens
-        if n == 0:
-            return {"training/loss_tokens": 0.0}
+        v = self.values
+        if (n := self.global_tokens - int(v.get("sft_tokens", 0))) == 0:
+            return {"training/loss_tokens": float(self.global_tokens)}
         result = {metric: v[name] / n for metric, name in _MEANS.items() if name in v}
         result |= {"training/loss_tokens": float(n), **{name: value for name, value in v.items() if "/" in name}}
         if "weight" in v:  # answers were sampled
             result |= {
-                "actor/pg_loss": self.loss,
+                "actor/pg_loss": self.loss - v.get("sft_share", 0.0),
                 "training/ess": v["weight"] ** 2 / (n * v["weight_squared"]) if v["weight_squared"] else 0.0,
                 "training/rollout_probs_diff_max": v["prob_diff_max"],
                 "training/rollout_logprobs_diff_max": v["logprob_diff_max"],
@@ -172,10 +172,8 @@ def accumulate_gradients(
     values = _over_ranks(policy, found)
     if policy.mixtures is not None:
         values |= policy.mixtures.take(policy.group)
-    if values["tokens"] != global_tokens:
-        raise ValueError(
-            f"{values['tokens']:.0f} tokens are in the loss over all ranks, the batch says {global_tokens}"
-        )
+    if (found_tokens := values["tokens"] + values.get("sft_tokens", 0.0)) != global_tokens:
+        raise ValueError(f"{found_tokens:.0f} tokens are in the loss over all ranks, the batch says {global_tokens}")
     return StepSums(values, global_tokens)
 
 

@@ -18,11 +18,11 @@ from learner.beside.beside import Beside
 from learner.guards import Guards, GuardVerdict
 from learner.objective import Objective
 from learner.objective.aggregation import token_weights
-from learner.objective.taught import TaughtObjective
+from learner.objective.taught import TaughtObjective, WithTaught
 from learner.optimizer import Optimizer, lr_at
 from learner.pictures import PictureDecoder
 from learner.policy.model import Policy
-from learner.rows import BatchError, Row, lay_out, minibatches_of
+from learner.rows import BatchError, Row, lay_out, minibatches_of, sampled_part
 from learner.step import Measure, StepSums, accumulate_gradients, apply_update
 from replay.messages import Batch
 from replay.routing import positions_of
@@ -108,24 +108,31 @@ def prepare(
     """
     algorithm, facts = config.algorithm, config.learner.facts
     advantages = advantages_of(advantage, inputs_of(batch))
+    sampled, taught = slice(len(advantages)), slice(len(advantages), None)
+    advantages = np.concatenate([advantages, np.zeros(batch.taught[0], np.float32)])
     keeps_all = facts.from_data or not drop_zero_advantages(algorithm)
     aggregation = "sequence" if facts.compares else algorithm.aggregation
     tokens = np.where((advantages != 0) | keeps_all, batch.all_loss_tokens, 0)
+    tokens[taught] = batch.all_loss_tokens[taught]
     weights, parts = np.zeros(len(tokens), np.float32), minibatches_of(batch)
     for part in parts:
-        own, constant = tokens[part.trajectories], config.rollout.max_new_tokens
-        weights[part.trajectories] = token_weights(aggregation, own, constant=constant)
+        own, constant = tokens[sampled][part.trajectories], config.rollout.max_new_tokens
+        weights[sampled][part.trajectories] = token_weights(aggregation, own, constant=constant)
+    weights[taught] = config.learner.sft.coef * token_weights("token", tokens[taught], constant=1)
     if looker is None and batch.picture_counts.size:
         raise BatchError(f"batch {batch.step}: has pictures, and model.path takes none")
     shown = looker.look(batch) if looker is not None else None
     routing = positions_of(batch, experts) if experts is not None and batch.routing.size else []
     rows = lay_out(batch, advantages, weights, config.learner.share_prefixes, shown, routing, config.scoring)
+    behind = batch.num_microbatches - batch.taught[1]
+    rows = [replace(row, is_taught=True) if row.number >= behind else row for row in rows]
     return Prepared(advantages, rows, [(part.microbatches, int(tokens[part.trajectories].sum())) for part in parts])
 
 
 def inputs_of(batch: Batch) -> AdvantageInputs:
     """What advantages follow from, of the whole batch."""
-    return AdvantageInputs(rewards=batch.all_rewards, groups=batch.all_groups, loss_tokens=batch.all_loss_tokens)
+    own = sampled_part(batch)
+    return AdvantageInputs(rewards=own.all_rewards, groups=own.all_groups, loss_tokens=own.all_loss_tokens)
 
 
 def nothing_expected(inputs: AdvantageInputs) -> Float64:
@@ -148,7 +155,10 @@ def objective_of(config: Config) -> Measure:
     for problem in rules.problems(config, rules.chosen(config)):
         raise Contradiction(problem)
     learner, names = config.learner, [] if config.scoring is None else config.scoring.names
-    return TaughtObjective(learner.objective) if learner.facts.from_data else Objective(config.algorithm, names)
+    if learner.facts.from_data:
+        return TaughtObjective(learner.objective)
+    sampled = Objective(config.algorithm, names)
+    return sampled if learner.sft.data is None else WithTaught(sampled, learner.sft.coef)
 
 
 class Trainer:
@@ -170,7 +180,7 @@ class Trainer:
         self.config, self.policy, self.optimizer, self._span = config, policy, optimizer, span
         self.guards, self.looker = guards, PictureDecoder.of(policy.source)
         described = policy.model.transformer.config.to_dict()
-        self.experts = experts_of(described) if config.algorithm.routing_replay else None
+        self.experts = experts_of(described) if config.replays_routing else None
         """Of which the engine's choices are replayed."""
         from_data = config.learner.facts.from_data
         self.advantage: Advantage = nothing_expected if from_data else build_advantage(config.algorithm)

@@ -33,7 +33,8 @@ class Hello(Message):
     world_size: int = 1
     fingerprint: dict[str, str] = field(default_factory=dict)  # by name, what both ends must agree on
     digest: str = ""
-    bus_address: str | None = None  # learner rank 0: control address of the weight bus
+    bus_address: str | None = None
+    """Learner rank 0: control address of the weight bus; a teacher: of the one that it follows."""
     version: int = 0
     """Learner: version of the weights that it holds at start; `digest` is their parameter digest."""
     incarnation: int = 0
@@ -290,6 +291,8 @@ class Batch(OfStep):
     """[N] of each trajectory: position in group_ids of its group, its tokens in the loss, samples (empty: one each)."""
     all_samples: Int32 = field(default_factory=no_ints)
     minibatches: list[list[int]] = field(default_factory=list)  # [groups, microbatches] of each, oldest groups first
+    taught: list[int] = field(default_factory=lambda: [0, 0])
+    """How many of the last groups, of one trajectory each, and of the last microbatches are rows of learner.sft."""
     pictures: list[str] = field(default_factory=list)
     picture_bytes: UInt8 = field(default_factory=no_bytes)
     picture_counts: Int32 = field(default_factory=no_ints)

@@ -259,6 +259,8 @@ class Service:
             self.report.note_beat(message.gauges)
             if peer.incarnation < self.incarnation and self.ended is None:
                 self._send(peer.identity, self.run.welcome())  # it may have missed that a learner has started
+        elif peer.role == "teacher":
+            self.teaching.beat(peer)
 
     def _lease_request(self, peer: Peer, message: m.LeaseRequest, _: float, __: Frames) -> None:
         peer.capacity, peer.version, peer.incarnation = message.capacity, message.version, message.incarnation
@@ -283,6 +285,7 @@ class Service:
         self.intake.early.clear()
         self.incarnations.settle()
         self.evaluations.made(self.buffer.version)
+        self.teaching.changed()
 
     def cursor(self) -> dict[str, Any]:
         """State for a checkpoint: where the data stands, and which admitted prompts were not trained yet."""

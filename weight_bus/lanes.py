@@ -70,12 +70,15 @@ def plan_lanes(
     for position, slices in enumerate(wanted):
         numbers = [number for number in range(count) if number * len(wanted) // count == position]
         planners = {n: Planner(bucket_bytes, alignment, first_of(bucket_bytes)) for n in numbers}
-        loads = dict.fromkeys(numbers, 0)
+        loads, sizes, pieces = dict.fromkeys(numbers, 0), dict[str, int](), list(slices)
+        for piece in pieces:
+            sizes[piece.name] = sizes.get(piece.name, 0) + max(1, piece.num_bytes)
         chosen: dict[str, int] = {}
-        for piece in slices:
-            number = chosen.setdefault(piece.name, min(numbers, key=lambda n: loads[n]))
-            loads[number] += max(1, piece.num_bytes)
-            planners[number].place(piece.name, piece.dtype, piece.shape, piece.start, piece.whole)
+        for name in sorted(sizes, key=lambda name: -sizes[name]):  # a large one that came last would be on top
+            chosen[name] = min(numbers, key=lambda n: loads[n])
+            loads[chosen[name]] += sizes[name]
+        for piece in pieces:
+            planners[chosen[piece.name]].place(piece.name, piece.dtype, piece.shape, piece.start, piece.whole)
         for number in numbers:
             if loads[number]:
                 kept_here = kept if not lanes else ()

@@ -13,6 +13,7 @@ import numpy as np
 from configs.schema import Config
 from learner.advantages import facts_of
 from learner.distillation import build_distillation
+from learner.rows import sampled_part
 from learner.step import StepSums
 from replay.messages import Batch
 
@@ -107,10 +108,12 @@ class SignalHistory:
         if is_first and self.from_data and has_tokens:
             found["zero_gradient_steps"] = float(sums.grad_norm == 0.0)
         elif is_first and not self.from_data:
-            found |= self._of_batch(sums, batch)
+            found |= self._of_batch(sums, sampled_part(batch))
         if not is_finite or not has_tokens or self.from_data:
             return found
         measured = sums.metrics()
+        if NAMES["ess"] not in measured:  # no sampled token is in the loss
+            return found
         for guard in ("ess", "kl"):
             found[guard] = measured[NAMES[guard]]
         if not is_first:

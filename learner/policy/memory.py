@@ -20,6 +20,7 @@ from learner.advantages import facts_of
 from learner.policy.activations import Recompute as Recompute
 from learner.policy.activations import activation_bytes, tower_bytes
 from learner.policy.divisibility import problem_with_kernel
+from learner.policy.lane_bytes import lane_bytes
 from slipstream.families.pictures import decoder_of
 from slipstream.families.sizes import Sizes, heads_of
 from slipstream.runtime.fingerprint import read_json
@@ -56,7 +57,7 @@ class Budget:
     whole_gradients: bool
     """Every rank adds up whole gradients, and they are summed over ranks once a step."""
     packs_on_device: bool = True
-    """Rank 0 holds the two packed versions of the weight bus on its GPU; else in pinned host memory."""
+    """A rank holds the two packed versions that it sends on its GPU; else in pinned host memory."""
     items: dict[str, int] = field(default_factory=dict)
     """Bytes by what they are for."""
 
@@ -124,7 +125,9 @@ class Setup:
     compute_bytes: int = 2
     """Of an element of learner.compute_dtype."""
     wire_bytes: int = 0
-    """Of an element of the two packed versions that rank 0 holds on its GPU; 0 where it holds none there."""
+    """Of an element of the two packed versions that a rank holds on its GPU; 0 where it holds none there."""
+    lane_bytes: int = 0
+    """Of a version, what the fullest rank sends where each sends lanes of its own; 0 where rank 0 sends all."""
     staged_bytes: int = 0
     """Of the buffers through which versions in host memory are sent; 0 where they cannot lie there."""
     reference: Sizes | None = None
@@ -151,6 +154,7 @@ class Setup:
             ConfigError: it is of a family that is not trained.
         """
         bytes_of, bus, sizes = {"float32": 4, "bfloat16": 2}, config.weight_bus, Sizes.of(decoder_of(model))
+        wire_bytes, (senders, positions) = bytes_of[config.rollout.dtype], config.lane_ends
         caps = sizes.keys.get(sizes.family.caps[0]) is not None
         may_lie_on_host = bus.on_gpus and not bus.delta  # changes are made where the versions lie, which takes a GPU
         algorithm = config.algorithm
@@ -162,8 +166,9 @@ class Setup:
             learner=config.learner,
             num_ranks=config.num_learner_ranks // config.learner.mesh.replicate,
             compute_bytes=bytes_of[config.learner.compute_dtype],
-            wire_bytes=bytes_of[config.rollout.dtype] if bus.on_gpus else 0,
-            staged_bytes=2 * bus.bucket_bytes if may_lie_on_host else 0,
+            wire_bytes=wire_bytes if bus.on_gpus else 0,
+            lane_bytes=lane_bytes(sizes, senders, positions, wire_bytes) if max(senders, positions) > 1 else 0,
+            staged_bytes=2 * bus.bucket_bytes * -(-positions // senders) if may_lie_on_host else 0,
             reference=_sizes_of("algorithm.reference_path", algorithm.reference_path, model) if has_reference else None,
             pads=config.placement.device != "cpu"
             and (caps or bool(problem_with_kernel(config.learner, heads_of(decoder_of(model)).size))),
@@ -183,6 +188,13 @@ class Setup:
     def adapters(self, sizes: Sizes) -> int:
         """Parameters of the adapters of such a model; 0 where all of it is trained."""
         return sizes.adapter_parameters(self.learner.lora) if self.learner.lora.rank else 0
+
+    def packed(self) -> tuple[str, int]:
+        """What the two packed versions are called in a budget, and their bytes."""
+        if self.lane_bytes:
+            return "packed versions", 2 * self.lane_bytes
+        carried = self.adapters(self.sizes) or self.sizes.parameters
+        return f"packed versions{OF_RANK_0}", 2 * self.wire_bytes * carried
 
     def trained_share(self, sizes: Sizes) -> int:
         """What a rank trains of a model: `sizes` are what each tensor rank computes."""
@@ -330,8 +342,8 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
     if setup.tower_bytes:
         items["vision tower"] = setup.tower_bytes
     if setup.wire_bytes:
-        packed = 2 * setup.wire_bytes * (adapters or setup.sizes.parameters)
-        items[f"packed versions{OF_RANK_0}"] = (packed if way.packs_on_device else setup.staged_bytes) * setup.num_buses
+        what, packed = setup.packed()
+        items[what] = (packed if way.packs_on_device else setup.staged_bytes) * setup.num_buses
     return items
 
 
@@ -346,8 +358,8 @@ def host_items_of(setup: Setup, way: Budget) -> dict[str, int]:
         layer = setup.compute_bytes * sizes.hidden * learner.max_tokens_per_microbatch
         items["inputs of layers"] = sizes.layers * (1 << (layer - 1).bit_length())
     if not way.packs_on_device:
-        carried = setup.adapters(setup.sizes) or setup.sizes.parameters
-        items[f"packed versions{OF_RANK_0}"] = 2 * setup.wire_bytes * carried * setup.num_buses
+        what, packed = setup.packed()
+        items[what] = packed * setup.num_buses
     return items
 
 

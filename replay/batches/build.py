@@ -7,7 +7,7 @@ number of microbatches and no rank is alone in a collective (invariant 9).
 import heapq
 from bisect import bisect_right
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,24 @@ class Assignment:
     rank: Int32
     microbatch: Int32
     num_microbatches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Groups of learner.sft, which get microbatches of their own behind the others."""
+
+    groups: list[Group] = field(default_factory=list)
+    max_tokens: int = 0
+
+    def assigned(self, others: Assignment, num_ranks: int) -> Assignment:
+        """The assignment of the others and of these."""
+        lengths = np.array([g.prompt_ids.size + g.token_ids.size for g in self.groups], np.int64)
+        own = assign(lengths, np.ones(len(lengths), np.bool_), num_ranks, self.max_tokens)
+        return Assignment(
+            np.concatenate([others.rank, own.rank]),
+            np.concatenate([others.microbatch, own.microbatch + np.int32(others.num_microbatches)]),
+            others.num_microbatches + own.num_microbatches,
+        )
 
 
 def assign(lengths: NDArray[np.int64], trained: NDArray[np.bool_], num_ranks: int, max_tokens: int) -> Assignment:
@@ -80,8 +98,13 @@ def build(
     num_ranks: int,
     stats: dict[str, float],
     sampled: bool = True,
+    beside: Beside | None = None,
 ) -> list[Batch]:
     """Each rank's part. Without `sampled` the answers are the data's, and nothing is told of rewards and engines."""
+    lag, told, taught = _lag(step, groups), groups, [0, 0]
+    if beside is not None and beside.groups:
+        before, assignment = assignment.num_microbatches, beside.assigned(assignment, num_ranks)
+        groups, taught = [*groups, *beside.groups], [len(beside.groups), assignment.num_microbatches - before]
     sizes, lengths = [g.rewards.size for g in groups], np.concatenate([g.lengths for g in groups])
     prompt_lengths = np.concatenate([prompts_of(g) for g in groups])
     masks = [np.add.reduceat(g.loss_mask, _starts(g.lengths), dtype=np.int32) for g in groups]
@@ -91,8 +114,11 @@ def build(
     if samples.size:
         loss_tokens = np.add.reduceat(loss_tokens, _starts(samples), dtype=np.int32)
     all_groups = np.repeat(np.arange(len(groups), dtype=np.int32), sizes)
-    lag = _lag(step, groups)
-    stats = _stats(groups, lengths, prompt_lengths, lag) | stats
+    of_told = slice(sum(g.lengths.size for g in told))
+    stats = _stats(told, lengths[of_told], prompt_lengths[of_told], lag) | stats
+    if beside is not None and taught[0]:
+        stats["sft/rows"] = float(taught[0])
+        stats["perf/total_num_tokens"] = float(lengths.sum() + prompt_lengths.sum())
     if not sampled:
         stats = {name: value for name, value in stats.items() if not name.startswith(OF_SAMPLING)}
     batches = []
@@ -115,6 +141,7 @@ def build(
                 all_groups=all_groups,
                 all_loss_tokens=loss_tokens,
                 all_samples=samples,
+                taught=taught,
                 **_tokens(groups, mine),
                 **_pictures(groups, mine),
             )

@@ -43,10 +43,10 @@ class Encoded(NamedTuple):
 class RowEncoder:
     """Encodes the rows of a run."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises DataError, FingerprintError: the model folder has no tokenizer.json, or no end of a text."""
+    def __init__(self, config: Config, answers: int = 1) -> None:
+        """Of rows with so many answers. Raises DataError, FingerprintError: the model folder has no tokenizer.json."""
         folder = Path(config.model.path)
-        self.answers, self.roles = config.learner.facts.answers, frozenset(config.data.loss_roles)
+        self.answers, self.roles = answers, frozenset(config.data.loss_roles)
         self.limit = config.longest_trajectory
         self._tokenizer = tokenizer_of(folder)
         path = folder / "tokenizer_config.json"

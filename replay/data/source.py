@@ -21,6 +21,7 @@ SETTINGS = {
     "shuffle": "data.shuffle",
     "seed": "run.seed",
     "order": "data.train (weights) and data.curriculum",
+    "beside": "learner.sft.data (hash of the contents)",
 }
 """What a state must have in common with the source that goes on from it, and how the user calls it."""
 ENDLESS_PASS = 4096
@@ -47,6 +48,8 @@ class PromptSource:
         """Whether the order depends on `scored`."""
         self.seconds = 0.0
         """Spent reading rows."""
+        self.beside: PromptSource | None = None
+        """Rows of learner.sft."""
         first = self.walks[0]
         self.fingerprint = first.fingerprint
         if len(self.walks) > 1:
@@ -82,6 +85,11 @@ class PromptSource:
         self.seconds += time.perf_counter() - started
         return row
 
+    def begin_at(self, drawn: int) -> None:
+        """Go on, of one dataset, behind so many of its rows."""
+        if self.walks[0].drawn != drawn:
+            self.walks[0].restore({"drawn": drawn})
+
     def scored(self, index: int, rate: float) -> None:
         """A group of this prompt is here, with this share of right answers."""
         number, which = divmod(index, len(self.walks))
@@ -102,7 +110,7 @@ class PromptSource:
             "seed": self.seed,
             "order": ", ".join([*shares, f"curriculum {self.curriculum}"]),
             "walks": [walk.state() for walk in self.walks],
-        }
+        } | ({} if self.beside is None else {"beside": self.beside.fingerprint})
 
     def restore(self, state: dict[str, Any]) -> None:
         """Go on exactly where `state` was taken.
@@ -142,7 +150,11 @@ def prompt_source(config: Config, report: Report | None = None) -> PromptSource:
         WeightedRows(name, Rows(one.path, report, on_broken=data.on_broken_row, answers=answers), one.weight)
         for name, one in data.train_sets.items()
     ]
-    return PromptSource(parts, shuffle=data.shuffle, seed=config.run.seed, curriculum=data.curriculum)
+    source = PromptSource(parts, shuffle=data.shuffle, seed=config.run.seed, curriculum=data.curriculum)
+    if (path := config.learner.sft.data) is not None:
+        rows = Rows(path, report, on_broken=data.on_broken_row, answers=1)
+        source.beside = PromptSource(rows, shuffle=data.shuffle, seed=config.run.seed)
+    return source
 
 
 def evaluation_rows(config: Config) -> dict[str, list[Row]]:

@@ -14,7 +14,7 @@ from replay.batches import build as batches
 from replay.batches import sharing
 from replay.batches.overlong import shape
 from replay.decisions.leasing import LeaseScheduler
-from replay.decisions.making import as_of
+from replay.decisions.making import RowsBeside, as_of
 from replay.endings import StrayCommit
 from replay.state.apply import record
 from replay.state.peers import Peer, Peers
@@ -31,6 +31,8 @@ class BatchScheduler:
         self.sent: dict[int, int] = {}
         """Of each rank, the step whose part it was sent since its Hello."""
         self.take_since = 0.0
+        self._beside = None if run.source.beside is None else RowsBeside(run, run.source.beside)
+        """Rows of learner.sft."""
         self._fail = fail
 
     def take(self, peer: Peer, take: m.Take, now: float) -> None:
@@ -124,6 +126,7 @@ class BatchScheduler:
         place = {"num_ranks": parts, "max_tokens": limit, "number": config.learner.minibatches}
         facts = config.learner.facts
         assignment, minibatches = sharing.assign_minibatches(groups, trained, wanted, whole=facts.compares, **place)
+        taught = [] if self._beside is None else self._beside.groups(step)
         is_full = self.run.journal.size_bytes > config.replay.journal_max_bytes
         wants_checkpoint = (is_full and config.replay.journal_keep == "checkpoint") or self.run.checkpoint_asked
         self.batches[step] = [
@@ -133,10 +136,16 @@ class BatchScheduler:
                 expected_digest=made.digest,
                 async_lag=made.async_lag,
                 checkpoint=wants_checkpoint,
-                minibatches=minibatches,
+                minibatches=minibatches if not taught else [],
             )
             for part in batches.build(
-                step, groups, assignment, num_ranks=parts, stats=stats | measured, sampled=not facts.from_data
+                step,
+                groups,
+                assignment,
+                num_ranks=parts,
+                stats=stats | measured,
+                sampled=not facts.from_data,
+                beside=batches.Beside(taught, limit),
             )
         ]
         for rank in range(self.num_ranks):

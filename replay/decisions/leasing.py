@@ -35,7 +35,7 @@ class LeaseScheduler:
         self.run, self.peers = run, peers
         size = peers.expected.get("vocab_size", "")
         self.vocab_size = int(size) if size.isdigit() else None
-        told = peers.expected.get("experts", "") if run.config.algorithm.routing_replay else ""
+        told = peers.expected.get("experts", "") if run.config.replays_routing else ""
         self.experts = Experts.of_told(told)
         """Of the model, where their routing is replayed."""
         self.buffer, self.leases = run.buffer, run.leases

@@ -4,6 +4,7 @@ A group is admitted, journalled and taken like one that was sampled. The journal
 restart nor a playback depends on tokenizer and template being what they were. No socket.
 """
 
+import logging
 import time
 from collections import deque
 from dataclasses import replace
@@ -12,12 +13,15 @@ import numpy as np
 
 from replay import messages as m
 from replay.channel.frames import encode
-from replay.data import BROKEN
+from replay.data import BROKEN, PromptSource
 from replay.data.encoding import Encoded, RowEncoder, Unusable
 from replay.decisions.leasing import LeaseScheduler
 from replay.state.apply import record
 from replay.state.leases import Slot, SlotState
 from replay.state.run import RunState
+from slipstream.runtime.lifeline import BoundedLog
+
+log = logging.getLogger(__name__)
 
 TURN_S = 0.5
 """How long groups are made before replay looks at its messages again."""
@@ -29,7 +33,7 @@ class GroupMaker:
     def __init__(self, run: RunState, leasing: LeaseScheduler) -> None:
         """Raises DataError, FingerprintError: the model folder cannot be used for it."""
         self.run, self.leasing, self.buffer = run, leasing, run.buffer
-        self._encoder = RowEncoder(run.config)
+        self._encoder = RowEncoder(run.config, run.config.learner.facts.answers)
 
     def fill(self, now: float) -> None:
         """Make what there is room for, in the order of the data; for TURN_S at most."""
@@ -63,6 +67,35 @@ class GroupMaker:
         fields = {"group": list(slot.group_id), "attempt": slot.attempt, "server": None}
         record(self.run, "group", fields, encode(group, "", slot.attempt))
         slot.group = group
+
+
+class RowsBeside:
+    """The rows of learner.sft, which each batch has besides its groups: which ones follows from the step alone.
+
+    So nothing of them is journalled but what dataset they are of (in the source's state).
+    """
+
+    def __init__(self, run: RunState, source: PromptSource) -> None:
+        """Raises DataError, FingerprintError: the model folder cannot be used for it."""
+        self.run, self.source, self.number = run, source, run.config.learner.sft.rows_per_step
+        self._encoder = RowEncoder(run.config)
+        self._bounded = BoundedLog(log)
+
+    def groups(self, step: int) -> list[m.Group]:
+        """Those of a step; fewer than asked for, where rows cannot be used."""
+        self.source.begin_at((step - 1) * self.number)
+        found = []
+        for pass_, index, row in (self.source.next() for _ in range(self.number)):
+            try:
+                if BROKEN in row:
+                    raise Unusable("broken_row", str(row[BROKEN]))
+                encoded = self._encoder.encode(row)
+            except Unusable as problem:
+                self._bounded.warning(problem.reason, "replay: row %d of learner.sft is left out: %s", index, problem)
+                continue
+            # group ids of their own, beside those of data.train
+            found.append(group_of(Slot((-1 - pass_, index), row, step - 1), encoded))
+        return found
 
 
 def group_of(slot: Slot, found: list[Encoded]) -> m.Group:

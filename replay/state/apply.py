@@ -51,10 +51,11 @@ KEPT = (
     ("run", "groups_per_step", "rollout.groups_per_step"),
     ("run", "group_size", "rollout.group_size"),
     ("run", "temperature", "rollout.temperature"),
+    ("run", "scores", "teachers that rollout servers ask"),
     *(("source", name, key) for name, key in SETTINGS.items()),
 )
 """What of a `boot` record or a snapshot must not change, and how the user calls it. The trainer takes logprobs at the
-present temperature, and those of the groups that are here already were taken at the one that sampled them."""
+present temperature; those of the groups that are here, and teachers', were taken at the one that sampled them."""
 
 
 def check_boot(run: RunState, decision: Record, _: float = 0.0) -> None:

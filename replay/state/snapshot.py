@@ -35,6 +35,8 @@ def settings_of(config: Config) -> dict[str, Any]:
     deciding = {key: value for key, value in shared if key.startswith(DECIDING) and key not in INDIFFERENT}
     end = 0 if learner.schedule == "constant" else learner.decay_steps or learner.total_steps
     deciding["learner.decay_steps"] = str(end)
+    scoring = config.scoring
+    scored = {} if scoring is None else {"scores": f"{', '.join(scoring.names)} with top {scoring.k}"}
     return {
         "deciding": deciding,
         "groups_per_step": config.rollout.groups_per_step,
@@ -43,7 +45,7 @@ def settings_of(config: Config) -> dict[str, Any]:
         "on_stale": config.replay.on_stale,
         "seed": config.run.seed,
         "temperature": config.rollout.temperature,
-    }
+    } | scored
 
 
 def snapshot_of(run: RunState) -> dict[str, Any]:

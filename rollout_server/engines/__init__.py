@@ -23,7 +23,7 @@ def _torch(config: Config) -> Engine:
         num_threads=config.rollout.num_threads,
         seed=config.run.seed,
         lora=config.learner.lora if config.learner.lora.rank else None,
-        routing=config.algorithm.routing_replay,
+        routing=config.replays_routing,
         scored_context=config.scored_context,
     )
 

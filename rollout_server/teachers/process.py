@@ -55,6 +55,7 @@ class TeacherProcess:
         self.follower: WeightFollower | None = None
         if config.teachers[teacher].is_refreshed:
             self.follower = WeightFollower(config, engine, name, on_live=self._refreshed, on_quarantine=self._dark)
+        self._bus: str | None = None
         self.version, self.digest = 0, ""
         """Of the weights that are live; without a digest, none have been proven."""
         self._vitals, self._bounded, self._cores = vitals, BoundedLog(log), Cores()
@@ -113,6 +114,7 @@ class TeacherProcess:
                 digest=self.digest,
                 teacher=self.teacher,
                 address=self.address,
+                bus_address=self._bus,
             )
         )
 
@@ -139,8 +141,10 @@ class TeacherProcess:
             match envelope.message:
                 case m.Welcome(bus_address=bus):
                     self._welcome, self.router.run_id = True, self.dealer.run_id
-                    if self.follower is not None and bus is not None:
+                    if self.follower is not None and bus not in (None, self._bus):
+                        self._bus = bus
                         self.follower.follow(bus, self.dealer.run_id)
+                        await self.join()
                 case m.Refused(code="hello", reason=reason):
                     log.info("replay wants another Hello: %s", reason)
                     await self.join()

@@ -1,4 +1,4 @@
-"""`python -m scripts.bench learner`: one RL step of the learner, and the same step without the things that speed it up.
+"""`python -m scripts.bench learner`: one step of the learner, and the same step without the things that speed it up.
 
 A batch of groups with lognormal answers and random weights; each heat is a process of its own, or with `--ranks` one a
 device, each of which has as many trajectories as one device alone. MFU is by causal FLOPs at the lengths that there are
@@ -36,6 +36,7 @@ HEATS: dict[str, dict[str, Any]] = {
     "compiled, full": {"compile": True, "recompute": "full"},
     "auto, shared": {"share_prefixes": True},
     "auto, apart": {"share_prefixes": False},
+    "sft": {"objective": "sft"},
     "plain": {"compile": False, "recompute": "none"},
     "plain, selective": {"compile": False, "recompute": "selective"},
     "plain, full": {"compile": False, "recompute": "full"},
@@ -100,7 +101,7 @@ def batch_of(
 
     random = np.random.default_rng(1)
     n, total = len(lengths), int(lengths.sum())
-    groups = (np.arange(n) // GROUP).astype(np.int32)
+    groups = (np.arange(n) // (settings.facts.answers or GROUP)).astype(np.int32)
     members = Members(
         prompts=np.full(n, prompt), answers=lengths.astype(np.int64), groups=groups, trained=np.ones(n, np.bool_)
     )
@@ -137,7 +138,8 @@ def config_of(task: Task, folder: str) -> Any:
 
     from configs.loading import validate
 
-    groups = task.ranks * task.trajectories // GROUP
+    size = GROUP if HEATS[task.heat].get("objective", "rl") == "rl" else 1
+    groups = task.ranks * task.trajectories // size
     rollout = {"max_new_tokens": task.cap, "group_size": GROUP, "groups_per_step": groups}
     learner = {"max_tokens_per_microbatch": task.max_tokens, "warmup_steps": 0, "lr": 1e-6}
     tree = {

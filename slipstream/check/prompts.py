@@ -36,9 +36,14 @@ SAMPLED_ROWS = 64
 
 def files(config: Config) -> Iterator[Finding]:
     """Of every training and evaluation set. Raises as `check_prompts`, of an evaluation set with its key."""
-    check = check_answers_of if config.learner.facts.from_data else check_prompts
+    learner, curriculum = config.learner, config.data.curriculum
     for train in config.data.train_sets.values():
-        yield from check(config, train.path, config.data.curriculum)
+        if learner.facts.from_data:
+            yield from check_answers_of(config, train.path, curriculum, learner.facts.answers)
+        else:
+            yield from check_prompts(config, train.path, curriculum)
+    if learner.sft.data is not None:
+        yield from check_answers_of(config, learner.sft.data, "none")
     for one in config.evaluation_sets:
         try:
             yield from check_prompts(config, one.path)
@@ -48,18 +53,18 @@ def files(config: Config) -> Iterator[Finding]:
             raise type(error)(f"{one.key}: {error}") from error
 
 
-def check_answers_of(config: Config, path: str, curriculum: str) -> Iterator[Finding]:
+def check_answers_of(config: Config, path: str, curriculum: str, answers: int = 1) -> Iterator[Finding]:
     """Read the rows of a data file that hold their answers, and encode a sample of them as replay will.
 
     Raises DataError, ConfigError: as `check_prompts`; no sampled row can be trained on.
     """
     said: list[str] = []
-    reading = Reading(path, config.data.on_broken_row, config.learner.facts.answers)
+    reading = Reading(path, config.data.on_broken_row, answers)
     rows = read_rows(path, said.append, reading)
     sample = list(itertools.islice(rows, SAMPLED_ROWS))
     if curriculum != "none":
         column_of(sample, curriculum, path)
-    encoder, lengths, learned, problems = RowEncoder(config), list[int](), 0, list[str]()
+    encoder, lengths, learned, problems = RowEncoder(config, answers), list[int](), 0, list[str]()
     for row in sample:
         try:
             found = encoder.encode(row)

@@ -135,7 +135,7 @@ def sparkline(values: Iterable[float | None], width: int = 60) -> str:
 
 def worth_of(row: Row) -> str:
     """The metric that says what a step came to."""
-    return next((name for name in LOSSES if name in row), REWARD)
+    return REWARD if REWARD in row else next((name for name in LOSSES if name in row), REWARD)
 
 
 def title_of(row: Row) -> str:

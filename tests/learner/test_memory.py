@@ -18,6 +18,7 @@ from learner.beside.beside import build_beside
 from learner.checkpoints.parts import HostMemory, Part, tensors_of
 from learner.learner import Learner
 from learner.policy import memory
+from learner.policy.lane_bytes import lane_bytes
 from learner.policy.memory import (
     GIB,
     Budget,
@@ -32,10 +33,13 @@ from learner.policy.memory import (
 )
 from learner.train import REFUSALS
 from learner.trainer import Trainer, prepare
+from slipstream.families.names import Place, held
 from slipstream.families.sizes import Sizes
 from slipstream.runtime.fingerprint import read_json
 from tests.learner.recorded import batch_of, random_step
 from tests.learner.tiny_models import built, make_config, save_model
+from weight_bus.lanes import Slice, joined, plan_lanes
+from weight_bus.packing import Packer
 
 
 def setup(shape: str, **changes: Any) -> Setup:
@@ -102,6 +106,46 @@ def test_packed_versions_leave_the_gpu_before_layers_are_recomputed() -> None:
     assert (on_gpu.packs_on_device, on_gpu.recompute) == (True, "full")
     assert (on_host.packs_on_device, on_host.recompute) == (False, "none")
     assert chosen("0.6B", 70, staged_bytes=GIB).packs_on_device, "where there is room, they stay"
+
+
+TINY_MOE = (
+    {"model_type": "qwen3_moe", "hidden_size": 128, "num_hidden_layers": 3, "num_experts": 8, "vocab_size": 512}
+    | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 96}
+    | {"num_experts_per_tok": 2, "intermediate_size": 256, "tie_word_embeddings": False}
+)
+
+
+@pytest.mark.parametrize(("senders", "positions"), [(2, 1), (3, 2), (4, 2), (2, 2), (2, 4), (1, 4), (8, 2)])
+@pytest.mark.parametrize("model", [TINY_MOE, SHAPES["0.6B"]], ids=["moe", "0.6B"])
+def test_packed_versions_are_those_of_the_lanes_that_the_fullest_rank_sends(
+    model: dict[str, Any], senders: int, positions: int
+) -> None:
+    """Measured on the buckets themselves; of the large model, on their layout."""
+    sizes = Sizes.of(model)
+    wanted = [
+        [Slice(p.name, "bfloat16", p.shape, p.start, p.size) for p in held(sizes, Place(rank, positions))]
+        for rank in range(positions)
+    ]
+    lanes = plan_lanes(wanted, senders, 1 << 20)
+    layouts = [joined([lane.layout for lane in lanes if lane.sender == rank]).layout for rank in range(senders)]
+    measured = max(2 * layout.num_bytes for layout in layouts)
+    if model is TINY_MOE:
+        packers = [Packer(1 << 20, layout=layout) for layout in layouts]
+        sets = [[(packer.room(into) or pytest.fail())[1] for into in (0, 1)] for packer in packers]
+        measured = max(sum(bucket.nbytes for its in both for bucket in its) for both in sets)
+    given = setup("0.6B", lane_bytes=lane_bytes(sizes, senders, positions, 2))
+    (said,) = [size for what, size in items_of(given, Budget("none", True, False)).items() if what == "packed versions"]
+    assert measured <= said <= 1.1 * measured
+
+
+def test_the_budget_follows_what_travels_in_lanes() -> None:
+    config, model = load("qwen3-8b-2nodes"), OF_PRESETS["qwen3-8b-2nodes"]
+    given = Setup.of(config, model)
+    assert config.lane_ends == (8, 1) and given.packed() == ("packed versions", 2 * given.lane_bytes)
+    assert given.packed()[1] == pytest.approx(2 * 2 * given.sizes.parameters / 8, rel=0.01), "even by bytes"
+    bus = config.weight_bus.model_copy(update={"delta": True})
+    alone = Setup.of(config.model_copy(update={"weight_bus": bus}), model)
+    assert alone.packed() == ("packed versions (rank 0)", 4 * given.sizes.parameters)
 
 
 OF_PRESETS: dict[str, dict[str, Any]] = {

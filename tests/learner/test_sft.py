@@ -6,13 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from configs import ConfigError
+from configs import Config, ConfigError
+from learner.advantages import build_advantage
 from learner.guards import Guards
-from learner.learner import Trainer
-from learner.step import StepSums
+from learner.rows import check
+from learner.step import StepSums, accumulate_gradients
+from learner.trainer import Trainer, nothing_expected, objective_of, prepare
 from replay.messages import Batch
 from tests.learner.recorded import batch_of, random_step
 from tests.learner.tiny_models import built, make_config
@@ -65,6 +68,39 @@ def test_sft_is_cross_entropy_at_temperature_1_however_it_is_divided(qwen3, mesh
     assert found[0][1] == pytest.approx(norm.item(), rel=1e-4)
 
 
+def gradient_of(config: Config, mesh: DeviceMesh, batch: Batch) -> tuple[torch.Tensor, StepSums]:
+    """Of one policy in one batch, and what was measured."""
+    policy, _ = built(config, mesh)
+    work = prepare(
+        batch, nothing_expected if config.learner.facts.from_data else build_advantage(config.algorithm), config
+    )
+    tokens = {"temperature": 1.0, "global_tokens": work.global_tokens}
+    sums = accumulate_gradients(policy, work.rows, objective_of(config), **tokens)
+    return torch.cat([one.flatten() for one in policy.local_gradients()]), sums
+
+
+def test_a_term_beside_rewards_adds_its_gradient_and_leaves_their_measurements(qwen3, mesh):
+    sampled, taught = random_step(1), random_step(1, num_groups=16, group_size=1, seed=1)
+    nothing = [dataclasses.replace(t, logprobs=[0.0] * len(t.versions), versions=[0] * len(t.versions)) for t in taught]
+    both = batch_of([*sampled, *(dataclasses.replace(t, group=t.group + 4, reward=0.0) for t in nothing)], 1)
+    behind = (both.trajectory >= len(sampled)).astype(np.int32)
+    both = dataclasses.replace(both, microbatch=behind, num_microbatches=2, minibatches=[], taught=[16, 1])
+    check(both, async_lag=2, vocab_size=64)
+    rl = make_config(qwen3, limits={"flat_reward_steps": 1})
+    mixed = make_config(qwen3, learner={"sft": {"data": "rows.jsonl", "coef": 0.5}}, limits={"flat_reward_steps": 1})
+    whole, sums = gradient_of(mixed, mesh, both)
+    of_rewards, sums_of_rewards = gradient_of(rl, mesh, batch_of(sampled, 1))
+    of_rows, sums_of_rows = gradient_of(make_config(qwen3, **SFT), mesh, batch_of(nothing, 1))
+    assert (whole - (of_rewards + 0.5 * of_rows)).abs().max() < 1e-6 < of_rows.abs().max()
+    measured, wanted = sums.metrics(), sums_of_rewards.metrics()
+    assert measured.pop("sft/loss") == pytest.approx(sums_of_rows.metrics()["sft/loss"], rel=1e-6)
+    assert measured == pytest.approx(wanted, rel=1e-5)
+    said = [Guards(mixed).memory.signals(sums, both)]
+    said.append(Guards(rl).memory.signals(sums_of_rewards, batch_of(sampled, 1)))
+    found, expected = ({name: value for name, value in one.items() if value is not None} for one in said)
+    assert found == pytest.approx(expected, rel=1e-5) and "flat_reward_steps" in found
+
+
 def test_guards_of_sampled_answers_are_silent_and_the_others_speak(qwen3):
     config = make_config(
         qwen3,
@@ -89,6 +125,8 @@ def test_guards_of_sampled_answers_are_silent_and_the_others_speak(qwen3):
         ({"learner": {"objective": "sft", "target_kl": 0.1, "epochs": 2}}, "learner.target_kl"),
         ({"learner": {"objective": "stf"}}, "did you mean 'sft'"),
         ({"learner": {"objective": {"rl": {"clip": 1}}}}, "section algorithm"),
+        ({"learner": {"objective": "sft", "sft": {"data": "x"}}}, "learner.sft.data: 'x' with learner.objective: sft"),
+        ({"learner": {"sft": {"data": "x"}}}, "learner.sft.data: 'x' with rollout.temperature: 0.5"),
     ],
 )
 def test_what_is_about_sampled_answers_is_refused_by_name(qwen3, sections, said):

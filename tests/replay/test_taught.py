@@ -7,18 +7,22 @@ import numpy as np
 import pytest
 
 from examples.sort6 import SYMBOLS, save_tokenizer
-from learner.rows import check, lags_of
+from learner.rows import check, lags_of, sampled_part
 from replay import messages as m
 from replay.batches.build import trained
 from replay.batches.sharing import assign_minibatches
 from replay.data import DataError, PromptSource, load_rows
 from replay.data.encoding import RowEncoder, Unusable
+from replay.journal import JournalError
+from replay.journal.format import Record
 from replay.service import Service
+from replay.state.apply import boot_fields, check_boot
 from replay.state.leases import SlotState
-from tests.replay.simulated_run import config, joins, learner, sent
+from tests.replay.simulated_run import config, group_message, joins, learner, lease, sent
 from tests.replay.simulation.journal import SimulatedJournal
 from tests.replay.simulation.samples import make_group
 from tests.replay.simulation.world import comparable
+from tests.replay.simulation.world import rows as plain_rows
 
 TEMPLATE = (
     "{% if tools %}t{{ tools | length }};{% endif %}"
@@ -198,3 +202,52 @@ def test_what_is_compared_lies_in_one_microbatch():
     found, _ = assign_minibatches(groups, trained(groups, flat=True), "auto", whole=True, **place)
     bins = list(zip(found.rank.tolist(), found.microbatch.tolist(), strict=True))
     assert bins[::2] == bins[1::2] and len(set(bins)) > 2
+
+
+def test_rows_beside_sampled_groups_follow_from_the_step_alone(model, tmp_path):
+    term = {"objective": "rl", "sft": {"data": "rows", "rows_per_step": 3}, "max_tokens_per_microbatch": 200}
+    taught = [{"prompt": f"{n}=", "completion": "1" * (200 if n == 4 else 1 + n)} for n in range(5)]
+
+    def made(journal=None):
+        source = PromptSource(plain_rows(40), shuffle=False, seed=0)
+        source.beside = PromptSource(rows_of(tmp_path, *taught), shuffle=False, seed=0)
+        given = configured(model, learner__objective="rl", learner=term)
+        return Service(given, source, {}, 0.0, journal=journal or SimulatedJournal())
+
+    def batches(service, until, rank="l"):
+        found = []
+        for step in range(service.buffer.version + 1, until + 1):
+            service.handle(rank, m.Take(step=step, rank=0), 0.0)
+            for given in lease(service, capacity=50, version=step - 1, incarnation=service.incarnation):
+                service.handle("a", group_message(given, [step - 1]), 0.0)
+            found.append(sent(service, rank, m.Batch)[-1])
+            service.handle(rank, m.Committed(step=step, digest=f"d{step}"), 0.0)
+        return found
+
+    service = made()
+    learner(service, "l")
+    joins(service, "a")
+    found = batches(service, 3)
+    assert [batch.group_ids[4:] for batch in found] == [
+        [[-1, 0], [-1, 1], [-1, 2]], [[-1, 3], [-2, 0]], [[-2, 1], [-2, 2], [-2, 3]]
+    ], "row 4 is too long"  # fmt: skip
+    for batch in found:
+        check(batch, async_lag=1, vocab_size=64)
+        rows, microbatches = batch.taught
+        is_taught = batch.all_groups[batch.trajectory] >= 4
+        assert rows == is_taught.sum() == batch.stats["sft/rows"]
+        assert set(batch.microbatch[is_taught].tolist()) == set(
+            range(batch.num_microbatches - microbatches, batch.num_microbatches)
+        )
+        assert batch.microbatch[~is_taught].max() < batch.num_microbatches - microbatches
+        assert sampled_part(batch).all_rewards.size == 8 and batch.stats["critic/score/mean"] == 0.5
+    again = made(service.journal.crash(None))
+    again.restore(list(again.journal.records), 1.0)
+    learner(again, "n", version=1, digest="d1")
+    joins(again, "a")
+    for one, other in zip(batches(again, 3, "n"), found[1:], strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids) and one.group_ids == other.group_ids
+    other = made()
+    other.run.source.beside = PromptSource(rows_of(tmp_path, *taught[:3]), shuffle=False, seed=0)
+    with pytest.raises(JournalError, match=r"learner\.sft\.data"):
+        check_boot(other.run, Record("boot", 1, boot_fields(service.config, service.run.source.state(), 1), None))

@@ -7,7 +7,10 @@ import pytest
 
 from configs import Config
 from replay import messages as m
-from tests.replay.simulated_run import gives_back, group_message, joins, learner, lease, sent, service
+from replay.journal import JournalError
+from replay.state.apply import boot_fields
+from tests.replay.simulated_run import bare_service, gives_back, group_message, joins, learner, lease, sent, service
+from tests.replay.simulation.journal import SimulatedJournal
 
 BIG, OLD = {"path": "models/big", "wait_s": 20.0}, {"of": "lagged", "every": 5}
 TAUGHT = {"algorithm__distillation": "sampled", "teachers": {"big": {**BIG, "rows": {"data_source": "t"}}, "old": OLD}}
@@ -33,6 +36,7 @@ def waits(made, now):
 
 def test_servers_hear_where_teachers_are_and_of_every_change():
     made = service(**TAUGHT)
+    made.run.policies.published = 10
     assert directory(made) == []
     assert teaches(made, "old", 1) == teaches(made, "big", 0) == ""
     both = [["big", "tcp://h:0", 0, "d0"], ["old", "tcp://h:1", 0, "d0"]]
@@ -56,8 +60,10 @@ def test_servers_hear_where_teachers_are_and_of_every_change():
     ("teacher", "fields", "said"),
     [
         ("small", {}, "'small' is no teacher with a process of its own in this run (big, old is)"),
-        ("big", {"address": ""}, "gives no address"),
-        ("old", {"version": 3}, "version 3 is no multiple of its every, 5"),
+        ("big", {"address": ""}, "gives '', which is no address"),
+        ("big", {"address": "ipc:///tmp/x"}, "no address"),
+        ("old", {"version": 3}, "has version 3: its versions are multiples of 5"),
+        ("big", {"version": 5}, "has version 5: it stays as it is"),
         ("big", {"digest": "d1"}, "holds weights d1, and 'teacher-big-0' d0"),
     ],
 )
@@ -85,6 +91,20 @@ def test_a_teacher_hears_of_its_own_bus_and_of_every_learner():
     learner(made, "l", bus_address="tcp://h:7", teacher_buses={"old": "tcp://h:8"})
     learner(made, "l'", teacher_buses={"old": "tcp://h:9"})
     assert [welcome.bus_address for welcome in sent(made, "teacher-old-0", m.Welcome)] == ["tcp://h:8", "tcp://h:9"]
+    for follows, again in (("tcp://h:8", ["tcp://h:9"]), ("tcp://h:9", [])):
+        teaches(made, "old", bus_address=follows)
+        sent(made, "teacher-old-0", m.Welcome)
+        made.handle("teacher-old-0", m.Heartbeat(), 0.0)
+        assert [welcome.bus_address for welcome in sent(made, "teacher-old-0", m.Welcome)] == again, "the word was lost"
+
+
+def test_a_teacher_of_policies_that_are_lost_is_not_asked():
+    made = service(**TAUGHT)
+    teaches(made, "old", version=5)
+    assert directory(made) == [], "the learner is at version 0"
+    made.run.buffer.version = 5
+    made.handle("l", m.Committed(step=5, digest="d5"), 0.0)
+    assert directory(made) == [["old", "tcp://h:0", 5, "d0"]]
 
 
 def test_a_teacher_that_is_missing_is_named_and_ends_the_run_where_it_is_waited_for():
@@ -141,6 +161,23 @@ def test_a_run_without_teachers_says_nothing_of_them():
     made = service()
     assert directory(made) is None and "'big' is no teacher" in teaches(made, "big")
     assert isinstance(made.config, Config) and made.config.scoring is None
+
+
+def test_scores_come_back_from_the_journal_of_the_same_teachers_alone():
+    journal = SimulatedJournal()
+    made = service(journal, **TAUGHT)
+    (given,) = lease(made)
+    scored = {"teachers": ["big@0", "old@0"], "teacher_logprobs": np.array([-1, -2, -3, -4], np.float32)}
+    made.handle("a", replace(group_message(given, [0, 0]), **scored), 1.0)
+    journal.append("boot", boot_fields(made.config, made.run.source.state(), 1))
+    again = bare_service(journal, **TAUGHT)
+    again.restore(journal.records, 0.0)
+    again.run.load_groups()
+    (group,) = [slot.group for slot in again.buffer.slots.values() if slot.group is not None]
+    assert group.teachers == scored["teachers"] and group.teacher_logprobs.tolist() == [-1, -2, -3, -4]
+    others = bare_service(journal, **TAUGHT | {"algorithm__distillation": {"top_k": {"k": 2}}})
+    with pytest.raises(JournalError, match=r"teachers .* written with 'big, old with top 0', now it is .* with top 2'"):
+        others.restore(journal.records, 0.0)
 
 
 def test_a_group_is_accepted_with_the_scores_that_the_run_asks_for():

@@ -58,4 +58,4 @@ async def test_it_scores_with_every_version_that_is_proven_and_with_no_other(fol
                     assert found["teachers"] == [f"old@{version}"] * len(ANSWERS)
                     assert np.array_equal(found["teacher_logprobs"], expects.logprobs)
         teachers.close()
-    assert stand.said == [(0, ""), *wanted[:2], (5, ""), wanted[2]]
+    assert stand.said == [(0, ""), (0, ""), *wanted[:2], (5, ""), wanted[2]], "the second one says what it follows"

@@ -111,7 +111,7 @@ def server_arguments(config: Config, *, known: Collection[str], cuda: bool) -> d
 def replayed(config: Config) -> Experts | None:
     """Experts of the model whose choices the learner replays; None without."""
     described = decoder_of(read_json(Path(config.model.path) / "config.json"))
-    return experts_of(described) if config.algorithm.routing_replay else None
+    return experts_of(described) if config.replays_routing else None
 
 
 def _context_length(config: Config, *, cuda: bool) -> int:
