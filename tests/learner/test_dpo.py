@@ -116,7 +116,7 @@ def encoded(config: Config, folder: Path) -> Batch:
     names = ("prompt", "chosen", "rejected") if answers == 2 else ("prompt", "completion")
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(dict(zip(names, pair, strict=False))) + "\n" for pair in PAIRS))
-    rows, encoder = Rows(file, answers=answers), RowEncoder(config)
+    rows, encoder = Rows(file, answers=answers), RowEncoder(config, answers)
     made = [(group, one) for group, row in enumerate(rows) for one in encoder.encode(row)]
     return batch_of(
         [
