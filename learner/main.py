@@ -63,8 +63,8 @@ def main() -> int:
         )
         plan = launcher.plan()
         if args.dry_run:
-            roles: tuple[Role, ...] = ("replay", "learner", "rollout")
-            sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:2]) + "\n")
+            roles: tuple[Role, ...] = ("replay", "learner", "teacher", "rollout")
+            sys.stdout.write(table(plan, roles if config.placement.local_rollouts else roles[:3]) + "\n")
             sys.stdout.write(memory_budget(config))
             sys.stdout.write(f"{host_budget(config)[1]}\n".lstrip())
             if launcher.lacks_gpus:

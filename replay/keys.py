@@ -6,7 +6,7 @@
     keys/clients/learner.key, learner.key_secret         whatever connects from the learner's node
     keys/clients/node1.key, node1.key_secret, ...        whatever connects from another node
 
-The learner's node keeps this folder. Every other node gets a folder with its own key and the server's public key:
+The learner's node keeps this folder. Every other node gets a folder with its own key and all public ones:
 `python -m replay.keys --out keys --export-node node1 --to node1-keys` writes it; copy it to where the run's
 `network.keys` points on that node. server.key_secret never leaves the learner's node.
 
@@ -56,12 +56,13 @@ def make(out: Path, clients: Sequence[str], *, force: bool) -> None:
 
 
 def export(keys: Path, name: str, out: Path) -> None:
-    """Write another node's folder: its key pair, the server's public key. Raises MakeError, KeysError."""
+    """Write another node's folder: its key pair, and all public keys, for teachers serve there. Raises as `make`."""
     known = sorted(load_keys(keys).clients.values())
     if name not in known or not (keys / CLIENTS / (name + SECRET)).is_file():
         raise MakeError(f"--export-node {name!r}: {keys / CLIENTS} holds no such key; there are {', '.join(known)}")
     with _new_folder(out, force=False) as folder:
-        for file in (SERVER + PUBLIC, f"{CLIENTS}/{name}{PUBLIC}", f"{CLIENTS}/{name}{SECRET}"):
+        public = [f"{CLIENTS}/{path.name}" for path in sorted((keys / CLIENTS).glob("*" + PUBLIC))]
+        for file in (SERVER + PUBLIC, *public, f"{CLIENTS}/{name}{SECRET}"):
             shutil.copyfile(keys / file, folder / file)
 
 

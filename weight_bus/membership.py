@@ -175,17 +175,15 @@ class Membership:
         """To whom `version` is to be sent next, and as which group; nobody where all have it, or are busy.
 
         Who comes when others have the version already is filled beside them. Later versions go to the main group as it
-        is, and then to those beside it, until the next epoch: when the main group has lost a member, when more come,
-        or when half of all are beside it.
+        is, and then to those beside it, however many come, until the main group's next epoch: when it has lost a
+        member, or when half of all are beside it and every version would be sent twice to as many.
         """
         needing = self.needing(version, now)
         if any(member.has(version) for member in self.members.values()):
             return self.beside, needing
-        main, beside = set(self.main.sessions), set(self.beside.sessions)
+        main = set(self.main.sessions)
         inside = [member for member in needing if member.session in main]
-        outside = {member.session for member in needing} - main
-        known = not beside or outside <= beside
-        goes_on = len(inside) == len(main) > len(outside) and known
+        goes_on = len(inside) == len(main) > len(needing) - len(inside)
         return self.main, inside if goes_on else needing
 
     def unsettled(self, version: int) -> list[Member]:

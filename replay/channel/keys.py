@@ -117,20 +117,6 @@ class Keys:
         public, secret = self.client_public, self.client_secret
         return replace(self, server_public=public, server_secret=secret, clients=_listed(self.folder))
 
-    def towards(self, node: str) -> "Keys":
-        """For a connection to `on_this_node` of another node, by the key of that name or the one that nodes share.
-
-        Raises KeysError: this folder has the public key of neither.
-        """
-        for name in (node, SHARED, self.name):
-            path = self.folder / CLIENTS / (name + PUBLIC)
-            if path.exists():
-                return replace(self, server_public=read_key(path)[0])
-        path = self.folder / CLIENTS / (node + PUBLIC)
-        raise KeysError(
-            f"network.keys: {path} is missing; copy it from the learner's node: it proves servers of {node}"
-        )
-
     def serving_secret(self) -> bytes:
         """The server's secret key. Raises KeysError: this folder cannot serve."""
         secret = self.folder / (SERVER + SECRET)

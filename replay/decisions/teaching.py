@@ -1,5 +1,6 @@
 """Where teachers are: admits their processes, and says to rollout servers which there are. No socket."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -7,8 +8,12 @@ from configs.schema import Config
 from configs.teachers import Teacher
 from replay import messages as m
 from replay.endings import NoTeacher
+from replay.scores import unlike
 from replay.state.peers import Peer, Peers
 from replay.state.run import RunState
+
+ADDRESS = re.compile(r"tcp://[^\s/@]{1,255}:\d{1,5}( \S{40})?")
+"""Of a teacher's socket, and its public key where the run has keys."""
 
 
 class TeacherDirectory:
@@ -30,10 +35,11 @@ class TeacherDirectory:
         if teacher is None:
             known = ", ".join(self.wanted) or "none"
             return f"teachers: {hello.teacher!r} is no teacher with a process of its own in this run ({known} is)"
-        if not hello.address:
-            return f"teachers.{hello.teacher}: {hello.name!r} gives no address, where rollout servers would ask it"
-        if teacher.is_refreshed and hello.version % teacher.every:
-            return f"teachers.{hello.teacher}: version {hello.version} is no multiple of its every, {teacher.every}"
+        if not ADDRESS.fullmatch(hello.address):
+            given = f"{hello.name!r} gives {hello.address[:80]!r}"
+            return f"teachers.{hello.teacher}: {given}, which is no address where rollout servers could ask it"
+        if (problem := unlike(teacher, hello.teacher, hello.version)) is not None:
+            return f"teachers.{hello.teacher}: {hello.name!r} has version {hello.version}: {problem}"
         others = [peer for peer in self.processes(hello.teacher) if peer.name != hello.name]
         other = next((peer for peer in others if peer.hello.digest != hello.digest), None)
         if other is not None and not teacher.is_refreshed:

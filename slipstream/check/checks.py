@@ -25,7 +25,7 @@ from replay.data.rows import RowError
 from replay.journal import JournalError, check_place
 from rollout_server.tasks.environments import EnvironmentFailed
 from rollout_server.tasks.rewards import RewardError
-from slipstream.check import facts, functions, machine, memory, model_folders, prompts
+from slipstream.check import facts, functions, machine, memory, model_folders, prompts, teachers
 from slipstream.check.finding import Finding, Severity, ok, refused, warn
 from slipstream.families.sizes import Sizes
 from slipstream.runtime.fingerprint import FingerprintError
@@ -76,9 +76,10 @@ def model(subject: Subject) -> Iterator[Finding]:
 
 
 def data(subject: Subject) -> Iterator[Finding]:
-    """The first rows of every data file, rendered and tokenised."""
+    """The first rows of every data file, rendered and tokenised; and teachers, with what they ask of the rows."""
     if subject.has_input and Path(subject.config.model.path, "config.json").is_file():
         yield from prompts.files(subject.config)
+        yield from teachers.check(subject.config)
 
 
 def reward(subject: Subject) -> Iterator[Finding]:

@@ -39,7 +39,7 @@ def check_policy(config: Config) -> None:
             f"model.path: checkpoint {checkpoint} is not complete ({reason}); its run clears or completes it with"
             " --resume; take another step_N beside it"
         )
-    _check_weights(folder, "model.path")
+    check_weights(folder, "model.path")
     model_fingerprint(config.model.path, config.model.chat_template)
     raw = read_json(folder / "config.json")
     try:
@@ -69,7 +69,7 @@ def check_policy(config: Config) -> None:
     check_folders(config)
 
 
-def _check_weights(folder: Path, key: str) -> None:
+def check_weights(folder: Path, key: str) -> None:
     """Files are there, and as long as their headers say."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:

@@ -16,8 +16,8 @@ def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
     Args:
         folder: as `python -m replay.keys` made it.
         node: its name in the placement; its client key has this name, or is the shared one.
-        serves: whether replay and the weight bus's publisher run there: that node alone gets the server's secret, and
-            the public keys of all admitted clients.
+        serves: whether replay and the weight bus's publisher run there: that node alone gets the server's secret. All
+            get the public keys of all admitted clients, for teachers may serve anywhere.
 
     Raises:
         KeysError: the folder or a file is missing, or a file may be read by others.
@@ -36,9 +36,8 @@ def keys_for(folder: str | None, node: str, *, serves: bool) -> dict[str, str]:
                 f"network.keys: {root / CLIENTS} has neither {node}{SECRET} nor {SHARED}{SECRET}; make the keys with"
                 f" --clients {node} among the names, on the machine that runs the start scripts"
             )
-        names += [f"{CLIENTS}/{client}{PUBLIC}", f"{CLIENTS}/{client}{SECRET}"]
-    if serves:
-        names = sorted({*names, *(f"{CLIENTS}/{path.name}" for path in (root / CLIENTS).glob("*" + PUBLIC))})
+        names.append(f"{CLIENTS}/{client}{SECRET}")
+    names = sorted({*names, *(f"{CLIENTS}/{path.name}" for path in (root / CLIENTS).glob("*" + PUBLIC))})
     try:
         return {name: (root / name).read_text(encoding="utf-8") for name in names}
     except OSError as error:
@@ -70,7 +69,7 @@ def _remove_stale(folder: Path, keys: dict[str, str]) -> None:
     serves = SERVER + SECRET in keys
     if not serves and (folder / (SERVER + SECRET)).exists():
         return  # the folder that keys are handed out from
-    for path in list((folder / CLIENTS).glob("*" + (PUBLIC if serves else SECRET))):
+    for path in list((folder / CLIENTS).glob("*" if not serves else "*" + PUBLIC)):
         if f"{CLIENTS}/{path.name}" not in keys:
             path.unlink()
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from configs import Config
 from replay import messages as m
-from replay.channel import AsyncRouter
+from replay.channel import AsyncRouter, load_keys
 from rollout_server import teacher as entry
 from rollout_server.engines import build_engine
 from rollout_server.engines.base import Engine, Scored
@@ -43,7 +43,7 @@ def config_of(path: Path, k: int = 0, temperature: float = 0.7, **teachers: dict
 class Stand:
     """In place of replay: admits teachers and lists them."""
 
-    router: AsyncRouter = field(default_factory=lambda: AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY))
+    router: AsyncRouter
     hellos: dict[str, m.Hello] = field(default_factory=dict)
     gone: list[str] = field(default_factory=list)
     late_s: float = 0.0
@@ -79,8 +79,8 @@ class Stand:
 
 
 @asynccontextmanager
-async def standing(late_s: float = 0.0) -> AsyncIterator[Stand]:
-    stand = Stand(late_s=late_s)
+async def standing(late_s: float = 0.0, keys: str | None = None) -> AsyncIterator[Stand]:
+    stand = Stand(AsyncRouter("127.0.0.1", 0, "run", m.TO_REPLAY, keys=load_keys(keys)), late_s=late_s)
     running = asyncio.create_task(stand.run())
     try:
         yield stand

@@ -11,6 +11,8 @@ import pytest
 
 from configs import Config
 from examples.random_qwen3 import make
+from replay import keys
+from replay.channel import load_keys
 from rollout_server import teacher as entry
 from rollout_server.engines.base import Scored
 from rollout_server.tasks.failed import LeaseFailed
@@ -176,3 +178,29 @@ async def test_scores_that_no_model_gives_are_refused(folders: tuple[Path, Path]
         await teachers.group(ROW, ANSWERS, [1, 1], encode)
     teachers._engine = Fixed(GOOD)  # type: ignore[assignment]
     assert (await teachers.group(ROW, ANSWERS, [1, 1], encode))["teachers"] == ["self@0"] * 2
+
+
+async def test_with_keys_a_teacher_of_one_node_is_asked_from_others(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    """It proves itself by a key that replay passes on, and admits whom replay admits, without the server's secret."""
+    keys.make(tmp_path / "keys", ["node1", "node2"], force=False)
+    keys.make(tmp_path / "strange", ["node1"], force=False)
+    for node in ("node1", "node2"):
+        keys.export(tmp_path / "keys", node, tmp_path / node)
+
+    def at(node: str, wait_s: float = 60) -> Config:
+        run = config(folders, wait_s=wait_s)
+        return run.model_copy(update={"network": run.network.model_copy(update={"keys": str(tmp_path / node)})})
+
+    async with standing(keys=str(tmp_path / "keys")) as stand, teaching(at("node1"), "big", stand):
+        ((_, address, *_),) = listed = await stand.listed(1)
+        assert str(address).endswith(f" {load_keys(tmp_path / 'node1').client_public.decode()}")
+        for run in (at("node2"), at("keys"), at("strange", wait_s=1.0)):
+            teachers = asking(run)
+            teachers.links.listed(listed, "run")
+            asked = asyncio.wait_for(ask(teachers), 30)
+            if run.network.keys == str(tmp_path / "strange"):
+                with pytest.raises(TeacherError, match="teacher 'big'"):
+                    await asked
+            else:
+                assert (await asked)["teachers"] == ["big@0"] * 2
+            teachers.close()

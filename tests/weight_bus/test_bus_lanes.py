@@ -96,17 +96,19 @@ def test_a_plain_subscriber_gets_whole_tensors_of_three_senders():
         assert digests(server.engine.live) == digests(moe(1))
 
 
-def test_a_newcomer_is_filled_in_lanes_beside_those_of_the_others():
+def test_two_waves_of_newcomers_are_filled_in_lanes_beside_those_of_the_others():
     with Learner(3, 1) as learner:
-        servers = [Rollout(learner.publisher, f"rollout-{n}") for n in range(2)]
-        until(lambda: len(learner.publisher.members()) == 2, "both join")
+        servers = [Rollout(learner.publisher, f"rollout-{n}") for n in range(3)]
+        until(lambda: len(learner.publisher.members()) == 3, "all join")
         learner.publish(1)
-        servers.append(Rollout(learner.publisher, "late"))
-        until(lambda: servers[-1].engine.activated == [1], "it is filled")
-        for version in (2, 3):
-            assert len(learner.publish(version).served) == 3
-        assert [server.subscriber.subscription.epoch for server in servers] == [1, 1, 2]
+        for version in (1, 2):
+            servers.append(Rollout(learner.publisher, f"late-{version}"))
+            until(lambda version=version: servers[-1].engine.activated == [version], "it is filled")
+            assert len(learner.publish(version + 1).served) == len(servers)
+        assert [server.subscriber.subscription.epoch for server in servers] == [1, 1, 1, 4, 4], "2 and 3 are of a fill"
         assert all(digests(server.engine.live) == digests(moe(3)) for server in servers)
+    for server in servers:
+        server.join(10.0)
 
 
 def test_processes_load_their_slices_into_fused_live_tensors_in_the_memory_that_arithmetic_says():

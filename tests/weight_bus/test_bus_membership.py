@@ -98,22 +98,26 @@ def test_who_is_sent_a_version_and_with_whom():
     sends(main, a, b, c, d, version=2)
     sends(beside, e, version=2)
     assert (main.epoch, beside.epoch) == (1, 2)
-    f = admitted(membership, asks("f"))
-    sends(main, a, b, c, d, e, f, version=3)  # more come than are beside
-    assert (main.epoch, beside.sessions) == (3, ())
-    new = [admitted(membership, asks(name)) for name in "ghij"]
-    sends(beside, *new, version=3)
-    sends(main, a, b, c, d, e, f, version=4)
+    f = admitted(membership, asks("f"))  # a second wave
+    sends(main, a, b, c, d, version=3)
+    sends(beside, e, f, version=3)
+    assert (main.epoch, beside.epoch) == (1, 3)
+    g, h = (admitted(membership, asks(name)) for name in "gh")
+    sends(main, a, b, c, d, e, f, g, h, version=4)  # as many are outside
+    assert (main.epoch, beside.sessions) == (4, ())
+    new = [admitted(membership, asks(name)) for name in "ij"]
     sends(beside, *new, version=4)
+    sends(main, a, b, c, d, e, f, g, h, version=5)
+    sends(beside, *new, version=5)
     membership.remove(f, rejoin=True)
-    sends(main, a, b, c, d, e, *new, version=5)  # one is lost
+    sends(main, a, b, c, d, e, g, h, *new, version=6)  # one is lost
     membership.remove(new[-1], rejoin=True)
     k = admitted(membership, asks("k"))
     a.state = State.APPLYING
-    sends(main, b, c, d, e, *new[:-1], k, version=6)  # one is slow
+    sends(main, b, c, d, e, g, h, new[0], k, version=7)  # one is slow
     a.state = State.LIVE
-    sends(beside, a, version=6)
-    sends(main, b, c, d, e, *new[:-1], k, version=7)
+    sends(beside, a, version=7)
+    sends(main, b, c, d, e, g, h, new[0], k, version=8)
 
 
 def test_half_of_all_are_not_beside_a_group():

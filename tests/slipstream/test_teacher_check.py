@@ -1,0 +1,107 @@
+"""What a dry run says of teachers that could not score this run's answers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import Config
+from configs.errors import BadPlacement, ConfigError
+from examples.random_qwen3 import make
+from slipstream.check import teachers
+from slipstream.plan.processes import Machine, assign
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("inputs")
+    for name, shape in (("policy", "tiny"), ("teacher", "tiny"), ("other", "10M"), ("short", "tiny")):
+        make(shape, path / name, 0)
+    described = json.loads((path / "short" / "config.json").read_text())
+    (path / "short" / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 20}))
+    rows = [{"prompt": f"w{n}", "answer": "w7", "level": n % 2} for n in range(5, 9)]
+    (path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def config_of(folder: Path, teacher: dict[str, Any], *, temperature: float = 1.0, engine: str = "torch") -> Config:
+    given = {name: str(folder / value) if name == "path" else value for name, value in teacher.items()}
+    return Config.model_validate(
+        {
+            "model": {"path": str(folder / "policy")},
+            "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 8},
+            "rollout": {"max_new_tokens": 16, "temperature": temperature, "engine": engine},
+            "teachers": {"big": given},
+            "algorithm": {"distillation": "sampled"},
+        }
+    )
+
+
+URL = {"url": "http://h/v1", "model": "m"}
+GOOD: list[dict[str, Any]] = [
+    {"path": "teacher"},
+    URL,
+    {"of": "policy", "context": "{prompt} {level}"},
+    {"of": "lagged"},
+]
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"path": "none"}, {}, r"teachers\.big\.path: no folder"),
+    ({"path": "other"}, {}, r"teachers\.big\.path: .* has the tokenizer"),
+    ({"path": "short"}, {}, "max_position_embeddings 20, and is to score 24 tokens"),
+    (URL, {"temperature": 0.7}, r"teachers\.big: an endpoint .* rollout\.temperature is 0\.7"),
+    (
+        {"of": "policy", "context": "{prompt}"},
+        {"temperature": 0.7, "engine": "sglang"},
+        "rollout.engine 'sglang' gives",
+    ),
+    (URL | {"key_variable": "NO_SUCH_KEY"}, {}, r"teachers\.big\.key_variable: no environment variable NO_SUCH_KEY"),
+    ({"path": "teacher", "rows": {"level": 1}}, {}, r"train\.jsonl: row 2: teachers: none of big takes the row 'w6'"),
+    ({"of": "policy", "context": "{prompt} {hint}"}, {}, r"row 1: teachers\.big\.context: the row 'w5' has no 'hint'"),
+]
+
+
+@pytest.mark.parametrize("teacher", GOOD)
+def test_teachers_that_can_score_are_named(folder: Path, teacher: dict[str, Any]) -> None:
+    (found,) = teachers.check(config_of(folder, teacher))
+    assert (found.severity, found.code) == ("ok", "teachers") and "big: " in found.text
+
+
+@pytest.mark.parametrize(("teacher", "run", "says"), BAD)
+def test_teachers_that_cannot_score_are_refused(
+    folder: Path, teacher: dict[str, Any], run: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        list(teachers.check(config_of(folder, teacher, **run)))
+
+
+def test_on_gpus_a_teacher_names_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(teachers, "on_gpus", lambda _: True)
+    with pytest.raises(BadPlacement, match=r"teachers\.big\.devices: missing"):
+        list(teachers.check(config_of(folder, {"path": "teacher"})))
+    monkeypatch.setattr(teachers, "gpu_bytes", lambda: 1000)
+    with pytest.raises(ConfigError, match=r"weights take 0\.0 GiB on each of 2 GPUs of node0"):
+        list(teachers.check(config_of(folder, {"path": "teacher", "devices": "node0:6-7"})))
+
+
+def test_processes_of_teachers_are_placed_and_started_by_their_node_s_side(folder: Path) -> None:
+    """The first node's by the launcher, those of others by the rollout side, also where nothing else runs there."""
+    run = config_of(folder, {"path": "teacher", "devices": "node0:3; node1:0-1"})
+    placement = {"rollout": "node0:0-1", "learner": "node0:2", "device": "cuda"}
+    network = {"host": "10.0.0.1", "insecure": True, "replay_port": 5757}
+    run = Config.model_validate(run.model_dump() | {"placement": placement, "network": network})
+    machines = {"node0": Machine("10.0.0.1", gpus=4), "node1": Machine("10.0.0.2", gpus=2)}
+    plan = assign(run, machines, config_file="c.yaml")
+    first, second = (process for process in plan.processes if process.role == "teacher")
+    assert [(one.name, one.node, one.devices) for one in (first, second)] == [
+        ("teacher-big-0", "node0", (3,)),
+        ("teacher-big-1", "node1", (0, 1)),
+    ]
+    assert second.command[-6:] == ("--teacher", "big", "--process-name", "teacher-big-1", "--tensor-parallel", "2")
+    assert second.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert (plan.side(first), plan.side(second)) == ("learner", "rollout")
+    assert plan.nodes("rollout") == ["node0", "node1"] and plan.nodes("learner") == ["node0"]
+    shares = {share.node: (share.devices("learner"), share.devices("rollout")) for share in run.shares}
+    assert shares == {"node0": ((2, 3), (0, 1)), "node1": ((), (0, 1))}
+    with pytest.raises(ConfigError, match="node0:3 needs 4 GPUs"):
+        assign(run, {**machines, "node0": Machine("10.0.0.1", gpus=3)}, config_file="c.yaml")
