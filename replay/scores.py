@@ -54,13 +54,17 @@ def _version_problem(told: str, scoring: Scoring, newest_version: int | None) ->
     name, _, version = told.rpartition("@")
     if name not in scoring.teachers or not re.fullmatch(r"\d{1,18}", version):
         return f"the teachers are {', '.join(scoring.names)}, and a version follows: NAME@VERSION"
-    teacher, number = scoring.teachers[name], int(version)
-    if teacher.kind in ("path", "url") and number:
-        return "it stays as it is, at version 0"
-    if teacher.is_refreshed and number % teacher.every:
-        return f"its versions are multiples of {teacher.every} (teachers.{name}.every)"
-    if newest_version is not None and number > newest_version:
+    if newest_version is not None and int(version) > newest_version:
         return f"the policy's newest version is {newest_version}"
+    return unlike(scoring.teachers[name], name, int(version))
+
+
+def unlike(teacher: Teacher, name: str, version: int) -> str | None:
+    """Why a teacher cannot have this version; None where it can."""
+    if teacher.kind in ("path", "url") and version:
+        return "it stays as it is, at version 0"
+    if teacher.is_refreshed and version % teacher.every:
+        return f"its versions are multiples of {teacher.every} (teachers.{name}.every)"
     return None
 
 

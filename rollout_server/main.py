@@ -73,11 +73,11 @@ async def run(
     """Serve one run, of replay at this address; 0 when it ended well."""
     fingerprint = run_fingerprint(config)
     limits, keys = config.network.max_message_bytes, load_keys(config.network.keys)
-    engine = parts.engine(config)
+    task, engine = Task(config), parts.engine(config)
     if vitals is not None:
         vitals.device = partial(readings, config)
     dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, keys=keys, max_message_bytes=limits)
-    teachers = None if config.scoring is None else Teachers(config, engine, name, fingerprint)
+    teachers = None if config.scoring is None else Teachers(config, engine, name, fingerprint, task.encode_text)
     try:
         async with (
             rewards_of(config.reward) as rewards,
@@ -87,7 +87,7 @@ async def run(
         ):
             own: dict[str, Any] = {} if teachers is None else {"teachers": teachers}
             make = parts.generator if environments is None else partial(EpisodeGenerator, environments=environments)
-            generator = make(config, engine, Task(config), rewards, **own)
+            generator = make(config, engine, task, rewards, **own)
             server = RolloutServer(
                 config,
                 generator,

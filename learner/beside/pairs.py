@@ -9,7 +9,7 @@ import torch
 from learner.beside.advantages import over_trajectories
 from learner.beside.reference import AdapterReference, Reference
 from learner.policy.model import Policy
-from learner.rows import Row
+from learner.rows import BatchError, Row
 from replay.messages import Batch
 
 
@@ -26,7 +26,15 @@ class PairReference:
         """By row of the dataset: of each answer."""
 
     def judge(self, batch: Batch, rows: Sequence[Row]) -> list[Row]:
-        """The rows with their sums. A collective where a pair of the batch is new, on all ranks or on none."""
+        """The rows with their sums. A collective where a pair of the batch is new, on all ranks or on none.
+
+        Raises:
+            BatchError: the answers of a pair lie apart.
+        """
+        for row in rows:
+            if not torch.equal(row.groups[::2], row.groups[1::2]):
+                where = f"batch {batch.step}, rank {batch.rank}, microbatch {row.number}"
+                raise BatchError(f"{where}: has one answer of a pair without the other one, or between those of others")
         indices = [index for _, index in batch.group_ids]
         if not self._known.keys() >= set(indices):
             found = [logprobs.double().numpy() for logprobs in self._reference.logprobs(rows)]

@@ -7,6 +7,7 @@ from configs.schema import Config
 from configs.teachers import Teacher
 from replay import messages as m
 from replay.endings import NoTeacher
+from replay.scores import unlike
 from replay.state.peers import Peer, Peers
 from replay.state.run import RunState
 
@@ -30,10 +31,11 @@ class TeacherDirectory:
         if teacher is None:
             known = ", ".join(self.wanted) or "none"
             return f"teachers: {hello.teacher!r} is no teacher with a process of its own in this run ({known} is)"
-        if not hello.address:
-            return f"teachers.{hello.teacher}: {hello.name!r} gives no address, where rollout servers would ask it"
-        if teacher.is_refreshed and hello.version % teacher.every:
-            return f"teachers.{hello.teacher}: version {hello.version} is no multiple of its every, {teacher.every}"
+        if not m.ADDRESS.fullmatch(hello.address):
+            given = f"{hello.name!r} gives {hello.address[:80]!r}"
+            return f"teachers.{hello.teacher}: {given}, which is no address where rollout servers could ask it"
+        if (problem := unlike(teacher, hello.teacher, hello.version)) is not None:
+            return f"teachers.{hello.teacher}: {hello.name!r} has version {hello.version}: {problem}"
         others = [peer for peer in self.processes(hello.teacher) if peer.name != hello.name]
         other = next((peer for peer in others if peer.hello.digest != hello.digest), None)
         if other is not None and not teacher.is_refreshed:

@@ -16,6 +16,8 @@ from rollout_server.engines.base import Scored
 from rollout_server.tasks.rewards.built_in.endpoint import EndpointClient, Unanswered
 from rollout_server.teachers import NotScored
 
+PROBE = "If 12 + 34 = 46, then naïve\n\tguesses don't help."
+"""What both ends must have the same ids for."""
 BYTES_A_TOKEN = 400
 """Of a reply, for each of its logprobs at most."""
 Row = tuple[float, list[tuple[int, float]]]
@@ -40,6 +42,7 @@ class PromptLogprobs(EndpointClient):
             retries=0,  # who asks tries again
             otherwise=None,
         )
+        self._is_checked = False
         self._native = teacher.url.removesuffix("/v1") + "/generate"
         self._slots = asyncio.Semaphore(teacher.concurrency)
 
@@ -47,9 +50,14 @@ class PromptLogprobs(EndpointClient):
     def key(self) -> str:
         return f"teachers.{self.name}"
 
-    async def scored(self, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int], *, top: int) -> Scored:
-        """As `Engine.score`, at temperature 1. Raises NotScored."""
+    async def scored(
+        self, sequences: Sequence[NDArray[np.int32]], firsts: Sequence[int], *, top: int, probe: Sequence[int]
+    ) -> Scored:
+        """As `Engine.score`, at temperature 1; `probe` are the run's ids of PROBE. Raises NotScored."""
         try:
+            if not self._is_checked:
+                await self._check_tokenizer(list(probe))
+                self._is_checked = True
             asked = zip(sequences, firsts, strict=True)
             rows = await asyncio.gather(*(self._rows(ids.tolist(), first, top) for ids, first in asked))
         except Unanswered as problem:
@@ -62,6 +70,28 @@ class PromptLogprobs(EndpointClient):
             top=np.array([logprob for _, likeliest in flat for _, logprob in likeliest], np.float32),
         )
 
+    async def _check_tokenizer(self, own: list[int]) -> None:
+        """Raises NotScored, Unanswered: the model there has other ids for the same text."""
+        asked = {"model": self.model, "prompt": PROBE, "add_special_tokens": False, "max_tokens": 1}
+        reply, _ = await self.reply(asked | {"temperature": 1.0, "prompt_logprobs": 0})
+        try:
+            told = reply["choices"][0].get("prompt_logprobs")
+            if told is None:  # one that says nothing of prompts: SGLang
+                self._url = self._native
+                sampling = {"max_new_tokens": 1, "temperature": 1.0}
+                body = {"text": PROBE, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+                reply, _ = await self.reply(body)
+                found = [int(one[1]) for one in reply["meta_info"]["input_token_logprobs"]]
+            else:
+                found = [int(next(iter(one))) for one in told[1:]]
+        except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+            raise self._unreadable(reply, error) from error
+        if found[1 - len(own) :] != own[1:]:  # of the first, or of a token that begins every text, nothing is said
+            raise NotScored(
+                f"{self._url}: its tokenizer has the ids {found[:8]}... for a text that has {own[:8]}... in the run:"
+                f" answers would mean other texts to it; {self.key}.model: take one with the tokenizer of model.path"
+            )
+
     async def _rows(self, ids: list[int], first: int, top: int) -> list[Row]:
         """Of the tokens from number `first` on."""
         self.most_bytes = max(self.most_bytes, BYTES_A_TOKEN * len(ids) * (top + 1))
@@ -69,21 +99,16 @@ class PromptLogprobs(EndpointClient):
             if self._url != self._native:
                 body = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top}
                 reply, _ = await self.reply(body)
-                if (rows := self._of_vllm(reply, ids, first, top)) is not None:
-                    return rows
-                self._url = self._native  # one that says nothing of prompts: SGLang
+                return self._of_vllm(reply, ids, first, top)
             sampling = {"max_new_tokens": 1, "temperature": 1.0}
             body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
             reply, _ = await self.reply(body | {"logprob_start_len": first - 1, "top_logprobs_num": top})
             return self._of_sglang(reply, ids, first, top)
 
-    def _of_vllm(self, reply: dict[str, Any], ids: list[int], first: int, top: int) -> list[Row] | None:
-        """None where the reply has no logprobs of the prompt. Raises NotScored: not of these tokens."""
+    def _of_vllm(self, reply: dict[str, Any], ids: list[int], first: int, top: int) -> list[Row]:
+        """Raises NotScored: not of these tokens."""
         try:
-            told = reply["choices"][0].get("prompt_logprobs")
-            if told is None:
-                return None
-            rows = []
+            told, rows = reply["choices"][0]["prompt_logprobs"], []
             for token, given in zip(ids[first:], told[first:], strict=True):
                 likeliest = sorted((int(each["rank"]), int(one), each["logprob"]) for one, each in given.items())
                 named = [(one, float(logprob)) for _, one, logprob in likeliest[:top]]

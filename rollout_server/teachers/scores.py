@@ -18,7 +18,7 @@ from replay.messages import Teachers as Listed
 from rollout_server.engines.base import Engine, Scored
 from rollout_server.tasks.failed import LeaseFailed
 from rollout_server.teachers import NotScored, TeacherError
-from rollout_server.teachers.endpoint import PromptLogprobs
+from rollout_server.teachers.endpoint import PROBE, PromptLogprobs
 from rollout_server.teachers.links import Links
 from rollout_server.teachers.messages import Score
 from rollout_server.teachers.prompts import teacher_of, with_context
@@ -64,14 +64,25 @@ class Asked:
 class Teachers:
     """Asks the teacher of a prompt what it gives to the answers of its group."""
 
-    def __init__(self, config: Config, engine: Engine, name: str, fingerprint: Mapping[str, str]) -> None:
-        """`fingerprint` is the run's. Raises TeacherError: a variable of a key is not set."""
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        name: str,
+        fingerprint: Mapping[str, str],
+        ids_of: Callable[[str], Sequence[int]] = lambda _: (),
+    ) -> None:
+        """`fingerprint` is the run's; `ids_of` a text are those of its tokenizer, which endpoints must have as well.
+
+        Raises RewardError: a variable of a key is not set.
+        """
         assert config.scoring is not None
         self._config, self._engine = config, engine
         self._tokenizer, self._vocab_size = fingerprint["tokenizer"], int(fingerprint["vocab_size"])
         self._scoring, network = config.scoring, config.network
         self.links = Links(name, load_keys(network.keys), network.max_message_bytes)
         self._endpoints = {name: PromptLogprobs(name, one) for name, one in self._scoring.teachers.items() if one.url}
+        self._probe = ids_of(PROBE) if self._endpoints else ()
         self._bounded = BoundedLog(log)
         self.waiting: dict[str, int] = {}
         """Groups that wait for scores, by the name of their teacher."""
@@ -176,7 +187,7 @@ class Teachers:
         if teacher.kind == "policy":
             return await self._engine.score(asked.sequences, asked.firsts, temperature=temperature, top=top)
         if name in self._endpoints:
-            return await self._endpoints[name].scored(asked.sequences, asked.firsts, top=top)
+            return await self._endpoints[name].scored(asked.sequences, asked.firsts, top=top, probe=self._probe)
         message = Score(
             number=0,
             teacher=name,

@@ -1,5 +1,6 @@
 """A training run of real processes and everything around it, quick to notice a fault: one cluster for all campaigns."""
 
+import json
 import os
 import re
 import shutil
@@ -38,6 +39,11 @@ class Variant(NamedTuple):
 
 
 PARTIAL = ("replay.async_lag=4", "replay.partial_rollouts=true")
+TEACHERS = "{even: {path: MODEL, rows: {half: 0}, timeout_s: 8}, odd: {path: MODEL, timeout_s: 8}}"
+TAUGHT = (
+    *("replay.async_lag=1", f"teachers={TEACHERS}", "algorithm.distillation={top_k: {k: 4}}", "rollout.restarts=1000"),
+    "replay.lease_s=60",  # a group waits for its teacher's next start
+)
 VARIANTS = (
     Variant("lag 1", ("replay.async_lag=1",)),
     Variant("lag 0, fsync every", ("replay.async_lag=0", "replay.fsync=every")),
@@ -45,6 +51,7 @@ VARIANTS = (
     Variant("lag 1, mask, two ranks", ("replay.async_lag=1", "replay.on_stale=mask", "placement.split=2:2")),
     Variant("lag 1, keys", ("replay.async_lag=1",), keys=True),
     Variant("lag 4, partial rollouts, all of the journal", (*PARTIAL, "replay.journal_keep=all")),
+    Variant("lag 1, two teachers", TAUGHT),
 )
 
 # every deadline is short, so that a fault costs seconds
@@ -148,7 +155,10 @@ class Cluster:
         """Of every run; writes the reward that they name."""
         reward = self.work / "paced_reward.py"
         reward.write_text(REWARD.format(pace=str(self.work / "pace")), encoding="utf-8")
-        paths = [f"model.path={data}/model", f"data.train={data}/train.jsonl", f"data.eval={data}/eval.jsonl"]
+        rows = [json.loads(line) for line in (data / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+        halves = "".join(json.dumps({**row, "half": number % 2}) + "\n" for number, row in enumerate(rows))
+        (train := self.work / "train.jsonl").write_text(halves, encoding="utf-8")
+        paths = [f"model.path={data}/model", f"data.train={train}", f"data.eval={data}/eval.jsonl"]
         return [*paths, f"run.dir={self.work}", "run.name=run", f"reward.function={reward}:reward", *SHOWN]
 
     def launch(self, settings: Sequence[str] = (), *command: str, local: bool = False, **environment: str) -> None:
@@ -162,7 +172,8 @@ class Cluster:
 
     def start_small(self, variant: Variant, data: Path, total_steps: int) -> None:
         """Start a small run with rollout servers behind proxies, until its first step."""
-        settings = ["placement.split=2:1", *SMALL.split(), *variant.settings, f"learner.total_steps={total_steps}"]
+        own = [setting.replace("MODEL", f"{data}/model") for setting in variant.settings]
+        settings = ["placement.split=2:1", *SMALL.split(), *own, f"learner.total_steps={total_steps}"]
         if variant.keys:
             make("replay.keys", "--out", f"{self.work}/keys")
             settings.append(f"network.keys={self.work}/keys")

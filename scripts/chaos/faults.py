@@ -16,8 +16,8 @@ from scripts.chaos.cluster import CLOCKS, LAUNCHER, START_S, Cluster
 from scripts.chaos.polling import Hung
 from scripts.chaos.proxy import Change, Direction, Intercept, ZmtpMessage, times
 
-Needs = Literal["", "open", "keys", "two ranks"]
-"""What a run must have for a fault: messages that the proxy can read, or CURVE keys, or a second learner rank."""
+Needs = Literal["", "open", "keys", "two ranks", "teachers"]
+"""What a run must have for a fault: messages that the proxy can read, CURVE keys, a second rank, or teachers."""
 
 POINTS = ("any", "in flight", "formed", "committed", "broadcast", "checkpoint", "reading", "repeating")
 """Of the protocol, at which a fault is aimed; docs/faults.md says what is going on at each."""
@@ -49,6 +49,8 @@ LEARNER_SILENT = r"waits for the publisher .*\[silent\]"
 REPLAY_SILENT = r"(waited|waits).*replay.*\[silent\]"
 SERVER_WAITED = r"'{server}' wait(s|ed) .*replay.*\[silent\]"
 FULL = r"journal.*\[full\]"
+TEACHER_DIED = r"teacher-\w+ \(pid \d+\) died: killed by SIGKILL \[closed\].*restart \d+ of \d+"
+TEACHER_SILENT = r"replay: lost teacher 'teacher-\w+'.*\[silent\]"
 ANY, IN_FLIGHT, WRITING = ("any",), ("any", "in flight"), ("any", "checkpoint")
 CORRUPT, DUPLICATE = GONE | {"corrupt"}, GONE | {"duplicate", "corrupt"}
 LONG, BRIEFLY = "for longer than network.silent_after_s", "for half of network.silent_after_s"
@@ -86,6 +88,10 @@ FAULTS = (
     Fault("reorder up", "a message to replay comes after the next one", (), ANY, GONE, "open"),
     Fault("reorder down", "a message of replay comes after the next one", (), ANY, GONE, "open"),
     Fault("full disk", "the journal's file cannot grow, until replay has met that", (FULL,), ANY, GONE | {"full"}),
+    Fault("kill teacher", "SIGKILL of one of two teachers", (TEACHER_DIED,), WIRE, needs="teachers"),
+    Fault("kill teacher and server", "SIGKILL of both at once", (TEACHER_DIED,), IN_FLIGHT, needs="teachers"),
+    Fault("stop teacher briefly", f"SIGSTOP {BRIEFLY}", (), ANY, needs="teachers"),
+    Fault("stop teacher", f"SIGSTOP {LONG}", (TEACHER_SILENT,), IN_FLIGHT, needs="teachers"),
     Fault("clock forward", "the wall clock of one role is an hour ahead for two seconds", (), WRITING),
     Fault("clock backward", "the wall clock of one role is an hour behind for two seconds", (), WRITING),
 )
@@ -209,8 +215,9 @@ class Injector:
         getattr(self, f"do_{verb}")(rest)
 
     def _pids(self, role: str) -> list[int]:
-        """The process of a role, if it is there: of the learner's ranks the first, where it is not `rank`."""
-        return self.cluster.pids({"server": self.planned.server, "rank": "rank 1"}.get(role, role))[:1]
+        """The process of a role, if it is there: any teacher; of ranks the first, where it is not `rank`."""
+        pids = self.cluster.pids({"server": self.planned.server, "rank": "rank 1"}.get(role, role))
+        return self.rng.sample(pids, 1) if role == "teacher" and pids else pids[:1]
 
     def do_kill(self, roles: str) -> None:
         pids = [pid for role in roles.split(" and ") for pid in self._pids(role)]

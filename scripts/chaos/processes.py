@@ -20,7 +20,7 @@ import psutil
 
 from slipstream.runtime.processes import of
 
-ROLES = {"replay": r" replay\.main ", "learner": r" learner\.train "}
+ROLES = {"replay": r" replay\.main ", "learner": r" learner\.train ", "teacher": r" rollout_server\.teacher "}
 """What the command line of a role matches."""
 LIBC = ctypes.CDLL(None, use_errno=True)
 SYS_PIDFD_GETFD = 438

@@ -33,7 +33,7 @@ def test_a_campaign_goes_on_from_its_state_and_refuses_another_ones(tmp_path):
 
 
 def test_runs_that_are_over_are_added_up_and_not_run_again(tmp_path, capsys):
-    arguments = {"faults": 2, "seed": 1, "per_run": 1, "only": "cut", "ray": False}
+    arguments = {"faults": 2, "seed": 1, "per_run": 1, "only": "cut", "variant": "", "ray": False}
     state = State(tmp_path / "work", "chaos", arguments)
     good = {**new_part(), "faults": 1, "acked": 9, "trained": 8, "recovery_s": [1.5], "coverage": {"cut at any": 1}}
     command = ["--faults", "2", "--per-run", "1", "--only", "cut", "--work", str(tmp_path / "work")]
@@ -80,10 +80,10 @@ def test_the_page_prints_this_table():
 
 def test_a_plan_is_drawn_from_its_seed_and_covers_the_pairs_first():
     assert make_plan(1, 50, 20) == make_plan(1, 50, 20) != make_plan(2, 50, 20)
-    plan = make_plan(3, 200, 20)
-    assert [len(faults) for _, faults in plan] == [20] * 10
+    plan = make_plan(3, 280, 20)
+    assert [len(faults) for _, faults in plan] == [20] * 14
     planned = {(fault.fault, fault.point) for _, faults in plan for fault in faults}
     assert {name for name, _ in planned} == {fault.name for fault in FAULTS}
-    assert planned == {pair for variant in VARIANTS for pair in pairs(variant)}, "200 faults are enough for every pair"
+    assert planned == {pair for variant in VARIANTS for pair in pairs(variant)}, "280 faults are enough for every pair"
     for variant, faults in plan:
         assert {(f.fault, f.point) for f in faults} <= set(pairs(variant))

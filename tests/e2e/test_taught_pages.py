@@ -63,5 +63,5 @@ def test_every_command_of_a_page_runs(
         assert run.wait() == 0, run.text()[-3000:]
         runs.append(run)
     assert len(runs) == trained and all(len(run.steps()) == 2 for run in runs)
-    wanted = ["distill/kl"] * 3 if page == "distillation.md" else ["sft/loss", "actor/pg_loss"]
+    wanted = ["distill/kl"] * 3 if page == "distillation.md" else ["sft/loss", "critic/score/mean"]
     assert all(metric in run.steps()[-1] for run, metric in zip(runs, wanted, strict=True))

@@ -19,7 +19,7 @@ from examples.sort6 import save_tokenizer
 from learner.beside.beside import build_beside
 from learner.beside.pairs import PairReference
 from learner.losses.taught import TaughtInputs, build_taught
-from learner.rows import Row
+from learner.rows import BatchError, Row
 from learner.trainer import Trainer, Update
 from replay.data.dataset import Rows
 from replay.data.encoding import RowEncoder
@@ -116,7 +116,7 @@ def encoded(config: Config, folder: Path) -> Batch:
     names = ("prompt", "chosen", "rejected") if answers == 2 else ("prompt", "completion")
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(dict(zip(names, pair, strict=False))) + "\n" for pair in PAIRS))
-    rows, encoder = Rows(file, answers=answers), RowEncoder(config)
+    rows, encoder = Rows(file, answers=answers), RowEncoder(config, answers)
     made = [(group, one) for group, row in enumerate(rows) for one in encoder.encode(row)]
     return batch_of(
         [
@@ -230,6 +230,12 @@ def test_the_reference_is_computed_once_a_row_also_over_a_checkpoint(
     later.restore(state)
     again = Trainer(config, policy, optimizer, beside=later).train_step(batch).values["dpo/loss"]
     assert again == first and isinstance(later.pairs, PairReference) and later.pairs.state() == beside.pairs.state()
+
+
+def test_pairs_that_lie_apart_are_refused(qwen3: Path, mesh: DeviceMesh) -> None:
+    batch = batch_of(random_step(1, group_size=2), 1, num_microbatches=2)  # dealt out by turns
+    with pytest.raises(BatchError, match="batch 1, rank 0, microbatch 0: has one answer of a pair"):
+        trained_on(batch, config_of(qwen3, "dpo", 4), mesh)
 
 
 def test_adapters_have_the_policy_without_them_as_reference(qwen3: Path, mesh: DeviceMesh) -> None:

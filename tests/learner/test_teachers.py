@@ -1,6 +1,7 @@
 """Distillation through whole steps: scores that came with the batch, and a teacher inside the learner's ranks."""
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from pathlib import Path
@@ -56,11 +57,15 @@ def configured(folder: Path, **sections: Any) -> Config:
     return make_config(folder, **{"rollout": {"temperature": TEMPERATURE}, **sections})
 
 
+@functools.cache
+def in_transformers(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+
+
 def dense(folder: Path, t: Recorded) -> torch.Tensor:
     """[n, V] float64 logprobs of a model before each token in the loss, by transformers."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([t.prompt_ids + t.response_ids])).logits[0]
+        logits = in_transformers(folder)(input_ids=torch.tensor([t.prompt_ids + t.response_ids])).logits[0]
     places = [len(t.prompt_ids) + i - 1 for i, kept in enumerate(t.loss_mask) if kept]
     return torch.log_softmax(logits[places] / TEMPERATURE, -1)
 
@@ -76,7 +81,7 @@ def test_a_teacher_in_the_learner_teaches_its_whole_vocabulary(
     models: dict[str, Path], mesh: DeviceMesh, name: str
 ) -> None:
     """Its first divergence is that of transformers in float64, and steps make it smaller; group 0 counts as well."""
-    first, *_, last = trained(inside(models, name, ALONE), mesh, batch_of(STEP, 3, num_microbatches=2), steps=8)
+    first, *_, last = trained(inside(models, name, ALONE), mesh, batch_of(STEP, 3, num_microbatches=2), steps=6)
     pairs = [(dense(models["policy"], t), dense(models[name], t)) for t in STEP]
     wanted = torch.cat([(ours.exp() * (ours - theirs)).sum(1) for ours, theirs in pairs])
     assert first.values["training/loss_tokens"] == len(wanted)

@@ -60,8 +60,10 @@ def test_servers_hear_where_teachers_are_and_of_every_change():
     ("teacher", "fields", "said"),
     [
         ("small", {}, "'small' is no teacher with a process of its own in this run (big, old is)"),
-        ("big", {"address": ""}, "gives no address"),
-        ("old", {"version": 3}, "version 3 is no multiple of its every, 5"),
+        ("big", {"address": ""}, "gives '', which is no address"),
+        ("big", {"address": "ipc:///tmp/x"}, "no address"),
+        ("old", {"version": 3}, "has version 3: its versions are multiples of 5"),
+        ("big", {"version": 5}, "has version 5: it stays as it is"),
         ("big", {"digest": "d1"}, "holds weights d1, and 'teacher-big-0' d0"),
     ],
 )

@@ -24,6 +24,7 @@ OPTIONS = {
     "faults": (20, "faults in all"),
     "per_run": (20, "faults in one run"),
     "only": ("", "faults with one of these words in their name: kill,cut"),
+    "variant": ("", "runs of variants with this in their name alone: teachers"),
     "ray": (False, "launch every run through Ray, on raylets of this host (extra ray)"),
     "data": (Path("data/sort6"), "of make_sort6"),
     "table": (tuple(as_markdown()), "print the table of docs/faults.md and end"),
@@ -45,39 +46,41 @@ Part = dict[str, Any]
 
 
 def plan(args: argparse.Namespace) -> list[PlannedRun]:
-    return make_plan(args.seed, args.faults, args.per_run, args.only, on_ray.SERVERS if args.ray else SERVERS)
+    servers = on_ray.SERVERS if args.ray else SERVERS
+    return make_plan(args.seed, args.faults, args.per_run, args.only, servers, variant=args.variant)
 
 
 def make_plan(
-    seed: int, num_faults: int, per_run: int, only: str = "", servers: Sequence[str] = SERVERS
+    seed: int, num_faults: int, per_run: int, only: str = "", servers: Sequence[str] = SERVERS, *, variant: str = ""
 ) -> list[PlannedRun]:
     """`num_faults` faults, `per_run` of them in a run; every pair of fault and point comes before any comes again.
 
     `only` has words between commas: faults with one of them in their name. Raises ValueError where there is none.
     """
     rng = random.Random(seed)
-    decks = {variant: deck for variant in VARIANTS if (deck := list(pairs(variant, only)))}
+    decks = {one: deck for one in VARIANTS if variant in one.name and (deck := list(pairs(one, only)))}
     if not decks:
-        raise ValueError(f"--only {only!r}: no fault of the table has such a name; see --table")
+        raise ValueError(f"--only {only!r}, --variant {variant!r}: no fault of the table has such a name; see --table")
     for deck in decks.values():
         rng.shuffle(deck)
     used: Counter[tuple[str, str]] = Counter()
     runs: list[PlannedRun] = []
     for first in range(0, num_faults, per_run):
-        variant = list(decks)[len(runs) % len(decks)]
+        chosen = list(decks)[len(runs) % len(decks)]
         faults = []
         for _ in range(min(per_run, num_faults - first)):
-            pair = min(decks[variant], key=used.__getitem__)  # the first of those that came least often
+            pair = min(decks[chosen], key=used.__getitem__)  # the first of those that came least often
             used[pair] += 1
             faults.append(Planned(*pair, server=rng.choice(servers)))
-        runs.append((variant, faults))
+        runs.append((chosen, faults))
     return runs
 
 
 def pairs(variant: Variant, only: str = "") -> Iterator[tuple[str, str]]:
     """(fault, point) that a run of this variant can have."""
     two_ranks = any(setting.endswith(":2") for setting in variant.settings)
-    possible = {"": True, "open": not variant.keys, "keys": variant.keys, "two ranks": two_ranks}
+    taught = any(setting.startswith("teachers=") for setting in variant.settings)
+    possible = {"": True, "open": not variant.keys, "keys": variant.keys, "two ranks": two_ranks, "teachers": taught}
     for fault in FAULTS:
         if possible[fault.needs] and any(word.strip() in fault.name for word in only.split(",")):
             for point in fault.points:
