@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.base import OwnPath, Section
+from configs.base import Own, OwnPath, Section
 from configs.data import weights_of
 from configs.placement import node_devices
 from configs.rewards import checked_address, checked_variable
@@ -44,7 +44,7 @@ class Teacher(Section):
     where: Literal["own", "learner"] = "own"
     """`own`: a process of its own, which rollout servers ask; `learner`: with `path`, inside the learner's ranks, which
     full vocabularies need."""
-    devices: str | None = None
+    devices: Own[str | None] = None
     """GPUs of its own processes, such as `node0:7`; each part between semicolons is one process over all its
     devices, and several share the load. With placement.share_gpus they may be given to others as well. On a CPU: leave
     it out."""
