@@ -13,7 +13,7 @@ BUDGET = {
     "configs": 3_188,
     "slipstream/runtime": 2_390,
     "slipstream/families": 1_188,
-    "slipstream/launch": 4_425,
+    "slipstream/launch": 4_427,
     "slipstream/check": 2_354,
     "slipstream/view": 2_441,
     "slipstream/translate": 1_702,
@@ -29,7 +29,7 @@ BUDGET = {
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 64_046
 SCRIPTS = 6_526
-TESTS = 53_919
+TESTS = 53_936
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
