@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.base import OwnPath, Section
+from configs.base import Own, OwnPath, Section
 from configs.data import weights_of
-from configs.evaluation import SET_NAME
 from configs.placement import node_devices
 from configs.rewards import checked_address, checked_variable
 
 MOST = 8
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 Value = str | int | float | bool
 ONLY_OF = {
     "model": ("url",),
@@ -44,7 +44,7 @@ class Teacher(Section):
     where: Literal["own", "learner"] = "own"
     """`own`: a process of its own, which rollout servers ask; `learner`: with `path`, inside the learner's ranks, which
     full vocabularies need."""
-    devices: str | None = None
+    devices: Own[str | None] = None
     """GPUs of its own processes, such as `node0:7`; each part between semicolons is one process over all its
     devices, and several share the load. With placement.share_gpus they may be given to others as well. On a CPU: leave
     it out."""
@@ -189,8 +189,8 @@ def problems(teachers: Mapping[str, Teacher], *, is_used: bool) -> Iterator[str]
     if len(teachers) > 1 and (inside := [name for name, one in teachers.items() if one.where == "learner"]):
         yield f"teachers.{inside[0]}.where: 'learner' beside other teachers; inside the learner is room for one alone"
     for name in teachers:
-        if not SET_NAME.fullmatch(name):
-            yield f"teachers: {name!r} cannot be a name; take letters, digits, '.', '_' and '-', the first one no sign"
+        if not NAME.fullmatch(name):
+            yield f"teachers: {name!r} cannot be a name; take letters, digits, '_' and '-', the first one no sign"
     for name, later in zip(teachers, list(teachers)[1:], strict=False):
         if not teachers[name].rows:
             yield f"teachers.{name}.rows: takes every prompt, so {later!r} is never asked; give rows, or put it last"

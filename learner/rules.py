@@ -178,8 +178,6 @@ def _of_teachers(config: Config, chosen: Distillation) -> Iterator[str]:
             f"learner.mesh: {config.learner.mesh} with a teacher in the learner ({key}), which knows ranks that shard"
             " and nothing else; leave learner.mesh out, or take 'top_k'"
         )
-    if chosen.facts.gives == "top" and not (config.scoring and config.scoring.k):
-        yield f"{key} takes what teachers give first, and has no option k; declare one, such as k: 20"
     if (options["coef_end"] is None) != (options["over_steps"] == 0):
         yield f"{key}: coef_end and over_steps make a schedule together; give both, or neither"
     if options["coef"] == 0 and not options["coef_end"]:

@@ -3,6 +3,7 @@
 One ROUTER socket at replay, DEALERs elsewhere. Sends are at-least-once until acked, groups known by their ids.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from replay.evaluation_messages import EvaluationLease as EvaluationLease
 from replay.evaluation_messages import EvaluationResult as EvaluationResult
 from replay.evaluation_messages import OfPart as OfPart
 
+ADDRESS = re.compile(r"tcp://[^\s/@]{1,255}:\d{1,5}( [0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40})?")
+"""Of a teacher's socket, and its public key where the run has keys."""
 Role = Literal["rollout_server", "learner", "launcher", "teacher"]
 
 
@@ -226,7 +229,7 @@ class Teachers(Message):
     """Where rollout servers ask teachers: at Welcome, and again when one comes, goes or has another version."""
 
     entries: list[list[str | int]]
-    """[name, address, version, digest] of each process, by name and address; those of one name share the load."""
+    """[name, address (as ADDRESS), version, digest] of each process, in order; those of one name share the load."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,8 @@
         COMPLETE     written last: names and sizes of all files; without it the folder does not count
 
 `start` copies to host memory, and a thread of each rank writes while training goes on. The threads have a process group
-of their own; the ranks agree in `settle`, on the main thread, that all have written. Training waits for critic/ and
-reference/.
+of their own; the ranks agree in `settle`, on the main thread, that all have written. Training waits for what
+is beside the policy.
 
 A checkpoint may be loaded on another number of ranks. The learner itself draws no random numbers (dropout is off,
 sampling and data order are seeded per lease), so no generator state is kept.
@@ -276,7 +276,7 @@ class Checkpointer:
         return until_room(partial(self._try, content), content.folder, partial(self._clear, content.folder))
 
     def _clear(self, folder: Path) -> None:
-        """Leave the room to others until it is tried again; critic/ and reference/ stay."""
+        """Leave the room to others until it is tried again; what is beside the policy stays."""
         with together(self._group, folder, "cleared"):
             if self._policy.rank == 0:
                 (folder / MARK).unlink(missing_ok=True)
@@ -370,7 +370,7 @@ class Checkpointer:
                 raise CheckpointError(f"checkpoint {folder}: {why}") from error
         for name, part in self._beside.items():
             with together(self._group, folder, "loaded"):
-                load_part(folder / name, part)
+                load_part(folder, name, part)
         self._check_loaded(folder, state)
         return {key: value for key, value in state.items() if key not in OWN}
 

@@ -116,28 +116,29 @@ def save_part(folder: Path, part: Part) -> None:
         (folder / "part.json").write_text(json.dumps(described) + "\n", encoding="utf-8")
 
 
-def load_part(folder: Path, part: Part) -> None:
-    """Read what `save_part` wrote, on any number of ranks. A collective of the model's ranks.
+def load_part(checkpoint: Path, name: str, part: Part) -> None:
+    """Read what `save_part` wrote to the folder `name`, on any number of ranks. A collective of the model's ranks.
 
     Raises:
         ValueError: there is none, or it is not what was saved.
         CheckpointError: it is of another architecture.
         CheckpointException: a file could not be read.
     """
+    folder = checkpoint / name
     if not (folder / "part.json").is_file():
-        raise ValueError(f"it has no {folder.name}/; the run that wrote it had no {folder.name} of its own")
+        raise ValueError(f"it has no {name}/; the run that wrote it had no {name} of its own")
     saved: dict[str, Any] = json.loads((folder / "part.json").read_text(encoding="utf-8"))
     policy, tensors = part.policy, tensors_of(part)
     check_layout(folder, saved["layout"], policy)
     if (dtype := dtype_of(tensors)) != saved["dtype"]:
         key = "set learner.compute_dtype as it was"
-        raise ValueError(f"{folder.name}/ has weights in {saved['dtype']}, this run has them in {dtype}; {key}")
+        raise ValueError(f"{name}/ has weights in {saved['dtype']}, this run has them in {dtype}; {key}")
     dcp_load(for_dcp(policy, tensors), checkpoint_id=folder / "dcp", process_group=policy.group)
     if part.optimizer is not None:
         part.optimizer.set_steps(saved["optimizer_steps"])
     for key, found in describe(tensors_of(part), policy.layout, policy.group, policy.frozen_digests).items():
         if found != saved[key]:
-            raise ValueError(f"{folder.name}/: {key} is {found} after loading, {saved[key]} was saved")
+            raise ValueError(f"{name}/: {key} is {found} after loading, {saved[key]} was saved")
 
 
 def for_dcp(policy: Policy, tensors: Tensors) -> dict[str, torch.Tensor]:

@@ -38,12 +38,13 @@ class Objective:
             of_teacher: what the output head gives besides for distillation (learner/policy/logprobs.py).
         """
         algorithm, now = self.algorithm, logprobs.detach()
-        proximal, taught = self._proximal(row, now), self.teach(row, logprobs, of_teacher)
+        proximal = self._proximal(row, now)
+        advantages, taught, of_teaching = self.teach(row, logprobs, of_teacher)
         output = self.loss(
             LossInputs(
                 logprobs=logprobs,
                 proximal_logprobs=proximal,
-                advantages=taught.advantages,
+                advantages=advantages,
                 lengths=row.lengths,
                 groups=row.groups,
             )
@@ -65,9 +66,9 @@ class Objective:
             kl = estimate(algorithm.kl, logprobs, row.reference_logprobs)
             measured["kl"] = kl.detach().sum()
             total = total + algorithm.kl_coef * (row.weights * kl).sum()
-        if taught.loss is not None:  # what a correction refuses teaches nothing; its weights are the loss's own
-            total = total + (row.weights * torch.where(correction > 0, taught.loss, 0.0)).sum()
-        return total, measured | taught.measured
+        if taught is not None:  # what a correction refuses teaches nothing; its weights are the loss's own
+            total = total + (row.weights * torch.where(correction > 0, taught, 0.0)).sum()
+        return total, measured | of_teaching
 
     def _proximal(self, row: Row, now: torch.Tensor) -> torch.Tensor:
         """[n] logprobs of the policy that ratios are taken against (docs/algorithms.md)."""

@@ -1,7 +1,6 @@
 """What teachers make of a row: terms of advantages and loss, and measurements."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -13,28 +12,19 @@ KL, KEPT, AGREES, COEF = "taught_kl", "taught_tokens", "taught_agrees", "taught_
 """Names of measurements: sums over tokens, as those of the objective; the first two of each of several teachers too."""
 
 
-@dataclass(frozen=True, slots=True)
-class Taught:
-    """Of a row."""
-
-    advantages: torch.Tensor
-    """[n] float32, what the loss sees as such."""
-    loss: torch.Tensor | None
-    """[n], with a gradient; None where there is none."""
-    measured: dict[str, torch.Tensor]
-
-
 class Teaching:
     """The distillation of a run, with its schedule and masks; one without any leaves rows as they are."""
 
     def __init__(self, algorithm: Algorithm, teachers: Sequence[str]) -> None:
         self.distillation, self.teachers = build_distillation(algorithm), tuple(teachers)
 
-    def __call__(self, row: Row, logprobs: torch.Tensor, of_teacher: Sequence[torch.Tensor]) -> Taught:
-        """Of a row; see Objective."""
+    def __call__(
+        self, row: Row, logprobs: torch.Tensor, of_teacher: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
+        """Of a row, as Objective has it: advantages [n], what the loss adds [n] or None, and measurements."""
         chosen = self.distillation
         if chosen is None:
-            return Taught(row.advantages, None, {})
+            return row.advantages, None, {}
         top, divergence, confidence, best = None, None, None, None
         if row.teacher_view is not None:
             divergence, confidence, best = of_teacher
@@ -59,8 +49,8 @@ class Teaching:
         measured = self._measure(row, kl.detach(), kept, best) | {COEF: kl.new_tensor(coef)}
         advantages, term = chosen.task * row.advantages, coef * kl
         if chosen.facts.in_advantages:
-            return Taught(advantages - term.detach(), None, measured)
-        return Taught(advantages, term, measured)
+            return advantages - term.detach(), None, measured
+        return advantages, term, measured
 
     def _measure(
         self, row: Row, kl: torch.Tensor, kept: torch.Tensor, best: torch.Tensor | None

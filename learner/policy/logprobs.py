@@ -14,7 +14,6 @@ On CUDA a Triton kernel (learner/policy/vocabulary.py) reads each chunk once for
 elsewhere plain torch does the same.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,51 +44,47 @@ class _Logprobs(torch.autograd.Function):
         logprobs = torch.empty(targets.shape, dtype=_wide(hidden.dtype), device=hidden.device)
         entropy, normalizer = torch.empty_like(logprobs), torch.empty_like(logprobs)
         beside = torch.zeros(ids.shape, dtype=logprobs.dtype, device=hidden.device)
-        of_teacher = _OfTeacher.empty(logprobs) if teacher is not None else None
+        divergence = _Divergence(teacher, logprobs, temperature) if teacher is not None else None
         owner, mine = _located(targets, len(weight), group)
         _, here = _located(ids, len(weight), group)
-        for part in _chunks(targets, weight, teacher):
+        for part in _chunks(targets, weight, models=1 if teacher is None else 2):
             logits = _capped(_logits(hidden[part], weight), softcap)
             found = _statistics(logits, mine[part].clamp(min=0), temperature)
             logprobs[part], entropy[part], normalizer[part] = found
             beside[part] = torch.where(here[part] >= 0, logits.gather(1, here[part].clamp(min=0)) / temperature, 0.0)
-            if teacher is not None and of_teacher is not None:
-                of_teacher.compare(part, logits, entropy[part], normalizer[part], temperature, teacher)
+            if divergence is not None:
+                divergence.compare(part, logits, entropy[part], normalizer[part])
         if group is not None and len(targets):
             logprobs, entropy, normalizer = _joined(logprobs, entropy, normalizer, owner, group)
             if ids.numel():
                 dist.all_reduce(beside, group=group)
-        more = (
-            () if of_teacher is None else (of_teacher.kl, of_teacher.normalizer, of_teacher.confidence, of_teacher.best)
-        )
-        ctx.save_for_backward(hidden, weight, mine, entropy, normalizer, here, *more)
-        ctx.temperature, ctx.group, ctx.softcap, ctx.teacher = temperature, group, softcap, teacher
+        ctx.save_for_backward(hidden, weight, mine, entropy, normalizer, here)
+        ctx.temperature, ctx.group, ctx.softcap, ctx.divergence = temperature, group, softcap, divergence
         ctx.set_materialize_grads(False)
-        if of_teacher is None:
+        if divergence is None:
             return logprobs, entropy, beside - normalizer[:, None]
-        ctx.mark_non_differentiable(of_teacher.confidence, of_teacher.best)
-        return logprobs, entropy, of_teacher.kl, of_teacher.confidence, of_teacher.best
+        ctx.mark_non_differentiable(divergence.confidence, divergence.best)
+        return logprobs, entropy, divergence.kl.clone(), divergence.confidence, divergence.best
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, entropy, normalizer, here, *known_of_teacher = ctx.saved_tensors
-        teacher: TeacherView | None = ctx.teacher
+        hidden, weight, targets, entropy, normalizer, here = ctx.saved_tensors
+        divergence: _Divergence | None = ctx.divergence
         hidden_grad = torch.empty_like(hidden)
         # sums over chunks in float32: in 16 bit each addition would round; none where the head is frozen
         weight_grad = None
         if ctx.needs_input_grad[1]:
             weight_grad = torch.zeros(weight.shape, dtype=_wide(weight.dtype), device=weight.device)
-        for part in _chunks(targets, weight, teacher):
+        for part in _chunks(targets, weight, models=1 if divergence is None else 2):
             logits = _capped(_logits(hidden[part], weight), ctx.softcap)
             known = (targets[part], normalizer[part], entropy[part])
             of_logprobs, of_entropy, of_third = (None if g is None else g[part] for g in grads[:3])
-            beside = None if of_third is None or teacher is not None else (here[part], of_third)
+            beside = None if of_third is None or divergence is not None else (here[part], of_third)
             grad = _gradient(logits, *known, of_logprobs, of_entropy, ctx.temperature, hidden.dtype, beside)
             # d tanh x / dx = 1 - tanh² x
             slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square()
-            if teacher is not None and of_third is not None:
-                theirs = _OfTeacher(*known_of_teacher)
-                _add_divergence(grad, logits, normalizer[part], of_third, theirs, ctx.temperature, teacher, part)
+            if divergence is not None and of_third is not None:
+                divergence.add_gradient(grad, part, logits, normalizer[part], of_third)
             if slope is not None:
                 grad = (grad * slope).to(grad.dtype)
             torch.mm(grad, weight, out=hidden_grad[part])
@@ -100,66 +95,45 @@ class _Logprobs(torch.autograd.Function):
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), *[None] * 6
 
 
-@dataclass(frozen=True, slots=True)
-class _OfTeacher:
-    """[n] each, filled a chunk at a time."""
+class _Divergence:
+    """From a teacher at n positions, filled a chunk at a time. With p of the policy and q of the teacher."""
 
-    kl: Tensor
-    normalizer: Tensor
-    confidence: Tensor
-    """The teacher's probability of its likeliest token."""
-    best: Tensor
-    """That token."""
+    def __init__(self, teacher: TeacherView, like: Tensor, temperature: float) -> None:
+        self.teacher, self.temperature, self.is_reverse = teacher, temperature, teacher.direction == "reverse"
+        self.kl, self.normalizer, self.confidence = (torch.empty_like(like) for _ in range(3))
+        self.best = torch.empty_like(like, dtype=torch.int64)
 
-    @classmethod
-    def empty(cls, like: Tensor) -> "_OfTeacher":
-        kl, normalizer, confidence = (torch.empty_like(like) for _ in range(3))
-        return cls(kl, normalizer, confidence, torch.empty_like(like, dtype=torch.int64))
-
-    def compare(
-        self, part: slice, logits: Tensor, entropy: Tensor, normalizer: Tensor, temperature: float, teacher: TeacherView
-    ) -> None:
+    def compare(self, part: slice, logits: Tensor, entropy: Tensor, normalizer: Tensor) -> None:
         """Fill in these positions; `logits` of the policy, with their statistics, are used up.
 
         KL(p || q) = -H(p) - Σ p log q: one sum over the vocabulary, of a probability times the other's scaled logit.
         """
-        others = _logits_of(teacher, part)
+        others, theirs = self._logits(part), self.teacher.temperature
         highest, self.best[part] = others.max(1)
-        _, their_entropy, theirs = _statistics(others, self.best[part], teacher.temperature)
-        self.normalizer[part] = theirs
-        self.confidence[part] = (highest / teacher.temperature - theirs).exp()
-        if teacher.direction == "reverse":
-            p = logits.div_(temperature).sub_(normalizer[:, None]).exp_()
-            cross = torch.bmm(p[:, None], others[:, :, None])[:, 0, 0] / teacher.temperature - theirs
-            self.kl[part] = -entropy - cross
+        _, their_entropy, self.normalizer[part] = _statistics(others, self.best[part], theirs)
+        self.confidence[part] = (highest / theirs - self.normalizer[part]).exp()
+        sides = (logits, normalizer, self.temperature), (others, self.normalizer[part], theirs)
+        (p, z, t), (scores, shift, divisor) = sides if self.is_reverse else reversed(sides)
+        p.div_(t).sub_(z[:, None]).exp_()
+        cross = torch.bmm(p[:, None], scores[:, :, None])[:, 0, 0] / divisor - shift
+        self.kl[part] = -(entropy if self.is_reverse else their_entropy) - cross
+
+    def add_gradient(self, grad: Tensor, part: slice, logits: Tensor, normalizer: Tensor, upstream: Tensor) -> None:
+        """grad += upstream · d KL / d logits, in place; `logits` are used up, and no third tensor of their size made.
+
+        Up to the factor 1 / temperature: d KL(p || q) / d logit_v = p_v (log p_v - log q_v - KL);
+        d KL(q || p) / d logit_v = p_v - q_v.
+        """
+        log_p = logits.div_(self.temperature).sub_(normalizer[:, None])
+        log_q = self._logits(part).div_(self.teacher.temperature).sub_(self.normalizer[part, None])
+        if self.is_reverse:
+            found = log_q.neg_().add_(log_p).sub_(self.kl[part, None]).mul_(log_p.exp_())
         else:
-            q = others.div_(teacher.temperature).sub_(theirs[:, None]).exp_()
-            cross = torch.bmm(q[:, None], logits[:, :, None])[:, 0, 0] / temperature - normalizer
-            self.kl[part] = -their_entropy - cross
+            found = log_q.exp_().neg_().add_(log_p.exp_())
+        grad.add_(found.mul_(upstream[:, None] / self.temperature))
 
-
-def _add_divergence(
-    grad: Tensor,
-    logits: Tensor,
-    normalizer: Tensor,
-    upstream: Tensor,
-    known: "_OfTeacher",
-    temperature: float,
-    teacher: TeacherView,
-    part: slice,
-) -> None:
-    """grad += upstream · d KL / d logits, in place; `logits` are used up, and no third tensor of their size is made.
-
-    Up to the factor 1 / temperature: d KL(p || q) / d logit_v = p_v (log p_v - log q_v - KL);
-    d KL(q || p) / d logit_v = p_v - q_v.
-    """
-    log_p = logits.div_(temperature).sub_(normalizer[:, None])
-    others = _logits_of(teacher, part).div_(teacher.temperature).sub_(known.normalizer[part, None])
-    if teacher.direction == "reverse":
-        others.neg_().add_(log_p).sub_(known.kl[part, None]).mul_(log_p.exp_())
-    else:
-        others.exp_().neg_().add_(log_p.exp_())
-    grad.add_(others.mul_(upstream[:, None] / temperature))
+    def _logits(self, part: slice) -> Tensor:
+        return _capped(_logits(self.teacher.hidden[part], self.teacher.weight), self.teacher.softcap)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -194,9 +168,8 @@ def _joined(
     return joined, (shares.exp() * (entropies - shares)).sum(0), whole
 
 
-def _chunks(targets: Tensor, weight: Tensor, teacher: TeacherView | None = None) -> list[slice]:
-    held = 4 * len(weight) * (1 if teacher is None else 2)
-    tokens = max(1, CHUNK_BYTES // held)
+def _chunks(targets: Tensor, weight: Tensor, models: int = 1) -> list[slice]:
+    tokens = max(1, CHUNK_BYTES // (4 * len(weight) * models))
     tokens -= tokens % TILE if tokens > TILE else 0
     return [slice(start, start + tokens) for start in range(0, len(targets), tokens)]
 
@@ -205,10 +178,6 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     if hidden.dtype == torch.float32 or not hidden.is_cuda:
         return hidden.to(_wide(hidden.dtype)) @ weight.to(_wide(weight.dtype)).T
     return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-
-
-def _logits_of(teacher: TeacherView, part: slice) -> Tensor:
-    return _capped(_logits(teacher.hidden[part], teacher.weight), teacher.softcap)
 
 
 def _capped(logits: Tensor, softcap: float | None) -> Tensor:

@@ -1,6 +1,5 @@
 """Where teachers are: admits their processes, and says to rollout servers which there are. No socket."""
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -11,9 +10,6 @@ from replay.endings import NoTeacher
 from replay.scores import unlike
 from replay.state.peers import Peer, Peers
 from replay.state.run import RunState
-
-ADDRESS = re.compile(r"tcp://[^\s/@]{1,255}:\d{1,5}( \S{40})?")
-"""Of a teacher's socket, and its public key where the run has keys."""
 
 
 class TeacherDirectory:
@@ -35,7 +31,7 @@ class TeacherDirectory:
         if teacher is None:
             known = ", ".join(self.wanted) or "none"
             return f"teachers: {hello.teacher!r} is no teacher with a process of its own in this run ({known} is)"
-        if not ADDRESS.fullmatch(hello.address):
+        if not m.ADDRESS.fullmatch(hello.address):
             given = f"{hello.name!r} gives {hello.address[:80]!r}"
             return f"teachers.{hello.teacher}: {given}, which is no address where rollout servers could ask it"
         if (problem := unlike(teacher, hello.teacher, hello.version)) is not None:

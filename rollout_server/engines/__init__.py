@@ -63,7 +63,8 @@ def of_teacher(config: Config, name: str) -> Config:
     """The configuration that the engine of a teacher is built with: its own folder, and nothing that trains."""
     from rollout_server.engines.sglang.requests import SCORED_AT
 
-    os.environ[SCORED_AT] = repr(config.rollout.temperature)
+    if config.rollout.facts.has_processes:  # which inherit it
+        os.environ[SCORED_AT] = repr(config.rollout.temperature)
     path = config.teachers[name].path
     changed = {
         "algorithm": config.algorithm.model_copy(update={"routing_replay": False}),

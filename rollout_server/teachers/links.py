@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from replay.channel import AsyncDealer, ChannelError, Keys, WireError
+from replay.channel.fields import shown
+from replay.messages import ADDRESS
 from rollout_server.engines.base import Scored
 from rollout_server.teachers import NotScored
 from rollout_server.teachers.messages import FROM_TEACHER, Refusal, Score, Scores
@@ -115,8 +117,12 @@ class Links:
     def listed(self, entries: Sequence[Sequence[str | int]], run_id: str) -> None:
         """Replay's newest list: [name, address, version, digest] of each process."""
         places = {}
-        for name, address, version, digest in entries:
-            places[str(name), str(address)] = Place(str(name), str(address), int(version), str(digest))
+        for entry in entries:
+            match entry:
+                case [str(name), str(address), int(version), str(digest)] if ADDRESS.fullmatch(address):
+                    places[name, address] = Place(name, address, version, digest)
+                case _:
+                    log.warning("replay lists %s, which is no teacher's place [corrupt]", shown(entry))
         for key in self._links.keys() - places.keys():
             self._links.pop(key).close("it is not there any more [closed]")
         for key, place in places.items():

@@ -28,7 +28,8 @@ def check(config: Config) -> Iterator[Finding]:
     """Raises ConfigError, FingerprintError: a teacher cannot score this run's answers."""
     for name, teacher in config.teachers.items():
         _check_scores(config, name, teacher)
-        if teacher.path is not None:
+        # elsewhere, its folder may lie on other nodes alone, and a playback needs none
+        if teacher.path is not None and (teacher.where == "learner" or config.placement.local_rollouts):
             _check_folder(config, f"teachers.{name}.path", teacher)
         _check_devices(config, name, teacher)
         yield ok("teachers", f"{name}: {teacher.path or teacher.url or f'of {teacher.of}'}")

@@ -177,6 +177,7 @@ def played_back(run_dir: Path, overrides: list[str]) -> Config:
     if len(of_run.shares) > 1:  # all ranks on this host: a digest depends on how many there are, not on where
         fixed |= {"placement.rollout": "null", "placement.learner": "null", "network.host": "127.0.0.1"}
         fixed |= {"placement.split": f"0:{of_run.num_learner_ranks}"}
+        fixed |= {f"teachers.{name}.devices": "null" for name in of_run.teachers}
     return with_free_name(load(path, [*(f"{key}={value}" for key, value in fixed.items()), *overrides]))
 
 

@@ -94,9 +94,11 @@ def joined(replay: str, servers: int, overrides: Sequence[str]) -> Config:
             "silent",
         )
     text = answer.state["config"]
-    devices = servers * parse(text, f"replay at {replay}").placement.tensor_parallel
+    of_run = parse(text, f"replay at {replay}")
+    devices = servers * of_run.placement.tensor_parallel
     here = {"placement.rollout": "null", "placement.learner": "null", "placement.split": f"'{devices}:1'"}
     here |= {"network.host": own_address(replay), "network.keys": "null"}
+    here |= {f"teachers.{name}.devices": "null" for name, teacher in of_run.teachers.items() if teacher.devices}
     own = [f"{key}={value}" for key, value in here.items()]
     return parse(text, f"replay at {replay}", [*own, *overrides])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.teachers import Scoring, Teacher
@@ -79,6 +79,7 @@ def parts_of(groups: list[m.Group], ranks: int) -> list[m.Batch]:
     return [part for part in sent if isinstance(part, m.Batch)]
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_scores_stay_with_their_tokens_through_every_split(data: st.DataObject) -> None:
     k, ranks, share = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 4)), data.draw(st.booleans())

@@ -176,7 +176,7 @@ def test_models_beside_the_policy_give_the_same_on_two_ranks_as_on_one(seen, fol
 def test_critic_and_refreshed_reference_are_part_of_a_checkpoint(seen, case):
     found = seen[0]["beside"][case]
     assert found["resumed"] == found["digest"]
-    name = beside_ranks.PARTS[case].rpartition("/")[2]
+    name = beside_ranks.PARTS[case]
     assert f"it has no {name}/; the run that wrote it had no {name} of its own" in found["damaged"]
 
 

@@ -13,6 +13,7 @@ from replay.batches.build import trained
 from replay.batches.sharing import assign_minibatches
 from replay.data import DataError, PromptSource, load_rows
 from replay.data.encoding import RowEncoder, Unusable
+from replay.decisions import making
 from replay.journal import JournalError
 from replay.journal.format import Record
 from replay.service import Service
@@ -35,7 +36,7 @@ MARKED = TEMPLATE.replace(
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}{% else %}"
     "{{ message.content }}{% endif %}",
 )
-LATE = TEMPLATE.replace("{{ message.content }}", "{% if loop.last %}!{% endif %}{{ message.content }}")
+LATE = TEMPLATE.replace("</{{", "{% if loop.last and message.role == 'assistant' %}!{% endif %}</{{")
 ASKED, TOLD = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
 CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 7}'}}
 TALK = [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "7"}, TOLD]
@@ -181,12 +182,13 @@ def test_a_restart_goes_on_with_the_same_batches(model, source):
         assert all(slot.state is SlotState.BUFFERED for slot in again.buffer.slots.values())
 
 
-def test_rollout_servers_evaluate_and_get_no_lease(model, source):
+def test_rollout_servers_evaluate_and_get_no_lease(model, source, monkeypatch):
+    monkeypatch.setattr(making, "TURN_S", 0.0)  # so there is room
     made = service(model, source())
     learner(made, "l")
     joins(made, "a")
     made.handle("a", m.LeaseRequest(capacity=4, version=0, incarnation=1), 1.0)
-    assert not sent(made, "a", m.Lease)
+    assert made.buffer.room > 0 and not sent(made, "a", m.Lease)
 
 
 def test_a_dataset_of_which_no_row_can_be_used_ends_the_run_by_name(model, tmp_path):

@@ -24,6 +24,8 @@ ROW = {"prompt": "w5 w9", "ground_truth": "w7", "data_source": "sums", "extra_in
 PROMPT = np.array([5, 9], np.int32)
 ANSWERS = [Answer.sampled(PROMPT, np.array(ids, np.int32)) for ids in ([7, 3, 1], [4, 1])]
 
+ASKING: list[Teachers] = []
+
 
 def config_of(path: Path, k: int = 0, temperature: float = 0.7, **teachers: dict[str, Any]) -> Config:
     kind = {"top_k": {"k": k}} if k else "sampled"
@@ -85,6 +87,8 @@ async def standing(late_s: float = 0.0, keys: str | None = None) -> AsyncIterato
     try:
         yield stand
     finally:
+        while ASKING:  # a test that fails must not leave sockets behind
+            ASKING.pop().close()
         running.cancel()
         with suppress(asyncio.CancelledError):
             await running
@@ -120,7 +124,8 @@ class Fixed:
 
 
 def asking(config: Config, engine: Any = None) -> Teachers:
-    return Teachers(config, engine, "rollout-0", model_fingerprint(config.model.path))
+    ASKING.append(Teachers(config, engine, "rollout-0", model_fingerprint(config.model.path)))
+    return ASKING[-1]
 
 
 async def no_encoding(row: dict[str, Any]) -> Any:

@@ -363,7 +363,8 @@ def test_a_run_that_was_ended_early_is_played_back_with_its_own_learning_rates(t
 
 def test_a_run_over_several_hosts_is_played_back_on_one(tmp_path, monkeypatch):
     several = {"learner": "node0:0-1; node1:0-1", "rollout": "node2:0", "split": None, "device": "cpu"}
-    own = config_in(tmp_path, placement=several, network={"host": "10.0.0.1", "insecure": True})
+    taught = {"teachers": {"big": {"path": "big", "devices": "node0:2"}}, "algorithm": {"distillation": "sampled"}}
+    own = config_in(tmp_path, placement=several, network={"host": "10.0.0.1", "insecure": True}, **taught)
     (tmp_path / "same").mkdir()
     (tmp_path / "same" / "config.yaml").write_text(dump(own))
     monkeypatch.setattr(earlier_run, "_last_step", lambda _: 7)

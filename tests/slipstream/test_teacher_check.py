@@ -2,14 +2,18 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from configs import Config
 from configs.errors import BadPlacement, ConfigError
+from configs.loading import dump
+from configs.shared import shared_values
 from examples.random_qwen3 import make
 from slipstream.check import teachers
+from slipstream.launch import here
 from slipstream.plan.processes import Machine, assign
 
 
@@ -31,6 +35,7 @@ def config_of(folder: Path, teacher: dict[str, Any], *, temperature: float = 1.0
         {
             "model": {"path": str(folder / "policy")},
             "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 8},
+            "reward": {"function": "exact"},
             "rollout": {"max_new_tokens": 16, "temperature": temperature, "engine": engine},
             "teachers": {"big": given},
             "algorithm": {"distillation": "sampled"},
@@ -105,3 +110,15 @@ def test_processes_of_teachers_are_placed_and_started_by_their_node_s_side(folde
     assert shares == {"node0": ((2, 3), (0, 1)), "node1": ((), (0, 1))}
     with pytest.raises(ConfigError, match="node0:3 needs 4 GPUs"):
         assign(run, {**machines, "node0": Machine("10.0.0.1", gpus=3)}, config_file="c.yaml")
+
+
+def test_a_host_that_joins_leaves_the_gpus_of_teachers_to_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own GPUs are counted from 0 on, whatever a teacher has elsewhere, and nobody compares those."""
+    given = config_of(folder, {"path": "teacher"}).model_dump()
+    given["teachers"]["big"]["devices"] = "node0:1"
+    run = Config.model_validate(given | {"placement": {"rollout": "node0:2-3", "learner": "node0:0"}})
+    monkeypatch.setattr(here, "ask_replay", lambda *_: SimpleNamespace(state={"config": dump(run)}))
+    found = here.joined("tcp://127.0.0.1:5757", 2, [])
+    assert found.teachers["big"].devices is None and found.shares[0].rollout == (0, 1)
+    assert shared_values(found)["teachers.big.path"] == shared_values(run)["teachers.big.path"]
+    assert "teachers.big.devices" not in shared_values(run)

@@ -14,6 +14,7 @@ from replay.channel import AsyncDealer, ChannelError, WireError
 from rollout_server.generate import LeaseFailed
 from rollout_server.leases import GoodbyeReceived
 from rollout_server.server import RolloutServer
+from rollout_server.teachers.links import Links
 from tests.replay.simulated_run import config
 from tests.security.fuzz.targets import PATIENCE_S, DealerTarget, Vanished
 
@@ -34,7 +35,9 @@ class RolloutTarget(DealerTarget):
         self._dealer = AsyncDealer(self.address, "r0", m.FROM_REPLAY)
         self.meet(self._dealer, m.Heartbeat())
         engine: Any = SimpleNamespace(hold=str, unpin=nothing, health=nothing)
-        generator: Any = SimpleNamespace(group=refuse, evaluation=refuse, abort=str, engine=engine)
+        self._links = Links("rollout-0", None, 2**20)
+        listed = SimpleNamespace(listed=lambda told, run_id: self._links.listed(told.entries, run_id), waiting={})
+        generator: Any = SimpleNamespace(group=refuse, evaluation=refuse, abort=str, engine=engine, teachers=listed)
         self._reader = RolloutServer(config(), generator, self._dealer, name="rollout-0", fingerprint={})
         self._reader.follower = SimpleNamespace(failure=None, follow=lambda *_: None)  # type: ignore[assignment]
         self._reader.leases.version = 0
@@ -58,6 +61,7 @@ class RolloutTarget(DealerTarget):
                     await self._reader.handle(envelope.message, tasks)
 
     def close(self) -> None:
+        self._links.close()
         self._dealer.close()
         super().close()
 
