@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from configs.errors import InputMissing
 from configs.schema import Config
-from replay.data.rows import DataError, Row, RowError, shorten
+from replay.data.rows import Row, RowError, shorten
 from replay.data.taught import Message, Taught, taught_of
 from slipstream.runtime.fingerprint import TEMPLATE_ERRORS, read_json, resolve_chat_template, template_failure
 
@@ -44,7 +45,7 @@ class RowEncoder:
     """Encodes the rows of a run."""
 
     def __init__(self, config: Config, answers: int = 1) -> None:
-        """Of rows with so many answers. Raises DataError, FingerprintError: the model folder has no tokenizer.json."""
+        """Of rows with so many answers. Raises ConfigError, FingerprintError: the model folder has no tokenizer.json."""
         folder = Path(config.model.path)
         self.answers, self.roles = answers, frozenset(config.data.loss_roles)
         self.limit = config.longest_trajectory
@@ -173,17 +174,17 @@ class RowEncoder:
 
 
 def tokenizer_of(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder, without truncation and padding. Raises DataError."""
+    """The tokenizer of a model folder, without truncation and padding. Raises ConfigError."""
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise DataError(
+        raise InputMissing(
             f"model.path: {file} is missing, and learner.objective encodes data.train by it; save the tokenizer anew"
             " (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
         )
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the tokenizers library raises bare Exception on a broken file
-        raise DataError(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
+        raise InputMissing(f"model.path: {file} cannot be loaded: {error}; copy the model folder again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

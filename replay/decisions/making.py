@@ -31,7 +31,7 @@ class GroupMaker:
     """Keeps the buffer full."""
 
     def __init__(self, run: RunState, leasing: LeaseScheduler) -> None:
-        """Raises DataError, FingerprintError: the model folder cannot be used for it."""
+        """Raises ConfigError, FingerprintError: the model folder cannot be used for it."""
         self.run, self.leasing, self.buffer = run, leasing, run.buffer
         self._encoder = RowEncoder(run.config, run.config.learner.facts.answers)
 
@@ -76,7 +76,7 @@ class RowsBeside:
     """
 
     def __init__(self, run: RunState, source: PromptSource) -> None:
-        """Raises DataError, FingerprintError: the model folder cannot be used for it."""
+        """Raises ConfigError, FingerprintError: the model folder cannot be used for it."""
         self.run, self.source, self.number = run, source, run.config.learner.sft.rows_per_step
         self._encoder = RowEncoder(run.config)
         self._bounded = BoundedLog(log)
