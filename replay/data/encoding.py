@@ -45,7 +45,7 @@ class RowEncoder:
     """Encodes the rows of a run."""
 
     def __init__(self, config: Config, answers: int = 1) -> None:
-        """Of rows with so many answers. Raises ConfigError, FingerprintError: the model folder has no tokenizer.json."""
+        """Of rows with so many answers. Raises ConfigError, FingerprintError: there is no usable tokenizer.json."""
         folder = Path(config.model.path)
         self.answers, self.roles = answers, frozenset(config.data.loss_roles)
         self.limit = config.longest_trajectory

@@ -179,8 +179,8 @@ def learner(*, writing: bool, every: int = 10, asynchronous: bool = True) -> Cas
     )
     ranks = SimpleNamespace(is_first=True, agree=lambda *values: list(values))
     return Case(
-        config=config, checkpoints=checkpoints, ranks=ranks, batches=MagicMock(),
-        span=MagicMock(), guards=MagicMock(), teachers=MagicMock(), beside=MagicMock(), _masters="d", _saved={}, _plan={},
+        config=config, checkpoints=checkpoints, ranks=ranks, batches=MagicMock(), beside=MagicMock(),
+        span=MagicMock(), guards=MagicMock(), teachers=MagicMock(), _masters="d", _saved={}, _plan={},
     )  # fmt: skip
 
 
