@@ -15,6 +15,7 @@ from configs.schema import Config
 from configs.teachers import Teacher
 from replay.channel import load_keys
 from replay.messages import Teachers as Listed
+from replay.scores import SLACK, TEACHER_ERROR
 from rollout_server.engines.base import Engine, Scored
 from rollout_server.tasks.failed import LeaseFailed
 from rollout_server.teachers import NotScored, TeacherError
@@ -27,8 +28,6 @@ from slipstream.runtime.lifeline import BoundedLog
 log = logging.getLogger(__name__)
 
 Int32 = NDArray[np.int32]
-SLACK = 1e-3
-"""How far above 0 a logprob may be by rounding; as in replay/scores.py."""
 PAUSE_S = 0.5
 """Between two tries; doubles, to LONGEST_PAUSE_S."""
 LONGEST_PAUSE_S = 8.0
@@ -176,7 +175,7 @@ class Teachers:
             tries += 1
             self._bounded.warning(name, "teacher %r does not score, try %d: %s", name, tries, why)
             if teacher.on_error == "leave_out" and tries > teacher.retries:
-                raise LeaseFailed("teacher_error", f"teacher {name!r}, {tries} tries: {why}")
+                raise LeaseFailed(TEACHER_ERROR, f"teacher {name!r}, {tries} tries: {why}")
             await asyncio.sleep(min(pause, max(0.0, began + limit - time.monotonic())))
             pause = min(2 * pause, LONGEST_PAUSE_S)
         waited = f"waited {limit:g} s for scores of teacher {name!r} (teachers.{name}.wait_s)"
