@@ -19,6 +19,7 @@ PAD, EOS, UNK = range(3)
 COLUMNS = ["hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"]
 COLUMNS += ["head_dim", "vocab_size", "tie_word_embeddings"]
 THIRTY = {"hidden_size": 2048, "num_key_value_heads": 4, "intermediate_size": 6144, "tie_word_embeddings": False}
+SMALL = {"num_hidden_layers": 12, "num_key_value_heads": 4, "vocab_size": 32_000, "tie_word_embeddings": False}
 SHAPES: dict[str, dict[str, Any]] = {
     name: {"model_type": "qwen3", **dict(zip(COLUMNS, sizes, strict=True))}
     for name, *sizes in (
@@ -38,6 +39,7 @@ SHAPES |= {
     name: SHAPES[base] | changes | MIXTURE | dict(zip(EXPERT_COLUMNS, experts, strict=True))
     for name, base, changes, *experts in (
         ("tiny-moe", "tiny", {}, 8, 2, 48),
+        ("3B-A0.6B", "1.7B", SMALL, 64, 8, 512),
         *(
             (f"30B-A3B{end}", "4B", {**THIRTY, "num_hidden_layers": layers}, 128, 8, 768)
             for end, layers in (("", 48), ("-4L", 4), ("-8L", 8))

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from configs.schema import Config
+from examples.random_qwen3 import SHAPES, write_weights
 from learner.policy.model import Policy, build_policy
 from rollout_server.engines.base import Completion, Sampling
 from tests.gpu.test_moe_cuda import mesh as mesh
@@ -28,29 +29,11 @@ pytestmark = [
 ]
 GPU = torch.device("cuda", 0)
 PROMPTS, ANSWERS, TOKENS = 8, 8, 512
-SHAPE = {
-    "hidden_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
-    "vocab_size": 32_000, "intermediate_size": 4096, "moe_intermediate_size": 512, "num_experts": 64,
-    "num_experts_per_tok": 8, "norm_topk_prob": True, "max_position_embeddings": 2048,
-}  # fmt: skip
-"""About 2.6 billion parameters, .6 billion of them active."""
-
-
-def saved(folder: Path) -> Path:
-    """Random weights, as wide as make scores of experts close and answers not uniform."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-
-    torch.manual_seed(0)
-    with GPU:
-        model = AutoModelForCausalLM.from_config(
-            Qwen3MoeConfig(**SHAPE, tie_word_embeddings=False, pad_token_id=0), dtype=torch.bfloat16
-        )
-    model.save_pretrained(folder)
-    return folder
+SHAPE = "3B-A0.6B"
 
 
 async def sampled(config: Config) -> list[tuple[list[int], Completion]]:
-    prompts = np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (PROMPTS, 64)).tolist()
+    prompts = np.random.default_rng(0).integers(3, SHAPES[SHAPE]["vocab_size"], (PROMPTS, 64)).tolist()
     async with started(config) as engine:
         given = Sampling(max_new_tokens=TOKENS)
         calls = (engine.generate(prompt, given, ANSWERS, request_id=str(i)) for i, prompt in enumerate(prompts))
@@ -74,15 +57,16 @@ def compared(
 
 
 def test_replayed_routing_brings_the_learner_to_the_engine(tmp_path: Path, mesh: DeviceMesh) -> None:
+    write_weights(tmp_path / "model", SHAPE, 0)
     config = Config.model_validate(
         {
-            "model": {"path": str(saved(tmp_path / "model"))},
+            "model": {"path": str(tmp_path / "model")},
             "data": {"train": "unused", "max_prompt_tokens": 64},
             "rollout": {
                 "engine": "sglang",
                 "dtype": "bfloat16",
                 "max_new_tokens": TOKENS,
-                "sglang": {"mem_fraction_static": 0.3},
+                "sglang": {"attention_backend": "triton", "mem_fraction_static": 0.3},
             },
             "reward": {"function": "exact"},
             "learner": {"compute_dtype": "bfloat16", "compile": False},
