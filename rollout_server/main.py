@@ -73,12 +73,15 @@ async def run(
     """Serve one run, of replay at this address; 0 when it ended well."""
     fingerprint = run_fingerprint(config)
     limits, keys = config.network.max_message_bytes, load_keys(config.network.keys)
-    task, engine = Task(config), parts.engine(config)
+    engine = parts.engine(config)  # first: SGLang on a CPU must come before transformers
     if vitals is not None:
         vitals.device = partial(readings, config)
     dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, keys=keys, max_message_bytes=limits)
-    teachers = None if config.scoring is None else Teachers(config, engine, name, fingerprint, task.encode_text)
+    teachers: Teachers | None = None
     try:
+        task = Task(config)
+        if config.scoring is not None:
+            teachers = Teachers(config, engine, name, fingerprint, task.encode_text)
         async with (
             rewards_of(config.reward) as rewards,
             environments_of(

@@ -1,5 +1,7 @@
 """A whole run of a mixture of experts on a CPU: trained, proven, its routing replayed, also after replay was killed."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
@@ -40,5 +42,19 @@ def test_a_mixture_is_trained_by_the_experts_that_the_engine_chose(tmp_path, zyg
         print(stored, "bytes of routing;", found)
         again = runs.start(["learner.main", "--replay", str(run.folder)], tmp_path / "run-replay")
         assert again.wait() == 0 and '"equal": 8' in again.text(), again.text()[-3000:]
+    finally:
+        runs.close()
+
+
+@pytest.mark.skipif(find_spec("sglang") is None, reason="needs the extra sglang-cpu")
+def test_a_mixture_is_trained_with_sglang_on_a_cpu(tmp_path):
+    runs = Runs(tmp_path, mixture_input(tmp_path / "data"), None)
+    try:
+        run = runs("rollout.engine=sglang", "replay.async_lag=0", "rollout.on_new_weights=drain", steps=4)
+        assert run.wait() == 0, run.text()[-3000:]
+        found, steps = summarize(run.folder, None), run.steps()
+        assert found["digests_equal"] and len(steps) == 4, found
+        assert max(row["moe/routing_overridden"] for row in steps) <= 0.001
+        assert max(row["training/rollout_logprobs_diff_max"] for row in steps) <= 1e-4
     finally:
         runs.close()

@@ -97,8 +97,14 @@ KNOWN = [*DECIDED, *DEFAULTS, "disable_radix_cache", "schedule_policy"]
 
 
 def arguments(folder: Path, *overrides: str, known: list[str] = KNOWN, **described: Any) -> dict[str, Any]:
-    keys = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
-    described = {"model_type": "llama", "max_position_embeddings": 32, **dict.fromkeys(keys, 4), **described}
+    keys = "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
+    described = {
+        "model_type": "llama",
+        "max_position_embeddings": 32,
+        **dict.fromkeys(keys, 4),
+        "intermediate_size": 64,
+        **described,
+    }
     (folder / "config.json").write_text(json.dumps(described))
     config = load("quickstart", ["rollout.engine=sglang", f"model.path={folder}", *overrides])
     return server_arguments(config, known=known, cuda=False)
@@ -164,6 +170,8 @@ LAYERS = ["sliding_attention", "full_attention"] * 2
         ({"model_type": "gemma2"}, "does not compute attn_logit_softcapping on a CPU"),
         ({"model_type": "qwen3_moe"}, ""),
         ({"model_type": "qwen3_moe", "tie_word_embeddings": True}, "'qwen3_moe' model an output head apart"),
+        ({"intermediate_size": 48}, "on a CPU SGLang widens MLPs of 48 to a multiple of 32 for each of 1 ranks"),
+        ({"model_type": "qwen3_moe", "moe_intermediate_size": 80}, "widens MLPs of 80"),
         ({"model_type": "olmoe"}, "does not return the routed experts of olmoe; set it to false"),
     ],
 )

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from examples.random_qwen3 import write_tokenizer
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.cpu import STOOD_IN_FOR, prepare_cpu, stand_in_folder
 from rollout_server.engines.sglang.process import ChildrenLog, SGLangProcess, start_failure
@@ -182,6 +183,24 @@ def test_a_package_that_cannot_be_imported_is_hidden_and_the_others_are_not(tmp_
     assert said["first"] == ["sgl_kernel", "torchvision"]
     assert said["files"]["triton"] == str(tmp_path / "triton" / "__init__.py")
     assert said["files"]["torchvision"] == str(stand_in_folder("torchvision") / "torchvision" / "__init__.py")
+
+
+FIRST = """
+import sys
+from rollout_server.engines.base import EngineError
+from rollout_server.main import Parts, main
+def build(config):
+    raise EngineError(f"imported before: {sorted({'sglang', 'transformers'}.intersection(sys.modules))}")
+words = ["run.dir=FOLDER", "model.path=FOLDER", "data.train=unused", "reward.function=exact", "rollout.engine=sglang"]
+main(["--replay", "tcp://127.0.0.1:1", *(part for word in words for part in ("--set", word))], Parts(engine=build))
+"""
+
+
+def test_a_rollout_server_begins_with_its_engine(tmp_path: Path) -> None:
+    """Before its tokenizer, which imports transformers: on a CPU, SGLang would refuse to start after it."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    write_tokenizer(tmp_path, 16)
+    assert "imported before: []" in python(FIRST.replace("FOLDER", str(tmp_path))).stderr
 
 
 # ---- what is refused --------------------------------------------------------------------------------------

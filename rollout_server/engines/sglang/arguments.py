@@ -26,6 +26,8 @@ STREAM_INTERVAL = 16
 """Tokens between two signs of life of a request; where SGLang records no versions it is also what is in doubt."""
 SPARE_CONTEXT = 8
 """SGLang wants a little more context than prompt and answer."""
+WIDTH_ON_CPU = 32
+"""Its models on a CPU have MLPs of whole blocks of so many (0.5.15)."""
 RESERVED_BYTES = 4 * 1024**3
 """Device memory left alone: CUDA contexts, NCCL, activations."""
 SAFE_SHARE = 0.92
@@ -133,6 +135,12 @@ def _context_length(config: Config, *, cuda: bool) -> int:
         raise EngineError(f"model.path: SGLang gives a {kind!r} model an output head apart, and it is tied")
     if not cuda and sizes.keys.get(cap := sizes.family.caps[0]) is not None:
         raise EngineError(f"model.path: SGLang does not compute {cap} on a CPU; take placement.device: cuda")
+    inner, ranks = sizes.dims["expert_inner" if sizes.family.moe else "inner"], config.placement.tensor_parallel
+    if not cuda and inner % (WIDTH_ON_CPU * ranks):
+        raise EngineError(
+            f"model.path: on a CPU SGLang widens MLPs of {inner} to a multiple of {WIDTH_ON_CPU} for each of"
+            f" {ranks} ranks, and updates no longer fit; take a model with such a size, or rollout.engine: torch"
+        )
     return min(limit, longest + SPARE_CONTEXT)
 
 

@@ -43,7 +43,7 @@ def live_slices(model: Any, tensors: Iterable[tuple[str, tuple[int, ...]]]) -> I
         parts[part.name].append(part)
     for name, shape in tensors:
         if tuple(shape) != shapes[name]:
-            raise ValueError(f"{name}: {tuple(shape)} in the update, {shapes[name]} by config.json")
+            raise ValueError(f"{name}: {tuple(shape)} in the update, {shapes[name]} in SGLang's model")
         for part in parts[name]:
             yield _slice(part, live[part.holder].detach())
 
