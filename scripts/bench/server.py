@@ -144,13 +144,11 @@ class ProbedProcess(SGLangProcess):
         interval = {"stream_interval": 1} if self.gaps.probe == part.rid else {}
         return super().sampling_parameters(part, sampling, new_tokens) | interval
 
-    async def generate(
-        self, part: AnswerPart, token_ids: list[int], sampling: Sampling, new_tokens: int, pictures: Any = None
-    ) -> AsyncIterator[dict[str, Any]]:
+    async def generate(self, part: AnswerPart, *given: Any, **others: Any) -> AsyncIterator[dict[str, Any]]:
         if not self.gaps.probe:
             self.gaps.watch(part.rid)
         try:
-            async for output in super().generate(part, token_ids, sampling, new_tokens, pictures):
+            async for output in super().generate(part, *given, **others):
                 if self.gaps.probe == part.rid:
                     self.gaps.token(time.monotonic())
                 yield output

@@ -18,10 +18,10 @@ from tests.support.runs import ROOT, Run, environment
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(450),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none"),
 ]
-SHAPE, STEPS, RUN_S = "3B-A0.6B", 20, 480
+SHAPE, STEPS, RUN_S = "3B-A0.6B", 20, 300
 SHOWN = (
     "timing_s/step", "timing_s/gradients", "perf/mfu", "perf/learner_tokens_per_s", "rollout/tokens_per_s",
     "weight_sync/seconds", "weight_sync/bytes", "moe/routing_overridden", "moe/max_violation", "moe/idle_experts",

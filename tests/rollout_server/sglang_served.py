@@ -10,6 +10,7 @@ import torch
 
 from configs.loading import load
 from rollout_server.engines.base import Completion, EngineError, Sampling
+from scripts.bench.server import make_engine
 from tests.rollout_server.torch_oracle import hf_tensors, logprobs_of, make_model, save_folder
 from weight_bus.digest import slice_digest
 from weight_bus.packing import Packer
@@ -62,9 +63,7 @@ class Served:
             self.model, self.version = random_model(0), 0
 
     async def _start(self) -> Any:
-        from rollout_server.engines.sglang.engine import SGLangEngine
-
-        engine = SGLangEngine(self.config())
+        engine: Any = make_engine(self.config())  # as benchmarks have it: SGLang's engine, and a probe
         generate = engine.sglang.generate
 
         async def recorded(*args: Any, **kwargs: Any) -> AsyncIterator[dict[str, Any]]:
@@ -73,7 +72,7 @@ class Served:
                 yield output
             self.cached.append(int(output["meta_info"].get("cached_tokens") or 0))
 
-        engine.sglang.generate = recorded  # type: ignore[method-assign]
+        engine.sglang.generate = recorded
         return engine
 
     def _is_dead(self) -> bool:
