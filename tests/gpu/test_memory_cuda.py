@@ -1,5 +1,6 @@
 """The budget of a learner GPU and of its host memory against what a step with critic and reference model takes."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def test_the_budget_of_ppo_is_above_the_peak_and_near(case: str, mesh: DeviceMes
         "placement": {"device": "cuda", "split": "1:1"},
     }
     config = validate(tree, "test")
+    gc.collect()  # or what the case before has left would be freed in this one
     setup = Setup.of(config, read_config(tmp_path).to_dict())
     budget, before = choose_for(setup, mesh, GPU), torch.cuda.memory_allocated(GPU)
     policy = build_policy(config, mesh, GPU, budget)
@@ -58,7 +60,7 @@ def test_the_budget_of_ppo_is_above_the_peak_and_near(case: str, mesh: DeviceMes
     copies = host_items_of(setup, budget)["copy for checkpoints"]
     print(f"{case}: {peak / GIB:.2f} GiB, the budget has {budget.total / GIB:.2f}: {budget.items}")
     print(f"{case}: {pinned / GIB:.3f} GiB pinned for a checkpoint, the budget has {copies / GIB:.3f}")
-    assert peak <= budget.total <= 1.16 * peak
+    assert peak <= budget.total <= 1.1 * peak
     assert pinned <= copies <= 1.1 * pinned
 
 
