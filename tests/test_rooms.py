@@ -29,7 +29,7 @@ BUDGET = {
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 64_046
 SCRIPTS = 6_526
-TESTS = 54_042
+TESTS = 54_043
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 

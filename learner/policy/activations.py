@@ -6,8 +6,9 @@ Activations of a decoder layer are counted in elements of the compute dtype, per
     selective  outputs of products and attention
     full       the layer's input, and one layer at a time as with none
 
-A mixture of experts has hidden states of each choice besides, once for what is kept, and three times where a layer is
-in work, with four times what lies inside of the experts.
+A mixture of experts has hidden states of each choice besides: the compiler makes them again where nothing is to be
+recomputed, else they are kept once. The layer in work has them twice, and what lies inside of the experts once more;
+without the compiler three and four times.
 
 Keys and values that are copied for a shared prompt count in learner.max_tokens_per_microbatch, by an eighth of a token
 for a position (replay/batches/sharing.py): so a token counts at least eight copies.
@@ -29,13 +30,15 @@ read (learner/policy/layers.py)."""
 def activation_bytes(sizes: Sizes, recompute: Recompute, *, compiled: bool, element_bytes: int) -> int:
     """Per token of a microbatch, over all layers."""
     s = sizes
-    products = s.query + s.key_value + s.query + s.hidden + 2 * s.intermediate + s.hidden + s.routed
-    everything = int((products + 1.1 * (s.query + s.key_value / 2)) * (1 if compiled else EAGER))
+    products = s.query + s.key_value + s.query + s.hidden + 2 * s.intermediate + s.hidden
+    choices = 0 if compiled and recompute != "selective" else s.routed
+    kept = products + choices + 1.1 * (s.query + s.key_value / 2)
+    everything = int(kept * (1 if compiled else EAGER))
     everything = max(everything, COPIES_PER_TOKEN * s.key_value)  # where a row is mostly copies of prompts
-    in_work = 3 * s.routed + 4 * s.intermediate if s.routed else 0
+    in_work = (2 * s.routed + s.intermediate if compiled else 3 * s.routed + 4 * s.intermediate) if s.routed else 0
     per_token = {
         "none": s.layers * everything,
-        "selective": s.layers * products + everything,
+        "selective": s.layers * (products + choices) + everything,
         "full": s.layers * s.hidden + everything,
     }[recompute]
     return element_bytes * (per_token + in_work)

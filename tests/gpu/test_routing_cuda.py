@@ -44,16 +44,17 @@ async def sampled(config: Config) -> list[tuple[list[int], Completion]]:
 @torch.no_grad()
 def compared(
     policy: Policy, prompt: list[int], answer: Completion, *, replayed: bool
-) -> tuple[np.ndarray[Any, Any], Any]:
-    """|difference| of the logprobs of an answer, and the share of its decisions that the learner computes otherwise."""
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """|difference| of the logprobs of an answer; share of its choices, and of its routers, that decide otherwise."""
     assert answer.routing is not None and policy.mixtures is not None
     row = row_of([prompt + answer.token_ids.tolist()])
     rows = torch.from_numpy(np.concatenate([answer.routing, answer.routing[-1:]]))
     policy.mixtures.records = True
     ours = policy.forward(replace(row, routing=rows if replayed else None).to(GPU), 1.0)[0]
     chosen = policy.mixtures.chosen.cpu()[:-1]
-    differs = (chosen[:, :, :, None] != rows[:-1].long()[:, :, None, :]).all(-1).float().mean()
-    return np.abs(ours[len(prompt) - 1 :].cpu().numpy() - answer.logprobs), float(differs)
+    differs = (chosen[:, :, :, None] != rows[:-1].long()[:, :, None, :]).all(-1).float()
+    shares = np.array([float(differs.mean()), float(differs.amax(-1).mean())])
+    return np.abs(ours[len(prompt) - 1 :].cpu().numpy() - answer.logprobs), shares
 
 
 def test_replayed_routing_brings_the_learner_to_the_engine(tmp_path: Path, mesh: DeviceMesh) -> None:
@@ -79,13 +80,12 @@ def test_replayed_routing_brings_the_learner_to_the_engine(tmp_path: Path, mesh:
     for replayed in (False, True):
         pairs = [compared(policy, prompt, answer, replayed=replayed) for prompt, answer in answers]
         off = np.concatenate([one for one, _ in pairs])
-        found[replayed] = (float(np.mean([share for _, share in pairs])), off.mean(), np.quantile(off, 0.99))
+        found[replayed] = (*np.mean([shares for _, shares in pairs], axis=0), off.mean(), np.quantile(off, 0.99))
     first = answers[0][1]
     assert first.routing is not None
     print({"bytes a token": first.routing[0].nbytes, "tokens": sum(a.token_ids.size for _, a in answers)})
-    for replayed, (share, mean, p99) in found.items():
-        print(
-            f"replayed {replayed}: {share:.2%} of decisions differ; |logprob difference| mean {mean:.5f}, p99 {p99:.5f}"
-        )
+    for replayed, (share, routers, mean, p99) in found.items():
+        differ = f"{share:.2%} of choices differ, in {routers:.2%} of routers"
+        print(f"replayed {replayed}: {differ}; |logprob difference| mean {mean:.5f}, p99 {p99:.5f}")
     assert found[True][0] == 0.0 and found[False][0] > 0.0
-    assert found[True][1] < found[False][1] and found[True][2] < found[False][2]
+    assert found[True][2] < found[False][2] and found[True][3] < found[False][3]

@@ -95,8 +95,8 @@ def test_ranks_that_divide_experts_gather_a_block_of_them_and_tokens_count_for_e
         assert items["gathered weights"] == pytest.approx(gathered, rel=3e-3), "routers are counted as divided"
         assert items["float32 weights"] == 4 * (48 * (expert + rest) + ends) // 8
     choices = 8 * 2048
-    kept = 2 * 4096 + 1024 + 2 * 2048 + 2 * 8 * 768 + choices + int(1.1 * (4096 + 512))
-    token = 2 * (48 * kept + 3 * choices + 4 * 8 * 768)
+    kept = 2 * 4096 + 1024 + 2 * 2048 + 2 * 8 * 768 + int(1.1 * (4096 + 512))
+    token = 2 * (48 * kept + 2 * choices + 8 * 768)
     assert items["activations"] == pytest.approx(16_384 * token, rel=1e-3)
 
 
