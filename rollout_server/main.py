@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import uvloop
 
@@ -77,18 +76,17 @@ async def run(
     if vitals is not None:
         vitals.device = partial(readings, config)
     dealer = parts.dealer(address, f"{name}.{secrets.token_hex(4)}", FROM_REPLAY, keys=keys, max_message_bytes=limits)
-    teachers: Teachers | None = None
+    own = dict[str, Teachers]()
     try:
         task = Task(config)
         if config.scoring is not None:
-            teachers = Teachers(config, engine, name, fingerprint, task.encode_text)
+            own["teachers"] = Teachers(config, engine, name, fingerprint, task.encode_text)
         async with (
             rewards_of(config.reward) as rewards,
             environments_of(
                 config.environment, key_variables(config.reward), temperature=config.rollout.temperature
             ) as environments,
         ):
-            own: dict[str, Any] = {} if teachers is None else {"teachers": teachers}
             make = parts.generator if environments is None else partial(EpisodeGenerator, environments=environments)
             generator = make(config, engine, task, rewards, **own)
             server = RolloutServer(
@@ -105,15 +103,7 @@ async def run(
             gc.collect()
             gc.freeze()
             serving = asyncio.create_task(serve(server))
-            loop, leaving = asyncio.get_running_loop(), list[asyncio.Task[None]]()
-
-            def stop() -> None:
-                if not leaving and not serving.done():
-                    signal.alarm(LEAVE_S)
-                    leaving.append(loop.create_task(leave(server, serving)))
-
-            for sig in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(sig, stop)
+            _leave_at_signals(server, serving)
             try:
                 return 0 if await serving else RUN_FAILED
             except asyncio.CancelledError:
@@ -123,9 +113,21 @@ async def run(
             await engine.close()
         except (EngineError, RuntimeError) as error:  # must not take the place of the reason why it closes
             log.error("%s: %s", name, error)
-        if teachers is not None:
+        for teachers in own.values():
             teachers.close()
         dealer.close()
+
+
+def _leave_at_signals(server: RolloutServer, serving: asyncio.Task[bool]) -> None:
+    loop, leaving = asyncio.get_running_loop(), list[asyncio.Task[None]]()
+
+    def stop() -> None:
+        if not leaving and not serving.done():
+            signal.alarm(LEAVE_S)
+            leaving.append(loop.create_task(leave(server, serving)))
+
+    for sig in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sig, stop)
 
 
 async def leave(server: RolloutServer, serving: "asyncio.Task[bool]") -> None:
