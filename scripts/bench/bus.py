@@ -30,7 +30,6 @@ from configs import loading
 from configs.schema import Config
 from examples.random_qwen3 import SHAPES, make
 from rollout_server.engines import Sampling
-from rollout_server.engines.torch.weights import read_folder
 from rollout_server.follower import WeightFollower
 from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
@@ -89,6 +88,8 @@ def make_versions(
     elements that change in a step depends on the learning rate and on how old Adam's moments are, not on what was
     trained (docs/benchmarks/bus.md).
     """
+    from rollout_server.engines.torch.weights import read_folder  # imports transformers: never before SGLang
+
     made: list[Version] = [{} for _ in range(count)]
     generator = torch.Generator(device).manual_seed(seed)
     for name, tensor in read_folder(folder, tied=False, dtype=torch.float32):

@@ -117,7 +117,6 @@ def served_by_sglang(folder: Path, family: str, ranks: int, parent: int) -> dict
 
     die_with_parent(parent)
     prepare_cpu()
-    os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))  # or one rank a NUMA node
     import torch
 
     from configs.loading import load

@@ -22,6 +22,7 @@ from replay.state.leases import Slot
 from replay.state.validation import Bounds, problem_with
 from rollout_server.engines.sglang.engine import SGLangEngine
 from rollout_server.engines.sglang.process import SGLangProcess
+from rollout_server.engines.torch.weights import read_folder
 from rollout_server.generate import Generator
 from rollout_server.tasks.task import Task
 from scripts.bench import bus, load, replay, slow_disk
@@ -74,7 +75,7 @@ def test_the_versions_are_those_of_adam(tmp_path: Path) -> None:
     random_qwen3.make("tiny", tmp_path / "model", 0)
     settings = {"count": 2, "device": torch.device("cpu"), "seed": 1}
     made = bus.make_versions(tmp_path / "model", before=40, lr=1e-6, **settings)
-    assert made[0].keys() == dict(bus.read_folder(tmp_path / "model", tied=False, dtype=torch.float32)).keys()
+    assert made[0].keys() == dict(read_folder(tmp_path / "model", tied=False, dtype=torch.float32)).keys()
     assert 0.002 < bus.density(*made) < 0.02, "about one element in a hundred after forty steps (PULSE, 2602.03839)"
     assert bus.density(*bus.make_versions(tmp_path / "model", before=40, lr=1e-3, **settings)) > 0.5
 

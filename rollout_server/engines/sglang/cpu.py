@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from rollout_server.engines.base import EngineError
 
 STOOD_IN_FOR = ("sgl_kernel", "torchvision", "triton")
 CPU_SWITCH = "SGLANG_USE_CPU_ENGINE"
+CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 CANNOT_BE_IMPORTED = (ImportError, OSError, RuntimeError, AttributeError)
 """What packages that were built for another torch have been seen to raise."""
 
@@ -60,6 +62,13 @@ def prepare_cpu() -> tuple[str, ...]:
     sys.path[:0] = [folders[package] for package in new]
     importlib.invalidate_caches()
     return tuple(package for package in STOOD_IN_FOR if folders[package] in sys.path)
+
+
+def cores_of_ranks(ranks: int) -> str:
+    """This machine's cores, divided over the ranks of an engine; without them SGLang takes one rank a NUMA node."""
+    cores = sorted(os.sched_getaffinity(0))
+    ends = [len(cores) * rank // ranks for rank in range(ranks + 1)]
+    return "|".join(",".join(map(str, cores[first:end] or cores)) for first, end in pairwise(ends))
 
 
 def _works(package: str) -> bool:
