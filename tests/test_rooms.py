@@ -14,7 +14,7 @@ BUDGET = {
     "slipstream/runtime": 2_390,
     "slipstream/families": 1_188,
     "slipstream/launch": 4_427,
-    "slipstream/check": 2_354,
+    "slipstream/check": 2_373,
     "slipstream/view": 2_441,
     "slipstream/translate": 1_702,
     "slipstream/plan": 1_324,
@@ -29,7 +29,7 @@ BUDGET = {
 """Lines of Python, as they are: what comes in takes something out. A smaller room lowers its number here."""
 PRODUCT = 64_046
 SCRIPTS = 6_526
-TESTS = 54_046
+TESTS = 54_060
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 MODULES = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
 
