@@ -106,12 +106,3 @@ class BadRunFolder(ConfigError, code="SLIP-CONFIG-11"):
 
 class BadHosts(ConfigError, code="SLIP-CONFIG-12"):
     """The run cannot be laid out over these hosts."""
-
-
-VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Parameters of a reward function of verl."""
-SIGNATURES = (
-    "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
-    " `f(prompts, completions, **columns)`"
-)
-"""What a reward function of another form is answered; its processes import neither pydantic nor the schema."""

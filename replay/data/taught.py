@@ -29,6 +29,8 @@ FORMS: dict[int, tuple[tuple[str, ...], ...]] = {
     2: (("prompt", "chosen", "rejected"), ("chosen", "rejected")),
 }
 """By trajectories of a row, the columns that hold them, in the order in which they are tried."""
+EXPECTED = {"messages": "a list of messages", "text": "text"}
+"""Of columns; the others take both."""
 PICTURES = ("images", "image", "image_urls", "videos", "video")
 Message = dict[str, Any]
 Said = str | list[Message]
@@ -91,10 +93,11 @@ def taught_of(row: Row, answers: int) -> list[Taught]:
 
 
 def _said(value: Any, column: str, place: RowLocation) -> Said:
-    if isinstance(value, str) and value:
+    if isinstance(value, str) and value and column != "messages":
         return str(plain(value, column, place))
-    if not isinstance(value, (list, tuple, np.ndarray)) or not len(value):
-        raise place.error(column, value, f"expected text or a list of messages, found {kind_of(value)}, or it is empty")
+    if not isinstance(value, (list, tuple, np.ndarray)) or not len(value) or column == "text":
+        expected = EXPECTED.get(column, "text or a list of messages")
+        raise place.error(column, value, f"expected {expected}, found {kind_of(value)}, or it is empty")
     return [_message(message, f"{column}[{number}]", place) for number, message in enumerate(value)]
 
 
@@ -106,6 +109,8 @@ def _message(message: Any, column: str, place: RowLocation) -> Message:
     if other := sorted(set(given) - set(KEYS)):
         raise place.error(f"{column}.{other[0]}", given[other[0]], f"a message has role, {', '.join(KEYS)}; remove it")
     content, calls = given.get("content"), given.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise place.error(f"{column}.tool_calls", calls, f"expected a list of calls, found {kind_of(calls)}")
     if not isinstance(content, str if not calls else str | None):
         raise place.error(f"{column}.content", content, f"expected text, found {kind_of(content)}")
     found = {"role": message["role"], **{key: plain(given[key], f"{column}.{key}", place) for key in given}}

@@ -5,10 +5,11 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from configs.errors import BadPlacement, Contradiction, InputMissing, NoRoom
 from configs.schema import Config
-from configs.teachers import Teacher
+from configs.teachers import Scoring, Teacher
 from replay.data import Reading, read_rows
 from rollout_server.tasks.failed import LeaseFailed
 from rollout_server.teachers import TeacherError
@@ -33,6 +34,8 @@ def check(config: Config) -> Iterator[Finding]:
             _check_folder(config, f"teachers.{name}.path", teacher)
         _check_devices(config, name, teacher)
         yield ok("teachers", f"{name}: {teacher.path or teacher.url or f'of {teacher.of}'}")
+    if config.scoring is not None:
+        _check_policy(config, config.scoring)
     for train in config.data.train_sets.values() if config.scoring is not None else ():
         _check_rows(config, train.path)
 
@@ -74,6 +77,22 @@ def _check_folder(config: Config, key: str, teacher: Teacher) -> None:
         raise InputMissing(f"{key}: {folder} {error.args[0]}") from error
     if config.rollout.facts.has_own_decoder and not family.in_torch_engine:
         raise Contradiction(f"{key}: rollout.engine {config.rollout.engine!r} computes no {family.model_type} model")
+    _check_length(config, key, described)
+
+
+def _check_policy(config: Config, scoring: Scoring) -> None:
+    """Its engine has room for prompts with `context`, and its vocabulary for what is asked of each token."""
+    described = read_json(Path(config.model.path) / "config.json")
+    if any(teacher.context is not None for teacher in scoring.teachers.values()):
+        _check_length(config, "model.path", described)
+    if scoring.k > (words := int(decoder_of(described)["vocab_size"])):
+        raise Contradiction(
+            f"algorithm.distillation: option 'k' is {scoring.k}, and model.path has a vocabulary of {words}; lower it,"
+            " or take 'full' with a teacher where: learner"
+        )
+
+
+def _check_length(config: Config, key: str, described: dict[str, Any]) -> None:
     limit, longest = decoder_of(described).get("max_position_embeddings"), config.scored_context
     if isinstance(limit, int) and longest > limit:
         raise Contradiction(

@@ -118,6 +118,9 @@ def test_a_row_that_cannot_be_encoded_says_why(tmp_path, model, row, settings, r
         ({"prompt": "1+1=", "completion": [TOLD]}, "all text, or all messages"),
         ({"messages": TALK, "tools": "[{"}, "tools"),
         ({"messages": [ASKED, {**TOLD, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "arguments"),
+        ({"messages": [ASKED, {**TOLD, "tool_calls": 5}]}, "'messages.1..tool_calls': expected a list of calls"),
+        ({"messages": "1+1"}, "'messages': expected a list of messages"),
+        ({"text": TALK}, "'text': expected text, found a list"),
         ({"messages": TALK, "images": ["a.png"]}, "images"),
     ],
 )

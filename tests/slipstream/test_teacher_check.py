@@ -29,16 +29,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def config_of(folder: Path, teacher: dict[str, Any], *, temperature: float = 1.0, engine: str = "torch") -> Config:
+def config_of(
+    folder: Path,
+    teacher: dict[str, Any],
+    *,
+    temperature: float = 1.0,
+    engine: str = "torch",
+    model: str = "policy",
+    distillation: Any = "sampled",
+) -> Config:
     given = {name: str(folder / value) if name == "path" else value for name, value in teacher.items()}
     return Config.model_validate(
         {
-            "model": {"path": str(folder / "policy")},
+            "model": {"path": str(folder / model)},
             "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 8},
             "reward": {"function": "exact"},
             "rollout": {"max_new_tokens": 16, "temperature": temperature, "engine": engine},
             "teachers": {"big": given},
-            "algorithm": {"distillation": "sampled"},
+            "algorithm": {"distillation": distillation},
         }
     )
 
@@ -62,6 +70,12 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (URL | {"key_variable": "NO_SUCH_KEY"}, {}, r"teachers\.big\.key_variable: no environment variable NO_SUCH_KEY"),
     ({"path": "teacher", "rows": {"level": 1}}, {}, r"train\.jsonl: row 2: teachers: none of big takes the row 'w6'"),
+    ({"of": "policy", "context": "{prompt}"}, {"model": "short"}, "model.path: .* 20, and is to score 32 tokens"),
+    (
+        {"path": "teacher"},
+        {"distillation": {"top_k": {"k": 513}}},
+        "'k' is 513, and model.path has a vocabulary of 512",
+    ),
     ({"of": "policy", "context": "{prompt} {hint}"}, {}, r"row 1: teachers\.big\.context: the row 'w5' has no 'hint'"),
 ]
 

@@ -20,7 +20,6 @@ from rollout_server.engines.base import EngineError
 
 STOOD_IN_FOR = ("sgl_kernel", "torchvision", "triton")
 CPU_SWITCH = "SGLANG_USE_CPU_ENGINE"
-CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 CANNOT_BE_IMPORTED = (ImportError, OSError, RuntimeError, AttributeError)
 """What packages that were built for another torch have been seen to raise."""
 
@@ -64,11 +63,15 @@ def prepare_cpu() -> tuple[str, ...]:
     return tuple(package for package in STOOD_IN_FOR if folders[package] in sys.path)
 
 
-def cores_of_ranks(ranks: int) -> str:
-    """This machine's cores, divided over the ranks of an engine; without them SGLang takes one rank a NUMA node."""
-    cores = sorted(os.sched_getaffinity(0))
-    ends = [len(cores) * rank // ranks for rank in range(ranks + 1)]
-    return "|".join(",".join(map(str, cores[first:end] or cores)) for first, end in pairwise(ends))
+def give_cores(ranks: int, threads: int) -> None:
+    """Say which cores each scheduler of an engine takes, and how many threads."""
+    # without it torch takes all cores there, and spins on those that others use
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    if ranks > 1:  # SGLang alone refuses more ranks than NUMA nodes
+        cores = sorted(os.sched_getaffinity(0))
+        ends = [len(cores) * rank // ranks for rank in range(ranks + 1)]
+        parts = (cores[first:end] or cores for first, end in pairwise(ends))
+        os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, part)) for part in parts))
 
 
 def _works(package: str) -> bool:

@@ -23,7 +23,7 @@ import torch
 from configs.schema import Config
 from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, EngineStartFailed, Pictures, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
-from rollout_server.engines.sglang.cpu import CORES, CPU_SWITCH, cores_of_ranks, prepare_cpu
+from rollout_server.engines.sglang.cpu import CPU_SWITCH, give_cores, prepare_cpu
 from rollout_server.engines.sglang.requests import SCORED_AT, AnswerPart
 from slipstream.families.pictures import PictureError, Vision, vision_of
 from slipstream.runtime.fingerprint import read_json
@@ -158,10 +158,7 @@ class SGLangProcess:
         cuda = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         if not cuda:
             prepare_cpu()
-            # the schedulers': without it torch takes all cores there, and spins on those that others use
-            os.environ["OMP_NUM_THREADS"] = str(config.rollout.num_threads)
-            if self.num_ranks > 1:
-                os.environ.setdefault(CORES, cores_of_ranks(self.num_ranks))
+            give_cores(self.num_ranks, config.rollout.num_threads)
         logging.getLogger("sglang").setLevel(logging.WARNING)  # at INFO it logs its arguments, keys included
         try:
             import sglang

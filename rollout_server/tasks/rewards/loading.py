@@ -14,13 +14,20 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from configs.errors import SIGNATURES, VERL_NAMES
 from rollout_server.tasks.rewards import RewardError, Sample
 from rollout_server.tasks.rewards.built_in import FUNCTIONS
 from slipstream.runtime.loading import function_of, is_asynchronous
 
 Convention = Literal["sample", "verl", "trl"]
 Parameters = Mapping[str, inspect.Parameter]
+
+VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Parameters of a reward function of verl."""
+SIGNATURES = (
+    "take `async def reward(sample)`, `compute_score(data_source, solution_str, ground_truth, extra_info=None)` or"
+    " `f(prompts, completions, **columns)`"
+)
+"""What a reward function of another form is answered."""
 
 
 @dataclass(frozen=True, slots=True)
