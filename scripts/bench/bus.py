@@ -30,7 +30,6 @@ from configs import loading
 from configs.schema import Config
 from examples.random_qwen3 import SHAPES, make
 from rollout_server.engines import Sampling
-from rollout_server.engines.torch.weights import read_folder
 from rollout_server.follower import WeightFollower
 from scripts.bench import core
 from scripts.bench.broadcast import raw_broadcast
@@ -55,6 +54,7 @@ PROMPT = [3, 4, 5, 6]
 SIZES = {
     "shape": ("0.6B", "10M", "of the model"),
     "receivers": (1, 2, "engines"),
+    "tensor_parallel": (1, 1, "devices of an engine"),
     "versions": (14, 10, "to publish"),
     "requests": (64, 4, "that each engine answers meanwhile"),
     "bucket_mib": (512.0, 4.0, "size of one broadcast"),
@@ -75,7 +75,11 @@ def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
         "reward": {"function": "exact"},
         "rollout": rollout,
         "weight_bus": bus,
-        "placement": {"device": args.device, "split": f"{args.receivers}:1"},
+        "placement": {
+            "device": args.device,
+            "split": f"{args.receivers * args.tensor_parallel}:1",
+            "tensor_parallel": args.tensor_parallel,
+        },
     }
     return loading.parse(json.dumps(tree), "bench bus", args.overrides)
 
@@ -89,6 +93,8 @@ def make_versions(
     elements that change in a step depends on the learning rate and on how old Adam's moments are, not on what was
     trained (docs/benchmarks/bus.md).
     """
+    from rollout_server.engines.torch.weights import read_folder  # imports transformers, which SGLang must precede
+
     made: list[Version] = [{} for _ in range(count)]
     generator = torch.Generator(device).manual_seed(seed)
     for name, tensor in read_folder(folder, tied=False, dtype=torch.float32):
@@ -204,7 +210,7 @@ def result_of(args: argparse.Namespace, found: Updates, raw: Row) -> dict[str, A
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     phases = medians["full_phases"]
     result = {
-        **{key: getattr(args, key) for key in ("shape", "device", "receivers", "lr")},
+        **{key: getattr(args, key) for key in ("shape", "device", "receivers", "tensor_parallel", "lr")},
         "transport": bus.transport,
         "bytes": medians["full_bytes"],
         "sync_s": phases["total_s"],
@@ -251,8 +257,10 @@ def updates(args: argparse.Namespace, folder: Path) -> Updates:
                 name = f"engine-{number}"
                 job = json.dumps({"name": name, "address": publisher.address, "requests": args.requests})
                 words = [sys.executable, "-m", "scripts.bench.bus", str(folder), job, str(os.getpid())]
-                # each on a GPU of its own, after the publisher's
-                devices = {"CUDA_VISIBLE_DEVICES": str(number + 1)} if cuda else {}
+                # each on GPUs of its own, after the publisher's
+                first = 1 + number * args.tensor_parallel
+                own = ",".join(map(str, range(first, first + args.tensor_parallel)))
+                devices = {"CUDA_VISIBLE_DEVICES": own} if cuda else {}
                 processes.start(name, words, OMP_NUM_THREADS="1", **devices)
             what = f"{args.receivers} receivers to join"
             processes.wait(what, lambda: len(publisher.members()) == args.receivers)
