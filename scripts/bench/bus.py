@@ -54,6 +54,7 @@ PROMPT = [3, 4, 5, 6]
 SIZES = {
     "shape": ("0.6B", "10M", "of the model"),
     "receivers": (1, 2, "engines"),
+    "tensor_parallel": (1, 1, "devices of an engine"),
     "versions": (14, 10, "to publish"),
     "requests": (64, 4, "that each engine answers meanwhile"),
     "bucket_mib": (512.0, 4.0, "size of one broadcast"),
@@ -74,7 +75,11 @@ def settings(args: argparse.Namespace, folder: Path, path: Path) -> Config:
         "reward": {"function": "exact"},
         "rollout": rollout,
         "weight_bus": bus,
-        "placement": {"device": args.device, "split": f"{args.receivers}:1"},
+        "placement": {
+            "device": args.device,
+            "split": f"{args.receivers * args.tensor_parallel}:1",
+            "tensor_parallel": args.tensor_parallel,
+        },
     }
     return loading.parse(json.dumps(tree), "bench bus", args.overrides)
 
@@ -88,7 +93,7 @@ def make_versions(
     elements that change in a step depends on the learning rate and on how old Adam's moments are, not on what was
     trained (docs/benchmarks/bus.md).
     """
-    from rollout_server.engines.torch.weights import read_folder  # imports transformers: never before SGLang
+    from rollout_server.engines.torch.weights import read_folder  # imports transformers, which SGLang must precede
 
     made: list[Version] = [{} for _ in range(count)]
     generator = torch.Generator(device).manual_seed(seed)
@@ -205,7 +210,7 @@ def result_of(args: argparse.Namespace, found: Updates, raw: Row) -> dict[str, A
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     phases = medians["full_phases"]
     result = {
-        **{key: getattr(args, key) for key in ("shape", "device", "receivers", "lr")},
+        **{key: getattr(args, key) for key in ("shape", "device", "receivers", "tensor_parallel", "lr")},
         "transport": bus.transport,
         "bytes": medians["full_bytes"],
         "sync_s": phases["total_s"],
@@ -252,8 +257,10 @@ def updates(args: argparse.Namespace, folder: Path) -> Updates:
                 name = f"engine-{number}"
                 job = json.dumps({"name": name, "address": publisher.address, "requests": args.requests})
                 words = [sys.executable, "-m", "scripts.bench.bus", str(folder), job, str(os.getpid())]
-                # each on a GPU of its own, after the publisher's
-                devices = {"CUDA_VISIBLE_DEVICES": str(number + 1)} if cuda else {}
+                # each on GPUs of its own, after the publisher's
+                first = 1 + number * args.tensor_parallel
+                own = ",".join(map(str, range(first, first + args.tensor_parallel)))
+                devices = {"CUDA_VISIBLE_DEVICES": own} if cuda else {}
                 processes.start(name, words, OMP_NUM_THREADS="1", **devices)
             what = f"{args.receivers} receivers to join"
             processes.wait(what, lambda: len(publisher.members()) == args.receivers)
