@@ -97,7 +97,8 @@ class Sizes:
 
     def among(self, ranks: int) -> "Sizes":
         """What is gathered on each of so many ranks that divide the experts."""
-        return self if ranks == 1 else replace(self, dims={**self.dims, "experts": self.dims["experts"] // ranks})
+        dims = {name: size // ranks if name == "experts" else size for name, size in self.dims.items()}
+        return replace(self, dims=dims)
 
     @property
     def layers(self) -> int:

@@ -54,6 +54,7 @@ def test_a_process_that_refuses_ends_with_code_2_and_one_line():
         (["--split", "two:two"], [], ["placement.split", "'two:two'", "'R:L', such as '6:2'"]),
         (["--async-lag", "4"], ["algorithm.loss=policy_gradient"], ["'policy_gradient'", "i_know_this_is_biased=true"]),
         ([], ["rollout.max_new_tokens=100"], ["max_new_tokens: 100", "116 tokens", "max_position_embeddings 64"]),
+        (["--split", "1:2"], ["learner.mesh.expert=2"], ["learner.mesh.expert", "qwen3", "no experts; take 1"]),
         ([], ["model.path=no/such/model"], ["model.path", "'no/such/model'", "give a Hugging Face folder"]),
         ([], ["data.train=no/such/rows.jsonl"], ["no/such/rows.jsonl", "no such file", "data.train"]),
         (["--resume", "no/such/run"], [], ["--resume", "no/such/run/config.yaml", "name the folder of a run"]),
