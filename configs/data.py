@@ -117,6 +117,14 @@ class Data(Section):
             return named_sets(value, TrainSet)
         return None if value is None else named_sets(value, EvaluationSet)
 
+    @field_validator("train")
+    @classmethod
+    def _all_have_weights_or_none(cls, value: str | dict[str, TrainSet]) -> str | dict[str, TrainSet]:
+        without = [name for name, one in value.items() if one.weight is None] if isinstance(value, dict) else []
+        if 0 < len(without) < len(value):
+            raise ValueError(f"{without[0]!r} has no weight, and others have one; give every dataset a weight")
+        return value
+
 
 class Reward(Section):
     """How an answer is judged. Reward code runs in processes that are killed when they take too long."""

@@ -178,9 +178,9 @@ def _parts(rows: Sequence[Row] | Sequence[WeightedRows]) -> list[WeightedRows]:
 def _check_weights(parts: Sequence[WeightedRows], walks: Sequence[Walk]) -> None:
     without = [part.name for part in parts if part.weight is None]
     endless = [walk.name for walk in walks if walk.is_endless]
-    if without and (endless or len(without) < len(parts)):
-        why = f"{endless[0]} has rows without end" if endless else "others have one"
-        raise DataError(f"data.train.{without[0]}: has no weight, and {why}; give every dataset a weight")
+    if without and endless:
+        said = f"has no weight, and {endless[0]} has rows without end; give every dataset a weight"
+        raise DataError(f"data.train.{without[0]}: {said}")
 
 
 def stream_seed(seed: int, a: int, b: int) -> int:

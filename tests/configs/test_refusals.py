@@ -24,6 +24,7 @@ rollout.group_size=eight -> rollout.group_size | 'eight'
 learner.lr=-1 -> learner.lr | greater than 0 | -1
 rollout.engine=vllm -> rollout.engine | 'torch' or 'sglang' | 'vllm'
 run.name=../x -> run.name | '../x'
+'data.train={a: {path: x, weight: 2}, b: y}' -> data.train: 'b' has no weight | give every dataset a weight
 run.dir= -> run.dir | at least 1 character
 learner.betas=[0.9] -> learner.betas
 learner.compute_dtype=float16 -> learner.compute_dtype | float16 is not offered | take bfloat16

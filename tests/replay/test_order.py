@@ -142,9 +142,7 @@ def test_broken_pass_rates_change_nothing(rates: Any) -> None:
     assert source.state() == before
 
 
-def test_weights_are_all_or_none(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"data\.train\.b: has no weight, and others have one"):
-        PromptSource([WeightedRows("a", rows_of(2), 1.0), WeightedRows("b", rows_of(2))], shuffle=True, seed=0)
+def test_beside_rows_without_end_all_have_weights(tmp_path: Path) -> None:
     pytest.importorskip("reasoning_gym", reason="extra reasoning-gym is not installed")
     sums = load_rows("reasoning_gym:chain_sum?seed=1")
     with pytest.raises(DataError, match=r"data\.train\.a: has no weight, and b has rows without end"):
