@@ -16,7 +16,6 @@ Each message is the number of its frames (replay.channel), and each frame behind
 hangs up. An end that does not answer in time is lost for good.
 """
 
-import logging
 import socket
 import struct
 import time
@@ -34,8 +33,6 @@ from weight_bus.intake import Layouts, Load
 from weight_bus.manifest import NOTHING, Entry, alignment_of
 from weight_bus.messages import Begin, NewLayout
 from weight_bus.transports.base import FORMING
-
-log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct("<Q")
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -325,10 +322,8 @@ class RemoteIntake:
         """Drop the groups and what is staged. A receiver that is lost is named by the next `take`."""
         for line in self._lines:
             if not line.lost:
-                try:
+                with suppress(TransportError):
                     line.ask(Forget(), self._run_id, FORGET_S, "the group was not left")
-                except TransportError as error:
-                    log.error("weight bus: %s", error)
 
     def close(self) -> None:
         """Drop the group. The receiver stays, for a later subscriber."""

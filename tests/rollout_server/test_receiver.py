@@ -224,7 +224,9 @@ def test_a_receiver_that_fails_is_named_now_and_later(folder: Path, caplog: pyte
             pair.intake.take(Sender(2).begin)
 
 
-def test_a_receiver_that_does_not_answer_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_receiver_that_does_not_answer_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("weight_bus.remote.FORMING", -2)
     go = threading.Event()
     with Pair(folder, partial(Stuck, go=go), slack_s=0.3) as pair:
@@ -237,6 +239,7 @@ def test_a_receiver_that_does_not_answer_is_given_up(folder: Path, monkeypatch: 
         threading.Timer(0.5, go.set).start()
         with Pair(folder, after=pair.receiver) as other:
             assert not pair.receiver.is_alive(), "what it had staged makes room first"
+            assert "the rollout server is gone" in caplog.text and "the receiver ends" not in caplog.text
             check_next(other, other.intake, 3)
 
 

@@ -95,7 +95,8 @@ class Receiver(threading.Thread):
                         stack.enter_context(torch.cuda.stream(stream))
                     self._serve(line)
                 except Exception as error:
-                    log.exception("weight bus: the receiver ends; no more updates arrive in this engine")
+                    if not line.lost:  # else the rollout server is gone
+                        log.exception("weight bus: the receiver ends; no more updates arrive in this engine")
                     reason = f"{type(error).__name__}: {error}"[:MAX_REASON]
                     line.send(Over(reason=reason, for_good=isinstance(error, NotAvailable)))
         except TransportError as error:
