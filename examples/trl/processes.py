@@ -8,10 +8,12 @@ import os
 import shutil
 import threading
 from collections.abc import Mapping
+from typing import Any
 
 from configs.schema import Config
 from slipstream.launch.children import Child
 from slipstream.launch.launcher import FAREWELL_S, Launcher
+from slipstream.launch.learner.ranks import RankGroup
 from slipstream.launch.servers import RunFailed
 from slipstream.launch.terminal import say
 from slipstream.view.live_view import LiveView
@@ -31,6 +33,7 @@ class ThisProcess(Child):
 
     def __init__(self) -> None:
         """Nothing was started."""
+        self.name = "learner-0"
 
     @property
     def pid(self) -> int:
@@ -54,13 +57,20 @@ class Events(LiveView):
 
 
 class LauncherBeside(Launcher):
-    """A launcher whose learner is this process."""
+    """A launcher whose learner is this process, which it neither starts nor ends."""
 
-    def _start_learner(self) -> None:
-        self.learner = ThisProcess()
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.here = ThisProcess()
+
+    def _start_ranks(self) -> None:
+        self.learner = RankGroup(self._generations.number, [self.here])
+
+    def _failure(self) -> None:
+        """TRL says itself why it ends."""
 
     def _learner_leaves(self) -> bool:
-        return self.learner.exit_code() is not None
+        return self.here.over
 
     def _start(self, name: str, command: list[str], environment: Mapping[str, str]) -> Child:
         unset = [word for variable in TORCHRUN_NAMES if variable in os.environ for word in ("-u", variable)]
@@ -97,9 +107,7 @@ class Processes:
         """After the learner's Goodbye: give them time to leave, and end what is left."""
         if not self._thread.is_alive():
             return
-        learner = self.launcher.learner
-        assert isinstance(learner, ThisProcess)
-        learner.over = True
+        self.launcher.here.over = True
         self._thread.join(FAREWELL_S + MARGIN_S)
         if self._thread.is_alive():
             self.launcher.stop()
@@ -112,6 +120,6 @@ class Processes:
             self.failure = str(failure)
             say(f"run stopped: {failure}")
         finally:
-            if not self.failure and self.launcher.learner.exit_code() is None:
+            if not self.failure and not self.launcher.here.over:
                 self.failure = "the thread that watches over replay and rollout servers has failed; see its traceback"
             self.launcher.stop()

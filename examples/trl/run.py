@@ -158,7 +158,7 @@ class TrlRun:
     def _check(self, batch: m.Batch) -> None:
         """The second guard of the lag, before replay counts the batch as held. Raises BatchError."""
         check_batch(batch, async_lag=self.config.replay.async_lag, vocab_size=self._vocab_size)
-        check_rewards(batch, self.config)
+        check_rewards(batch, self._advantage)
 
     # ---- versions ----------------------------------------------------------------------------------------
 

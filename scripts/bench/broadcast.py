@@ -66,7 +66,7 @@ def together(device: torch.device) -> float:
 
 def measure(num_bytes: int, bucket: int, device: torch.device) -> list[float]:
     """Seconds of REPEAT broadcasts of all buckets."""
-    buckets = torch.zeros(num_bytes, dtype=torch.uint8, device=device).split(bucket)
+    buckets = torch.zeros(num_bytes, dtype=torch.uint8, device=device).split(bucket)  # type: ignore[no-untyped-call]
     found = []
     for _ in range(WARM_UP + REPEAT):
         started = together(device)

@@ -251,7 +251,7 @@ def updates(args: argparse.Namespace, folder: Path) -> Updates:
     (folder / "config.yaml").write_text(loading.dump(config), encoding="utf-8")
     busy: dict[str, Any] = {}
     with Processes(folder, JOIN_S) as processes:
-        identity = {"run_id": RUN, "incarnation": 1, "insecure": config.network.insecure}
+        identity: dict[str, Any] = {"run_id": RUN, "incarnation": 1, "insecure": config.network.insecure}
         with Publisher(config.weight_bus, host="127.0.0.1", **identity) as publisher:
             for number in range(args.receivers):
                 name = f"engine-{number}"
@@ -312,6 +312,7 @@ async def receive(folder: Path, *, name: str, address: str, requests: int) -> No
     async with asyncio.TaskGroup() as tasks:
         follower.follow(address, RUN)
         work = [tasks.create_task(answer(number)) for number in range(requests)]
+        assert follower._thread is not None
         await asyncio.to_thread(follower._thread.join)  # it ends with the publisher's goodbye
         for task in work:
             task.cancel()

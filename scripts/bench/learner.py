@@ -12,7 +12,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,10 @@ def batch_of(
     n, total = len(lengths), int(lengths.sum())
     groups = (np.arange(n) // (settings.facts.answers or GROUP)).astype(np.int32)
     members = Members(
-        prompts=np.full(n, prompt), answers=lengths.astype(np.int64), groups=groups, trained=np.ones(n, np.bool_)
+        prompts=np.full(n, prompt),
+        answers=lengths.astype(np.int64),
+        groups=groups.astype(np.int64),
+        trained=np.ones(n, np.bool_),
     )
     placed = assign(members, settings.share_prefixes, world_size, settings.max_tokens_per_microbatch)
     prompts = random.integers(3, vocabulary, (groups[-1] + 1, prompt))
@@ -255,7 +258,7 @@ def run_heat(task: Task) -> dict[str, Any]:
         }
 
 
-def command(arguments: list[str]) -> int:
+def command(argv: Sequence[str]) -> int:
     """Run the heats of every shape; the last line is one object of JSON."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench learner", description=__doc__)
     parser.add_argument("--shapes", default="tiny", help="names of examples.random_qwen3, with commas")
@@ -266,7 +269,7 @@ def command(arguments: list[str]) -> int:
     parser.add_argument("--limit-s", type=float, default=150.0, help="for one heat, its start included")
     parser.add_argument("--out", type=Path, help="JSON of all heats")
     parser.add_argument("--task", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     if options.task:
         die_with_parent(int(os.environ.get(PARENT, os.getppid())))
         result = run_heat(Task(**json.loads(options.task)))

@@ -127,7 +127,7 @@ class Prepared:
         """The answer to a lease by a server that holds `version`: its tokens are of that version or the one before."""
         oldest = max(lease.min_version, version - 1)
         versions = np.int32(oldest) + self.young * np.int32(version - oldest)
-        ids = {"pass_": lease.pass_, "index": lease.index, "attempt": lease.attempt}
+        ids: dict[str, Any] = {"pass_": lease.pass_, "index": lease.index, "attempt": lease.attempt}
         return m.Group(**ids, **OF_EVERY_GROUP, versions=versions, **self.arrays)
 
 
@@ -186,13 +186,20 @@ def no_times() -> Times:
     return {"batch": [], "status": [], "beat": []}
 
 
+def hello_of(config: Config, name: str = "") -> m.Hello:
+    """Of a rollout server in this process."""
+    fingerprint = run_fingerprint(config)
+    return m.Hello(
+        role="rollout_server", name=name, pid=os.getpid(), host=socket.gethostname(), fingerprint=fingerprint
+    )
+
+
 class Viewer:
     """Asks replay for its state, and hears its beats as a rollout server that wants no leases."""
 
     def __init__(self, config: Config, address: str, times: Times) -> None:
         self.times, self.beat_at = times, 0.0
-        identity = {"pid": os.getpid(), "host": socket.gethostname(), "fingerprint": run_fingerprint(config)}
-        self.hello = m.Hello(role="rollout_server", name="viewer", **identity)
+        self.hello = hello_of(config, "viewer")
         self.dealer = Dealer(address, f"viewer.{os.getpid()}", m.FROM_REPLAY, keys=load_keys(config.network.keys))
 
     def run(self, over: threading.Event) -> None:
@@ -240,8 +247,7 @@ class Producers:
         count = case.producers
         self.sent: dict[tuple[int, int, int], tuple[int, int]] = {}  # (tokens, bytes) of what is not acked, by lease
         self.capacity = -(-2 * (config.replay.async_lag + 1) * config.rollout.groups_per_step // count)
-        identity = {"pid": os.getpid(), "host": socket.gethostname(), "fingerprint": run_fingerprint(config)}
-        self.hello = m.Hello(role="rollout_server", name="", **identity)
+        self.hello = hello_of(config)
         self.context = zmq.Context()  # one for all: each has threads of its own
         self.context.set(zmq.MAX_SOCKETS, count + SPARE_SOCKETS)
         self.poller = zmq.Poller()

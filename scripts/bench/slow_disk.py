@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 from replay.main import main
 
@@ -21,8 +22,8 @@ def is_slow(moment: float) -> bool:
 def slow_down(seconds: float) -> None:
     """Every sync of this process takes so much longer from now on, in its phases."""
 
-    def slow(sync: Callable[[int], None]) -> Callable[[int], None]:
-        def call(file: int) -> None:
+    def slow(sync: Callable[[Any], None]) -> Any:
+        def call(file: Any) -> None:
             if is_slow(time.monotonic()):
                 time.sleep(seconds)
             sync(file)

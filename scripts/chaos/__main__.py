@@ -11,27 +11,21 @@ CAMPAIGN --help lists the options. With --work, a campaign goes on where one wit
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from scripts.chaos.report import drive
+
+CAMPAIGNS = ("chaos", "resume", "bus", "flips", "elastic")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    match words:
-        case ["-h" | "--help"]:
-            print(__doc__)
-            return 0
-        case ["resume", *rest]:
-            from scripts.chaos.campaigns import resume as campaign
-        case ["bus", *rest]:
-            from scripts.chaos.campaigns import bus as campaign
-        case ["flips", *rest]:
-            from scripts.chaos.campaigns import flips as campaign
-        case ["elastic", *rest]:
-            from scripts.chaos.campaigns import elastic as campaign
-        case ["chaos", *rest] | [*rest]:
-            from scripts.chaos.campaigns import chaos as campaign
-    return drive(campaign, " ".join(words[: len(words) - len(rest)]) or "chaos", rest)
+    if words[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    named = words[0] if words and words[0] in CAMPAIGNS else ""
+    campaign = import_module(f"scripts.chaos.campaigns.{named or CAMPAIGNS[0]}")
+    return drive(campaign, named or CAMPAIGNS[0], words[bool(named) :])
 
 
 if __name__ == "__main__":

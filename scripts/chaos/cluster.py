@@ -149,7 +149,7 @@ class Cluster:
             env = self._environment | environment
             self.started[name] = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **ends)
         if restarts:
-            self._again[name] = partial(self.start, name, *command, **environment)
+            self._again[name] = partial(self.start, name, *command, restarts=False, **environment)
 
     def settings(self, data: Path) -> list[str]:
         """Of every run; writes the reward that they name."""
@@ -165,7 +165,8 @@ class Cluster:
         """Start the learner side, until it says where replay listens; with `local` rollout servers it does not."""
         words, boots = command or (sys.executable, "-m", "learner.main"), self.history.boots
         self.output(LAUNCHER).unlink(missing_ok=True)
-        self.start(LAUNCHER, *words, *(word for value in settings for word in ("--set", value)), **environment)
+        words = (*words, *(word for value in settings for word in ("--set", value)))
+        self.start(LAUNCHER, *words, restarts=False, **environment)
         what = "the start of replay"
         self.wait(lambda: self.address or (local and self.history.boots > boots), what, 2 * START_S)
         self.config = load(self.folder / "config.yaml", [])
@@ -220,7 +221,7 @@ class Cluster:
             replace_text(self.work / "pace", f"{self._paced:.6f}")
         time.sleep(TICK_S)
 
-    def wait(self, condition: Callable[[], T], what: str, deadline_s: float) -> T:
+    def wait(self, condition: Callable[[], T | None], what: str, deadline_s: float) -> T:
         """Tick until the condition holds; what it is then. Raises Hung."""
         return wait_until(condition, what, deadline_s, look=self.tick, state=lambda: f"version {self.history.version}")
 

@@ -6,6 +6,7 @@ Nodes, and not the harness, start what has ended again. Every server reaches rep
 import re
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 from scripts.chaos import processes
@@ -18,6 +19,10 @@ RAYLETS = ("head", "ray-1", "ray-2", "ray-3")
 ON_RAY = "rollout.restarts=1000 rollout.restart_backoff_s=0 network.insecure=true"
 LAUNCHED = {LAUNCHER: r" learner\.main ", **{name: rf" --server-name {name} " for name in SERVERS}}
 """What the command line of a process holds that a node has started."""
+
+
+def _has_started(output: Path) -> bool:
+    return "runtime started" in output.read_text()
 
 
 class OnRay(Cluster):
@@ -52,7 +57,7 @@ class OnRay(Cluster):
         for name in RAYLETS:  # one after the other: each has a deadline of Ray's own
             self.start(name, ray, "start", *small, *(head if name == RAYLETS[0] else more))
             output = self.output(name)
-            self.wait(lambda output=output: "runtime started" in output.read_text(), f"{name} of Ray", START_S)
+            self.wait(partial(_has_started, output), f"{name} of Ray", START_S)
         return host
 
     def pids(self, role: str) -> list[int]:

@@ -20,7 +20,7 @@ class Ended(RuntimeError):
 
 
 def wait_until(
-    condition: Callable[[], T],
+    condition: Callable[[], T | None],
     what: str,
     deadline_s: float,
     *,

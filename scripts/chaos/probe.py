@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, missing in the stubs
+from torch.distributed import Store
 
 from configs.infrastructure import WeightBus
 from replay import messages as m

@@ -55,7 +55,7 @@ JOINING = ("before Join", "joining", "Welcome", "late join")  # points that a re
 UNKNOWN = JOINING[:2]  # where the bus need not know it yet, and replay's line names it
 NEW_EPOCH = ("Epoch", "EpochReady", "forming")  # points that an update has only where the members have changed
 AT_NO_GATE_OF_A_RECEIVER = ("gathering", "between updates")
-FAULTS: dict[str, tuple[str, Callable[[int], AbstractContextManager[None]]]] = {
+FAULTS: dict[str, tuple[str, Callable[[int], AbstractContextManager[Any]]]] = {
     "kill": ("SIGKILL", processes.killed),
     "stop": ("SIGSTOP for longer than every deadline of the others, then SIGCONT", processes.stopped),
     "cut": ("its TCP connections are closed, and new ones at once, for four seconds", processes.cut_off),

@@ -88,9 +88,9 @@ class Server(threading.Thread):
                 subscriber.receive(self._load, activate=partial(self._look, self), quarantine=lambda *_: None)
 
     def _transport(self, config: WeightBus, host: str) -> Transport:
-        made: Any = make_transport(config, host)
+        made = make_transport(config, host)
         broadcast = made.broadcast
-        made.broadcast = lambda bucket, index: (broadcast(bucket, index), self._spoil("wire", str(index), bucket))
+        made.broadcast = lambda bucket, index: (broadcast(bucket, index), self._spoil("wire", str(index), bucket))  # type: ignore
         return made
 
     def _load(self, _version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
