@@ -61,7 +61,7 @@ class Teacher(Section):
     timeout_s: float = Field(default=60.0, gt=0)
     """For one try of one request."""
     retries: int = Field(default=2, ge=0, le=10)
-    """With on_error `leave_out`: further tries."""
+    """With on_error `leave_out`: further tries; behind `url`, of each request as well."""
     concurrency: int = Field(default=16, ge=1, le=1024)
     """Requests of a rollout server under way at a time."""
     on_error: Literal["wait", "leave_out"] = "wait"

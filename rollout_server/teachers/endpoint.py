@@ -5,6 +5,7 @@ Both give them at temperature 1 whatever a request says, so other temperatures a
 """
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from configs.teachers import Teacher
 from rollout_server.engines.base import Scored
 from rollout_server.tasks.rewards.built_in.endpoint import EndpointClient, Unanswered
 from rollout_server.teachers import NotScored
+
+logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for each request
 
 PROBE = "If 12 + 34 = 46, then naïve\n\tguesses don't help."
 """What both ends must have the same ids for."""
@@ -39,7 +42,7 @@ class PromptLogprobs(EndpointClient):
             key_variable=teacher.key_variable,
             concurrency=teacher.concurrency,
             timeout_s=teacher.timeout_s,
-            retries=0,  # who asks tries again
+            retries=teacher.retries,  # one that fails in passing must not cost the whole group another try
             otherwise=None,
         )
         self._is_checked = False

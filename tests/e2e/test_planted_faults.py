@@ -13,12 +13,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from replay.keys import make
 from slipstream.runtime.hang import __main__ as by_hand
 from slipstream.view.top import Folder
 from tests.support.runs import Run
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -130,8 +132,9 @@ def test_a_learner_rank_that_stands_still(launch, capsys):
     limits = ("learner.batch_deadline_s=6", "learner.collective_deadline_s=6", "weight_bus.deadline_s=5")
     run = launch(*limits, "learner.restarts=0", split="1:2", steps=10_000)
     run.wait_for_step(1)
-    os.kill(pid_of(run, "learner-1"), signal.SIGSTOP)
+    os.kill(pid := pid_of(run, "learner-1"), signal.SIGSTOP)
     began = time.monotonic()
+    until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "it has stopped")
     assert by_hand.main([str(run.folder)]) == 0
     path, *found = capsys.readouterr().out.splitlines()
     assert any(one.startswith("learner-1 (pid") for one in found) and "replay: version" in Path(path).read_text()

@@ -1,5 +1,6 @@
 """A teacher behind an endpoint: vLLM's and SGLang's words for logprobs of prompts, and what cannot be used."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,18 @@ async def test_both_kinds_of_servers_give_the_logprobs_of_the_tokens_asked_for(s
     assert scored.logprobs.tolist() == pytest.approx([logprob(7), logprob(3), logprob(8)])
     assert scored.ids.tolist() == [0, 1, 2][:top] * 3
     assert scored.top.tolist() == pytest.approx([-0.5, -1.5, -2.5][:top] * 3)
+
+
+async def test_a_request_that_fails_in_passing_is_asked_again_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    seen = list[str]()
+
+    def answer(path: str, body: dict[str, Any]) -> Reply:
+        seen.append(str(body))
+        return (503, {}) if seen.count(str(body)) == 1 else vllm()(path, body)
+
+    assert (await asked(answer, 0)).logprobs.size == 3
+    assert len(seen) == 2 * 3 + 2 and not [one for one in caplog.records if one.name == "httpx"], "no line for each"
 
 
 def changed(serves: Serves, change: Callable[[dict[str, Any]], object]) -> Serves:
