@@ -30,6 +30,7 @@ from rollout_server.tasks.environments.pool import environments_of
 from rollout_server.tasks.rewards import RewardError
 from rollout_server.tasks.rewards.pool import key_variables, rewards_of
 from rollout_server.tasks.task import Task, TaskError
+from rollout_server.teachers import TeacherError
 from rollout_server.teachers.scores import Teachers
 from slipstream.runtime import ending, hang
 from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint
@@ -181,7 +182,8 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
         return stopped(args.server_name, error)
     except ExceptionGroup as group:
         first = first_error(group)
-        return stopped(args.server_name, first, CANNOT_START if isinstance(first, NotAvailable | PeerRefused) else 2)
+        ends_alike = isinstance(first, NotAvailable | PeerRefused | TeacherError)
+        return stopped(args.server_name, first, CANNOT_START if ends_alike else 2)
 
 
 def stopped(name: str, error: BaseException, code: int = 2) -> int:

@@ -64,7 +64,7 @@ class PromptLogprobs(EndpointClient):
             asked = zip(sequences, firsts, strict=True)
             rows = await asyncio.gather(*(self._rows(ids.tolist(), first, top) for ids, first in asked))
         except Unanswered as problem:
-            raise NotScored(str(problem)) from problem
+            raise NotScored(problem.args[0]) from problem  # its code is that of a reward
         flat = [row for of_sequence in rows for row in of_sequence]
         return Scored(
             version=0,

@@ -23,6 +23,7 @@ from rollout_server.engines.base import EngineError
 from rollout_server.generate import Generator, LeaseFailed
 from rollout_server.tasks.pictures import Prompt
 from rollout_server.tasks.rewards import RewardOutcome, Sample
+from rollout_server.teachers import TeacherError
 from slipstream.runtime.lifeline import CANNOT_START
 from tests.rollout_server.small_generator import PROMPT, config_of, evaluation_lease, generating
 from tests.rollout_server.torch_served import Gates
@@ -131,10 +132,11 @@ async def test_the_loop_goes_on_while_texts_are_encoded_and_decoded(
     [
         (NotAvailable("no UCC here"), CANNOT_START),
         (PeerRefused("another model folder", "closed"), CANNOT_START),
+        (TeacherError("waited 300 s for scores"), CANNOT_START),
         (RemovedFromBus("failed 3 updates in a row"), 2),
     ],
 )
-def test_what_is_not_installed_is_not_started_again(
+def test_what_would_end_alike_is_not_started_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: RuntimeError, code: int
 ) -> None:
     async def run(*_: object, **__: object) -> int:

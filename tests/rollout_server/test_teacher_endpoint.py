@@ -110,7 +110,7 @@ BAD: list[tuple[Serves, str]] = [
         changed(sglang(), lambda reply: reply["meta_info"]["input_token_logprobs"].__setitem__(1, [-1, 1, None])),
         "it is of other tokens",
     ),
-    (lambda path, body: (503, {"error": "busy"}), "answered 503"),
+    (lambda path, body: (503, {"error": "busy"}), "answered 503.*SLIP-TEACHER-02"),
     (lambda path, body: (200, {"choices": []}), "no logprobs of these tokens"),
 ]
 
