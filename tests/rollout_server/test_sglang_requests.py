@@ -173,6 +173,7 @@ LAYERS = ["sliding_attention", "full_attention"] * 2
         ({"intermediate_size": 48}, "on a CPU SGLang widens MLPs of 48 to a multiple of 32 for each of 1 ranks"),
         ({"model_type": "qwen3_moe", "moe_intermediate_size": 80}, "widens MLPs of 80"),
         ({"model_type": "olmoe"}, "does not return the routed experts of olmoe; set it to false"),
+        ({"model_type": "olmoe", "num_key_value_heads": 2}, "olmoe has as many key/value heads as others"),
     ],
 )
 def test_what_sglang_would_compute_unlike_the_learner_is_refused(described: Any, said: str, tmp_path: Path) -> None:

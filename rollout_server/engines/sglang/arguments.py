@@ -133,6 +133,8 @@ def _context_length(config: Config, *, cuda: bool) -> int:
     if sizes.tied and sizes.family.moe:  # 0.5.20: its models of mixtures know of no ties, and no file fills the head
         kind = sizes.family.model_type
         raise EngineError(f"model.path: SGLang gives a {kind!r} model an output head apart, and it is tied")
+    if sizes.family.model_type == "olmoe" and sizes.dims["key"] != sizes.dims["query"]:  # 0.5.20
+        raise EngineError("model.path: SGLang's olmoe has as many key/value heads as others; take such a model")
     if not cuda and sizes.keys.get(cap := sizes.family.caps[0]) is not None:
         raise EngineError(f"model.path: SGLang does not compute {cap} on a CPU; take placement.device: cuda")
     inner, ranks = sizes.dims["expert_inner" if sizes.family.moe else "inner"], config.placement.tensor_parallel
