@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from configs.base import Dtype, Own, Section
 from configs.errors import did_you_mean
@@ -77,6 +77,13 @@ class SftTerm(Section):
     """Factor of their mean cross-entropy in the loss."""
     rows_per_step: int = Field(default=16, ge=1)
     """Rows in each batch; which ones follows from run.seed and the step."""
+
+    @model_validator(mode="after")
+    def _has_data(self) -> "SftTerm":
+        changed = any(getattr(self, name) != field.default for name, field in type(self).model_fields.items())
+        if self.data is None and changed:
+            raise ValueError("data: missing; name the rows that the term is about, or leave its other keys out")
+        return self
 
 
 class Mesh(Section):

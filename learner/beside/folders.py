@@ -5,15 +5,16 @@ from pathlib import Path
 from configs.errors import Contradiction, InputMissing
 from configs.schema import Config
 from slipstream.families.pictures import vision_of
-from slipstream.runtime.fingerprint import ARCHITECTURE_KEYS, model_fingerprint, read_json
+from slipstream.runtime.fingerprint import ARCHITECTURE_KEYS, model_fingerprint, read_json, token_ids_of
 
 
 def check_folders(config: Config) -> None:
     """Refuse a reference model, a critic or a teacher in the learner that cannot speak of the policy's tokens.
 
     Raises:
-        ConfigError: no such folder, no weights, another vocabulary; another architecture than the policy's, of which
-            the reference is to become a copy; or a teacher of another tokenizer, or of text alone beside pictures.
+        ConfigError: no such folder, no weights, another vocabulary or other ids; another architecture than the
+            policy's, of which the reference is to become a copy; or a teacher of another tokenizer, or of text alone
+            beside pictures.
         FingerprintError: its config.json is missing or broken.
     """
     algorithm = config.algorithm
@@ -33,6 +34,12 @@ def check_folders(config: Config) -> None:
             )
         if key.startswith("teachers."):
             _check_teacher(key, path, config)
+        theirs, ours = token_ids_of(path), token_ids_of(config.model.path)
+        for token in sorted(token for token in theirs.keys() & ours.keys() if theirs[token] != ours[token]):
+            raise Contradiction(
+                f"{key}: {path!r} has the id {theirs[token]} for the token {token!r}, model.path {ours[token]}: ids"
+                " mean other text there; take a model with the same tokenizer"
+            )
         different = [name for name in ARCHITECTURE_KEYS if own.get(name) != policy.get(name)]
         if different and key == "algorithm.reference_path" and algorithm.reference_refresh_steps:
             name = different[0]

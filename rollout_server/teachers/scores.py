@@ -167,6 +167,8 @@ class Teachers:
                 async with asyncio.timeout(min(left, teacher.timeout_s)):
                     return self._usable(await self._once(name, teacher, asked), asked)
             except TimeoutError:
+                if why and left < teacher.timeout_s:
+                    break  # cut off at the end; the try before says more
                 absent = teacher.has_process and self.links.missing(name)
                 what = "no process of it is there" if absent else "it gave no answer"
                 why = f"{what} for {min(left, teacher.timeout_s):g} s (teachers.{name}.timeout_s) [silent]"

@@ -157,6 +157,12 @@ def _optional_json(file: Path) -> dict[str, Any]:
     return read_json(file) if file.exists() else {}
 
 
+def token_ids_of(path: str) -> dict[str, int]:
+    """Ids of tokens, as far as files say; none of a folder without a tokenizer. Raises FingerprintError: broken."""
+    has_one = any((Path(path) / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    return _vocabulary(Path(path))[1] if has_one else {}
+
+
 def _vocabulary(folder: Path) -> tuple[object, dict[str, int]]:
     """What defines text to ids, and the ids of the added tokens and of the vocabulary as far as they can be read."""
     if (folder / "tokenizer.json").is_file():

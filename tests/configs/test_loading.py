@@ -56,6 +56,7 @@ def test_an_unknown_key_is_named_with_a_suggestion(override, key, suggested):
         (["learner.lr=-1"], "learner.lr=-1"),
         (["nonsense.key=1"], "nonsense.key=1"),
         (["placement.split=0:2"], "placement.split=0:2"),
+        (["learner.sft.coef=0.2"], "learner.sft.coef=0.2"),
         (
             ["replay.async_lag=0", "replay.on_stale=substitute", "rollout.max_running=7"],
             "replay.async_lag=0 --set replay.on_stale=substitute",

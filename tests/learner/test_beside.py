@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,18 @@ def test_folders_that_do_not_suit_the_policy_are_refused(qwen3: Path, tmp_path: 
         with pytest.raises(ConfigError, match=said):
             check_folders(configured(qwen3, **sections))
     check_folders(configured(qwen3, algorithm=kl | {"reference_path": str(thin)}))
+
+
+def test_a_reference_whose_ids_are_other_tokens_is_refused(tmp_path: Path) -> None:
+    folders = [save_model(tmp_path / name) for name in ("policy", "reference")]
+    for folder, tokens in zip(folders, ("ab", "abc"), strict=True):  # tokens that only one has are no matter
+        vocabulary = {token: number for number, token in enumerate(tokens)}
+        (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+    config = configured(folders[0], algorithm={"kl": "k3", "reference_path": str(folders[1])})
+    check_folders(config)
+    (folders[1] / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 2, "c": 1}}}))
+    with pytest.raises(ConfigError, match=r"reference_path: .* the id 2 for the token 'b', model\.path 1: ids mean"):
+        check_folders(config)
 
 
 def test_what_lies_on_the_policys_ranks_is_in_its_budget() -> None:

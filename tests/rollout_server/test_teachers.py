@@ -16,7 +16,7 @@ from replay.channel import load_keys
 from rollout_server import teacher as entry
 from rollout_server.engines.base import Scored
 from rollout_server.tasks.failed import LeaseFailed
-from rollout_server.teachers import TeacherError
+from rollout_server.teachers import NotScored, TeacherError, scores
 from tests.rollout_server.teacher_rig import (
     ANSWERS,
     PROMPT,
@@ -102,6 +102,24 @@ async def test_a_teacher_that_is_away_is_named_and_its_group_ends(folders: tuple
     teachers.close()
     key = "teachers.big.wait_s" if on_error == "wait" else "teacher_error: teacher 'big', 2 tries"
     assert key in str(failed.value) and "no process of it is there" in str(failed.value)
+
+
+async def test_the_reason_is_that_of_the_last_try_with_an_end(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teachers = asking(config(folders, wait_s=0.4))
+    answers = iter([NotScored("it is busy")])
+
+    async def once(*_: object) -> Any:
+        for problem in answers:
+            raise problem
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(scores, "PAUSE_S", 0.01)
+    monkeypatch.setattr(teachers, "_once", once)
+    with pytest.raises(TeacherError, match="1 tries; the last: it is busy"):
+        await ask(teachers)
+    teachers.close()
 
 
 async def test_two_processes_share_the_load_and_one_that_hangs_is_passed_over(folders: tuple[Path, Path]) -> None:
