@@ -42,6 +42,11 @@ class Config(Tree):
                 "placement.share_gpus: true with weight_bus.backend 'nccl', which refuses two processes of a group on"
                 " one GPU; take weight_bus.backend=gloo"
             )
+        if self.placement.tensor_parallel > 1 and not self.rollout.facts.has_processes:
+            yield (
+                f"placement.tensor_parallel: {self.placement.tensor_parallel} with rollout.engine"
+                f" {self.rollout.engine!r}, which is on one device; take 1, or rollout.engine=sglang"
+            )
         mesh, ranks = self.learner.mesh, self.num_learner_ranks
         if ranks % mesh.size:
             yield (

@@ -11,11 +11,11 @@ CAMPAIGN --help lists the options. With --work, a campaign goes on where one wit
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
+from scripts.chaos.campaigns import bus, chaos, elastic, flips, resume
 from scripts.chaos.report import drive
 
-CAMPAIGNS = ("chaos", "resume", "bus", "flips", "elastic")
+CAMPAIGNS = {"chaos": chaos, "resume": resume, "bus": bus, "flips": flips, "elastic": elastic}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -23,9 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    named = words[0] if words and words[0] in CAMPAIGNS else ""
-    campaign = import_module(f"scripts.chaos.campaigns.{named or CAMPAIGNS[0]}")
-    return drive(campaign, named or CAMPAIGNS[0], words[bool(named) :])
+    is_named = bool(words) and words[0] in CAMPAIGNS
+    name = words[0] if is_named else "chaos"
+    return drive(CAMPAIGNS[name], name, words[is_named:])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from configs.machine import DETERMINISTIC
 from configs.placement import shares
 from slipstream.plan.processes import Machine, Plan, assign
 
-GPU = ["placement.device=cuda", "network.insecure=true", "network.replay_port=5757"]
+GPU = ["placement.device=cuda", "rollout.engine=sglang", "network.insecure=true", "network.replay_port=5757"]
 TWO_SIDES = [
     "placement.rollout='node0:0-3; node2:0-7'",
     "placement.learner='node1:0-7; node0:4-7'",

@@ -44,6 +44,7 @@ learner.max_tokens_per_microbatch=20 -> learner.max_tokens_per_microbatch: 20 | 
 placement.split=0:2 -> placement.split: '0:2' | at least 1
 placement.split=2:0 -> placement.split: '2:0' | at least 1
 placement.split=two -> placement.split: 'two' | '6:2'
+@wide rollout.engine=torch -> placement.tensor_parallel | on one device | rollout.engine=sglang
 placement.split=3:2 placement.tensor_parallel=2 -> placement.tensor_parallel | 3 rollout devices
 placement.rollout=node0:0-5 -> placement.learner | come together
 placement.rollout=node0:0-5 placement.learner=node0:5 -> node0:5 | both sides | share_gpus

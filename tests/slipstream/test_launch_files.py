@@ -322,7 +322,8 @@ def test_the_manifests_have_the_form_that_kubernetes_publishes(objects):
 
 def test_a_node_is_ready_while_its_processes_take_part(tmp_path, launch, four):
     """By replay's status; the probe then looks at the file alone, and at its age."""
-    launch("learner", "--kubernetes", "--out", str(tmp_path / "manifests"), *four, "--set", "placement.device=cpu")
+    of_cpus = ("--set", "placement.device=cpu", "--set", "rollout.engine=sglang")
+    launch("learner", "--kubernetes", "--out", str(tmp_path / "manifests"), *four, *of_cpus)
     config_map, _ = yaml.safe_load_all((tmp_path / "manifests" / "jobset.yaml").read_text())
     given, file = config_map["data"], tmp_path / "ready"
 

@@ -471,7 +471,7 @@ def test_gpus_are_counted_whatever_is_visible(tmp_path, monkeypatch):
 def test_a_rollout_host_needs_the_gpus_of_its_servers_alone(tmp_path, monkeypatch):
     shown_gpus(tmp_path, monkeypatch, "a", "b", "c")
     monkeypatch.setattr("slipstream.launch.machine.torch_has_cuda", lambda: True)
-    settings = ["placement.split=4:4", "placement.tensor_parallel=2", "placement.device=cuda"]
+    settings = ["placement.split=4:4", "placement.tensor_parallel=2", "placement.device=cuda", "rollout.engine=sglang"]
     config = configs.load("quickstart", settings)
     assert here.environment_of(config, 0)["CUDA_VISIBLE_DEVICES"] == "0,1"
     with pytest.raises(ConfigError, match="rollout server 1 needs GPU 3, this machine has 3"):

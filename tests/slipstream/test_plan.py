@@ -209,7 +209,9 @@ def test_what_cannot_be_planned_is_refused(tmp_path, settings, count, key):
                                   Split(rollout=20, learner=12, lag=1, tensor_parallel=4)])  # fmt: skip
 def test_the_yaml_makes_this_split(plan, tmp_path):
     file = tmp_path / "plan.yaml"
-    tree = loading.read_yaml(loading.dump(config("weight_bus.backend=nccl", "network.insecure=true")))
+    tree = loading.read_yaml(
+        loading.dump(config("weight_bus.backend=nccl", "network.insecure=true", "rollout.engine=sglang"))
+    )
     for section, keys in loading.read_yaml(yaml_of(config(), plan)).items():
         tree[section] |= keys
     if plan.rollout + plan.learner > NODE:
