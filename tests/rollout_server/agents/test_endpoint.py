@@ -230,7 +230,10 @@ async def test_what_is_refused_says_why_and_records_nothing(talking: Path, tmp_p
         assert len(asked_after) > 3, "the engine stops at once, not at the end of the episode"
 
 
-async def test_programs_end_and_are_ended_with_all_that_they_started(talking: Path, tmp_path: Path) -> None:
+async def test_programs_end_and_are_ended_with_all_that_they_started(
+    talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     command = ["python", str(HERE / "program.py"), "48+27"]
     async with playing(talking, size=1, command=command, turn_timeout_s=6.0) as generator:
         modes = ("rewards", "judged", "leaves", "floods", "crashes", "misspells", "hangs")
