@@ -89,8 +89,9 @@ class Server(threading.Thread):
 
     def _transport(self, config: WeightBus, host: str) -> Transport:
         made = make_transport(config, host)
+        anything: Any = made
         broadcast = made.broadcast
-        made.broadcast = lambda bucket, index: (broadcast(bucket, index), self._spoil("wire", str(index), bucket))  # type: ignore
+        anything.broadcast = lambda bucket, index: (broadcast(bucket, index), self._spoil("wire", str(index), bucket))
         return made
 
     def _load(self, _version: int, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> Mapping[str, int]:
