@@ -32,14 +32,7 @@ def check_folders(config: Config) -> None:
                 f"{key}: {path!r} has a vocabulary of {own.get('vocab_size')} tokens, model.path one of"
                 f" {policy.get('vocab_size')}; take a model with the same tokenizer"
             )
-        if key.startswith("teachers."):
-            _check_teacher(key, path, config)
-        theirs, ours = token_ids_of(path), token_ids_of(config.model.path)
-        for token in sorted(token for token in theirs.keys() & ours.keys() if theirs[token] != ours[token]):
-            raise Contradiction(
-                f"{key}: {path!r} has the id {theirs[token]} for the token {token!r}, model.path {ours[token]}: ids"
-                " mean other text there; take a model with the same tokenizer"
-            )
+        (_check_teacher if key.startswith("teachers.") else _check_ids)(key, path, config)
         different = [name for name in ARCHITECTURE_KEYS if own.get(name) != policy.get(name)]
         if different and key == "algorithm.reference_path" and algorithm.reference_refresh_steps:
             name = different[0]
@@ -48,6 +41,16 @@ def check_folders(config: Config) -> None:
                 f" {own.get(name)!r} and model.path {policy.get(name)!r}; take 0 steps, or a reference of the policy's"
                 " architecture"
             )
+
+
+def _check_ids(key: str, path: str, config: Config) -> None:
+    """A folder without a tokenizer, and tokens that only one has, are no matter."""
+    theirs, ours = token_ids_of(path), token_ids_of(config.model.path)
+    for token in sorted(token for token in theirs.keys() & ours.keys() if theirs[token] != ours[token]):
+        raise Contradiction(
+            f"{key}: {path!r} has the id {theirs[token]} for the token {token!r}, model.path {ours[token]}: ids"
+            " mean other text there; take a model with the same tokenizer"
+        )
 
 
 def _check_teacher(key: str, path: str, config: Config) -> None:
