@@ -56,7 +56,8 @@ async def check(engine: Any, folder: Path) -> None:
     assert group.rewards.tolist() == [1.0, 1.0] and len(record) == 2 * 6
 
     trained: list[tuple[list[int], list[int]]] = []
-    for context, ids, logprobs, versions in answers_of(group):
+    longest_first = sorted(answers_of(group), key=lambda answer: -len(answer[1]))  # a cut answer may begin a longer one
+    for context, ids, logprobs, versions in longest_first:
         kept = slice(0, len(ids))
         same = [answer for given, answer in record if given == context and answer.token_ids[kept].tolist() == ids]
         answer = next(one for one in same if one.logprobs[kept].tolist() == logprobs)
