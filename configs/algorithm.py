@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from configs.auto import ENGINE_S
-from configs.base import Dtype, Own, OwnPath, Section
+from configs.base import Dtype, ModelFolder, Own, OwnPath, Section
 from configs.engines import ENGINES, EngineFacts
 from configs.variants import Choice, Chosen, ChosenOrNone
 
@@ -150,8 +150,9 @@ class Algorithm(Section):
     """Where the KL term goes: into the loss, or into the reward, before advantages."""
     kl_coef: float = Field(default=1e-3, ge=0)
     """Factor of the KL term (verl: 0.001)."""
-    reference_path: OwnPath[str | None] = None
-    """Hugging Face folder of the reference model; unset: model.path, the policy as it began."""
+    reference_path: OwnPath[ModelFolder | None] = None
+    """The reference model, as in model.path a folder, a checkpoint or a run; unset: model.path, the policy as it
+    began."""
     reference_refresh_steps: int = Field(default=0, ge=0)
     """Steps after which the reference becomes a copy of the policy; 0 keeps it as it began."""
     distillation: ChosenOrNone = None
@@ -195,9 +196,9 @@ class Algorithm(Section):
 class Critic(Section):
     """The value model of algorithm.advantage `gae`: the policy's backbone with a scalar head, and its own optimizer."""
 
-    path: OwnPath[str | None] = None
-    """Hugging Face folder that the critic starts from, with its `score.weight` as head where it has one; unset:
-    model.path, with a head of zeros."""
+    path: OwnPath[ModelFolder | None] = None
+    """What the critic starts from, as in model.path a folder, a checkpoint or a run, with its `score.weight` as head
+    where it has one; unset: model.path, with a head of zeros."""
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate of the critic; warm-up, schedule, betas and clipping are those of the learner section."""
     warmup_steps: int = Field(default=0, ge=0)

@@ -2,9 +2,10 @@
 
 import math
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator
 
 from configs.auto import BY_DEVICE, LEAVES
 from configs.errors import ConfigError as ConfigError
@@ -23,6 +24,25 @@ class Scope(Enum):
 Own = Annotated[T, Scope.PROCESS]
 OwnPath = Annotated[T, Scope.PATH]
 Secret = Annotated[T, Scope.SECRET]
+
+
+def weights_of(value: str) -> str:
+    """The folder of weights that a run or one of its checkpoints holds; another folder itself. Raises ValueError."""
+    folder = Path(value)
+    if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
+        whole = [path.parent for path in folder.glob("checkpoints/step_*/COMPLETE") if path.with_name("hf").is_dir()]
+        steps = {int(path.name[5:]): path for path in whole if path.name[5:].isdigit()}
+        if not steps:
+            raise ValueError("no checkpoint of this run is complete; let it write one, or name a model folder")
+        folder = steps[max(steps)]
+    elif folder.is_symlink():
+        folder = folder.parent / folder.readlink()  # `best` may be another one tomorrow
+    is_checkpoint = (folder / "hf").is_dir() and not (folder / "config.json").exists()
+    return str(folder / "hf") if is_checkpoint else value
+
+
+ModelFolder = Annotated[str, AfterValidator(weights_of)]
+"""Of a key that names a model in the ways of model.path."""
 
 
 def _no_float16(value: object) -> object:

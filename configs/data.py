@@ -2,12 +2,11 @@
 
 import os
 import re
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from configs.base import Own, OwnPath, Section
+from configs.base import ModelFolder, Own, OwnPath, Section
 from configs.evaluation import EvaluationSet, named_sets
 from configs.rewards import Code, Mathematics, RewardPart, checked_function, parts_of
 from slipstream.families.table import adopt
@@ -25,7 +24,7 @@ TAKEN = {
 class Model(Section):
     """The Hugging Face folder that training starts from."""
 
-    path: Own[str]
+    path: Own[ModelFolder]
     """Folder with config.json, safetensors and a tokenizer, of a family in docs/reference/families.md, or a checkpoint
     of a run (`runs/a/checkpoints/step_40` or `.../best`), of which its hf/ is taken, or a run (`runs/a`), whose newest
     one is."""
@@ -50,26 +49,6 @@ class Model(Section):
         if taken := sorted(TAKEN & value.keys()):
             raise ValueError(f"{taken[0]!r} is set for every prompt; leave it out")
         return value
-
-    @field_validator("path")
-    @classmethod
-    def _is_weights_of_a_checkpoint(cls, value: str) -> str:
-        return weights_of(value)
-
-
-def weights_of(value: str) -> str:
-    """The folder of weights that a run or one of its checkpoints holds; another folder itself. Raises ValueError."""
-    folder = Path(value)
-    if (folder / "checkpoints").is_dir() and not (folder / "config.json").exists():
-        whole = [path.parent for path in folder.glob("checkpoints/step_*/COMPLETE") if path.with_name("hf").is_dir()]
-        steps = {int(path.name[5:]): path for path in whole if path.name[5:].isdigit()}
-        if not steps:
-            raise ValueError("no checkpoint of this run is complete; let it write one, or name a model folder")
-        folder = steps[max(steps)]
-    elif folder.is_symlink():
-        folder = folder.parent / folder.readlink()  # `best` may be another one tomorrow
-    is_checkpoint = (folder / "hf").is_dir() and not (folder / "config.json").exists()
-    return str(folder / "hf") if is_checkpoint else value
 
 
 class TrainSet(Section):

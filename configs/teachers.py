@@ -8,8 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from configs.base import Own, OwnPath, Section
-from configs.data import weights_of
+from configs.base import ModelFolder, Own, OwnPath, Section
 from configs.placement import node_devices
 from configs.rewards import checked_address, checked_variable
 
@@ -29,7 +28,7 @@ ONLY_OF = {
 class Teacher(Section):
     """A model that scores answers: exactly one of `path`, `of` and `url`."""
 
-    path: OwnPath[str | None] = None
+    path: OwnPath[ModelFolder | None] = None
     """Model that stays as it is: a folder, a checkpoint or a run, as in model.path, with the tokenizer of that."""
     of: Literal["policy", "lagged", "average"] | None = None
     """The policy itself: `policy` is what a rollout server serves, for its own answers with `context`
@@ -99,11 +98,6 @@ class Teacher(Section):
     def takes(self, row: Mapping[str, Any]) -> bool:
         """Whether it is asked for a prompt with these columns, `data_source` among them."""
         return all(row.get(key) in (value if isinstance(value, list) else [value]) for key, value in self.rows.items())
-
-    @field_validator("path")
-    @classmethod
-    def _is_weights_of_a_checkpoint(cls, value: str | None) -> str | None:
-        return None if value is None else weights_of(value)
 
     @field_validator("url")
     @classmethod

@@ -187,8 +187,10 @@ def test_a_checkpoint_is_a_model_if_it_is_whole(model, tmp_path):
     mark_complete(step)
     check_input(config)
     run = parent.parent
-    config = config_of(run, *data, f"teachers={{old: {{path: {run}}}}}", "algorithm.distillation=sampled")
-    assert config.model.path == config.teachers["old"].path == str(step / "hf")
+    beside = [f"teachers={{old: {{path: {run}}}}}", "algorithm.distillation=sampled", "algorithm.kl=k3"]
+    config = config_of(run, *data, *beside, f"algorithm.reference_path={run}", f"critic.path={run}")
+    named = config.teachers["old"].path, config.algorithm.reference_path, config.critic.path
+    assert {config.model.path, *named} == {str(step / "hf")}
 
 
 def test_preflight_names_the_set_whose_file_is_missing_or_whose_answers_are_too_long(model, tmp_path):
