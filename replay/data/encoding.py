@@ -27,7 +27,7 @@ Span = tuple[int, int]
 class Unusable(RowError):
     """A row cannot be trained on; `reason` is what its drop is counted as."""
 
-    def __init__(self, reason: str, said: str) -> None:
+    def __init__(self, said: str, reason: str = "prompt_not_rendered") -> None:
         super().__init__(said)
         self.reason = reason
 
@@ -68,19 +68,22 @@ class RowEncoder:
 
     def encode(self, row: Row) -> list[Encoded]:
         """The trajectories of a row. Raises Unusable."""
-        return [self._encode(one) for one in taught_of(row, self.answers)]
+        found = [self._encode(one) for one in taught_of(row, self.answers)]
+        if len({(before.tobytes(), after.tobytes(), mask.tobytes()) for before, after, mask in found}) < len(found):
+            raise Unusable("chosen and rejected are the same tokens, so nothing is learned")
+        return found
 
     def _encode(self, taught: Taught) -> Encoded:
         ids, in_loss = self._text(taught) if isinstance(taught.answer, str) else self._conversation(taught)
         in_loss[:1] = False  # nothing predicts it
         places = np.flatnonzero(in_loss)
         if not places.size:
-            raise Unusable("prompt_not_rendered", f"no token of {shorten(taught.answer)} is in the loss")
+            raise Unusable(f"no token of {shorten(taught.answer)} is in the loss")
         if len(ids) > self.limit:
             raise Unusable(
-                "prompt_too_long",
                 f"it has {len(ids)} tokens, and data.max_prompt_tokens and rollout.max_new_tokens are {self.limit}"
                 " together; raise one, or shorten the row",
+                "prompt_too_long",
             )
         first, end = int(places[0]), int(places[-1]) + 1
         tokens = np.array(ids[:end], np.int32)
@@ -90,9 +93,7 @@ class RowEncoder:
         """Text as it stands, with the end of a text behind it."""
         assert isinstance(taught.before, str) and isinstance(taught.answer, str)
         if self._eos is None:
-            raise Unusable(
-                "prompt_not_rendered", "the tokenizer names no eos token, so no answer of plain text would ever end"
-            )
+            raise Unusable("the tokenizer names no eos token, so no answer of plain text would ever end")
         before = self._begin(taught.before)
         whole = self._begin(taught.before + taught.answer)
         if whole[: len(before)] != before:  # the first word of the answer would change the prompt's last token
@@ -122,7 +123,6 @@ class RowEncoder:
         until, _ = self._render(messages[: number + 1], tools)
         if not text.startswith(until):
             raise Unusable(
-                "prompt_not_rendered",
                 f"model.chat_template: shows message {number} ({messages[number]['role']}) in another way once others"
                 " follow, so what of it is learned is not known; mark it by {% generation %} in a template of your own",
             )
@@ -135,7 +135,6 @@ class RowEncoder:
         head, _ = self._render(messages[:number], tools, header=messages[number]["role"] == "assistant")
         if not text.startswith(head):
             raise Unusable(
-                "prompt_not_rendered",
                 f"model.chat_template: the text before message {number} ({messages[number]['role']}) is another one"
                 " once the message follows; mark what is learned by {% generation %} in a template of your own",
             )
@@ -145,9 +144,7 @@ class RowEncoder:
         self, messages: list[Message], tools: list[Any] | None, *, header: bool = False, marks: bool = False
     ) -> tuple[str, list[Span]]:
         if self._template is None:
-            raise Unusable(
-                "prompt_not_rendered", "messages, and the tokenizer has no chat template; set model.chat_template"
-            )
+            raise Unusable("messages, and the tokenizer has no chat template; set model.chat_template")
         from transformers.utils.chat_template_utils import render_jinja_template
 
         try:
@@ -161,7 +158,7 @@ class RowEncoder:
                 **self._options,
             )
         except TEMPLATE_ERRORS as error:
-            raise Unusable("prompt_not_rendered", template_failure(messages, error)) from error
+            raise Unusable(template_failure(messages, error)) from error
         return str(texts[0]), [(int(start), int(end)) for start, end in found[0]] if marks else []
 
     def _ids(self, text: str) -> list[int]:

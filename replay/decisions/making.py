@@ -88,7 +88,7 @@ class RowsBeside:
         for pass_, index, row in (self.source.next() for _ in range(self.number)):
             try:
                 if BROKEN in row:
-                    raise Unusable("broken_row", str(row[BROKEN]))
+                    raise Unusable(str(row[BROKEN]), "broken_row")
                 encoded = self._encoder.encode(row)
             except Unusable as problem:
                 self._bounded.warning(problem.reason, "replay: row %d of learner.sft is left out: %s", index, problem)

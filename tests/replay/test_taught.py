@@ -95,15 +95,18 @@ def test_what_is_in_the_loss_of_each_form(tmp_path, model, row, settings, whole,
     [
         ({"messages": TALK}, {"template": LATE}, "prompt_not_rendered", "generation %}"),
         ({"messages": [ASKED]}, {}, "prompt_not_rendered", "no token"),
+        ({"chosen": [ASKED, TOLD], "rejected": [ASKED, TOLD, ASKED]}, {}, "prompt_not_rendered", "same tokens"),
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "2"}, {}, "prompt_not_rendered", "same tokens"),
         ({"messages": TALK}, {"rollout__max_new_tokens": 1, "data": {"train": "x", "max_prompt_tokens": 9}},
          "prompt_too_long", "data.max_prompt_tokens"),
         ({"messages": TALK}, {"template": "{{ messages[0].content + 1 }}"}, "prompt_not_rendered", "chat_template"),
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be_encoded_says_why(tmp_path, model, row, settings, reason, said):
-    (found,) = rows_of(tmp_path, row)
+    answers = 1 + ("chosen" in row)
+    (found,) = rows_of(tmp_path, row, answers=answers)
     with pytest.raises(Unusable, match=said) as raised:
-        RowEncoder(configured(model, **settings)).encode(found)
+        RowEncoder(configured(model, **settings), answers).encode(found)
     assert raised.value.reason == reason
 
 
