@@ -5,6 +5,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from replay.channel import AsyncDealer, ChannelError, Keys, WireError
@@ -17,6 +18,12 @@ from rollout_server.teachers.messages import FROM_TEACHER, Refusal, Score, Score
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
+LISTED_S = 0.2
+"""Until replay has listed a new version of a teacher."""
+
+
+class OtherVersion(NotScored):
+    """A teacher was refreshed while it was asked: its answer, or replay's list, is of before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +95,8 @@ class Link:
         listed, own = (self.place.version, self.place.digest), (message.version, message.digest)
         if own != listed:
             said = f"version {own[0]} ({own[1]}), and replay lists {listed[0]} ({listed[1]})"
-            answer.set_exception(NotScored(f"{self.name} has scored with {said} [corrupt]"))
+            kind, symptom = (NotScored, " [corrupt]") if own[0] == listed[0] else (OtherVersion, "")
+            answer.set_exception(kind(f"{self.name} has scored with {said}{symptom}"))
             return
         scored = Scored(version=message.version, logprobs=message.logprobs, ids=message.ids, top=message.top)
         answer.set_result(scored)
@@ -136,6 +144,14 @@ class Links:
 
     async def ask(self, message: Score) -> Scored:
         """Ask a process of the message's teacher that answers, the least busy, once there is one. Raises NotScored."""
+        try:
+            return await self._ask(message)
+        except OtherVersion:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), LISTED_S)
+            return await self._ask(message)
+
+    async def _ask(self, message: Score) -> Scored:
         while not (found := [link for link in self._links.values() if link.place.teacher == message.teacher]):
             await self._changed.wait()
         link = min(found, key=lambda one: (one.failures, len(one.asked)))

@@ -16,7 +16,7 @@ from replay.channel import load_keys
 from rollout_server import teacher as entry
 from rollout_server.engines.base import Scored
 from rollout_server.tasks.failed import LeaseFailed
-from rollout_server.teachers import NotScored, TeacherError, scores
+from rollout_server.teachers import NotScored, TeacherError, links, scores
 from tests.rollout_server.teacher_rig import (
     ANSWERS,
     PROMPT,
@@ -138,7 +138,7 @@ async def test_two_processes_share_the_load_and_one_that_hangs_is_passed_over(fo
 REFUSALS = {
     "tokenizer": ({"_tokenizer": "0123"}, "its tokenizer is"),
     "temperature": ({"_config": 0.9}, "rollout.temperature is 0.7 here, and scores at 0.9 are asked for"),
-    "version": ({"version": 5}, "has scored with version 0"),
+    "version": ({"version": 5}, "and replay lists 5 ("),
     "digest": ({"digest": "f00d"}, "and replay lists 0 (f00d) [corrupt]"),
 }
 
@@ -158,6 +158,23 @@ async def test_what_would_be_scored_wrongly_is_refused_by_name(folders: tuple[Pa
             await ask(teachers)
         teachers.close()
     assert says in str(failed.value)
+
+
+async def test_an_answer_of_another_version_than_listed_is_asked_for_again(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A refresh met the request: no try of it is lost, and nothing is called corrupt."""
+    monkeypatch.setattr(links, "LISTED_S", 20.0)
+    teachers = asking(run := config(folders, on_error="leave_out", retries=0, timeout_s=30.0))
+    async with standing() as stand, teaching(run, "big", stand):
+        ((*place, version, digest),) = await stand.listed(1)
+        teachers.links.listed([[*place, 5, digest]], "run")
+        waiting = asyncio.create_task(ask(teachers))
+        (link,) = teachers.links._links.values()
+        await eventually(lambda: link.failures, "an answer of another version")
+        teachers.links.listed([[*place, version, digest]], "run")
+        assert (await waiting)["teachers"] == ["big@0"] * 2 and not caplog.records
+        teachers.close()
 
 
 async def test_a_folder_with_another_tokenizer_is_no_teacher(folders: tuple[Path, Path], tmp_path: Path) -> None:
