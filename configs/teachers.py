@@ -159,6 +159,11 @@ class Scoring:
         """Of the teachers, in the order of the configuration: the number of one is its place here."""
         return list(self.teachers)
 
+    @property
+    def longest_s(self) -> float:
+        """For which a group waits at most, and its server tells of no new token."""
+        return max(t.wait_s if t.on_error == "wait" else (t.retries + 1) * t.timeout_s for t in self.teachers.values())
+
 
 def _names_in(template: str) -> list[str]:
     """Fields of a template. Raises ValueError: it is broken, or a field is more than a name."""

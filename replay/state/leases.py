@@ -83,7 +83,8 @@ class Leases:
     """Moves slots between QUEUED and LEASED. The slots themselves belong to the buffer."""
 
     def __init__(self, lease_s: float, max_attempts: int) -> None:
-        self.lease_s = lease_s
+        self.lease_s = self.quiet_s = lease_s
+        """`quiet_s` is how long a lease is good for without a new token; with teachers, as long as these may take."""
         self.max_attempts = max_attempts
 
     def grant(self, slot: Slot, server: str, now: float) -> None:
@@ -100,7 +101,7 @@ class Leases:
     ) -> bool:
         """Push the deadline of a lease that is still held; False when it is not (any more).
 
-        Without a new token for `lease_s`, scoring included, the deadline stays: a server whose engine hangs goes on
+        Without a new token for `quiet_s`, scoring included, the deadline stays: a server whose engine hangs goes on
         renewing. Of a lease that waits for its turn, `queued_behind` is when its server sampled anything last.
         """
         if slot.state is not SlotState.LEASED or slot.server != server or slot.attempt != attempt:
@@ -109,7 +110,7 @@ class Leases:
             slot.tokens, slot.progress_at = tokens, now
         elif queued_behind is not None:
             slot.progress_at = max(slot.progress_at, queued_behind)
-        slot.deadline = min(now, slot.progress_at + self.lease_s) + self.lease_s
+        slot.deadline = min(now, slot.progress_at + self.quiet_s) + self.lease_s
         return True
 
     def release(self, slot: Slot, reason: str) -> None:

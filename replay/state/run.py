@@ -27,6 +27,8 @@ class RunState:
         self.buffer = GroupBuffer(config.rollout.groups_per_step, config.replay.async_lag, config.replay.on_stale)
         self.counters: Counter[str] = self.buffer.counters
         self.leases = Leases(config.replay.lease_s, config.replay.max_attempts)
+        if config.scoring is not None:
+            self.leases.quiet_s = max(config.replay.lease_s, config.scoring.longest_s)
         self.policies = Policies()
         self.partials = Partials(config.rollout.group_size, config.rollout.max_new_tokens, self.counters)
         """What running answers have got so far, as far as their servers have told it. Not journalled."""

@@ -63,8 +63,14 @@ def test_the_oldest_token_of_a_group_is_looked_for_once():
     assert len(looked) == 2
 
 
-def test_renewals_without_progress_end_the_lease():
-    made = service()
+SCORED = {"of": "policy", "context": "{prompt}!", "wait_s": 40.0, "retries": 2, "timeout_s": 10.0}
+
+
+@pytest.mark.parametrize(("on_error", "quiet_s"), [(None, 10), ("wait", 40), ("leave_out", 30)])
+def test_renewals_without_progress_end_the_lease(on_error, quiet_s):
+    """A group that waits for scores of a teacher may do so for as long as its server waits."""
+    taught = {"algorithm__distillation": "sampled", "teachers": {"own": {**SCORED, "on_error": on_error}}}
+    made = service(**(taught if on_error else {}))
     (given,) = lease(made)
     now = 0.0
     while made.buffer.count(SlotState.LEASED) and now < 100:
@@ -72,7 +78,7 @@ def test_renewals_without_progress_end_the_lease():
         made.handle("a", m.Renew(leases=[[given.pass_, given.index, given.attempt, 3]]), now)
         made.handle("a", m.LeaseRequest(capacity=0, version=0), now)
         made.tick(now)
-    assert 15 < now <= 22, "lease_s is 10: one lease of grace for waiting and scoring"
+    assert quiet_s + 5 < now <= quiet_s + 12, "lease_s is 10: one lease of grace for waiting and scoring"
     assert sent(made, "a", m.Cancel)[-1].reason == "lease expired"
 
 
