@@ -124,12 +124,14 @@ def log_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
 
 
 def _check_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]], config: Config) -> None:
-    for key in FIXED:
-        if key in changed:
-            raise BadRunFolder(
-                f"--resume: {key}: {run_dir} was begun with {changed[key][0]!r}, and its journal depends on it; leave"
-                f" --set {key} out, or start a new run"
-            )
+    fixed = {key: changed[key][0] for key in FIXED if key in changed}
+    before, now = map(_scored, (load(run_dir / "config.yaml"), config))
+    fixed |= {key: value for key, value in before.items() if now.get(key) != value}
+    for key, value in fixed.items():
+        raise BadRunFolder(
+            f"--resume: {key}: {run_dir} was begun with {value!r}, and its journal depends on it; leave --set {key}"
+            " out, or start a new run"
+        )
     if not {"model.path", "model.chat_template"} & changed.keys():
         return
     model = config.model
@@ -147,6 +149,12 @@ def _check_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]], config
             f"--resume: model.path: {model.path} has another {different[0]} than {path}, with which {run_dir} was"
             " begun; leave --model out, or start a new run from a checkpoint's weights with --model"
         )
+
+
+def _scored(config: Config) -> dict[str, Any]:
+    """By key, what the scores in a journal are of."""
+    asked = config.scoring
+    return {"teachers": []} if asked is None else {"teachers": asked.names, "algorithm.distillation": f"k {asked.k}"}
 
 
 def played_back(run_dir: Path, overrides: list[str]) -> Config:

@@ -274,6 +274,22 @@ def test_what_the_journal_depends_on_cannot_change(resume, changed, words):
         resume("--set", changed)
 
 
+def test_a_resume_goes_on_with_the_teachers_of_its_journal(resume, tmp_path):
+    """Groups in it hold their scores, with so many ids of each token."""
+    small, big = ({name: {"path": name, "rows": {"size": name}}} for name in ("small", "big"))
+    begun = {"algorithm": {"distillation": {"top_k": {"k": 4}}}, "teachers": small}
+    (tmp_path / "same" / "config.yaml").write_text(dump(load("quickstart", [f"{k}={v}" for k, v in begun.items()])))
+    for changed, words in (
+        (f"teachers={big}", r"--resume: teachers: .* was begun with \['small'\]"),
+        (f"teachers={small | big}", r"--resume: teachers: .* was begun with \['small'\]"),
+        ("algorithm.distillation={top_k: {k: 5}}", "--resume: algorithm.distillation: .* was begun with 'k 4'"),
+        ("algorithm.distillation=sampled", "--resume: algorithm.distillation: .* was begun with 'k 4'"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            resume("--set", changed)
+    assert resume("--set", "teachers.small.timeout_s=3").teachers["small"].timeout_s == 3
+
+
 def test_another_model_is_refused_and_the_same_elsewhere_is_not(resume, tmp_path, monkeypatch):
     prints = {str(tmp_path): {"tokenizer": "a", "architecture": "b"}, "moved": {"tokenizer": "a", "architecture": "b"}}
     prints["other"] = {"tokenizer": "a", "architecture": "c"}
