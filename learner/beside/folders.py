@@ -8,6 +8,13 @@ from slipstream.families.pictures import vision_of
 from slipstream.runtime.fingerprint import ARCHITECTURE_KEYS, model_fingerprint, read_json, token_ids_of
 
 
+def beside(config: Config) -> dict[str, str]:
+    """Folders of the models in the learner's ranks beside the policy, by key."""
+    given = {"algorithm.reference_path": config.algorithm.reference_path, "critic.path": config.critic.path}
+    given |= {f"teachers.{name}.path": one.path for name, one in config.teachers.items() if one.where == "learner"}
+    return {key: path for key, path in given.items() if path is not None}
+
+
 def check_folders(config: Config) -> None:
     """Refuse a reference model, a critic or a teacher in the learner that cannot speak of the policy's tokens.
 
@@ -17,13 +24,9 @@ def check_folders(config: Config) -> None:
             beside pictures.
         FingerprintError: its config.json is missing or broken.
     """
-    algorithm = config.algorithm
-    given = {"algorithm.reference_path": algorithm.reference_path, "critic.path": config.critic.path}
-    given |= {f"teachers.{name}.path": one.path for name, one in config.teachers.items() if one.where == "learner"}
-    policy = read_json(Path(config.model.path) / "config.json") if any(given.values()) else {}
+    given, refresh_steps = beside(config), config.algorithm.reference_refresh_steps
+    policy = read_json(Path(config.model.path) / "config.json") if given else {}
     for key, path in given.items():
-        if path is None:
-            continue
         if not Path(path).is_dir() or not any(Path(path).glob("*.safetensors")):
             raise InputMissing(f"{key}: {path!r} is no folder with config.json and safetensors; give one, or none")
         own = read_json(Path(path) / "config.json")
@@ -34,10 +37,10 @@ def check_folders(config: Config) -> None:
             )
         (_check_teacher if key.startswith("teachers.") else _check_ids)(key, path, config)
         different = [name for name in ARCHITECTURE_KEYS if own.get(name) != policy.get(name)]
-        if different and key == "algorithm.reference_path" and algorithm.reference_refresh_steps:
+        if different and key == "algorithm.reference_path" and refresh_steps:
             name = different[0]
             raise Contradiction(
-                f"algorithm.reference_refresh_steps: {algorithm.reference_refresh_steps}, but {path!r} has {name}"
+                f"algorithm.reference_refresh_steps: {refresh_steps}, but {path!r} has {name}"
                 f" {own.get(name)!r} and model.path {policy.get(name)!r}; take 0 steps, or a reference of the policy's"
                 " architecture"
             )

@@ -5,6 +5,7 @@ from pathlib import Path
 from configs.errors import NoRoom
 from configs.machine import gpu_bytes
 from configs.schema import Config
+from learner.beside.folders import beside
 from learner.policy.memory import ENGINE_SHARE, GIB, OF_RANK_0, Setup, available_bytes, choose, host_items_of, refusal
 from slipstream.families.pictures import decoder_of
 from slipstream.families.sizes import Sizes
@@ -12,9 +13,10 @@ from slipstream.runtime.fingerprint import FingerprintError, read_json
 
 
 def sizes_of(config: Config) -> Sizes | None:
-    """Of the policy; None where its config.json cannot be read, which other checks name."""
+    """Of the policy; None where its config.json, or one beside it, cannot be read, which other checks name."""
     try:
-        return Sizes.of(decoder_of(read_json(Path(config.model.path) / "config.json")))
+        *_, own = (read_json(Path(path) / "config.json") for path in (*beside(config).values(), config.model.path))
+        return Sizes.of(decoder_of(own))
     except (FingerprintError, LookupError, TypeError, ValueError):
         return None
 

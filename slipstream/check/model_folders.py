@@ -6,7 +6,7 @@ from safetensors import SafetensorError, safe_open
 
 from configs.errors import Contradiction, InputMissing
 from configs.schema import Config
-from learner.beside.folders import check_folders
+from learner.beside.folders import beside, check_folders
 from learner.checkpoints.folders import MARK, incomplete
 from learner.policy.divisibility import problem_with
 from slipstream.check.pictures import problem_with_pictures
@@ -67,6 +67,8 @@ def check_policy(config: Config) -> None:
     if problem := Sizes.of(model).problem_with_ends(config.max_context):
         raise Contradiction(problem)
     check_folders(config)
+    for key, path in beside(config).items():
+        check_weights(Path(path), key)
 
 
 def check_weights(folder: Path, key: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from configs.errors import BadPlacement, Contradiction, InputMissing, NoRoom
 from configs.schema import Config
 from configs.teachers import Scoring, Teacher
+from learner.beside.folders import check_folders
 from replay.data import Reading, read_rows
 from rollout_server.tasks.failed import LeaseFailed
 from rollout_server.teachers import TeacherError
@@ -59,6 +60,8 @@ def _check_scores(config: Config, name: str, teacher: Teacher) -> None:
 
 def _check_folder(config: Config, key: str, teacher: Teacher) -> None:
     """A model that the engine computes, with the run's tokenizer, and long enough."""
+    if teacher.where == "learner":
+        check_folders(config)  # as the check of the model folders, so that the same cause is one
     folder = Path(str(teacher.path))
     if not folder.is_dir():
         raise InputMissing(f"{key}: no folder {str(folder)!r}; give a Hugging Face folder with the run's tokenizer")

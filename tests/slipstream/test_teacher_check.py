@@ -1,6 +1,7 @@
 """What a dry run says of teachers that could not score this run's answers."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from configs.errors import BadPlacement, ConfigError
 from configs.loading import dump
 from configs.shared import shared_values
 from examples.random_qwen3 import make
-from slipstream.check import teachers
+from slipstream.check import checks, teachers
 from slipstream.launch import here
 from slipstream.plan.processes import Machine, assign
 
@@ -24,6 +25,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make(shape, path / name, 0)
     described = json.loads((path / "short" / "config.json").read_text())
     (path / "short" / "config.json").write_text(json.dumps(described | {"max_position_embeddings": 20}))
+    shutil.copytree(path / "teacher", path / "cut")
+    (path / "cut" / "model.safetensors").write_bytes(b"12345678")
+    (path / "empty").mkdir()
     rows = [{"prompt": f"w{n}", "answer": "w7", "level": n % 2} for n in range(5, 9)]
     (path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -92,6 +96,19 @@ def test_teachers_that_cannot_score_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         list(teachers.check(config_of(folder, teacher, **run)))
+
+
+@pytest.mark.parametrize("key", ["teachers.big.path", "algorithm.reference_path"])
+@pytest.mark.parametrize("path", ["none", "empty", "other", "cut"])
+def test_a_folder_beside_the_policy_that_cannot_be_used_is_refused_once(folder: Path, key: str, path: str) -> None:
+    """The models of a run, its teachers and its memory are looked at one after the other."""
+    teacher = {"path": path, "where": "learner"} if key.startswith("teachers") else URL
+    run = config_of(folder, teacher, distillation="full" if key.startswith("teachers") else "sampled")
+    if teacher is URL:
+        settings = {"kl": "k3", "reference_path": str(folder / path)}
+        run = run.model_copy(update={"algorithm": run.algorithm.model_copy(update=settings)})
+    (stop,) = (one for one in checks.found(run, checks.OF_THE_RUN) if one.severity == "stop")
+    assert stop.text.startswith(f"{key}: ")
 
 
 def test_on_gpus_a_teacher_names_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
