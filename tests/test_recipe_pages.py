@@ -127,6 +127,7 @@ def test_a_recipe_can_be_followed(
     monkeypatch.chdir(downloads)
     shutil.rmtree("keys", ignore_errors=True)
     write_files(page, downloads)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("slipstream.launch.machine.count_gpus", lambda: 8)
     monkeypatch.setattr("slipstream.launch.machine.torch_has_cuda", lambda: True)
     monkeypatch.setattr("learner.policy.memory.gpu_bytes", lambda: 80 * 10**9)

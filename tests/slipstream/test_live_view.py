@@ -84,7 +84,8 @@ def progress_of(*rows: dict[str, Any]) -> MetricRows:
 
 
 def view(mode: Any, **console: Any) -> LiveView:
-    return LiveView(load("quickstart"), mode, Console(record=True, file=io.StringIO(), width=110, height=60, **console))
+    plain = {"width": 110, "height": 60, "_environ": {}}  # whatever terminal the tests run in
+    return LiveView(load("quickstart"), mode, Console(record=True, file=io.StringIO(), **plain | console))
 
 
 def test_the_line_of_a_step():

@@ -264,7 +264,8 @@ def test_an_endpoint_serves_numbers_with_labels_and_leaves_no_target_behind(tmp_
         watch.sample(1.0, {"learner": Use(1, 2**30, 17, 4)}, {})
         shown = {"critic/score/mean": 0.5, "training/lag_histogram": {"0": 3, "1": 4}, "rollout/groups/s-1": 9.0}
         watch.show({**shown, "prompts/level": 1.0, "prompts/level/sums": 2.0, "text": "not a number"})
-        text = urllib.request.urlopen(f"http://{found['targets'][0]}/metrics", timeout=10).read().decode()
+        without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        text = without_proxy.open(f"http://{found['targets'][0]}/metrics", timeout=10).read().decode()
     labels = 'process="learner-0",role="learner",run="a"'
     samples = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     samples = {
