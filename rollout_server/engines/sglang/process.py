@@ -21,7 +21,15 @@ import numpy as np
 import torch
 
 from configs.schema import Config
-from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, EngineStartFailed, Pictures, Sampling
+from rollout_server.engines.base import (
+    EngineDead,
+    EngineError,
+    EngineSilent,
+    EngineStartFailed,
+    EngineStartRefused,
+    Pictures,
+    Sampling,
+)
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
 from rollout_server.engines.sglang.cpu import CPU_SWITCH, give_cores, prepare_cpu
 from rollout_server.engines.sglang.requests import SCORED_AT, AnswerPart
@@ -40,6 +48,8 @@ DEATH_LOOK_S = 1.0
 LOG_TAIL_BYTES = 1 << 20
 ERROR_LINE = re.compile(r"(?:\[[^\]]*\] )?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure)\b")
 """The last line of a traceback."""
+OF_WHAT_IS_GIVEN = re.compile(r"(?:\[[^\]]*\] )?(?:Value|Type|NotImplemented|Assertion|Import|ModuleNotFound)Error\b")
+"""One about arguments, the model or packages, not about memory, a port or a device."""
 
 
 def _ignore_sigquit(_number: int, _frame: object) -> None:
@@ -69,12 +79,14 @@ class ChildrenLog:
         return f"{error} ({said})" if error else said
 
 
-def start_failure(said: str, last_error: str) -> str:
-    """Why SGLang did not start: its children's last error, if known, and what it `said`."""
+def start_failure(what: str, said: str, last_error: str) -> EngineStartFailed:
+    """Why `what` did not start: its children's last error, if known, and what it `said`."""
     # Its guess at the OOM killer is kept for a child that SIGKILL ended.
-    if "exit code: -9" not in said:
+    if not (was_killed := "exit code: -9" in said):
         said = said.partition(" If exit code is -9")[0]
-    return f"{last_error} ({said})" if last_error else f"{said} The cause stands above in its log."
+    why = f"{last_error} ({said})" if last_error else f"{said} The cause stands above in its log."
+    kind = EngineStartRefused if OF_WHAT_IS_GIVEN.match(last_error) and not was_killed else EngineStartFailed
+    return kind(f"{what} did not start: {why}")
 
 
 if multiprocessing.current_process().name != "MainProcess":
@@ -189,8 +201,7 @@ class SGLangProcess:
             with Progress("starting SGLang, which loads weights, captures CUDA graphs and compiles kernels"):
                 self._engine = _engine_class()(**arguments)
         except (RuntimeError, OSError, EOFError) as error:
-            reason = start_failure(str(error), children_log.last_error())
-            raise EngineStartFailed(f"SGLang {sglang.__version__} did not start: {reason}") from error
+            raise start_failure(f"SGLang {sglang.__version__}", str(error), children_log.last_error()) from error
         except (ValueError, TypeError, AssertionError) as error:
             raise EngineError(f"SGLang {sglang.__version__} refuses its arguments: {error}") from error
         finally:
