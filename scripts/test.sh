@@ -2,7 +2,7 @@
 # Every check and every test: scripts/test.sh [--all] [arguments of pytest]
 #
 #   scripts/test.sh                 static checks and the default tests, in two lanes (tests/lanes.py)
-#   scripts/test.sh --all           the tests marked slow as well: campaigns of faults, whole benchmarks
+#   scripts/test.sh --all           the tests marked slow as well, in three: campaigns of faults, whole benchmarks, mutants
 #   scripts/test.sh tests/replay    arguments go to pytest, in one lane
 #
 # Sets itself up on a fresh machine: without $SLIPSTREAM_PYTHON, .venv is made by scripts/install.sh (quick when it is
@@ -23,14 +23,16 @@ fi
 export SLIPSTREAM_PYTHON
 
 selection=()
+lanes=2
 if [ "${1:-}" = --all ]; then
     shift
-    selection=(-m "")
+    selection=(-m "" --durations 40)
+    lanes=3 # what is slow mostly waits
 fi
 whole=()
 rules=()
 if [ $# -eq 0 ]; then
-    whole=(-p tests.lanes -n 2 --dist loadscope --no-loadscope-reorder)
+    whole=(-p tests.lanes -n "$lanes" --dist loadscope --no-loadscope-reorder)
     rules=(--no-rules) # pytest runs them below
 fi
 checks=0

@@ -9,10 +9,11 @@ TESTS = Path(__file__).parent
 ENGINES = "rollout_server"
 """These stay together, because they share one SGLang; everything else stays together by its file."""
 LONGEST = (
+    *("e2e/test_slurm.py", "mutants", "e2e/test_learner_nodes.py", "e2e/test_image.py"),
     *("e2e/test_whole_run.py", "e2e/test_campaign.py", "e2e/test_process_faults.py", "e2e/test_in_place.py"),
     *(ENGINES, "e2e/test_elastic.py", "e2e/test_namespaces.py", "e2e/test_planted_faults.py", "e2e"),
 )
-"""What begins first, so that both workers end at about the same time: whole runs mostly wait, two at a time."""
+"""What begins first, so that all workers end at about the same time: whole runs mostly wait."""
 
 
 def lane(file: str) -> str:

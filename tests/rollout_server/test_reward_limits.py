@@ -291,7 +291,7 @@ async def test_close_leaves_no_process_and_ends_waiting_calls(grader: str) -> No
 async def test_a_cancelled_call_does_not_hurt_the_next(grader: str, tmp_path: Path) -> None:
     note = tmp_path / "judged"
     async with pool_of(f"{grader}:grade") as pool:
-        calls = [asyncio.create_task(pool.score([sample(f"noted {note} 0.1")] * 3)) for _ in range(3)]
+        calls = [asyncio.create_task(pool.score([sample(f"noted {note} 0.5")] * 3)) for _ in range(3)]
         await eventually(note.exists, "the first of nine answers is being judged")
         for call in calls:
             call.cancel()
@@ -354,7 +354,7 @@ asyncio.run(main())
 
 async def test_a_pool_says_what_waits_for_it_and_for_how_long(grader: str) -> None:
     async with pool_of(f"{grader}:grade", workers=1) as pool:
-        scoring = asyncio.create_task(pool.score([sample("sleep 0.4")] * 3))
+        scoring = asyncio.create_task(pool.score([sample("sleep 1.2"), *[sample("sleep 0")] * 2]))
         await asyncio.sleep(0.3)
         during = pool.gauges()
         await scoring
