@@ -17,8 +17,9 @@ import torch
 from examples.random_qwen3 import write_tokenizer
 from rollout_server import main as rollout_main
 from rollout_server.engines.base import EngineError, EngineStartFailed
+from rollout_server.engines.sglang.children_log import ChildrenLog, start_failure
 from rollout_server.engines.sglang.cpu import STOOD_IN_FOR, give_cores, prepare_cpu, stand_in_folder
-from rollout_server.engines.sglang.process import ChildrenLog, SGLangProcess, start_failure
+from rollout_server.engines.sglang.process import SGLangProcess
 from slipstream.runtime.lifeline import START_REFUSED
 
 DIED = (
