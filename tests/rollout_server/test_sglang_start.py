@@ -77,9 +77,9 @@ def test_a_child_that_fails_in_a_run_is_quoted(tmp_path: Path) -> None:
 
 def test_the_oom_killer_is_named_for_a_child_that_was_killed_only() -> None:
     error = "ImportError: the attention kernel is missing"
-    refused, failed = (str(start_failure("SGLang", DIED.format(1), last)) for last in (error, ""))
-    assert refused.startswith(f"SGLang did not start: {error} (Rank 0 scheduler died")
-    assert "OOM" not in refused + failed and "OOM" in str(start_failure("SGLang", DIED.format(-9), ""))
+    refused, failed = (str(start_failure("0.5", DIED.format(1), last)) for last in (error, ""))
+    assert refused.startswith(f"SGLang 0.5 did not start: {error} (Rank 0 scheduler died")
+    assert "OOM" not in refused + failed and "OOM" in str(start_failure("0.5", DIED.format(-9), ""))
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_the_oom_killer_is_named_for_a_child_that_was_killed_only() -> None:
 def test_a_start_that_refuses_what_it_is_given_says_so(
     last_error: str, is_refusal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    error = start_failure("SGLang", DIED.format(1), last_error)
-    assert type(start_failure("SGLang", DIED.format(-9), last_error)) is EngineStartFailed
+    error = start_failure("0.5", DIED.format(1), last_error)
+    assert type(start_failure("0.5", DIED.format(-9), last_error)) is EngineStartFailed
     monkeypatch.setattr(rollout_main.ending, "leave", lambda code, *_: code)
     assert rollout_main.stopped("rollout-0", error) == (START_REFUSED if is_refusal else 2)
 

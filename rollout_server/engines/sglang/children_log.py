@@ -36,11 +36,11 @@ class ChildrenLog:
         return f"{error} ({said})" if error else said
 
 
-def start_failure(what: str, said: str, last_error: str) -> EngineStartFailed:
-    """Why `what` did not start: its children's last error, if known, and what it `said`."""
+def start_failure(version: str, said: str, last_error: str) -> EngineStartFailed:
+    """Why SGLang did not start: its children's last error, if known, and what it `said`."""
     # Its guess at the OOM killer is kept for a child that SIGKILL ended.
     if not (was_killed := "exit code: -9" in said):
         said = said.partition(" If exit code is -9")[0]
     why = f"{last_error} ({said})" if last_error else f"{said} The cause stands above in its log."
     kind = EngineStartRefused if OF_WHAT_IS_GIVEN.match(last_error) and not was_killed else EngineStartFailed
-    return kind(f"{what} did not start: {why}")
+    return kind(f"SGLang {version} did not start: {why}")

@@ -154,7 +154,7 @@ class SGLangProcess:
             with Progress("starting SGLang, which loads weights, captures CUDA graphs and compiles kernels"):
                 self._engine = _engine_class()(**arguments)
         except (RuntimeError, OSError, EOFError) as error:
-            raise start_failure(f"SGLang {sglang.__version__}", str(error), children_log.last_error()) from error
+            raise start_failure(sglang.__version__, str(error), children_log.last_error()) from error
         except (ValueError, TypeError, AssertionError) as error:
             raise EngineError(f"SGLang {sglang.__version__} refuses its arguments: {error}") from error
         finally:
