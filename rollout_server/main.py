@@ -20,7 +20,7 @@ from configs.schema import Config
 from replay.channel import AsyncDealer, ChannelError, KeysError, PeerRefused, load_keys
 from replay.messages import FROM_REPLAY
 from rollout_server.engines import Engine, EngineError, EngineStartFailed, build_engine
-from rollout_server.engines.base import first_error
+from rollout_server.engines.base import EngineStartRefused, first_error
 from rollout_server.episodes import EpisodeGenerator
 from rollout_server.generate import Generator
 from rollout_server.serve import serve
@@ -34,7 +34,7 @@ from rollout_server.teachers import TeacherError
 from rollout_server.teachers.scores import Teachers
 from slipstream.runtime import ending, hang
 from slipstream.runtime.fingerprint import FingerprintError, run_fingerprint
-from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED, die_with_parent, set_up_logging
+from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED, START_REFUSED, die_with_parent, set_up_logging
 from slipstream.runtime.program import program
 from slipstream.runtime.vitals import device
 from slipstream.runtime.vitals.watch import Vitals
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
 
 def stopped(name: str, error: BaseException, code: int = 2) -> int:
     """Say why a process of this name ends; its exit code."""
-    known = isinstance(error, SlipstreamError)
+    known, code = isinstance(error, SlipstreamError), START_REFUSED if isinstance(error, EngineStartRefused) else code
     said = error if known else Unexpected(f"{type(error).__name__}: {error}")
     log.error("%s", text := f"{name} stops: {said}", exc_info=not isinstance(error, RuntimeError | ValueError))
     return ending.leave(code, text, said)

@@ -34,6 +34,10 @@ class EngineStartFailed(SlipstreamError, RuntimeError, code="SLIP-ENGINE-02"):
     """The engine did not start; a restart may help, for example once memory is free."""
 
 
+class EngineStartRefused(EngineStartFailed):
+    """Its own words are of what it was given; where the next start ends in them as well, no other one helps."""
+
+
 def first_error(group: BaseException) -> BaseException:
     """The first exception in a group that is no group itself."""
     while isinstance(group, BaseExceptionGroup):

@@ -136,13 +136,16 @@ def flops(model: Any, rows: Any) -> float:
     return flops_of(Sizes.of(model.to_dict()), rows)
 
 
+def answers_a_group(heat: str) -> int:
+    return 1 if "objective" in HEATS.get(heat, {}) else GROUP
+
+
 def config_of(task: Task, folder: str) -> Any:
     import torch
 
     from configs.loading import validate
 
-    size = GROUP if HEATS[task.heat].get("objective", "rl") == "rl" else 1
-    groups = task.ranks * task.trajectories // size
+    groups = task.ranks * task.trajectories // answers_a_group(task.heat)
     rollout = {"max_new_tokens": task.cap, "group_size": GROUP, "groups_per_step": groups}
     learner = {"max_tokens_per_microbatch": task.max_tokens, "warmup_steps": 0, "lr": 1e-6}
     tree = {
@@ -276,10 +279,14 @@ def command(argv: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(result), flush=True)
         os._exit(0)
+    heats = [name.replace("+", ", ") for name in options.heats.split(",")]
+    least = max(-(-answers_a_group(heat) // options.ranks) for heat in heats)
+    if options.trajectories < least:
+        parser.error(f"--trajectories {options.trajectories}: not one group of {GROUP} answers; give {least} or more")
     mesh = {name: int(size) for name, _, size in (one.partition("=") for one in options.mesh.split(",") if one)}
     results: list[dict[str, Any]] = []
     for shape in options.shapes.split(","):
-        for heat in (name.replace("+", ", ") for name in options.heats.split(",")):
+        for heat in heats:
             task = Task(shape, heat, mesh, **{name: getattr(options, name) for name in SIZES})
             own = ["-m", "scripts.bench", "learner", "--task", json.dumps(asdict(task))]
             if task.ranks > 1:

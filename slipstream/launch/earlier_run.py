@@ -127,7 +127,8 @@ def _check_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]], config
     fixed = {key: changed[key][0] for key in FIXED if key in changed}
     before, now = map(_scored, (load(run_dir / "config.yaml"), config))
     fixed |= {key: value for key, value in before.items() if now.get(key) != value}
-    for key, value in fixed.items():
+    if fixed:
+        key, value = next(iter(fixed.items()))
         raise BadRunFolder(
             f"--resume: {key}: {run_dir} was begun with {value!r}, and its journal depends on it; leave --set {key}"
             " out, or start a new run"

@@ -39,7 +39,7 @@ from slipstream.launch.run_folder import JOB, folder_of
 from slipstream.launch.servers import EndedForGood, LocalServers, NoneCanStart, RunFailed
 from slipstream.launch.terminal import Interrupted, catch_signals, ignore_signals, write_line
 from slipstream.runtime import hang
-from slipstream.runtime.lifeline import CANNOT_GO_ON, CANNOT_START, RUN_FAILED, TRY_AGAIN
+from slipstream.runtime.lifeline import CANNOT_GO_ON, CANNOT_START, RUN_FAILED, START_REFUSED, TRY_AGAIN
 
 POLL_S = 0.1
 SPEC_S = 60.0
@@ -178,7 +178,7 @@ class Node:
             children.stop([*servers.children, *teachers.children], PATIENCE_S)
             self._show_logs()
         if failures := servers.failures | teachers.failures:
-            final = all(code in (RUN_FAILED, CANNOT_START) for code in failures.values())
+            final = all(code in (RUN_FAILED, CANNOT_START, START_REFUSED) for code in failures.values())
             raise (EndedForGood if final else RunFailed)(f"given up: {', '.join(failures)}")
         return 0
 

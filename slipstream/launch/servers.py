@@ -9,7 +9,7 @@ from typing import Any
 from configs.algorithm import Rollout
 from configs.errors import SlipstreamError, coded
 from slipstream.launch.children import Child
-from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED
+from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED, START_REFUSED
 
 SOON_S = 10.0
 """A process that lived for less doubles the wait before its next start."""
@@ -101,6 +101,8 @@ class LocalServer:
     given_up: bool = False
     left_at: float | None = None
     """When it was first seen to have ended with exit code 0."""
+    last_code: int = 0
+    """Of the process before."""
     ended_as_silent: Child | None = None
     """The process that was ended because replay heard nothing of it."""
 
@@ -177,6 +179,8 @@ class LocalServers:
             self._died(name, server, code)
 
     def _died(self, name: str, server: LocalServer, code: int) -> None:
+        before, server.last_code = server.last_code, code
+        code = CANNOT_START if before == code == START_REFUSED else code
         cause, limit = coded(server.child.root_cause(), RunFailed.code), self.config.restarts
         if server.ended_as_silent is server.child:
             who = f"{name} (pid {server.child.pid}) says nothing to replay (network.silent_after_s)"

@@ -25,6 +25,8 @@ from slipstream.plan.advice import Advised, Split, advise, splits, table, yaml_o
 from slipstream.runtime.fingerprint import FingerprintError, read_json
 from slipstream.runtime.program import program
 
+TEACHER = "beside it with a teacher of SIZE times the policy's parameters on so many GPUs of its own, such as 1:1"
+
 
 def main() -> int:
     """Entry point; exit code 0: there is a split, 1: none fits, 2: bad input."""
@@ -45,8 +47,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, help="counted steps of each simulated run (default: 16, of large runs 4)")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="a key of the configuration")
     parser.add_argument("--cost", action="append", default=[], metavar="NAME=VALUE", help="a constant by hand")
+    parser.add_argument("--teacher", type=_teacher, metavar="SIZE:GPUS", help=TEACHER)
     parser.add_argument("--out", type=Path, help="file for all predictions as JSON")
     return parser
+
+
+def _teacher(text: str) -> float:
+    """What a token takes it, in prefills of the policy's on one GPU."""
+    size, _, gpus = text.partition(":")
+    if int(gpus) < 1:
+        raise ValueError(gpus)
+    return float(size) / int(gpus)
 
 
 def _numbers(text: str) -> list[int]:
@@ -65,13 +76,20 @@ def _run(args: argparse.Namespace) -> int:
     if found[0].outcome is None:
         return 1
     best = best_of(found, config.replay.async_lag)
+    said = {"best": best.as_json(), "plans": len(found)}
+    if args.teacher is not None:
+        alone, score_token_s = present or best, args.teacher * fitted.costs.prefill_token_s * fitted.costs.engine_gpus
+        with_it = fitted.with_costs({"score_token_s": score_token_s}, "--teacher")
+        taught = advise(config, with_it, [alone.split], model=_model(args.model, config), steps=args.steps)
+        sys.stdout.write(f"\nwithout and with the teacher\n{table([alone, *taught], alone)}\n")
+        said |= {"alone": alone.as_json(), "with_teacher": taught[0].as_json()}
     text = yaml_of(config, best.split)
     sys.stdout.write(f"\nfastest at lag {best.split.lag}: set\n{text}\n")
     if args.out is not None:
         plans = [one.as_json() for one in found]
         whole = {"plans": plans, "yaml": text, "constants": asdict(fitted.costs), "sources": dict(fitted.sources)}
         args.out.write_text(json.dumps(whole, indent=1) + "\n")
-    sys.stdout.write(json.dumps({"best": best.as_json(), "plans": len(found)}) + "\n")
+    sys.stdout.write(json.dumps(said) + "\n")
     return 0
 
 

@@ -30,6 +30,8 @@ class Costs:
     """Of a prompt's token; the answers of a group share their prompt's."""
     group_s: float = 0.0
     """Of a rollout server's own work on a finished group, one after the other: texts, rewards, message."""
+    score_token_s: float = 0.0
+    """Of a teacher's processes together, for a token of a group whose answers have ended."""
     train_token_s: float
     """Of one GPU that works alone."""
     update_s: float = 0.0

@@ -42,6 +42,8 @@ class Sampled:
     began_at: float
     left: int
     """Answers that have not ended."""
+    score_s: float
+    """Of the teacher."""
 
 
 @dataclass(slots=True)
@@ -54,6 +56,9 @@ class SimulatedEngine:
     """Groups that its server leases at a time."""
     prefill_s: float
     """Of a group: its answers share their prompt."""
+    prompt_tokens: int = 0
+    score_token_s: float = 0.0
+    """Of this engine's share of the teacher, which scores one group after the other."""
     now: float = 0.0
     busy_s: float = 0.0
     """Time with a request."""
@@ -62,6 +67,7 @@ class SimulatedEngine:
     done_at: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
     """When the last group of a batch that ended so far was sent."""
     group_s: list[float] = field(default_factory=list)
+    _scored_at: float = 0.0
     _sent_at: float = 0.0
     _admitted: deque[tuple[int, Sequence[int]]] = field(default_factory=deque)
     """Groups that are not leased yet: batch and tokens."""
@@ -121,7 +127,8 @@ class SimulatedEngine:
         """Lease and start what has room; an answer's first token comes with its prefill."""
         while self._admitted and self._leased < self.capacity:
             batch, lengths = self._admitted.popleft()
-            group = Sampled(batch, self.now, len(lengths))
+            score_s = (self.prompt_tokens + sum(lengths)) * self.score_token_s
+            group = Sampled(batch, self.now, len(lengths), score_s)
             self._waiting.extend((length, group) for length in lengths)
             self._owed += self.prefill_s
             self._leased += 1
@@ -141,7 +148,8 @@ class SimulatedEngine:
         if not group.left:
             self._leased -= 1
             self.group_s.append(self.now - group.began_at)
-            self._sent_at = max(self._sent_at, self.now) + self.costs.group_s
+            self._scored_at = max(self._scored_at, self.now) + group.score_s
+            self._sent_at = max(self._sent_at, self._scored_at) + self.costs.group_s
             self.done_at[group.batch] = self._sent_at
             self.held[group.batch] -= 1
         self._begin()
@@ -161,9 +169,9 @@ class SimulatedRun:
     def run(self, warmup: int, steps: int) -> SimulationResult:
         """Make so many steps; the first ones do not count."""
         costs, lag, more = self.costs, self.config.replay.async_lag, self.workload.prompt_tokens
-        prefill_s = more * costs.prefill_token_s
         room = self.config.rollout.max_running, self.config.lease_capacity
-        engines = [SimulatedEngine(costs, *room, prefill_s) for _ in range(self.num_engines)]
+        prefill_s, score_token_s = more * costs.prefill_token_s, costs.score_token_s * self.num_engines
+        engines = [SimulatedEngine(costs, *room, prefill_s, more, score_token_s) for _ in range(self.num_engines)]
         lengths = [self._admit(engines, batch, 0.0) for batch in range(lag + 1)]
         taken, live, commits, busy = 0.0, 0.0, list[float](), list[float]()
         updates: list[tuple[float, float]] = []

@@ -18,6 +18,8 @@ PARENT = "SLIPSTREAM_PARENT_PID"
 """Environment variable that tells a learner rank who its parent is."""
 CANNOT_START = 78
 """Exit code (EX_CONFIG of sysexits.h) of a process that refuses what it was given: starting it again is no use."""
+START_REFUSED = 79
+"""Exit code of a process whose engine refuses what it was given, as far as its words tell: twice in a row, it does."""
 CANNOT_GO_ON = 2
 """Exit code of replay, of a learner rank and of a node that another start would refuse as well."""
 RUN_FAILED = 3

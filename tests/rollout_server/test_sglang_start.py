@@ -15,9 +15,12 @@ import pytest
 import torch
 
 from examples.random_qwen3 import write_tokenizer
-from rollout_server.engines.base import EngineError
+from rollout_server import main as rollout_main
+from rollout_server.engines.base import EngineError, EngineStartFailed
+from rollout_server.engines.sglang.children_log import ChildrenLog, start_failure
 from rollout_server.engines.sglang.cpu import STOOD_IN_FOR, give_cores, prepare_cpu, stand_in_folder
-from rollout_server.engines.sglang.process import ChildrenLog, SGLangProcess, start_failure
+from rollout_server.engines.sglang.process import SGLangProcess
+from slipstream.runtime.lifeline import START_REFUSED
 
 DIED = (
     "Rank 0 scheduler died during initialization (exit code: {}). If exit code is -9 (SIGKILL), a common cause is the"
@@ -74,9 +77,30 @@ def test_a_child_that_fails_in_a_run_is_quoted(tmp_path: Path) -> None:
 
 def test_the_oom_killer_is_named_for_a_child_that_was_killed_only() -> None:
     error = "ImportError: the attention kernel is missing"
-    assert start_failure(DIED.format(1), error).startswith(f"{error} (Rank 0 scheduler died")
-    assert "OOM" not in start_failure(DIED.format(1), error) + start_failure(DIED.format(1), "")
-    assert "OOM" in start_failure(DIED.format(-9), "")
+    refused, failed = (str(start_failure("0.5", DIED.format(1), last)) for last in (error, ""))
+    assert refused.startswith(f"SGLang 0.5 did not start: {error} (Rank 0 scheduler died")
+    assert "OOM" not in refused + failed and "OOM" in str(start_failure("0.5", DIED.format(-9), ""))
+
+
+@pytest.mark.parametrize(
+    ("last_error", "is_refusal"),
+    [
+        ("[2026-11-29 00:00:00 TP0] ValueError: Model architectures ['X'] are not supported for now.", True),
+        ("NotImplementedError: it has no such backend", True),
+        ("AssertionError: page size", True),
+        ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", False),
+        ("torch.OutOfMemoryError: CUDA out of memory.", False),
+        ("OSError: [Errno 98] Address already in use", False),
+        ("", False),
+    ],
+)
+def test_a_start_that_refuses_what_it_is_given_says_so(
+    last_error: str, is_refusal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = start_failure("0.5", DIED.format(1), last_error)
+    assert type(start_failure("0.5", DIED.format(-9), last_error)) is EngineStartFailed
+    monkeypatch.setattr(rollout_main.ending, "leave", lambda code, *_: code)
+    assert rollout_main.stopped("rollout-0", error) == (START_REFUSED if is_refusal else 2)
 
 
 # ---- on a machine without a GPU ---------------------------------------------------------------------------
@@ -188,6 +212,7 @@ def test_a_package_that_cannot_be_imported_is_hidden_and_the_others_are_not(tmp_
 FIRST = """
 import sys
 import rollout_server.teacher, scripts.bench.bus, scripts.bench.server
+from rollout_server import main as rollout_main
 from rollout_server.engines.base import EngineError
 from rollout_server.main import Parts, main
 def build(config):

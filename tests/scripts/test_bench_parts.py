@@ -178,6 +178,19 @@ def test_flops_of_the_learner_are_those_of_tokens_that_are_computed() -> None:
     assert found[0] - found[1] == 3 * 7 * (per_token * prompt + 2 * 2 * 2 * heads * prompt * (prompt + 1) // 2)
 
 
+@pytest.mark.parametrize(("heats", "ranks", "least"), [("auto", 1, 8), ("sft,plain", 3, 3), ("sft", 1, 1)])
+def test_too_few_trajectories_for_a_group_are_refused_with_how_many_are_enough(
+    heats: str, ranks: int, least: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_learner, "output_of", lambda *_: '{"heat": 1}')
+    monkeypatch.setattr(bench_learner, "line", str)
+    words = ["--heats", heats, "--ranks", str(ranks), "--trajectories"]
+    with pytest.raises(SystemExit):
+        bench_learner.command([*words, str(least - 1)])
+    assert f"--trajectories {least - 1}: " in (said := capsys.readouterr().err) and f"give {least} or more" in said
+    assert bench_learner.command([*words, str(least)]) == 0
+
+
 def test_times_on_a_slow_disk_are_held_against_those_between_them() -> None:
     length = slow_disk.PHASE_S
     times = load.no_times() | {"batch": [(0.5, 0.1), (0.6, 0.1), (length + 0.5, 0.2), (2 * length, 0.1)]}

@@ -15,7 +15,7 @@ from configs.algorithm import Rollout
 from slipstream.launch import children, servers
 from slipstream.launch.servers import GOOD_RUN_S, LONGEST_WAIT_S, SOON_S, LocalServers, Restarts, RunFailed
 from slipstream.runtime import processes
-from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED
+from slipstream.runtime.lifeline import CANNOT_START, RUN_FAILED, START_REFUSED
 from tests.support.waiting import until
 
 NOTES = """
@@ -198,6 +198,7 @@ def test_a_server_that_leaves_while_the_run_goes_on_is_started_again(monkeypatch
         (0, [], []),
         (RUN_FAILED, ["ended because the run has failed"], ["a"]),
         (CANNOT_START, RunFailed, ["a"]),
+        (START_REFUSED, RunFailed, ["a"]),
     ],
 )
 def test_what_follows_from_the_exit_code_of_a_server(tmp_path, code, said, failures):
@@ -216,7 +217,8 @@ def test_what_follows_from_the_exit_code_of_a_server(tmp_path, code, said, failu
         assert local.all_over and len(lines) == len(said)
         assert [words for words, line in zip(said, lines, strict=True) if words not in line] == []
     except RunFailed as failure:
-        assert said is RunFailed and "died: exit code 78" in str(failure)
+        assert said is RunFailed and f"died: exit code {code}" in str(failure)
+        assert len(lines) == (code == START_REFUSED), "an engine gets another try"
     assert list(local.failures) == failures
 
 

@@ -120,6 +120,18 @@ def test_what_engine_and_learner_do_at_once_takes_twice_as_long():
     assert steps[3, "shared"].step_s == pytest.approx(steps[3, "own"].step_s + 0.6, rel=0.1)
 
 
+def test_a_batch_waits_for_its_scores_and_a_slow_teacher_is_the_longest_side():
+    """Of 8 groups of 4 answers of 100 tokens, and a prompt of 10, all of which end at once."""
+
+    def step_s(lag, scores_s):
+        costs = replace(UPDATE, score_token_s=scores_s / (8 * 410))
+        return [predict(with_lag(config(), lag), (n, 1), costs, LONG).step_s for n in (1, 2)]
+
+    for with_it, without in zip(step_s(0, 0.2), step_s(0, 0.0), strict=True):
+        assert with_it == pytest.approx(without + 0.2, rel=0.02)
+    assert step_s(1, 2.0) == pytest.approx([2.0, 2.0], rel=0.05)
+
+
 # ---- against what was measured ----------------------------------------------------------------------------------
 
 RECORDED = [
@@ -138,6 +150,15 @@ def test_one_recorded_split_predicts_the_others(known, others):
         outcome = predict(other.config, fleet, fitted.costs, other.workload, steps=12)
         assert outcome.step_s == pytest.approx(truth, rel=0.15), name
         assert (outcome.step_s < took) == (truth < took), name
+
+
+@pytest.mark.parametrize("known", [known for known, _ in RECORDED])
+def test_a_teacher_of_equal_size_on_a_gpu_of_its_own_costs_the_learner_at_most_five_points(known):
+    measured, _ = recorded(known)
+    costs, fleet = fitting.fit(measured).costs, (measured.config.num_rollout_servers, measured.config.num_learner_ranks)
+    both = [costs, replace(costs, score_token_s=costs.prefill_token_s)]
+    without, with_it = (predict(measured.config, fleet, each, measured.workload, steps=4) for each in both)
+    assert 0 < with_it.learner_idle - without.learner_idle < 0.05
 
 
 # ---- from a run folder ------------------------------------------------------------------------------------------
@@ -253,12 +274,13 @@ def test_what_does_not_fit_is_refused():
 def test_the_command(tmp_path, monkeypatch, capsys):
     folder = run_folder(tmp_path / "run", config(*SKEWED), rows(config(*SKEWED))[0])
     out = tmp_path / "plans.json"
-    argv = [str(folder), "--lags", "1", "--steps", "4", "--out", str(out)]
+    argv = [str(folder), "--lags", "1", "--steps", "4", "--out", str(out), "--teacher", "500:2"]
     monkeypatch.setattr(sys, "argv", ["plan", *argv, "--cost", "publish_s=0.2"])
     assert command.main() == 0
     shown = capsys.readouterr().out
     assert "publish_s" in shown and "--cost" in shown and '  split: "' in shown
-    assert json.loads(shown.splitlines()[-1])["plans"] == 3
+    said = json.loads(shown.splitlines()[-1])
+    assert said["plans"] == 3 and said["with_teacher"]["learner_idle"] > said["alone"]["learner_idle"]
     written = json.loads(out.read_text(encoding="utf-8"))
     assert written["constants"]["publish_s"] == 0.2 and len(written["plans"]) == 3
     monkeypatch.setattr(sys, "argv", ["plan", *argv, "--cost", "speed=2"])

@@ -9,9 +9,7 @@ import dataclasses
 import logging
 import multiprocessing
 import os
-import re
 import signal
-import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,8 +19,9 @@ import numpy as np
 import torch
 
 from configs.schema import Config
-from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, EngineStartFailed, Pictures, Sampling
+from rollout_server.engines.base import EngineDead, EngineError, EngineSilent, Pictures, Sampling
 from rollout_server.engines.sglang.arguments import LOADER, server_arguments
+from rollout_server.engines.sglang.children_log import ChildrenLog, start_failure
 from rollout_server.engines.sglang.cpu import CPU_SWITCH, give_cores, prepare_cpu
 from rollout_server.engines.sglang.requests import SCORED_AT, AnswerPart
 from slipstream.families.pictures import PictureError, Vision, vision_of
@@ -37,44 +36,10 @@ CLOSE_DEADLINE_S = 75.0
 """More than SGLang's own 60 s."""
 LOOK_S = 0.02
 DEATH_LOOK_S = 1.0
-LOG_TAIL_BYTES = 1 << 20
-ERROR_LINE = re.compile(r"(?:\[[^\]]*\] )?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure)\b")
-"""The last line of a traceback."""
 
 
 def _ignore_sigquit(_number: int, _frame: object) -> None:
     """Replaces SGLang's handler, which kills this process silently when a child fails."""
-
-
-class ChildrenLog:
-    """This process's stderr from now on, which SGLang's children share."""
-
-    def __init__(self, descriptor: int = 2) -> None:
-        self._path = f"/proc/self/fd/{descriptor}"
-        status = os.fstat(descriptor)
-        self._begin = status.st_size if stat.S_ISREG(status.st_mode) else None
-
-    def last_error(self) -> str:
-        """The last line of a traceback; empty without one, or where it is unreadable."""
-        if self._begin is None:
-            return ""
-        with open(self._path, "rb") as file:
-            file.seek(max(self._begin, os.fstat(file.fileno()).st_size - LOG_TAIL_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if ERROR_LINE.match(line)), "")
-
-    def caused(self, said: str) -> str:
-        """What is `said` of a child's end, behind the last error that it logged, if there is one."""
-        error = self.last_error()
-        return f"{error} ({said})" if error else said
-
-
-def start_failure(said: str, last_error: str) -> str:
-    """Why SGLang did not start: its children's last error, if known, and what it `said`."""
-    # Its guess at the OOM killer is kept for a child that SIGKILL ended.
-    if "exit code: -9" not in said:
-        said = said.partition(" If exit code is -9")[0]
-    return f"{last_error} ({said})" if last_error else f"{said} The cause stands above in its log."
 
 
 if multiprocessing.current_process().name != "MainProcess":
@@ -189,8 +154,7 @@ class SGLangProcess:
             with Progress("starting SGLang, which loads weights, captures CUDA graphs and compiles kernels"):
                 self._engine = _engine_class()(**arguments)
         except (RuntimeError, OSError, EOFError) as error:
-            reason = start_failure(str(error), children_log.last_error())
-            raise EngineStartFailed(f"SGLang {sglang.__version__} did not start: {reason}") from error
+            raise start_failure(sglang.__version__, str(error), children_log.last_error()) from error
         except (ValueError, TypeError, AssertionError) as error:
             raise EngineError(f"SGLang {sglang.__version__} refuses its arguments: {error}") from error
         finally:
