@@ -30,8 +30,7 @@ class HeldOut:
     """Rows of data.held_out, encoded and divided among the ranks as replay does it with those of a batch."""
 
     def __init__(self, config: Config, policy: Policy, beside: Beside, ranks: Ranks) -> None:
-        """Raises DataError, ConfigError: the file or the model folder cannot be used, or none of the rows; or ranks read
-        different ones. A collective."""
+        """A collective. Raises DataError, ConfigError: no row can be used, or ranks read different ones."""
         self._config, self._policy = config, policy
         path, self._every = config.data.held_out, config.evaluation.every_steps
         self._batch = _batch_of(config, path, ranks) if path is not None and self._every else None
@@ -70,7 +69,5 @@ def _batch_of(config: Config, path: str, ranks: Ranks) -> Batch:
     parts = build(1, groups, assignment, num_ranks=config.num_data_ranks, stats={}, sampled=False)
     read = [parts[0].num_microbatches, parts[0].total_loss_tokens]
     if (first := ranks.agree(*read)) != read:  # else some ranks would be alone in a collective
-        raise Contradiction(
-            f"data.held_out: {path} gives {read} microbatches and tokens, and {first} on the first node"
-        )
+        raise Contradiction(f"data.held_out: {path} has {read} microbatches and tokens, and {first} on the first node")
     return parts[ranks.rank // learner.mesh.tensor]
