@@ -25,6 +25,14 @@ from replay.state.leases import Slot
 
 log = logging.getLogger(__name__)
 
+NAMES = {
+    "sft/loss": "eval/loss",
+    "dpo/loss": "eval/loss",
+    "dpo/accuracy": "eval/accuracy",
+    "dpo/margin": "eval/margin",
+}
+"""What a loss measures, and the metric that it is here."""
+
 
 class HeldOut:
     """Rows of data.held_out, encoded and divided among the ranks as replay does it with those of a batch."""
@@ -46,10 +54,9 @@ class HeldOut:
         sums, loss = Counter[str](), build_taught(self._config.learner.objective)
         for row, logprobs in zip(rows, policy.logprobs(rows, 1.0), strict=True):
             _, measured = loss(TaughtInputs(row=row, logprobs=logprobs))
-            sums.update({name: float(value) for name, value in measured.items()})
+            sums.update({NAMES[name]: float(value) for name, value in measured.items() if name in NAMES})
         own = {name: torch.tensor(value * policy.leads, dtype=torch.float64) for name, value in sums.items()}
-        found = over_ranks(policy, {name: value.to(policy.device) for name, value in own.items()})
-        return {f"eval/{name.partition('/')[2]}": value for name, value in found.items()}
+        return over_ranks(policy, {name: value.to(policy.device) for name, value in own.items()})
 
 
 def _batch_of(config: Config, path: str, ranks: Ranks) -> Batch:
