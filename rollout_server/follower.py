@@ -17,7 +17,7 @@ from replay.channel import load_keys
 from rollout_server.engines import Engine, staging_in
 from rollout_server.engines.base import PauseMode
 from slipstream.runtime.hang import expired
-from slipstream.runtime.trace import Recorder, now_ns, to_ns
+from slipstream.runtime.trace import Recorder, to_ns
 from weight_bus.control import wake_quickly
 from weight_bus.digest import combined
 from weight_bus.errors import BusClosed
@@ -145,8 +145,9 @@ class WeightFollower:
     async def _go_on(self) -> None:
         await self._engine.resume()
         if self._paused_at is not None:
-            self.gauges["pause_s"] = time.monotonic() - self._paused_at
-            self._recorder.add("weights", "paused", to_ns(self._paused_at), now_ns())
+            began, ended = self._engine.stood() or (self._paused_at, time.monotonic())
+            self.gauges["pause_s"] = ended - began
+            self._recorder.add("weights", "paused", to_ns(began), to_ns(ended))
         self._paused_at = None
 
     async def _quarantine(self, version: int, reason: str) -> None:
@@ -191,7 +192,9 @@ class WeightFollower:
     def _load(self, version: int, update: Any) -> Digests:
         """Start an update from the staging buffers; digests of what the engine then holds."""
         self.announce_wait()
-        return self.wait_for(self.update(partial(self._engine.load, update, version)))
+        # of another subscription by now: the engine waits for `resume`, as with any digests that it does not hold
+        expected = self._subscriber.expected if self._subscriber is not None else None
+        return self.wait_for(self.update(partial(self._engine.load, update, version, expected)))
 
     def announce_wait(self) -> None:
         """Announce to the publisher that the engine applies this version late, and why."""

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 
@@ -90,6 +91,11 @@ class Subscriber(AbstractContextManager["Subscriber"]):
     def version(self) -> int:
         """Version that the engine verifiably holds, -1 for none."""
         return self.subscription.version
+
+    @property
+    def expected(self) -> Mapping[str, int]:
+        """From inside `load`: the digests of the version that is being applied."""
+        return self.subscription.expected
 
     @property
     def incarnation(self) -> int:

@@ -95,6 +95,11 @@ class Subscription:
         """Version that the engine verifiably holds, -1 for none."""
         return self._held[1]
 
+    @property
+    def expected(self) -> Mapping[str, int]:
+        """See `Subscriber.expected`."""
+        return self._intake.manifest.digests
+
     def hold(self, limit_s: float, reason: str) -> None:
         """See `Subscriber.hold`."""
         if self._engaged is None:

@@ -224,8 +224,16 @@ class Engine(Protocol):
         `keep_kv` keeps the KV of running requests, `recompute_kv` computes it anew, `drain` lets them finish first.
         """
 
-    async def load(self, named_tensors: Iterable[tuple[str, "torch.Tensor"]], version: int) -> None:
+    async def load(
+        self,
+        named_tensors: Iterable[tuple[str, "torch.Tensor"]],
+        version: int,
+        digests: Mapping[str, int] | None = None,
+    ) -> None:
         """Replace the weights (HF names and shapes, all of them) while paused. The engine copies.
+
+        An engine that can compare by itself goes on with running requests once it holds `digests`, and shows what they
+        sample when it is resumed.
 
         Raises EngineError where it is not paused, or a tensor is unknown, missing or of the wrong shape. In that case
         it is half updated: `resume` and `pin` refuse until a load has succeeded.
@@ -236,6 +244,9 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Go on decoding with what is loaded. Raises EngineError while the engine is half updated."""
+
+    def stood(self) -> tuple[float, float] | None:
+        """From when to when (monotonic) requests stood still in the last update; None: from `pause` to `resume`."""
 
     def holds(self) -> int | None:
         """Version that an evaluation keeps live, for which `pause` waits; None without."""

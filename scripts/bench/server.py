@@ -106,26 +106,31 @@ class TokenGaps:
     """Gaps between two tokens of the probe; those that an update fell into stand apart."""
 
     def __init__(self) -> None:
-        self.probe, self._resumed = "", False
+        self.probe, self._until = "", 0.0
         self._last: float | None = None
-        self._gaps, self._pauses = deque[float](maxlen=KEPT), deque[float](maxlen=KEPT)
+        self._gaps, self._pauses = deque[tuple[float, float]](maxlen=KEPT), deque[float](maxlen=KEPT)
 
     def watch(self, probe: str) -> None:
         """From now on the probe is this request, or none."""
         self.probe, self._last = probe, None
 
     def token(self, now: float) -> None:
-        if self._last is not None:
-            (self._pauses if self._resumed else self._gaps).append(now - self._last)
-        self._resumed, self._last = False, now
+        if self._last is not None and self._last <= self._until:
+            self._pauses.append(now - self._last)
+        elif self._last is not None:
+            self._gaps.append((self._last, now))
+        self._until, self._last = 0.0, now
 
-    def resume(self) -> None:
-        """The engine goes on after an update: the next gap holds it."""
-        self._resumed = self._last is not None
+    def went_on(self, at: float) -> None:
+        """The engine stood still for an update until then: the gap around that, or the next one, holds it."""
+        for gap in [gap for gap in self._gaps if gap[0] <= at <= gap[1]]:
+            self._gaps.remove(gap)
+            self._pauses.append(gap[1] - gap[0])
+        self._until = at
 
     def detail(self) -> dict[str, float]:
         """Milliseconds: the median gap, and gaps over an update less that."""
-        median = quantile(self._gaps, 0.5)
+        median = quantile([end - begin for begin, end in self._gaps], 0.5)
         pauses = [max(0.0, gap - median) for gap in self._pauses]
         found = {"token_gap_ms_p50": median, "pause_ms_max": max(pauses, default=0.0)}
         found |= {f"pause_ms_p{percent}": quantile(pauses, percent / 100) for percent in (50, 99)}
@@ -147,18 +152,27 @@ class ProbedProcess(SGLangProcess):
     async def generate(self, part: AnswerPart, *given: Any, **others: Any) -> AsyncIterator[dict[str, Any]]:
         if not self.gaps.probe:
             self.gaps.watch(part.rid)
+        found, outputs = super().generate(part, *given, **others), asyncio.Queue[dict[str, Any] | None]()
+
+        async def note() -> None:
+            """Also while the engine shows nothing."""
+            try:
+                async for output in found:
+                    if self.gaps.probe == part.rid:
+                        self.gaps.token(time.monotonic())
+                    outputs.put_nowait(output)
+            finally:
+                outputs.put_nowait(None)
+
+        noting = asyncio.create_task(note())
         try:
-            async for output in super().generate(part, *given, **others):
-                if self.gaps.probe == part.rid:
-                    self.gaps.token(time.monotonic())
+            while (output := await outputs.get()) is not None:
                 yield output
+            await noting
         finally:
+            noting.cancel()
             if self.gaps.probe == part.rid:
                 self.gaps.watch("")
-
-    async def resume(self) -> None:
-        await super().resume()
-        self.gaps.resume()
 
 
 class ProbedEngine(SGLangEngine):
@@ -168,6 +182,13 @@ class ProbedEngine(SGLangEngine):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, ProbedProcess)
+
+    async def resume(self) -> None:
+        updated = self._paused
+        await super().resume()
+        if updated:
+            stood = self.stood()
+            self.sglang.gaps.went_on(stood[1] if stood else time.monotonic())
 
     async def health(self) -> Health:
         found = await super().health()

@@ -79,13 +79,13 @@ real_load = TorchEngine.load
 at_the_flip = []  # leases asked for and tokens sampled by then
 
 
-async def load_and_flip(self, named_tensors, new_version):
+async def load_and_flip(self, named_tensors, new_version, digests):
     if at_the_flip:
         leases, tokens = WatchedDealer.asked, (await self.health()).generated_tokens
         what = (leases - at_the_flip[0], tokens - at_the_flip[1])
         logging.getLogger("test").warning("asked for %d leases and sampled %d tokens while corrupt", *what)
         at_the_flip.clear()
-    await real_load(self, named_tensors, new_version)
+    await real_load(self, named_tensors, new_version, digests)
     if due("live"):
         at_the_flip.extend((WatchedDealer.asked, (await self.health()).generated_tokens))
         qkv = next(tensor for name, tensor in self.live.weights.tensors.items() if name.endswith("qkv"))

@@ -96,7 +96,7 @@ class Served:
         """Pause, load random changes as the next version, compare live digests, go on; the new model."""
         model = random_model(seed)
         await self.engine.pause(mode)
-        await self.engine.load(staged(model), self.version + 1 if version is None else version)
+        await self.engine.load(staged(model), self.version + 1 if version is None else version, digests(model))
         assert await self.engine.digest() == digests(model)
         await self.engine.resume()
         self.model, self.version = model, self.engine.version

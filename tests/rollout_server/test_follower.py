@@ -187,8 +187,9 @@ async def test_an_engine_with_a_flipped_bit_stands_still_and_asks_for_no_lease_u
         engine, done = server.engine, list[Any]()
         load, pause, resume = engine.load, engine.pause, engine.resume
 
-        async def flipping(named_tensors: Any, version: int) -> None:
-            await load(named_tensors, version)
+        async def flipping(named_tensors: Any, version: int, expected: Any) -> None:
+            assert expected == digests(hf_tensors(models[version])), "with which an engine may go on by itself"
+            await load(named_tensors, version, expected)
             done.append(("load", version, server.leases.version))
             if version == 2 and done.count(("load", 2, 1)) == 1 and done[-2:] == [("pause",), ("load", 2, 1)]:
                 next(iter(engine.live.weights.tensors.values())).view(-1).view(torch.uint8)[0] ^= 1  # type: ignore[attr-defined]
@@ -287,9 +288,9 @@ async def test_the_next_learner_at_another_port_fills_the_buffers_that_the_engin
     async with serving(at_any_port) as (server, _):
         load = server.engine.load
 
-        async def mapping(named_tensors: Any, version: int) -> None:
+        async def mapping(named_tensors: Any, version: int, expected: Any) -> None:
             mapped.append(list(named_tensors))
-            await load(mapped[-1], version)
+            await load(mapped[-1], version, expected)
 
         server.engine.load = mapping  # type: ignore[method-assign]
         for incarnation in (1, 2):

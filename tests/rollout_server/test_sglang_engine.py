@@ -93,6 +93,27 @@ async def test_what_is_shown_over_an_update_is_never_newer_than_it_is(served: Se
         assert set(answer.versions.tolist()) == {before, before + 1} == set(versions.tolist())
 
 
+async def test_what_is_sampled_since_an_order_is_shown_once_the_caller_has_compared(served: Served) -> None:
+    before, old, new = served.version, served.model, random_model(306)
+    long, short = (served.start_sample(PROMPT, max_new_tokens=count) for count in (MANY, 32))
+    for task in (long, short):
+        await served.under_way(task)
+    await served.engine.pause("keep_kv")
+    await served.engine.load(staged(new), before + 1, digests(new))
+    shown = [served.engine.progress(task.get_name())[0].token_ids.size for task in (long, short)]
+    decoding = served.engine.sglang._manager.rid_to_state
+    while len(decoding) > 1:  # noqa: ASYNC110
+        await asyncio.sleep(0.002)  # SGLang goes on, and the short one ends there
+    assert shown == [served.engine.progress(task.get_name())[0].token_ids.size for task in (long, short)]
+    assert not short.done()
+    assert await served.engine.digest() == digests(new)
+    await served.engine.resume()
+    served.model, served.version = new, before + 1
+    for task in (short, long):
+        check_in_flight("keep_kv", {before: old, before + 1: new}, PROMPT, (await task)[0])
+        assert set((await task)[0].versions.tolist()) == {before, before + 1}
+
+
 async def refused(call: Any, match: str) -> None:
     with pytest.raises(EngineError, match=match):
         await call
@@ -151,17 +172,17 @@ async def test_a_half_updated_engine_does_not_serve_until_it_is_healed(served: S
 
 @pytest.mark.parametrize("mode", ["keep_kv", "recompute_kv"])
 async def test_a_pause_that_fails_lets_requests_go_on(served: Served, mode: str) -> None:
-    async def refuse() -> None:
+    async def refuse(*_: Any) -> None:
         raise EngineError("no pause")
 
     kept = served.start_sample(PROMPT, max_new_tokens=MANY)
     await served.under_way(kept)
-    pause = served.engine.sglang.pause
-    served.engine.sglang.pause = refuse
+    until = served.engine.sglang.until
+    served.engine.sglang.until = refuse
     try:
         await refused(served.engine.pause(mode), "no pause")
     finally:
-        served.engine.sglang.pause = pause
+        served.engine.sglang.until = until
     async with asyncio.timeout(20):
         (new,) = await served.sample(PROMPT)
         (old,) = await kept
@@ -280,7 +301,8 @@ async def update_under_load(served: Served, load: Load, mode: str) -> tuple[Any,
     model = random_model(load.rng.randrange(2**32))
     await served.engine.pause(mode)
     came_early = served.start_sample(PREFIX)
-    await served.engine.load(staged(model), served.version + 1)
+    await served.engine.load(staged(model), served.version + 1, digests(model))
+    assert (served.engine.stood() is not None) is (mode == "keep_kv"), "the schedulers go on by themselves"
     assert await served.engine.digest() == digests(model)
     await served.engine.resume()
     served.model, served.version = model, served.engine.version

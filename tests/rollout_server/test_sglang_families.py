@@ -142,9 +142,11 @@ def served_by_sglang(folder: Path, family: str, ranks: int, parent: int) -> dict
                 if version:
                     for shard in policy.shards():
                         shard.local.add_(torch.randn_like(shard.local), alpha=0.02)
-                    await engine.pause("recompute_kv")
-                    await engine.load(list(policy.named_full_tensors("float32")), version)
-                    assert await engine.digest() == policy.shard_digests("float32"), version
+                    expected = policy.shard_digests("float32")
+                    await engine.pause("keep_kv")
+                    await engine.load(list(policy.named_full_tensors("float32")), version, expected)
+                    assert engine.stood() is not None, "its schedulers go on by themselves"
+                    assert await engine.digest() == expected, version
                     await engine.resume()
                 (answer,) = await engine.generate(
                     PROMPT, Sampling(max_new_tokens=NEW_TOKENS), 1, request_id=f"{version}"

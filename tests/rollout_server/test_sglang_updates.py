@@ -19,8 +19,8 @@ import torch
 from rollout_server.engines.base import EngineError
 from rollout_server.engines.sglang.update.orders import REQUEST
 from rollout_server.follower import WeightFollower
-from tests.rollout_server.sglang_served import BUCKET_BYTES, Served, check_logprobs, digests, random_model
-from tests.rollout_server.torch_oracle import hf_tensors
+from tests.rollout_server.sglang_served import BUCKET_BYTES, TOLERANCE, Served, check_logprobs, digests, random_model
+from tests.rollout_server.torch_oracle import hf_tensors, logprobs_over_kept_kv
 from tests.support.waiting import eventually
 from weight_bus import Publisher, PublishReport, TransportError
 from weight_bus.errors import NotAvailable
@@ -142,6 +142,45 @@ async def test_updates_arrive_beside_decoding_and_digests_and_logprobs_follow(se
             assert report.epoch == 1, "the group is kept"
             assert set((await kept)[0].versions) <= {version - 1, version}
         assert follower.live == [first, first + 1, first + 2] and follower.dark == []
+
+
+async def test_a_bit_that_flips_after_the_proof_stops_decoding_until_the_engine_is_healed(served: Served) -> None:
+    before, old, new, staging = served.version, served.model, random_model(110), served.engine._staging
+    write, read = staging.write_update, staging.replies
+    replies: list[dict[str, Any]] = []
+
+    def flipped(update: Any, expected: Any) -> None:
+        tensors = [(name, tensor.clone()) for name, tensor in update]
+        if not replies:
+            tensors[3][1].view(torch.int32).view(-1)[1] ^= 1
+        write(tensors, expected)
+
+    def kept(ranks: int) -> Any:
+        replies.extend(found := read(ranks))
+        return found
+
+    async with following(served, "weight_bus.stage_in=server") as (learner, follower):
+        staging.write_update, staging.replies = flipped, kept
+        running = served.start_sample([3, 1, 2], 2, max_new_tokens=180)
+        await served.under_way(running)
+        try:
+            report = await learner.send(before + 1, new)
+        finally:
+            staging.write_update, staging.replies = write, read
+        assert (report.served, report.failed) == (["one"], {}), report
+        assert len(follower.dark) == 1 and "1 tensors of the engine differ, first " in follower.dark[0]
+        assert follower.live == [before + 1]
+        assert [reply["proven"] for reply in replies] == [False, True]
+        first, healed = (reply["tokens"] for reply in replies)
+        assert first == healed and len(first) == 2, "a token was sampled meanwhile"
+        for answer in await running:
+            assert sorted({*answer.versions.tolist()}) == [before, before + 1]
+            count = int((answer.versions == before).sum())
+            assert count in first.values()
+            check_logprobs(old, [3, 1, 2], answer, before)
+            expected = logprobs_over_kept_kv(old, new, [3, 1, 2], answer, count)
+            assert (torch.from_numpy(answer.logprobs)[count:] - expected).abs().max() <= TOLERANCE
+    served.model, served.version = new, before + 1
 
 
 async def test_an_engine_that_drains_first_is_held_and_then_updated_before_new_requests(served: Served) -> None:
@@ -276,11 +315,6 @@ async def test_a_scheduler_killed_in_a_broadcast_is_named_at_once(served: Served
                 while True:
                     await engine.health()
                     await asyncio.sleep(0.05)
-
-            async def sent(_: object) -> None:
-                """As where ZeroMQ has not seen yet that nothing receives."""
-
-            engine.sglang._manager.pause_generation = sent
             for call in (engine.pause("keep_kv"), served.sample([1, 2, 3]), task):
                 with pytest.raises(EngineError, match=dead):
                     await asyncio.wait_for(call, 30)

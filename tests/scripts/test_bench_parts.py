@@ -91,13 +91,16 @@ def test_the_gap_over_an_update_stands_apart_from_the_others() -> None:
     gaps.watch("a")
     for at in (1.0, 1.01, 1.02, 1.03):
         gaps.token(at)
-    gaps.resume()
+    gaps.went_on(1.08)  # before the next token has come
     gaps.token(1.09)
     gaps.token(1.10)
+    gaps.token(1.16)
+    gaps.token(1.17)
+    gaps.went_on(1.15)  # or after it
     found = gaps.detail()
     assert found["token_gap_ms_p50"] == pytest.approx(10)
-    assert found["pause_ms_p50"] == found["pause_ms_max"] == found["pause_ms_last"] == pytest.approx(50)
-    assert found["pause_samples"] == 1
+    assert [found[f"pause_ms_{name}"] for name in ("p50", "max", "last")] == pytest.approx([50] * 3)
+    assert found["pause_samples"] == 2
 
 
 @pytest.mark.parametrize(
@@ -105,8 +108,8 @@ def test_the_gap_over_an_update_stands_apart_from_the_others() -> None:
     [
         (BenchLearner, {"update", "commit", "checkpoint_if_due", "finish", "wait_for_broadcast", "span"}),
         (ForcedLengths, {"sample", "abort", "running_tokens", "progress", "sampling"}),
-        (ProbedProcess, {"sampling_parameters", "generate", "resume"}),
-        (ProbedEngine, {"health"}),
+        (ProbedProcess, {"sampling_parameters", "generate"}),
+        (ProbedEngine, {"health", "resume"}),
     ],
 )
 def test_the_product_has_what_the_variants_replace_and_call(variant: type, names: set[str]) -> None:

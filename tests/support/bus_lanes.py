@@ -32,6 +32,7 @@ from rollout_server.engines.sglang.update.receiver import Receiver
 from slipstream.families import names
 from slipstream.families.sizes import Sizes
 from tests.support.bus_receiver import CONFIG, HOST, ROOT, RUN, Engine, Faulty, Rollout, Weights, strike
+from tests.support.idle_scheduler import idle_scheduler
 from tests.support.waiting import until
 from weight_bus import Publisher, PublishReport
 from weight_bus.digest import add, slice_digest
@@ -407,8 +408,9 @@ def be_sender(address: str, session: str, rank: str, senders: str, positions: st
 
 def be_scheduler(folder: str, rank: str, ranks: str, scale: str, *faults: str) -> None:
     os.environ[FOLDER] = folder
-    from rollout_server.engines.sglang.update import loader
+    from rollout_server.engines.sglang.update import armed, loader
 
+    armed.scheduler = idle_scheduler()
     torch.distributed.get_rank = lambda: int(rank)  # type: ignore[assignment]
     receiver.Receiver = partial(Receiver, transport_factory=struck(faults))  # type: ignore[misc, assignment]
     model = live_model(int(rank), int(ranks), int(scale))

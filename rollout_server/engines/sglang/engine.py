@@ -1,10 +1,12 @@
 """SGLang as an engine of the rollout server: requests in flight, pauses, proven updates, health.
 
-An update is copied and digested by a loader of ours inside each scheduler, between two forwards. A request starts under
+An update is one order, which the schedulers carry out between two forwards: a loader of ours copies, digests, compares,
+and decoding goes on at once where the digests are the version's (update/armed.py). Otherwise it stands still. What they
+sample after the order is shown once the caller has compared as well, and resumes. A request starts under
 the live version's namespace of the prefix cache, so it never meets KV of older weights that it did not compute itself.
 What an update does to running requests:
 
-    keep_kv       they stop between two tokens and go on with the KV they have; those without a token start anew
+    keep_kv       they go on between two tokens with the KV they have; those without a token start anew
     recompute_kv  they end with what they have and go on as new requests, whose KV is computed by the new weights
     drain         they run to their end first; new ones wait
 """
@@ -38,6 +40,7 @@ from rollout_server.engines.prefixes import check_request, check_scored, settled
 from rollout_server.engines.sglang.arguments import replayed
 from rollout_server.engines.sglang.process import SGLangProcess
 from rollout_server.engines.sglang.requests import AnswerPart, ResumableAnswer, scored_of
+from rollout_server.engines.sglang.schedulers import Schedulers
 from rollout_server.engines.sglang.update.orders import FOLDER, StagingFolder, Update, folder_tensors
 from slipstream.families.experts import Experts
 
@@ -66,6 +69,7 @@ class SGLangEngine:
         except BaseException:
             self._staging.close()
             raise
+        self.schedulers = Schedulers(self.sglang, self._staging)
         self.version, self._paused, self._half_updated = 0, False, ""
         self._names = itertools.count()
         self._answers: dict[ResumableAnswer, None] = {}
@@ -74,12 +78,15 @@ class SGLangEngine:
         self._open = asyncio.Event()
         """Set while parts may start."""
         self._open.set()
+        self._shown = asyncio.Event()
+        """Set while what is sampled is of proven weights."""
+        self._shown.set()
+        self._mode: PauseMode = "keep_kv"
         self._digests: Mapping[str, int] | None = None
         """Of the last load, until somebody asks."""
         self._pinned: int | None = None
         self._evaluates = False
         """An evaluation of the pinned version has been accepted."""
-        self._seconds: dict[str, float] = {}
         self._counts = {"aborted_tokens": 0.0, "interrupted_parts": 0.0}
         """Tokens of answers that were called off, and parts that went on as others after an update."""
         self._tokens, self._busy_s, self._busy_since = 0, 0.0, 0.0
@@ -213,6 +220,7 @@ class SGLangEngine:
         try:
             routed = answer.experts is not None
             async for output in self.sglang.generate(part, tokens, answer.sampling, left, answer.pictures, routed):
+                await self._shown.wait()  # since an order it may be of the next version, whose place is not known yet
                 part.output = output
                 self._progress_at = time.monotonic()
                 part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)
@@ -261,9 +269,13 @@ class SGLangEngine:
         return self._pinned if self._evaluates else None
 
     async def pause(self, mode: PauseMode) -> None:
-        """As `Engine.pause`. Waits for a running evaluation first, for at most evaluation.deadline_s."""
+        """As `Engine.pause`, but what has a token decodes on until `load`, under keep_kv.
+
+        Waits for a running evaluation first, for at most evaluation.deadline_s.
+        """
         if self._paused:
             return
+        self.sglang.check_alive()
         try:
             key = "evaluation.deadline_s"
             await self.sglang.until(lambda: self.holds() is None, self._hold_limit_s, "the evaluation", key)
@@ -275,11 +287,10 @@ class SGLangEngine:
         self._open.clear()
         try:
             await self._stop_parts(mode)
-            await self.sglang.pause()
         except BaseException:
             self._open.set()  # nothing was touched: requests go on with the version that they have
             raise
-        self._paused = True
+        self._paused, self._mode = True, mode
 
     async def _stop_parts(self, mode: PauseMode) -> None:
         """Wait for running requests, or end parts that continue as new ones."""
@@ -299,57 +310,38 @@ class SGLangEngine:
 
         await self.sglang.until(ended, self.sglang.deadline_s, "requests to end", "rollout.engine_deadline_s")
 
-    async def load(self, update: Update, version: int) -> None:
-        """As `Engine.load`. Copies and digests inside the schedulers; memory is mapped there, not sent."""
+    async def load(self, update: Update, version: int, digests: Mapping[str, int] | None = None) -> None:
+        """As `Engine.load`. Copies and digests inside the schedulers; memory is mapped there, not sent.
+
+        They go on by themselves where all hold `digests`.
+        """
         if not self._paused:
             raise EngineError(f"load of version {version} while the engine decodes; pause it first")
         self._half_updated = f"version {version} was not loaded whole"
-        await asyncio.to_thread(self._staging.write_update, update)
-        await self._take_over(version)
-
-    async def _take_over(self, version: int) -> None:
-        self._digests = await self._loaded(version)
+        await asyncio.to_thread(self._staging.write_update, update, digests)
+        self._shown.clear()
+        self._digests, tokens = await self.schedulers.load(version)
         self._half_updated = ""
         self.version = version
-        doubt = self.sglang.stream_interval + self.sglang.late_tokens
         for part in self._parts():
-            part.boundaries.append((part.seen + doubt, version))
-
-    async def _loaded(self, version: int | None) -> Mapping[str, int]:
-        await self.sglang.run_loader(version)
-        replies = await asyncio.to_thread(self._staging.replies, self.sglang.num_ranks)
-        for rank, reply in enumerate(replies):
-            if reply["error"]:
-                raise EngineError(f"scheduler {rank} could not load: {reply['error']}")
-        self._staging.mapped_by_all()
-        names = replies[0]["seconds"]
-        self._seconds = {f"apply_{name}_s": max(reply["seconds"][name] for reply in replies) for name in names}
-        return self._staging.digests(replies)
+            if (sampled := tokens.get(part.rid)) is not None:  # others have ended before
+                part.boundaries.append((sampled + self.sglang.late_tokens, version))
 
     async def digest(self) -> Mapping[str, int]:
         """As `Engine.digest`: taken by the last load, computed anew when asked again."""
         taken, self._digests = self._digests, None
-        return taken if taken is not None else await self.in_schedulers(StagingFolder.write_digest)
-
-    async def in_schedulers(self, write: Callable[[StagingFolder], None]) -> Mapping[str, int]:
-        """Run an order in all schedulers between two forwards; their digests, if any."""
-        was_paused = self._paused
-        if not was_paused:
-            await self.sglang.pause()
-        try:
-            await asyncio.to_thread(write, self._staging)
-            return await self._loaded(None)
-        finally:
-            if not was_paused:
-                await self.sglang.resume()
+        return taken if taken is not None else await self.schedulers.order(StagingFolder.write_digest)
 
     async def resume(self) -> None:
         if self._half_updated:
             raise EngineError(f"the engine is half updated ({self._half_updated}); load a version whole first")
-        if self._paused:
-            await self.sglang.resume()
-            self._paused = False
+        await self.schedulers.resume()
+        self._paused = False
+        self._shown.set()
         self._open.set()
+
+    def stood(self) -> tuple[float, float] | None:
+        return self.schedulers.stood if self._mode == "keep_kv" else None
 
     async def pin(self, version: int) -> None:
         """As `Engine.pin`. Before `hold`, an update may drop it: no server need evaluate every pinned version."""
@@ -387,13 +379,14 @@ class SGLangEngine:
             generated_tokens=self._tokens + sum(part.seen for part in parts),
             busy_s=self._busy_s + (now - self._busy_since if self._answers else 0.0),
             memory_bytes=memory[1] - memory[0],
-            detail={**self._counts, **self._seconds},
+            detail={**self._counts, **self.schedulers.seconds},
         )
 
     async def close(self) -> None:
         for answer in self._answers:
             answer.aborted = True
         self._open.set()
+        self._shown.set()
         try:
             await self.sglang.close()
         finally:

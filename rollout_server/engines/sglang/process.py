@@ -56,8 +56,17 @@ def _host_memory(dims: tuple[int, ...], dtype: torch.dtype, **_: object) -> torc
 
 def run_scheduler(*arguments: Any, **options: Any) -> Any:
     """SGLang's scheduler, started by a module that has set its environment."""
-    from sglang.srt.managers.scheduler import run_scheduler_process
+    from sglang.srt.managers.scheduler import Scheduler, run_scheduler_process
 
+    from rollout_server.engines.sglang.update import armed
+
+    run_event_loop = Scheduler.run_event_loop
+
+    def run_known(scheduler: Any) -> None:
+        armed.scheduler = scheduler
+        run_event_loop(scheduler)
+
+    Scheduler.run_event_loop = run_known
     if (temperature := float(os.environ.get(SCORED_AT, "1"))) != 1:
         _divide_logits(temperature)
     if os.environ.get(CPU_SWITCH) == "1":  # 0.5.20 registers the memory of routed experts with CUDA there too
@@ -138,7 +147,6 @@ class SGLangProcess:
         arguments = server_arguments(config, known=fields, cuda=cuda)
         if "custom_sigquit_handler" in fields:
             arguments["custom_sigquit_handler"] = _ignore_sigquit
-        self.stream_interval = int(arguments["stream_interval"])
         self.late_tokens = 0 if arguments.get("disable_overlap_schedule") else 1
         """Tokens of a forward that was in flight when an update came, booked after it."""
         self._requests = io_struct
@@ -294,41 +302,32 @@ class SGLangProcess:
         if getattr(self._manager.rid_to_state.get(rid), "dispatched", True):
             self._manager.abort_request(rid)
 
-    async def pause(self) -> None:
-        """Stop between two forwards, requests and their KV in place."""
-        request = self._requests.PauseGenerationReqInput(mode="in_place")
-        await self._within(self._manager.pause_generation(request), "pause")
-
     async def resume(self) -> None:
-        """Go on."""
+        """Go on after a load that the schedulers have not found proven."""
         request = self._requests.ContinueGenerationReqInput(torch_empty_cache=False)
         await self._within(self._manager.continue_generation(request), "resume")
 
     async def run_loader(self, version: int | None) -> None:
-        """Run our loader in every scheduler, as `ask`; `version` labels tokens from now on.
+        """Run our loader in every scheduler, between the same two forwards; `version` labels tokens from now on.
+
+        The order goes past the manager's own method, which waits for running requests to end: schedulers look for
+        orders once an iteration, and rank 0 broadcasts what it has found.
 
         The cache is not flushed: a flush with requests in flight fails, and inside an update its failure would end the
         scheduler. Namespaces of the prefix cache make it unnecessary.
+
+        Raises EngineError where SGLang refuses, or does not answer; then it is taken for dead.
         """
         self._loads += version is not None
-        await self.ask(
-            "update_weights_from_tensor",
-            "UpdateWeightsFromTensorReqInput",
+        order = self._requests.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=self._no_tensors,
             load_format=LOADER,
             flush_cache=False,
             weight_version=None if version is None else str(version),
         )
-
-    async def ask(self, method: str, request: str, **fields: Any) -> None:
-        """Call a method of the tokenizer manager that answers (success, message).
-
-        Raises EngineError where SGLang refuses, or does not answer; then it is taken for dead.
-        """
-        message = getattr(self._requests, request)(**fields)
-        success, reason = await self._within(getattr(self._manager, method)(message, None), method)
-        if not success:
-            raise EngineError(f"SGLang refuses '{method}': {reason}")
+        for answer in await self._within(self._manager.update_weights_from_tensor_communicator(order), "an update"):
+            if not answer.success:
+                raise EngineError(f"SGLang refuses an update: {answer.message}")
 
     async def close(self) -> None:
         """End SGLang's children."""

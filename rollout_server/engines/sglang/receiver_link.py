@@ -31,7 +31,7 @@ class SGLangStaging:
             with ExitStack() as stack:
                 ranks = range(self._engine.sglang.num_ranks)
                 listeners = [stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) for _ in ranks]
-                await self._engine.in_schedulers(partial(self._invite, listeners))
+                await self._engine.schedulers.order(partial(self._invite, listeners))
                 try:
                     for listener in listeners:
                         accept = partial(ReceiverConnection.accept, listener, self._engine.sglang.deadline_s)

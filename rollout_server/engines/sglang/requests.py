@@ -121,7 +121,8 @@ class ResumableAnswer:
         taken, part = self.taken.since(since), self.part
         if part is None:
             return replace(taken, finish_reason=None if self.ended == "abort" else self.ended)
-        pairs = (part.output.get("meta_info") or {}).get("output_token_logprobs") or []
+        # of a list that SGLang makes longer in place
+        pairs = ((part.output.get("meta_info") or {}).get("output_token_logprobs") or [])[: part.seen]
         first = max(0, since - self.taken.token_ids.size)
         ids, logprobs = [pair[1] for pair in pairs[first:]], [pair[0] for pair in pairs[first:]]
         return taken.then(_tokens(ids, logprobs, versions_from_boundaries(part, len(pairs))[first:]))

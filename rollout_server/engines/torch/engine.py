@@ -223,8 +223,16 @@ class TorchEngine(Turns):
             await self._turn.wait_for(lambda: self._ended is not None or not self._draining())
             self._raise_if_ended()
 
-    async def load(self, named_tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """As `Engine.load`. A worker thread consumes the iterable; what it raises is raised here."""
+    async def load(
+        self,
+        named_tensors: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        digests: Mapping[str, int] | None = None,
+    ) -> None:
+        """As `Engine.load`; `digests` are the caller's to compare.
+
+        A worker thread consumes the iterable; what it raises is raised here.
+        """
         async with self._between_steps():
             if self._loading:
                 raise EngineError(f"load of version {version} while another load runs")
@@ -261,6 +269,9 @@ class TorchEngine(Turns):
                 await self._in_thread(self.live.recompute)
                 self._busy_s += time.perf_counter() - started
             self._kv_is_old, self._mode = False, None
+
+    def stood(self) -> tuple[float, float] | None:
+        return None
 
     def holds(self) -> int | None:
         return None  # pinned weights are a copy, so no update ever waits

@@ -23,11 +23,11 @@ EVALUATION = evaluation_lease(CAP, prompts=[{**PROMPT, "ground_truth": "0"}])
 class StandIn:
     """In place of SGLang's process: each answer is one token."""
 
-    vocab_size, deadline_s, stream_interval, late_tokens = 100, 30.0, 1, 0
+    vocab_size, deadline_s, late_tokens = 100, 30.0, 0
     until = SGLangProcess.until
 
     def __init__(self, _: Any) -> None:
-        self.paused = False
+        pass
 
     def check_alive(self) -> None:
         pass
@@ -41,12 +41,6 @@ class StandIn:
 
     def abort(self, _: str) -> None:
         pass
-
-    async def pause(self) -> None:
-        self.paused = True
-
-    async def resume(self) -> None:
-        self.paused = False
 
     async def close(self) -> None:
         pass

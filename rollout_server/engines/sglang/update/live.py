@@ -59,7 +59,6 @@ class RankWeights:
         Args:
             staged: all names and whole tensors, on the model's device. The same object means the same memory as before.
         """
-        check_addresses(self._model)
         self._launched = []
         if self._copies is None or self._copies[0] is not staged:
             self._copies = (staged, self._parts(staged))
@@ -78,7 +77,6 @@ class RankWeights:
         Raises ValueError, before anything is copied: that is not what is live here, or the model makes something else
         of its weights after loading.
         """
-        check_addresses(self._model)
         self._launched = []
         if self._copies is None or self._copies[0] is not staged:
             self._copies = (staged, self._matched(staged, starts))

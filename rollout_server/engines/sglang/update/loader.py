@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 import torch
 
-from rollout_server.engines.sglang.update import receiver
+from rollout_server.engines.sglang.update import armed, receiver
 from rollout_server.engines.sglang.update.adapted import AdaptedWeights
 from rollout_server.engines.sglang.update.live import RankWeights, check_addresses, synchronize
 from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, REQUEST, in_bytes, replace
@@ -31,8 +31,10 @@ _staged: tuple[list[Any], list[torch.Tensor], list[tuple[str, torch.Tensor]]] = 
 def apply(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Carry out the request in the staging folder and leave a reply; `named_tensors` is empty.
 
-    An exception here would end the scheduler: what goes wrong stands in the reply, and quarantines this engine.
+    After a load decoding goes on if it is proven (armed.py). An exception here would end the scheduler: what goes
+    wrong stands in the reply, and quarantines this engine.
     """
+    began = time.monotonic()
     folder = Path(os.environ[FOLDER])
     rank = torch.distributed.get_rank()
     request = msgpack.unpackb((folder / REQUEST).read_bytes())
@@ -41,6 +43,9 @@ def apply(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
         reply |= _carried_out(model, request, rank)
     except Exception as error:  # noqa: BLE001  # the edge of our code inside a process that is not ours
         reply["error"] = f"{type(error).__name__}: {error}"
+    if request["load"]:
+        reply |= {"tokens": armed.tokens(), "proven": armed.goes_on(request, reply["slices"])}
+        reply["stood"] = [began, time.monotonic()]
     replace(folder / f"reply.{rank}.msgpack", reply)
 
 
@@ -52,8 +57,8 @@ def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, An
     started, load_s = time.monotonic(), 0.0
     sliced = request.get("slices")
     tensors = _tensors({**request, **(sliced[rank] if sliced else {})}, rank) if request["load"] else []
-    synchronize()  # a forward that was launched before the pause still reads the old weights
     weights = _weights_of(model, request)
+    synchronize()  # a forward that was launched before still reads the old weights
     waited = time.monotonic()
     if request["load"] and sliced:
         assert isinstance(weights, RankWeights), "adapters come whole"

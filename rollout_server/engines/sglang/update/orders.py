@@ -26,7 +26,7 @@ from slipstream.families.pictures import decoder_of, vision_of
 from slipstream.families.record import HEAD, TOWER
 from slipstream.weight_files import weight_files
 from weight_bus.adapters import SCALE
-from weight_bus.digest import add
+from weight_bus.digest.definition import MASK
 from weight_bus.remote import RemoteUpdate
 from weight_bus.staging import DTYPES, NAMES
 
@@ -58,19 +58,23 @@ class StagingFolder:
         self._files: dict[int, tuple[Path, torch.Tensor]] = {}
         """Host memory by its number; a path is never used twice, so that it names what the schedulers have mapped."""
 
-    def write_update(self, update: Update) -> None:
-        """Describe an update; host memory is copied into shared memory, CUDA memory only named."""
+    def write_update(self, update: Update, digests: Mapping[str, int] | None = None) -> None:
+        """Describe an update; host memory is copied into shared memory, CUDA memory only named.
+
+        Schedulers go on by themselves once they hold `digests`.
+        """
+        expected = dict(digests or {})
         if isinstance(update, RemoteUpdate) and update.slices:
             wholes = {e.name: e for its in update.slices for e in its.entries}
             self._tensors = [[e.name, e.dtype, list(e.whole), 0, 0] for e in wholes.values()]
-            self._write(load=True, slices=[_slices(its) for its in update.slices])
+            self._write(load=True, slices=[_slices(its) for its in update.slices], expected=expected)
             return
         if isinstance(update, RemoteUpdate):
             self._tensors = [[e.name, e.dtype, list(e.shape), e.bucket, e.offset] for e in update.entries]
             memory = update.memory
         else:
             self._tensors, memory = self._described(update)
-        self._write(load=True, memory=memory)
+        self._write(load=True, memory=memory, expected=expected)
 
     def _described(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[list[Any]], list[Any]]:
         """[name, dtype, shape, number of its memory, offset] of each; and the memory."""
@@ -112,7 +116,9 @@ class StagingFolder:
     def replies(self, num_ranks: int) -> list[dict[str, Any]]:
         """Reply of each scheduler to the last request. Raises EngineError where one is missing.
 
-        It has `error`, `seconds` by name, and `slices`: [name, start, elements, digest] of what that rank holds.
+        It has `error`, `seconds` by name, and `slices`: [name, start, elements, digest] of what that rank holds; of a
+        load `proven`, whether decoding went on, `stood`, from when to when it did not (monotonic), and `tokens`, how
+        many each request had then.
         """
         found = []
         for rank in range(num_ranks):
@@ -126,24 +132,8 @@ class StagingFolder:
         return found
 
     def digests(self, replies: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-        """Digest of each tensor of the last request: the sum over the schedulers' disjoint slices.
-
-        A tensor whose replicas differ, or whose slices do not cover it, has no digest: it then counts as wrong.
-        """
-        sizes = {name: math.prod(shape) for name, _, shape, _, _ in self._tensors}
-        sizes |= {name: math.prod(shape) for name, shape in self._base} | ({SCALE: 1} if self._lora else {})
-        parts: dict[str, dict[tuple[int, ...], tuple[int, int]]] = {}
-        wrong: set[str] = set()
-        for reply in replies:
-            for name, start, count, digest in reply["slices"]:
-                known = parts.setdefault(name, {}).setdefault(tuple(start), (count, digest))
-                if known != (count, digest):
-                    wrong.add(name)
-        return {
-            name: add([digest for _, digest in slices.values()])
-            for name, slices in parts.items()
-            if name not in wrong and sum(count for count, _ in slices.values()) == sizes[name]
-        }
+        """Digest of each tensor of the last request, as `added_up`."""
+        return added_up((reply["slices"] for reply in replies), self._tensors, self._base, self._lora)
 
     def mapped_by_all(self) -> None:
         """Unlink the memory once every scheduler has mapped it; mappings keep it."""
@@ -178,6 +168,28 @@ class StagingFolder:
         path, flat = self._files[number]
         flat.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
         return {"kind": "file", "path": str(path), "size": size}
+
+
+def added_up(
+    ranks: Iterable[Iterable[Sequence[Any]]], tensors: Iterable[Any], base: Iterable[Any], lora: Mapping[str, Any]
+) -> dict[str, int]:
+    """Digest of each tensor of a request: the sum over the schedulers' disjoint slices.
+
+    A tensor whose replicas differ, or whose slices do not cover it, has no digest: it then counts as wrong.
+    """
+    sizes = {name: math.prod(shape) for name, _, shape, _, _ in tensors}
+    sizes |= {name: math.prod(shape) for name, shape in base} | ({SCALE: 1} if lora else {})
+    known: dict[tuple[Any, ...], tuple[int, int]] = {}
+    sums, wrong = dict.fromkeys(sizes, 0), set[str]()
+    for slices in ranks:
+        for name, start, count, digest in slices:
+            held = count, digest
+            if (first := known.setdefault((name, *start), held)) is held:
+                sizes[name] -= count
+                sums[name] += digest
+            elif first != held:
+                wrong.add(name)
+    return {name: total & MASK for name, total in sums.items() if sizes[name] == 0 and name not in wrong}
 
 
 def _slices(its: RemoteUpdate) -> dict[str, Any]:
