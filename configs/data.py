@@ -71,6 +71,9 @@ class Data(Section):
     """The same for evaluation, of which the first rows are taken, or several by name:
     {aime: aime.jsonl, gsm8k: {path: ..., samples: 4}},
     each with its own settings of `evaluation` where wanted; none switches evaluation off."""
+    held_out: Own[str | None] = None
+    """With learner.objective `sft` or `dpo`: rows with answers, as in train, whose loss is measured without training on
+    them, every evaluation.every_steps steps and after the last (`eval/loss`); the first evaluation.num_prompts."""
     curriculum: str = "none"
     """`none`; the name of a column (or of a key of extra_info) with numbers: every pass from small to large; or
     `pass_rate`: a later pass begins with prompts that were solved sometimes."""

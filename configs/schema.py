@@ -146,6 +146,8 @@ class Config(Tree):
     def _from_data(self) -> Iterator[str]:
         """What speaks of sampled answers has nothing to act on."""
         if not self.learner.facts.from_data:
+            if self.data.held_out is not None:
+                yield "data.held_out: goes with learner.objective sft or dpo; take one of them, or leave it out"
             return
         algorithm, default = self.algorithm, type(self.algorithm)()
         unused = ["dynamic_sampling", "kl", "entropy_coef", "overlong_buffer", "overlong_filter", "distillation"]

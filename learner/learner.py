@@ -15,6 +15,7 @@ from learner.checkpoints.checkpointer import Checkpointer, CheckpointError
 from learner.checkpoints.memory_plan import KEY, described, plan_memory
 from learner.guards import Alarm, Guards, GuardVerdict, SilentlyWrong
 from learner.guards.roll_back import RollBack, RollBacks
+from learner.held_out import HeldOut
 from learner.optimizer import Optimizer
 from learner.policy.flops import mfu, peak_flops
 from learner.policy.memory import OutOfMemory
@@ -53,6 +54,7 @@ class Learner:
         self.optimizer = Optimizer(config.learner, self.policy)
         self.beside = build_beside(config, self.policy)
         self.teachers, parts = self.beside.teachers, self.beside.parts
+        self.held_out = HeldOut(config, self.policy, self.beside, ranks)
         self.checkpoints = Checkpointer(config, self.policy, self.optimizer, parts, meanwhile=batches.heartbeat)
         self.guards = Guards(config)
         self.roll_backs = RollBacks(config.run_dir)
@@ -213,6 +215,7 @@ class Learner:
             SilentlyWrong: a guard stops the run.
             RollBack: a guard ends this incarnation.
         """
+        held_out = self.held_out.measure(step)
         if self.ranks.is_first:
             now = time.monotonic()
             step_s, self._step_started = now - self._step_started, now
@@ -220,7 +223,7 @@ class Learner:
             incarnation, expected = self.batches.incarnation, batch.expected_digest
             twice = self.ledger.append(step, batch.group_ids, incarnation=incarnation, digest=digest, expected=expected)
             values: dict[str, Any] = {**batch.stats, **update.values, **self.bus.metrics(report), **spans}
-            values |= self.teachers.metrics() | self._saved
+            values |= held_out | self.teachers.metrics() | self._saved
             self._saved = {}
             communication_s = self.policy.communication.take()
             if communication_s:

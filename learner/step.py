@@ -169,7 +169,7 @@ def accumulate_gradients(
     policy.settle_gradients()
     found["squared_gradient"] = policy.squared_gradient()
     found["peak_bytes_max"] = torch.tensor(take_peak_bytes(policy.device), dtype=torch.float64, device=policy.device)
-    values = _over_ranks(policy, found)
+    values = over_ranks(policy, found)
     if policy.mixtures is not None:
         values |= policy.mixtures.take(policy.group)
     if (found_tokens := values["tokens"] + values.get("sft_tokens", 0.0)) != global_tokens:
@@ -186,7 +186,7 @@ def take_peak_bytes(device: torch.device) -> int:
     return peak
 
 
-def _over_ranks(policy: Policy, local: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def over_ranks(policy: Policy, local: Mapping[str, torch.Tensor]) -> dict[str, float]:
     """Sums and maxima over ranks. Gathered and reduced here, in rank order: one round trip for both kinds, and
     the same bits on every rank, which a reduction inside the backend does not promise."""
     mine = torch.stack(list(local.values()))

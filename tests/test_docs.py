@@ -245,7 +245,7 @@ def without_values(text: str) -> str:
 
 PREFIXES = "critic actor response_length prompt_length timing_s perf training val-core val-aux rollout trainer buffer"
 PREFIXES += " weight_sync reward episode answers metrics guards checkpoint rollout_corr prompts replay vitals moe sft"
-PREFIXES += " distill teacher dpo"
+PREFIXES += " distill teacher dpo eval"
 NAME = re.compile(rf"({'|'.join(PREFIXES.split())})(/[^/\s*]+)+")
 
 

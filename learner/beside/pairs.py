@@ -21,7 +21,7 @@ class PairReference:
     """
 
     def __init__(self, reference: Reference | AdapterReference, policy: Policy) -> None:
-        self._reference, self._policy = reference, policy
+        self.reference, self._policy = reference, policy
         self._known: dict[int, list[float]] = {}
         """By row of the dataset: of each answer."""
 
@@ -37,7 +37,7 @@ class PairReference:
                 raise BatchError(f"{where}: has one answer of a pair without the other one, or between those of others")
         indices = [index for _, index in batch.group_ids]
         if not self._known.keys() >= set(indices):
-            found = [logprobs.double().numpy() for logprobs in self._reference.logprobs(rows)]
+            found = [logprobs.double().numpy() for logprobs in self.reference.logprobs(rows)]
             sums = over_trajectories(batch, rows, {"reference": found}, self._policy)["reference"]
             ends = np.searchsorted(batch.all_groups, np.arange(1, len(indices)))
             for index, answers in zip(indices, np.split(sums, ends), strict=True):

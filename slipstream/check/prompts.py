@@ -42,6 +42,8 @@ def files(config: Config) -> Iterator[Finding]:
             yield from check_answers_of(config, train.path, curriculum, learner.facts.answers)
         else:
             yield from check_prompts(config, train.path, curriculum)
+    if (held_out := config.data.held_out) is not None:
+        yield from check_answers_of(config, held_out, "none", learner.facts.answers)
     if learner.sft.data is not None:
         yield from check_answers_of(config, learner.sft.data, "none")
     for one in config.evaluation_sets:

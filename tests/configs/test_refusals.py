@@ -152,6 +152,7 @@ algorithm.distillation=sampled -> algorithm.distillation: without a teacher
 @taught "teachers={a: {path: x, where: learner, rows: {c: 1}}, b: {path: y}}" -> beside other teachers
 @taught "teachers={a: {path: x, devices: 'node0:0'}}" -> node0:0 is given to others | share_gpus=true
 @taught "teachers={a: {path: x, devices: 'node0:7;node0:7'}}" -> teachers.a.devices | names a device twice
+data.held_out=x -> data.held_out: goes with | learner.objective sft or dpo
 @taught 'algorithm.distillation={top_k: {k: 20000}}' -> network.max_message_bytes | top 20000 | smaller k
 """.strip().splitlines()
 ACCEPTED = """

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from configs.variants import Choice
 from examples.sort6 import save_tokenizer
 from learner.beside.beside import build_beside
 from learner.beside.pairs import PairReference
+from learner.held_out import HeldOut
 from learner.losses.taught import TaughtInputs, build_taught
 from learner.rows import BatchError, Row
 from learner.trainer import Trainer, Update
@@ -156,6 +158,35 @@ def test_a_batch_has_the_loss_and_gradient_norm_of_trl(
     config = config_of(policy, objective, len(PAIRS), None if name == "sft" else reference)
     values = trained_on(encoded(config, tmp_path), config, mesh).values
     assert (values[f"{name}/loss"], values["actor/grad_norm"]) == pytest.approx(TRL[case], abs=1e-4)
+
+
+@pytest.mark.parametrize(("case", "objective"), [("sft", "sft"), ("dpo, beta 0.1", "dpo")])
+def test_rows_that_are_held_out_have_their_loss_at_evaluations_and_change_nothing(
+    models: tuple[Path, Path], mesh: DeviceMesh, tmp_path: Path, case: str, objective: Any
+) -> None:
+    """The same numbers as of a batch of them, to which the parts of ranks add up; what no pair has is left out."""
+    policy_path, reference = models
+    plain = config_of(policy_path, objective, len(PAIRS), None if case == "sft" else reference)
+    encoded(plain, tmp_path)  # writes the file
+    data = plain.data.model_dump() | {"held_out": str(tmp_path / "rows.jsonl")}
+    config = Config.model_validate(plain.model_dump() | {"data": data, "evaluation": {"every_steps": 2}})
+    apart = Config.model_validate(config.model_dump() | {"placement": {"split": "0:2"}})
+    policy, _ = built(config, mesh)
+    beside, before = build_beside(config, policy), policy.shard_digests("float32")
+
+    def place(rank: int, first: int = 0) -> Any:
+        return SimpleNamespace(rank=rank, agree=lambda *own: [own[0] + first, own[1]])
+
+    held_out = HeldOut(config, policy, beside, place(0))
+    assert held_out.measure(1) == HeldOut(plain, policy, beside, place(0)).measure(2) == {}
+    found = held_out.measure(2)
+    assert found["eval/loss"] == pytest.approx(TRL[case][0], abs=1e-4)
+    assert ("eval/accuracy" in found) == (case != "sft") and policy.shard_digests("float32") == before
+    assert held_out.measure(config.learner.total_steps) == found and not beside.state().get("pairs")
+    parts = [HeldOut(apart, policy, beside, place(rank)).measure(2) for rank in (0, 1)]
+    assert {name: sum(part[name] for part in parts) for name in found} == pytest.approx(found, rel=1e-5)
+    with pytest.raises(ConfigError, match=r"data\.held_out: .* on the first node"):
+        HeldOut(config, policy, beside, place(1, first=1))
 
 
 @pytest.mark.slow
