@@ -47,7 +47,7 @@ def config(folders: tuple[Path, Path], k: int = 0, temperature: float = 0.7, **t
 
 
 async def test_a_group_gets_what_its_teacher_gives_to_its_tokens_at_the_temperature(folders: tuple[Path, Path]) -> None:
-    run = config(folders, 3)
+    run = config(folders, 3, timeout_s=20.0, wait_s=60.0)
     teachers, wanted = asking(run), await expected(run, folders[1], 3)
     async with standing() as stand, teaching(run, "big", stand):
         teachers.links.listed(await stand.listed(1), "run")
