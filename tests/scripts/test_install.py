@@ -283,4 +283,7 @@ def test_the_tests_install_what_can_run_and_pass_arguments_on_to_pytest(tmp_path
         assert asked[-1].startswith("python -m pytest -p tests.lanes -n 2 ")
     assert asked_by("test.sh", tmp_path / "one", "tests/replay", "-x")[-1] == "python -m pytest tests/replay -x"
     # all marks, the slow ones too, and what follows goes to pytest
-    assert asked_by("test.sh", tmp_path / "all", "--all", "tests/replay")[-1] == "python -m pytest -m  --durations 40 tests/replay"
+    assert (
+        asked_by("test.sh", tmp_path / "all", "--all", "tests/replay")[-1]
+        == "python -m pytest -m  --durations 40 tests/replay"
+    )
