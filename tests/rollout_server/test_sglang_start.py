@@ -89,6 +89,8 @@ def test_the_oom_killer_is_named_for_a_child_that_was_killed_only() -> None:
         ("NotImplementedError: it has no such backend", True),
         ("AssertionError: page size", True),
         ("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.", False),
+        ("[2026-11-29 00:00:00 TP1] ValueError: The memory capacity is unbalanced. Some GPUs may be occupied", False),
+        ("ValueError: dist_init_port at 31007 is not available in 30 seconds. In use", False),
         ("torch.OutOfMemoryError: CUDA out of memory.", False),
         ("OSError: [Errno 98] Address already in use", False),
         ("", False),

@@ -9,8 +9,12 @@ from rollout_server.engines.base import EngineStartFailed, EngineStartRefused
 LOG_TAIL_BYTES = 1 << 20
 ERROR_LINE = re.compile(r"(?:\[[^\]]*\] )?[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Failure)\b")
 """The last line of a traceback."""
-OF_WHAT_IS_GIVEN = re.compile(r"(?:\[[^\]]*\] )?(?:Value|Type|NotImplemented|Assertion|Import|ModuleNotFound)Error\b")
-"""One about arguments, the model or packages, not about memory, a port or a device."""
+OF_WHAT_IS_GIVEN = re.compile(
+    r"(?:\[[^\]]*\] )?(?:Value|Type|NotImplemented|Assertion|Import|ModuleNotFound)Error\b"
+    r"(?!.*(?: memory | is not available in ))"
+)
+"""One about arguments, the model or packages, not about a device, nor about memory or a port that another process has
+yet, of which SGLang makes a ValueError too."""
 
 
 class ChildrenLog:
