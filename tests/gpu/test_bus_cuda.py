@@ -92,7 +92,7 @@ def test_indices_beyond_32_bits() -> None:
 
 @pytest.mark.parametrize("where", [GPU, torch.device("cpu")], ids=["on the device", "in host memory"])
 def test_packing_is_bit_equal_and_allocates_nothing_later(where: torch.device) -> None:
-    packer, staging = Packer(300_000, where), Staging()
+    packer, staging = Packer(300_000, where), Staging(GPU)
     held: list[list[int]] = []
     for version in range(6):
         named = {name: tensor.to(GPU) for name, tensor in weights(version).items()}
@@ -108,9 +108,11 @@ def test_packing_is_bit_equal_and_allocates_nothing_later(where: torch.device) -
         assert where == GPU or all(bucket.is_pinned() for bucket in buckets)
         assert all(torch.equal(view_of(buckets, entry), named[entry.name].to(where)) for entry in layout.entries)
         held.append([bucket.data_ptr() for bucket in buckets])
-        staging.prepare(layout.with_digests(digests(weights(version))), GPU)
+        staging.prepare(layout.with_digests(digests(weights(version))), where)
+        assert all(bucket.device == where and bucket.is_pinned() == (where != GPU) for bucket in staging.buckets)
         for target, source in zip(staging.buckets, buckets, strict=True):
             target.copy_(source)
+        staging.digest(1)  # has come before the others
         assert staging.corrupt() == []
         staging.buckets[2][77] ^= 1
         assert len(staging.corrupt()) == 1

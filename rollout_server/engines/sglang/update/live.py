@@ -57,7 +57,8 @@ class RankWeights:
         """Load an update, by copies if that is all there is to it; seconds until the last tensor was in its place.
 
         Args:
-            staged: all names and whole tensors, on the model's device. The same object means the same memory as before.
+            staged: all names and whole tensors, on the model's device or in host memory. The same object means the same
+                memory as before.
         """
         self._launched = []
         if self._copies is None or self._copies[0] is not staged:
@@ -80,7 +81,7 @@ class RankWeights:
         self._launched = []
         if self._copies is None or self._copies[0] is not staged:
             self._copies = (staged, self._matched(staged, starts))
-        if staged and staged[0][1].is_cuda:
+        if self.slices and self.slices[0].view.is_cuda:
             return self._copy(self._copies[1])
         started = time.monotonic()
         with torch.no_grad():
@@ -136,7 +137,7 @@ class RankWeights:
         whole = dict(staged)
         parts = [[_cut(whole[piece.name], piece) for piece in group] for group in self._groups]
         alike = all(
-            part.is_cuda and part.dtype == piece.view.dtype
+            piece.view.is_cuda and part.dtype == piece.view.dtype
             for piece, part in zip(self.slices, itertools.chain(*parts), strict=True)
         )
         by_copies = alike and not hasattr(self._model, "post_load_weights") and _covered(self._model, self.slices)
@@ -185,7 +186,7 @@ def _copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> N
             small[0].append(target)
             small[1].append(source)
     if small[0]:
-        torch._foreach_copy_(*small)
+        torch._foreach_copy_(*small, non_blocking=True)
 
 
 def _cut(whole: torch.Tensor, piece: LiveSlice) -> torch.Tensor:

@@ -70,7 +70,7 @@ class Receiver(threading.Thread):
         self._handles = Handles() if order["export"] else None
         self._device, self._before, self._factory = device, before, transport_factory
         self._intake: Intake | None = None
-        self._staging, self._run_id = Staging(), ""
+        self._staging, self._run_id = Staging(device), ""
         self._takes = 0
         """Versions that have begun to arrive; the last of them is what the buckets hold."""
 
