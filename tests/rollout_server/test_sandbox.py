@@ -23,6 +23,8 @@ from tests.rollout_server.reward_runs import alive, needs_isolation
 
 SECRET = "slipstream-test-secret-f2b1"
 LIMITS = ResourceLimits(seconds=2.0)
+MARK = f"of-{os.getpid()}"
+"""An argument of every program."""
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -33,7 +35,7 @@ def isolated() -> None:
 
 
 def boxed(program: str, stdin: str = "", limits: ResourceLimits = LIMITS, *, isolated: bool = True) -> Ended:
-    return run({"main.py": program}, ["main.py"], stdin.encode(), limits, isolated=isolated)
+    return run({"main.py": program}, ["main.py", MARK], stdin.encode(), limits, isolated=isolated)
 
 
 READS = """
@@ -181,14 +183,14 @@ except OSError:
 
 
 def sleepers() -> list[int]:
-    """Processes whose command is that of a program in a sandbox."""
+    """Processes that a program of this file has started, not those of other tests that run now."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if b"\0-I\0main.py" in command:
+        if f"\0-I\0main.py\0{MARK}".encode() in command:
             found.append(int(folder.name))
     return found
 
