@@ -31,8 +31,7 @@ class Staging:
 
     Args:
         engine: the GPU that an update goes to, if any. It digests also what has come to host memory, which is pinned
-            then, bucket by bucket in a copy: beside the loop of a scheduler, which holds the interpreter most of the
-            time, NumPy's digests of 5.3 GB took 18 s.
+            then, bucket by bucket in a copy: NumPy waits for the interpreter, which a scheduler's loop holds.
     """
 
     def __init__(self, engine: torch.device = HOST) -> None:
