@@ -54,6 +54,7 @@ class _Logprobs(torch.autograd.Function):
             beside[part] = torch.where(here[part] >= 0, logits.gather(1, here[part].clamp(min=0)) / temperature, 0.0)
             if divergence is not None:
                 divergence.compare(part, logits, entropy[part], normalizer[part])
+            del logits  # before the next chunk's are made
         if group is not None and len(targets):
             logprobs, entropy, normalizer = _joined(logprobs, entropy, normalizer, owner, group)
             if ids.numel():
@@ -90,6 +91,7 @@ class _Logprobs(torch.autograd.Function):
             torch.mm(grad, weight, out=hidden_grad[part])
             if weight_grad is not None:
                 _add_product(weight_grad, grad.T, hidden[part])
+            del logits, grad, slope
         if ctx.group is not None and len(targets):
             dist.all_reduce(hidden_grad, group=ctx.group)
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), *[None] * 6

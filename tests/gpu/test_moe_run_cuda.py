@@ -3,6 +3,7 @@
 `python -m pytest -s tests/gpu/test_moe_run_cuda.py` prints the speed of both sides.
 """
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_a_mixture_is_trained_beside_sglang_and_each_update_proven(tmp_path: Pat
         "rollout.group_size": 8,
         "rollout.max_new_tokens": 256,
         "learner.lr": 1e-5,
-        "learner.total_steps": STEPS,
+        "learner.total_steps": 2 * STEPS,
         "placement.device": "cuda",
         "placement.split": "1:1",
         "placement.share_gpus": "true",
@@ -64,14 +65,22 @@ def test_a_mixture_is_trained_beside_sglang_and_each_update_proven(tmp_path: Pat
         command = [sys.executable, "-m", "learner.main", *words]
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, env=environment())
     run = Run(process, tmp_path / "mixture", output)
-    ended = run.wait(RUN_S)
+
+    def proven() -> list[bool]:
+        return [row["weight_sync/digests_equal"] for row in run.rows() if "weight_sync/digests_equal" in row]
+
+    try:
+        run.wait_until(lambda: len(proven()) >= STEPS, "the last version's proof", RUN_S)
+    finally:
+        run.process.send_signal(signal.SIGINT)
+        run.wait_until(lambda: "SIGINT received" in run.text(), "word of the signal", 20)
+        run.process.send_signal(signal.SIGINT)  # without the checkpoint, of 37 GB
+        run.wait(60)
     steps = run.steps()
     for name in SHOWN:
         values = [row[name] for row in steps if row.get(name) is not None]
         print(f"{name}: {len(values)} values, median {median(values) if values else None}")
-    assert ended == 0, run.text()[-5000:]
     found = summarize(run.folder, None)
     print(found)
-    proven = [row["weight_sync/digests_equal"] for row in run.rows() if "weight_sync/digests_equal" in row]
-    assert len(steps) == STEPS and len(proven) >= STEPS - 1 and all(proven), proven
+    assert len(steps) >= STEPS and all(proven()), proven()
     assert found["groups_trained_twice"] == 0 and run.nothing_left()

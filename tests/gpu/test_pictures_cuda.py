@@ -146,6 +146,7 @@ def test_three_steps_with_sglang_on_one_gpu(pictures: Path, tmp_path: Path) -> N
         "rollout.sglang": "{attention_backend: triton, mm_attention_backend: triton_attn, mem_fraction_static: 0.3}",
         "placement.device": "cuda",
         "placement.share_gpus": "true",
+        "replay.async_lag": 0,
         "evaluation.every_steps": 0,
         "learner.compile": "false",
         "tracking.live": "plain",
@@ -159,5 +160,5 @@ def test_three_steps_with_sglang_on_one_gpu(pictures: Path, tmp_path: Path) -> N
     assert made.wait(RUN_S) == 0, made.text()[-3000:]
     print(made.text()[-3000:])
     assert len(made.steps()) == 3
-    means = [row["training/rollout_logprobs_diff_lag0_mean"] for row in made.steps() if row["training/loss_tokens"]][:1]
-    assert means and means[0] < BFLOAT16
+    means = [row["training/rollout_logprobs_diff_lag0_mean"] for row in made.steps() if row["training/loss_tokens"]]
+    assert means and max(means) < BFLOAT16

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +18,7 @@ from examples.random_qwen3 import SHAPES
 from learner.beside.beside import build_beside
 from learner.checkpoints.parts import HostMemory, Part, tensors_of
 from learner.learner import Learner
-from learner.policy import memory
+from learner.policy import logprobs, memory
 from learner.policy.lane_bytes import lane_bytes
 from learner.policy.memory import (
     GIB,
@@ -247,6 +248,21 @@ def test_the_budget_of_ppo_is_above_the_peak_of_a_step_and_near(
     copies = [copy.untyped_storage() for by_name in kinds for copy in by_name.values()]
     held = sum({block.data_ptr(): block.nbytes() for block in copies}.values())
     assert held <= host_items_of(setup, budget)["copy for checkpoints"] <= 1.1 * held
+
+
+def test_a_second_chunk_of_logits_takes_no_more_memory_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, vocabulary = 256, 1024
+    chunk = 4 * tokens * vocabulary
+    monkeypatch.setattr(logprobs, "CHUNK_BYTES", chunk)
+    weight = torch.randn(vocabulary, 8, requires_grad=True)
+
+    def a_head(chunks: int) -> None:
+        hidden = torch.randn(chunks * tokens, 8, requires_grad=True)
+        found, entropy = logprobs.head_logprobs(hidden, weight, torch.zeros(len(hidden), dtype=torch.int64), 1.0)
+        (found.sum() + entropy.sum()).backward()
+
+    one, two = (peak_bytes(partial(a_head, chunks)) for chunks in (1, 2))
+    assert chunk < one <= two < one + chunk / 4
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
