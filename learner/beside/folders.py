@@ -4,7 +4,7 @@ from pathlib import Path
 
 from configs.errors import Contradiction, InputMissing
 from configs.schema import Config
-from slipstream.families.pictures import vision_of
+from slipstream.families.pictures import decoder_of, vision_of
 from slipstream.runtime.fingerprint import ARCHITECTURE_KEYS, model_fingerprint, read_json, token_ids_of
 
 
@@ -19,9 +19,9 @@ def check_folders(config: Config) -> None:
     """Refuse a reference model, a critic or a teacher in the learner that cannot speak of the policy's tokens.
 
     Raises:
-        ConfigError: no such folder, no weights, another vocabulary or other ids; another architecture than the
-            policy's, of which the reference is to become a copy; or a teacher of another tokenizer, or of text alone
-            beside pictures.
+        ConfigError: no such folder, no weights, another vocabulary or other ids; a context that is too short; another
+            architecture than the policy's, of which the reference is to become a copy; or a teacher of another
+            tokenizer, or of text alone beside pictures.
         FingerprintError: its config.json is missing or broken.
     """
     given, refresh_steps = beside(config), config.algorithm.reference_refresh_steps
@@ -36,6 +36,13 @@ def check_folders(config: Config) -> None:
                 f" {policy.get('vocab_size')}; take a model with the same tokenizer"
             )
         (_check_teacher if key.startswith("teachers.") else _check_ids)(key, path, config)
+        limit = decoder_of(own).get("max_position_embeddings")
+        if isinstance(limit, int) and config.longest_trajectory > limit:
+            raise Contradiction(
+                f"{key}: {path!r} has max_position_embeddings {limit}, and a trajectory may have"
+                f" {config.longest_trajectory} tokens (data.max_prompt_tokens and rollout.max_new_tokens); lower one of"
+                " them, or take a model of longer context"
+            )
         different = [name for name in ARCHITECTURE_KEYS if own.get(name) != policy.get(name)]
         if different and key == "algorithm.reference_path" and refresh_steps:
             name = different[0]

@@ -125,8 +125,12 @@ def log_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]]) -> None:
 
 def _check_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]], config: Config) -> None:
     fixed = {key: changed[key][0] for key in FIXED if key in changed}
-    before, now = map(_scored, (load(run_dir / "config.yaml"), config))
+    begun = load(run_dir / "config.yaml")
+    before, now = map(_scored, (begun, config))
     fixed |= {key: value for key, value in before.items() if now.get(key) != value}
+    for name, teacher in begun.teachers.items() if not fixed else ():
+        if teacher.path not in (None, config.teachers[name].path) and Path(teacher.path).is_dir():  # else it was moved
+            fixed[f"teachers.{name}.path"] = teacher.path
     if fixed:
         key, value = next(iter(fixed.items()))
         raise BadRunFolder(
@@ -155,7 +159,14 @@ def _check_changes(run_dir: Path, changed: Mapping[str, tuple[Any, Any]], config
 def _scored(config: Config) -> dict[str, Any]:
     """By key, what the scores in a journal are of."""
     asked = config.scoring
-    return {"teachers": []} if asked is None else {"teachers": asked.names, "algorithm.distillation": f"k {asked.k}"}
+    if asked is None:
+        return {"teachers": []}
+    kinds = {
+        f"teachers.{name}.{key}": getattr(one, key)
+        for name, one in asked.teachers.items()
+        for key in ("of", "where", "model", "context")
+    }
+    return {"teachers": asked.names, "algorithm.distillation": f"k {asked.k}", **kinds}
 
 
 def played_back(run_dir: Path, overrides: list[str]) -> Config:

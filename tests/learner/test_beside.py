@@ -242,11 +242,13 @@ def test_a_critic_takes_the_head_of_its_folder(qwen3: Path, mesh: DeviceMesh, tm
 def test_folders_that_do_not_suit_the_policy_are_refused(qwen3: Path, tmp_path: Path) -> None:
     other = save_model(tmp_path / "other", vocab_size=66, intermediate_size=128)
     thin = save_model(tmp_path / "thin", intermediate_size=128)
+    short = save_model(tmp_path / "short", max_position_embeddings=7)
     kl: dict[str, Any] = {"kl": "k3"}
     for sections, said in (
         ({"algorithm": kl | {"reference_path": str(tmp_path / "none")}}, "algorithm.reference_path: .*is no folder"),
         ({"algorithm": kl | {"reference_path": str(other)}}, "vocabulary of 66 tokens, model.path one of 64"),
         ({"algorithm": {"advantage": "gae"}, "critic": {"path": str(other)}}, "critic.path: .*vocabulary of 66"),
+        ({"algorithm": kl | {"reference_path": str(short)}}, "reference_path: .*embeddings 7, and a trajectory"),
         (
             {"algorithm": kl | {"reference_path": str(thin), "reference_refresh_steps": 1}},
             "reference_refresh_steps: 1, but .*intermediate_size 128 and model.path 192",

@@ -290,6 +290,22 @@ def test_a_resume_goes_on_with_the_teachers_of_its_journal(resume, tmp_path):
     assert resume("--set", "teachers.small.timeout_s=3").teachers["small"].timeout_s == 3
 
 
+def test_a_teacher_of_the_same_name_is_the_same_model(resume, tmp_path):
+    (tmp_path / "small").mkdir()
+    begun = {"algorithm": {"distillation": "sampled_advantage"}, "teachers": {"one": {"path": str(tmp_path / "small")}}}
+    (tmp_path / "same" / "config.yaml").write_text(dump(load("quickstart", [f"{k}={v}" for k, v in begun.items()])))
+    for changed, words in (
+        ("teachers.one.path=other", "--resume: teachers.one.path: .* was begun with .*small"),
+        ("teachers.one={of: lagged}", "--resume: teachers.one.of: .* was begun with None"),
+        ("teachers.one={url: 'http://127.0.0.1:1/v1', model: other}", "--resume: teachers.one.model: .* with None"),
+        ("teachers.one.context='{prompt} in short'", "--resume: teachers.one.context: .* was begun with None"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            resume("--set", changed)
+    (tmp_path / "small").rmdir()
+    assert resume("--set", "teachers.one.path=moved").teachers["one"].path == "moved"
+
+
 def test_another_model_is_refused_and_the_same_elsewhere_is_not(resume, tmp_path, monkeypatch):
     prints = {str(tmp_path): {"tokenizer": "a", "architecture": "b"}, "moved": {"tokenizer": "a", "architecture": "b"}}
     prints["other"] = {"tokenizer": "a", "architecture": "c"}
