@@ -51,7 +51,7 @@ def combinations(varied: Sequence[str], cases: Sequence[Sequence[str]] = ()) -> 
     ("a.b=2", "mild"): ["a.b=2", "c.d=x", "c.e=y"]}.
 
     Raises:
-        ConfigError: an argument is no `a.b=v1,v2`, or a case has no override.
+        ConfigError: an argument is no `a.b=v1,v2`, or a case has no name.
     """
     axes: list[list[tuple[str, list[str]]]] = []
     for text in varied:
@@ -59,11 +59,9 @@ def combinations(varied: Sequence[str], cases: Sequence[Sequence[str]] = ()) -> 
         if not (key and equals and all(values.split(","))):
             raise BadOption(f"--vary {text!r}: expected a key and its values, such as algorithm.loss=ppo_clip,gspo")
         axes.append([(f"{key}={value}", [f"{key}={value}"]) for value in values.split(",")])
-    for name, *overrides in cases:
-        if "=" in name or not overrides:
-            raise BadOption(
-                f"--case {name!r}: expected a name and overrides, such as tis algorithm.correction=token_tis"
-            )
+    for name, *_ in cases:
+        if "=" in name:
+            raise BadOption(f"--case {name!r}: expected a name first, such as tis algorithm.correction=token_tis")
     if cases:
         axes.append([(name, overrides) for name, *overrides in cases])
     chosen = itertools.product(*axes)
@@ -179,7 +177,12 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("--vary", action="append", default=[], metavar="a.b=v1,v2", help="repeatable: all combinations")
     parser.add_argument(
-        "--case", action="append", default=[], nargs="+", metavar=("NAME", "a.b=v"), help="settings that go together"
+        "--case",
+        action="append",
+        default=[],
+        nargs="+",
+        metavar=("NAME", "a.b=v"),
+        help="settings that go together; a name alone is the configuration as it is",
     )
     parser.add_argument("--seeds", default="0", help="of run.seed, with commas (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/sweep"), help="of all runs (default: %(default)s)")

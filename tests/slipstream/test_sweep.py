@@ -21,12 +21,13 @@ def swept(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *
 def test_all_combinations_are_made() -> None:
     both = {("a.b=1", "c.d=x"): ["a.b=1", "c.d=x"], ("a.b=2", "c.d=x"): ["a.b=2", "c.d=x"]}
     assert sweep.combinations(["a.b=1,2", "c.d=x"]) == both
-    cases = [["mild", "c.d=x", "c.e=y"], ["wild", "c.d=z"]]
+    cases = [["mild", "c.d=x", "c.e=y"], ["wild", "c.d=z"], ["plain"]]
     together = {("a.b=1", "mild"): ["a.b=1", "c.d=x", "c.e=y"], ("a.b=1", "wild"): ["a.b=1", "c.d=z"]}
+    together |= {("a.b=1", "plain"): ["a.b=1"]}
     assert sweep.combinations(["a.b=1"], cases) == together
     assert sweep.combinations([]) == {(): []}
-    with pytest.raises(ConfigError, match="--case 'mild'"):
-        sweep.combinations([], [["mild"]])
+    with pytest.raises(ConfigError, match=r"--case 'c\.d=x'"):
+        sweep.combinations([], [["c.d=x"]])
     with pytest.raises(ConfigError, match=r"--vary 'a\.b=1,'"):
         sweep.combinations(["a.b=1,"])
 
