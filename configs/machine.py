@@ -14,6 +14,9 @@ NCCL_DEFAULTS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "TORCHINDUCTOR_DETERMINISTIC": "1"}
 """Of learner ranks with learner.deterministic; read by libraries when they are loaded or first used."""
 
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Of x86 and, the last one, of Arm."""
+
 
 def has_usable_gpu(environment: Mapping[str, str]) -> bool:
     """Whether processes of this machine would find a GPU."""
@@ -35,6 +38,14 @@ def gpu_bytes() -> int | None:
     shown = nvidia_smi("--query-gpu=memory.total", "--format=csv,noheader,nounits")
     mib = [int(line) for line in (shown or "").split() if line.isdigit()]
     return min(mib) * 2**20 if mib else None
+
+
+def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool | None:
+    """Whether this processor has products of bfloat16; None where the system does not say, as on macOS."""
+    if not cpuinfo.is_file():
+        return None
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo.read_text(encoding="utf-8"), re.MULTILINE)
+    return None if found is None else not BFLOAT16_FLAGS.isdisjoint(found[1].split())
 
 
 def torch_has_cuda() -> bool:

@@ -6,7 +6,8 @@
 #
 # The run is in runs/quickstart; of a seed other than 0 in runs/quickstart-seedN, and a second one in runs/quickstart-2.
 # --real trains a real chat model in its place, SmolLM2-135M-Instruct, on sums: configs/smollm2-cpu.yaml, about a quarter
-# of an hour on two cores. The model comes from a package (89 MiB), the sums from another one (extra `recipes`).
+# of an hour on two cores, longer and in float32 where they have no products of bfloat16. The model comes from a package
+# (89 MiB), the sums from another one (extra `recipes`).
 # With --set rollout.engine=sglang it also installs SGLang, and evaluates every 20 steps where it was every 5: on a CPU
 # SGLang samples several times slower than the embedded engine, and evaluations were a third of all samples.
 set -euo pipefail
@@ -38,7 +39,7 @@ while (($#)); do
       overrides+=(--set "$2")
       shift 2
       ;;
-    -h | --help) sed -n '2,11p' "$0"; exit 0 ;;
+    -h | --help) sed -n '2,12p' "$0"; exit 0 ;;
     *) refuse "unknown argument '$1' (there are --real, --seed N and --set a.b=c)" ;;
   esac
 done
@@ -62,6 +63,11 @@ if [[ -n "$real" ]]; then
   "$python" -m scripts.get_smollm2 --out models/SmolLM2-135M-Instruct
   "$python" -m scripts.make_rows chain_sum --out "$data" --options "min_terms=2&max_terms=2&max_digits=2" --eval-prompts 256
   settings=(--config "$config")
+  slow=$("$python" -c 'from configs.machine import multiplies_bfloat16 as has; print("bfloat16" if has() is False else "")')
+  if [[ -n "$slow" && "$engine" != sglang ]]; then
+    echo "quickstart.sh: this processor has no products of $slow: float32 in its place" >&2
+    settings+=(--set rollout.dtype=float32 --set learner.compute_dtype=float32)
+  fi
 else
   config=quickstart
   data="data/sort6-seed$seed"

@@ -169,13 +169,14 @@ INSTALL = '#!/usr/bin/env bash\necho "install $*" >>"$ASKED"\n'
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
   *torch.version.cuda*) echo "$DEVICE" ;;
+  *multiplies_bfloat16*) echo "$LACKS" ;;
   *learner.main*no.such=*) exit 2 ;;
   *) echo "python $*" >>"$ASKED" ;;
 esac
 """
 
 
-def asked_by(script: str, folder: Path, *arguments: str, device: str = "") -> list[str]:
+def asked_by(script: str, folder: Path, *arguments: str, device: str = "", lacks: str = "") -> list[str]:
     """What a script asks for, with an install.sh and a Python that only write it down."""
     (folder / "scripts").mkdir(parents=True)
     (folder / ".venv" / "bin").mkdir(parents=True)
@@ -185,7 +186,7 @@ def asked_by(script: str, folder: Path, *arguments: str, device: str = "") -> li
     (folder / ".venv" / "bin" / "python").write_text(PYTHON)
     (folder / ".venv" / "bin" / "python").chmod(0o755)
     asked = folder / "asked"
-    environment = {**os.environ, "ASKED": str(asked), "DEVICE": device}
+    environment = {**os.environ, "ASKED": str(asked), "DEVICE": device, "LACKS": lacks}
     environment.pop("SLIPSTREAM_PYTHON", None)
     command = ["bash", folder / "scripts" / script, *arguments]
     subprocess.run(command, env=environment, check=True, timeout=150, stderr=subprocess.PIPE, text=True)
@@ -274,6 +275,12 @@ def test_the_real_quick_start_makes_model_and_prompts_and_trains_on_them(
     config = load(preset)
     assert f"--out {config.model.path}" in model and f"--out {Path(config.data.train).parent} " in rows
     assert f"--eval-prompts {config.evaluation.num_prompts}" in rows or config.evaluation.num_prompts < 256
+
+
+def test_the_real_quick_start_takes_float32_where_bfloat16_has_no_products(tmp_path: Path) -> None:
+    asked = asked_by("quickstart.sh", tmp_path, "--real", lacks="bfloat16")
+    (run,) = [line for line in asked if "learner.main" in line]
+    assert "--set rollout.dtype=float32 --set learner.compute_dtype=float32 " in run
 
 
 def test_the_tests_install_what_can_run_and_pass_arguments_on_to_pytest(tmp_path: Path) -> None:

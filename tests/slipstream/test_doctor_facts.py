@@ -3,6 +3,7 @@
 import contextlib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 
 from configs import ConfigError, load
 from configs.errors import NoRoom, PackageMissing
+from configs.machine import multiplies_bfloat16
 from learner.policy.memory import GIB, available_bytes
-from slipstream.check import compare, facts, machine, memory
+from slipstream.check import checks, compare, facts, machine, memory
 from slipstream.check.checks import check_available
 from slipstream.check.finding import Finding
 from slipstream.check.machine import disk as room
@@ -165,6 +167,27 @@ def test_an_engine_says_what_it_needs(monkeypatch, engine: str, kernels: list[st
         available_bytes(config)
     adapters = load("pictures", [*named, "learner.lora.rank=8"])
     assert problem_with_pictures(adapters, {"model_type": "qwen2_vl"}).startswith("learner.lora.rank") == bool(kernels)
+
+
+@pytest.mark.parametrize(
+    ("said", "warns"),
+    [
+        ("flags\t\t: fpu avx2\n", True),
+        ("flags\t\t: avx512_bf16 fpu\nflags\t\t: fpu\n", False),
+        ("Features\t: fp bf16\n", False),
+        ("Features\t: fp asimd\n", True),
+        ("model name: x\n", False),
+        (None, False),
+    ],
+)
+def test_bfloat16_on_a_processor_without_its_products_is_named(monkeypatch, tmp_path, said: str | None, warns: bool):
+    if said is not None:
+        (tmp_path / "cpuinfo").write_text(said)
+    monkeypatch.setattr(checks, "multiplies_bfloat16", partial(multiplies_bfloat16, tmp_path / "cpuinfo"))
+    asked = ["learner.compute_dtype=bfloat16"]
+    found = [finding.mend for finding in checks.found(load("quickstart", asked), [checks.processor])]
+    assert found == ["--set learner.compute_dtype=float32"] * warns
+    assert not list(checks.found(load("quickstart"), [checks.processor]))
 
 
 def test_shared_memory_and_disks_are_held_against_what_a_run_writes(tmp_path: Path):
