@@ -75,11 +75,12 @@ def test_a_mixture_is_trained_beside_sglang_and_each_update_proven(tmp_path: Pat
         run.process.send_signal(signal.SIGINT)
         run.wait_until(lambda: "SIGINT received" in run.text(), "word of the signal", 20)
         run.process.send_signal(signal.SIGINT)  # without the checkpoint, of 37 GB
-        run.wait(60)
+        ended = run.wait(60)
     steps = run.steps()
     for name in SHOWN:
         values = [row[name] for row in steps if row.get(name) is not None]
         print(f"{name}: {len(values)} values, median {median(values) if values else None}")
+    assert ended == 130, run.text()[-5000:]
     found = summarize(run.folder, None)
     print(found)
     assert len(steps) >= STEPS and all(proven()), proven()
