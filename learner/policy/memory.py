@@ -304,7 +304,8 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
     """Bytes of a rank by what they are for.
 
     Policy, critic and reference model take turns: one's gathered weights, gradients and activations are gone before the
-    next begins; a teacher's turn is between two rows. What the largest turn takes beyond the policy's is an item.
+    next begins; a teacher's turn is between two rows, and that of moments from host memory is after the backward. What
+    the largest turn takes beyond the policy's is an item.
     """
     tensor, compute_bytes = setup.learner.mesh.tensor, setup.compute_bytes
     sizes, tokens = setup.sizes.over(tensor), setup.learner.max_tokens_per_microbatch
@@ -312,9 +313,11 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
     step = _step_items(setup, way, sizes)
     # its chunk, and the gradient of its weights in float32 and the compute dtype
     step["output head"] = HEAD_BYTES + (0 if adapters else 4 + compute_bytes) * sizes.embedding_parameters
-    moments = 2 * min(4 * mine, MOMENT_SPAN_BYTES) if setup.learner.offload_optimizer else 8 * mine
-    items = {"float32 weights": 4 * mine, "AdamW state": moments, **step}
+    offloads = setup.learner.offload_optimizer
+    items = {"float32 weights": 4 * mine, **({} if offloads else {"AdamW state": 8 * mine}), **step}
     turns = [sum(step.values())]
+    if offloads:  # moments come when activations are gone
+        turns.append(step["gradients"] + 2 * min(4 * mine, MOMENT_SPAN_BYTES))
     if adapters:
         items["frozen weights"] = -(-compute_bytes * sizes.parameters // setup.num_ranks)
     if (reference := setup.reference) is not None:
@@ -324,7 +327,7 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
         turns.append(gathered + layers // reference.layers * tokens + HEAD_BYTES)
     if (critic := setup.critic) is not None:
         frozen = compute_bytes * critic.parameters if setup.adapters(critic) else 0
-        held = setup.trained_share(critic) * (4 if setup.learner.offload_optimizer else 12)
+        held = setup.trained_share(critic) * (4 if offloads else 12)
         items["critic weights and AdamW state"] = held + -(-frozen // setup.num_ranks)
         # its head has the hidden states in float32, and their gradient
         turns.append(sum(_step_items(setup, way, critic).values()) + 8 * critic.hidden * tokens)
@@ -336,7 +339,7 @@ def items_of(setup: Setup, way: Budget) -> dict[str, int]:
         kept = step["gradients"] + step["gathered weights"]
         turns.append(kept + 2 * compute_bytes * teacher.largest_unit + layers * tokens)
     if (more := max(turns) - turns[0]) > 0:
-        items["critic, reference or teacher in its turn"] = more
+        items["critic, reference, teacher or moments in their turn"] = more
     if setup.refreshed:
         items["refreshed teachers"] = 4 * mine * setup.refreshed
     if setup.tower_bytes:

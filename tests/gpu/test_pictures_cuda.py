@@ -142,6 +142,7 @@ def test_three_steps_with_sglang_on_one_gpu(pictures: Path, tmp_path: Path) -> N
         "data.train": pictures / "train.jsonl",
         "data.eval": pictures / "eval.jsonl",
         "run.dir": tmp_path,
+        "reward.function": f"{ROOT}/tests/support/rewards.py:spread",  # an untrained model names no colour
         "rollout.engine": "sglang",
         "rollout.sglang": "{attention_backend: triton, mm_attention_backend: triton_attn, mem_fraction_static: 0.3}",
         "placement.device": "cuda",

@@ -60,7 +60,8 @@ def test_what_lies_in_host_memory_is_not_counted_on_the_device() -> None:
         learner = configured(Path("unused"), recompute="full", **({key: True} if key else {})).learner
         setup = Setup(sizes=Sizes.of(SHAPES["8B"]), learner=learner, num_ranks=8)
         found[key] = choose(setup.with_tokens(16_384), 200 * GIB).items
-    assert found["offload_optimizer"]["AdamW state"] < 0.2 * found[""]["AdamW state"]
+    moments = found[""]["AdamW state"]
+    assert sum(found[""].values()) - sum(found["offload_optimizer"].values()) == moments, "activations go first"
     assert found[""]["activations"] - found["offload_activations"]["activations"] == 34 * 4096 * 2 * 16_384
 
 
