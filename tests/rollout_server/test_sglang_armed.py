@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +37,10 @@ class Mover(Model):
 
 def flip(tensor: torch.Tensor) -> None:
     tensor.view(torch.int32).view(-1)[3] ^= 1
+
+
+def request(*tokens: int, ended: bool = False) -> SimpleNamespace:
+    return SimpleNamespace(rid="a", output_ids=[*tokens], finished_reason="stop" if ended else None)
 
 
 @pytest.fixture
@@ -91,6 +96,65 @@ def test_a_scheduler_decodes_on_only_with_the_digests_of_its_order(staging: Stag
     assert not update({name: digest for name, digest in digests.items() if name != NORM})["proven"], "one too many"
     failed = update(digests, fault="moves")
     assert not failed["proven"] and "have moved" in failed["error"]
+
+
+@pytest.mark.parametrize("fault", ["", "staged", "live", "moves"])
+def test_one_forward_runs_beside_the_digests_and_the_next_one_only_with_a_proof(
+    staging: StagingFolder, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """A request decodes; what is wrong is found before the second forward, wherever and whenever it went wrong."""
+    whole, model = filled(1)[0], Mover(0, 1)
+    digests = {name: slice_digest(tensor) for name, tensor in whole.items()}
+    kind = type("Scheduler", (SimpleNamespace,), {})
+    armed.watch(kind)
+    scheduler = kind(**vars(idle_scheduler()))
+    scheduler.running_batch = SimpleNamespace(reqs=[request(5, 6)])
+    monkeypatch.setattr(armed, "scheduler", scheduler)
+    tensors = {name: tensor.clone() for name, tensor in whole.items()}
+    if fault == "staged":
+        flip(tensors[UP])
+    model.fault = fault
+    staging.write_update(tensors.items(), digests)
+    loader.apply(model, [])
+    (reply,) = staging.replies(1)
+    assert (reply["proven"], reply["tokens"], reply["error"], staging.proofs(1)) == (None, {"a": 2}, "", [])
+    assert not scheduler._engine_paused and staging.proofs(1) == [], "the forward beside which digests are taken"
+    if fault == "live":
+        flip(model.model.norm.weight.data)
+    assert scheduler._engine_paused is bool(fault)
+    (proof,) = staging.proofs(1)
+    assert staging.proofs(1) == [], "once"
+    assert proof["proven"] is not bool(fault) and proof["settled_s"] > 0
+    assert ("have moved" in proof["error"]) is (fault == "moves")
+    wrong = {name for name, digest in staging.digests([proof]).items() if digests[name] != digest} if fault else set()
+    assert fault == "moves" or wrong == {"staged": {UP}, "live": {NORM}}.get(fault, set())
+
+
+def test_a_load_that_fails_on_one_rank_stops_all_after_the_forward_that_ran_beside(
+    staging: StagingFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, model = filled(1)[0], Mover(0, 1)
+    kind = type("Scheduler", (SimpleNamespace,), {})
+    armed.watch(kind)
+    scheduler = kind(**vars(idle_scheduler()))
+    monkeypatch.setattr(armed, "scheduler", scheduler)
+    digests = {name: slice_digest(tensor) for name, tensor in whole.items()}
+    staging.write_update(whole.items(), digests)
+    loader.apply(model, [])
+    assert staging.replies(1)[0]["proven"], "nothing decodes, so nothing is waited for"
+    scheduler.last_batch = SimpleNamespace(reqs=[request(5, ended=True)])
+    staging.write_update(whole.items(), digests)
+    loader.apply(model, [])
+    assert (staging.replies(1)[0]["proven"], staging.replies(1)[0]["tokens"]) == (True, {}), "its last token is booked"
+    scheduler.waiting_queue = [request()]
+    staging.write_update(whole.items(), digests)
+    monkeypatch.setattr(loader, "_tensors", lambda *_: 1 / 0)
+    loader.apply(model, [])
+    (reply,) = staging.replies(1)
+    assert (reply["proven"], reply["error"]) == (None, "ZeroDivisionError: division by zero")
+    assert [scheduler._engine_paused for _ in range(3)] == [False, True, True]
+    (proof,) = staging.proofs(1)
+    assert not proof["proven"] and "division" in proof["error"]
 
 
 def test_the_ranks_of_an_engine_decode_on_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,6 +190,9 @@ def ended(reason: dict[str, Any] | None, ids: list[int]) -> dict[str, Any]:
     return {"output_ids": ids, "meta_info": {"finish_reason": reason, "output_token_logprobs": pairs}}
 
 
+EXPERTS = Experts(layers=2, chosen=2, number=6)
+
+
 def an_answer() -> ResumableAnswer:
     return ResumableAnswer("lease", [1, 2, 3], Sampling(max_new_tokens=8), pinned=None)
 
@@ -200,6 +203,37 @@ def test_parts_add_up_to_an_answer() -> None:
     assert answer.take(AnswerPart(rid="b", version=4), ended({"type": "stop"}, [7]), 0) == (1, "stop")
     done = answer.completion("stop")
     assert done.token_ids.tolist() == [5, 6, 7] and done.versions.tolist() == [3, 3, 4]
+
+
+@pytest.mark.parametrize("late_tokens", [0, 1])
+@pytest.mark.parametrize("experts", [None, EXPERTS])
+def test_tokens_of_weights_without_a_proof_are_sampled_again(experts: Experts | None, late_tokens: int) -> None:
+    """Also where they seemed to end the answer, and where a second load failed later.
+
+    With overlapped scheduling too: whether a token was on its way when the order came is not known.
+    """
+    answer = ResumableAnswer("lease", [1, 2, 3], Sampling(max_new_tokens=8), pinned=None, experts=experts)
+    part = answer.part = AnswerPart(rid="a", version=3)
+    answer.met(4, {"a": 2}, late_tokens, tainted=True)
+    answer.met(4, {"a": 3}, late_tokens, tainted=True)
+    answer.met(4, {"b": 1}, late_tokens, tainted=True)
+    assert part.interrupted and part.boundaries == [(2 + late_tokens, 4), (3 + late_tokens, 4)]
+    output = routed({"type": "stop"}, [5, 6, 7], 5, 3) if experts else ended({"type": "stop"}, [5, 6, 7])
+    assert answer.take(part, output, late_tokens) == (2, "abort") and answer.at_its_end() is None
+    rest = routed({"type": "stop"}, [8], 5, 4) if experts else ended({"type": "stop"}, [8])
+    answer.take(AnswerPart(rid="b", version=4), rest, late_tokens)
+    done = answer.completion("stop")
+    assert (done.token_ids.tolist(), done.versions.tolist()) == ([5, 6, 8], [3, 3, 4])
+    assert done.routing is None or done.routing[:, 0, 0].tolist() == [3, 3, 3, 3, 4]
+
+
+def test_a_part_that_an_update_ends_in_the_queue_is_routed_by_the_next_one() -> None:
+    """SGLang says nothing of experts where it aborts what waits; the tokens were sampled before."""
+    answer = ResumableAnswer("lease", [1, 2, 3], Sampling(max_new_tokens=8), pinned=None, experts=EXPERTS)
+    answer.take(AnswerPart(rid="a", version=3, interrupted=True), ended({"type": "abort"}, [5, 6]), 0)
+    answer.take(AnswerPart(rid="b", version=4), routed({"type": "stop"}, [7], 5, 4), 0)
+    rows = answer.completion("stop").routing
+    assert rows is not None and rows[:, 0, 0].tolist() == [4] * 5
 
 
 def test_a_request_that_sglang_refuses_is_an_error_with_its_reason() -> None:
@@ -224,9 +258,6 @@ def test_progress_reaches_over_prefix_parts_and_what_runs() -> None:
         assert part.finish_reason is None
     answer.part, answer.ended = None, "length"
     assert (answer.progress(1).token_ids.tolist(), answer.progress(1).finish_reason) == ([5, 6], "length")
-
-
-EXPERTS = Experts(layers=2, chosen=2, number=6)
 
 
 def routed(reason: Any, ids: list[int], positions: int, pass_: int) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """SGLang as an engine of the rollout server: requests in flight, pauses, proven updates, health.
 
-An update is one order, which the schedulers carry out between two forwards: a loader of ours copies, digests, compares,
-and decoding goes on at once where the digests are the version's (update/armed.py). Otherwise it stands still. What they
-sample after the order is shown once the caller has compared as well, and resumes. A request starts under
-the live version's namespace of the prefix cache, so it never meets KV of older weights that it did not compute itself.
+An update is one order, which schedulers carry out between two forwards: a loader of ours copies, digests beside the
+next forward, and compares before the one after it (update/armed.py). Without a proof they stand still then. What they
+sample since the order is shown once the caller has compared as well, and resumes, or is sampled again. A request starts
+under the live version's namespace of the prefix cache, so it never meets KV of weights that it did not compute itself.
 What an update does to running requests:
 
     keep_kv       they go on between two tokens with the KV they have; those without a token start anew
@@ -93,7 +93,6 @@ class SGLangEngine:
         self._progress_at = time.monotonic()
 
     def _parts(self) -> list[AnswerPart]:
-        """Those that run."""
         return [answer.part for answer in self._answers if answer.part is not None]
 
     # ---- requests --------------------------------------------------------------------------------------
@@ -155,7 +154,7 @@ class SGLangEngine:
         words, asked = self.sglang.vocab_size, [ids.tolist() for ids in sequences]
         while True:
             await self._open.wait()
-            version = self.version
+            version, loads = self.version, self.sglang.loads
             calls = [self.sglang.score(ids, first, top, version) for ids, first in zip(asked, firsts, strict=True)]
             try:
                 async with asyncio.TaskGroup() as group:
@@ -165,7 +164,7 @@ class SGLangEngine:
                     death.cancel()
             except ExceptionGroup as failed:
                 raise first_error(failed) from failed
-            if version == self.version and not self._paused:
+            if loads == self.sglang.loads:  # no load came between
                 break
         told = zip(tasks, asked, firsts, strict=True)
         found = [scored_of(task.result(), ids, first, top, words) for task, ids, first in told]
@@ -186,10 +185,13 @@ class SGLangEngine:
     async def _read_again(self, answer: ResumableAnswer, experts: Experts) -> None:
         """Have a prefix that has ended routed: read with its prompt, for a token that is not looked at."""
         tokens, part = answer.prompt + answer.taken.token_ids.tolist(), self._new_part()
+        loads = -1
         async with self._slots:
-            await self._open.wait()
-            async for output in self.sglang.generate(part, tokens, answer.sampling, 1, answer.pictures, True):
-                part.output = output
+            while loads != self.sglang.loads:
+                await self._open.wait()
+                loads = self.sglang.loads
+                async for output in self.sglang.generate(part, tokens, answer.sampling, 1, answer.pictures, True):
+                    part.output = output
         answer.route(part.output, answer.taken.token_ids.size + 1, experts)
 
     def _new_part(self) -> AnswerPart:
@@ -224,6 +226,7 @@ class SGLangEngine:
                 part.output = output
                 self._progress_at = time.monotonic()
                 part.seen = int(output["meta_info"].get("completion_tokens") or part.seen)
+                self._cut(part)
                 if answer.aborted:  # again, for one that had not reached SGLang's schedulers yet
                     self.sglang.abort(part.rid)
         except asyncio.CancelledError:
@@ -295,8 +298,7 @@ class SGLangEngine:
     async def _stop_parts(self, mode: PauseMode) -> None:
         """Wait for running requests, or end parts that continue as new ones."""
         if mode == "drain":
-            left = "running requests"
-            await self.sglang.until(lambda: not self._parts(), self._drain_limit_s, left, "replay.lease_s")
+            await self.sglang.until(lambda: not self._parts(), self._drain_limit_s, "requests to end", "replay.lease_s")
             return
         chosen = {part for part in self._parts() if mode == "recompute_kv" or part.seen == 0}
         for part in chosen:
@@ -311,21 +313,25 @@ class SGLangEngine:
         await self.sglang.until(ended, self.sglang.deadline_s, "requests to end", "rollout.engine_deadline_s")
 
     async def load(self, update: Update, version: int, digests: Mapping[str, int] | None = None) -> None:
-        """As `Engine.load`. Copies and digests inside the schedulers; memory is mapped there, not sent.
-
-        They go on by themselves where all hold `digests`.
-        """
+        """As `Engine.load`: copies and digests in schedulers, which go on by themselves where all hold `digests`."""
         if not self._paused:
             raise EngineError(f"load of version {version} while the engine decodes; pause it first")
         self._half_updated = f"version {version} was not loaded whole"
         await asyncio.to_thread(self._staging.write_update, update, digests)
         self._shown.clear()
-        self._digests, tokens = await self.schedulers.load(version)
+        try:
+            self._digests = await self.schedulers.load(version)
+        finally:
+            for answer in self._answers:
+                answer.met(version, self.schedulers.tokens, self.sglang.late_tokens, tainted=self.schedulers.tainted)
+                self._cut(answer.part)
         self._half_updated = ""
         self.version = version
-        for part in self._parts():
-            if (sampled := tokens.get(part.rid)) is not None:  # others have ended before
-                part.boundaries.append((sampled + self.sglang.late_tokens, version))
+
+    def _cut(self, part: AnswerPart | None) -> None:
+        if part is not None and part.kept is not None:  # what it samples is not proven: it goes on as another one
+            part.seen = min(part.seen, part.kept)
+            self.sglang.abort(part.rid)
 
     async def digest(self) -> Mapping[str, int]:
         """As `Engine.digest`: taken by the last load, computed anew when asked again."""

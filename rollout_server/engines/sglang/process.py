@@ -67,6 +67,7 @@ def run_scheduler(*arguments: Any, **options: Any) -> Any:
         run_event_loop(scheduler)
 
     Scheduler.run_event_loop = run_known
+    armed.watch(Scheduler)
     if (temperature := float(os.environ.get(SCORED_AT, "1"))) != 1:
         _divide_logits(temperature)
     if os.environ.get(CPU_SWITCH) == "1":  # 0.5.20 registers the memory of routed experts with CUDA there too
@@ -150,7 +151,7 @@ class SGLangProcess:
         self.late_tokens = 0 if arguments.get("disable_overlap_schedule") else 1
         """Tokens of a forward that was in flight when an update came, booked after it."""
         self._requests = io_struct
-        self._failure, self._loads = "", 0
+        self._failure, self.loads = "", 0
         self._watching: asyncio.Task[None] | None = None
         self._pictures: tuple[Pictures, list[int], int, dict[str, Any]] | None = None
         """The last ones that were sent: pictures, tokens and new tokens, and what SGLang got for them."""
@@ -205,7 +206,9 @@ class SGLangProcess:
             self.check_alive()
             await asyncio.sleep(DEATH_LOOK_S)
 
-    async def until(self, done: Callable[[], bool], limit_s: float, what: str, key: str) -> None:
+    async def until(
+        self, done: Callable[[], bool], limit_s: float, what: str, key: str, look_s: float = LOOK_S
+    ) -> None:
         """Wait until `done()`. Raises EngineError: SGLang is dead, or an update waited `limit_s` (`key`) for `what`."""
         started = time.monotonic()
         while not done():
@@ -214,7 +217,7 @@ class SGLangProcess:
                 said = expired(what, owed_by=("SGLang",), waited_s=waited, key=key, ends=False)
                 raise EngineError(f"an update waited {waited:.0f} s for {what} ({key}){said} [slow]")
             self.check_alive()
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(look_s)
 
     def fail(self, reason: str, waited_s: float) -> EngineError:
         """Take the engine for dead, after a wait that was too long; the error to raise."""
@@ -243,7 +246,7 @@ class SGLangProcess:
             stream=True,
             # Namespace of the prefix cache, one for each load of weights: a version alone does not name them, for after
             # a learner's restart the versions past its checkpoint are made again.
-            extra_key=f"w{part.version}.{self._loads}",
+            extra_key=f"w{part.version}.{self.loads}",
             image_data=shown,
             **({"return_routed_experts": True} if routed else {}),
         )
@@ -261,7 +264,7 @@ class SGLangProcess:
             return_logprob=True,
             logprob_start_len=first - 1,
             top_logprobs_num=top,
-            extra_key=f"w{namespace}.{self._loads}",
+            extra_key=f"w{namespace}.{self.loads}",
         )
         try:
             async for output in self._manager.generate_request(request, None):
@@ -318,7 +321,7 @@ class SGLangProcess:
 
         Raises EngineError where SGLang refuses, or does not answer; then it is taken for dead.
         """
-        self._loads += version is not None
+        self.loads += version is not None
         order = self._requests.UpdateWeightsFromTensorReqInput(
             serialized_named_tensors=self._no_tensors,
             load_format=LOADER,

@@ -28,6 +28,8 @@ class AnswerPart:
     """(first token, version) of each update that came while the part ran; an upper bound of where it began."""
     interrupted: bool = False
     """Ended for an update; goes on as another part."""
+    kept: int | None = None
+    """So many tokens count; those after them were sampled with weights that were not proven."""
     output: Mapping[str, Any] = field(default_factory=dict)
     """The last that came, with all tokens of the part so far."""
 
@@ -64,6 +66,19 @@ class ResumableAnswer:
         """Tokens so far, as far as they are known here."""
         return self.taken.token_ids.size + (self.part.seen if self.part is not None else 0)
 
+    def met(self, version: int, tokens: Mapping[str, int], late_tokens: int, *, tainted: bool) -> None:
+        """A load came when SGLang had booked so many tokens of each request; what is `tainted` is sampled again.
+
+        Of late ones none is kept then: whether this request had one on its way is not known.
+        """
+        part = self.part
+        if part is None or (booked := tokens.get(part.rid)) is None:  # it has ended before
+            return
+        part.boundaries.append((booked + late_tokens, version))
+        if tainted:
+            part.kept = booked if part.kept is None else min(booked, part.kept)
+            part.interrupted = part.interrupted or not self.aborted
+
     def take(self, part: AnswerPart, output: Mapping[str, Any], late_tokens: int) -> tuple[int, FinishReason]:
         """Add the tokens of a finished part; their number and its finish reason.
 
@@ -80,10 +95,13 @@ class ResumableAnswer:
             if spans and ids
             else versions_from_boundaries(part, len(ids))
         )
-        if self.experts is not None and ids:
-            self.route(output, self.taken.token_ids.size + len(ids), self.experts)
-        self.taken = self.taken.then(_tokens(ids, logprobs, versions))
-        return len(ids), finish_reason(finished)
+        before, kept = self.taken.token_ids.size, part.kept if part.kept is not None else len(ids)
+        ended_unread = part.interrupted and output["meta_info"].get("routed_experts") is None  # the next part reads it
+        if self.experts is not None and ids and not ended_unread:
+            self.route(output, before + len(ids), self.experts)
+            self.routing = self.routing[: len(self.prompt) + before + kept - 1] if self.routing is not None else None
+        self.taken = self.taken.then(_tokens(ids[:kept], logprobs[:kept], versions[:kept]))
+        return min(kept, len(ids)), "abort" if part.kept is not None else finish_reason(finished)
 
     def route(self, output: Mapping[str, Any], num_tokens: int, experts: Experts) -> None:
         """Add the routing of positions that had none yet: up to the last but one of so many tokens.

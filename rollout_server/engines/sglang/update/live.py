@@ -120,7 +120,6 @@ class RankWeights:
                     self._side.wait_event(copied)
                     self._launched.append(digester.launch())
         end.record()
-        torch.cuda.current_stream().wait_stream(self._side)
         end.synchronize()
         seconds: float = begin.elapsed_time(end) / 1e3
         return seconds
@@ -128,8 +127,10 @@ class RankWeights:
     def digests(self) -> Digested:
         """What is live now, or was when the last load was over, if nobody has asked since."""
         check_addresses(self._model)
-        launched, self._launched = self._launched or [digester.launch() for digester in self._digesters], []
-        sums = [value for some in launched for value in some.sums()]
+        launched, self._launched = self._launched, []
+        with torch.cuda.stream(self._side if launched else None):  # which waits for no forward beside
+            launched = launched or [digester.launch() for digester in self._digesters]
+            sums = [value for some in launched for value in some.sums()]
         return [(p.name, p.start, p.view.numel(), digest) for p, digest in zip(self.slices, sums, strict=True)]
 
     def _parts(self, staged: Staged) -> list[list[torch.Tensor]]:

@@ -8,6 +8,7 @@ fusion and slicing at once.
 import math
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from rollout_server.engines.sglang.update import armed, receiver
 from rollout_server.engines.sglang.update.adapted import AdaptedWeights
 from rollout_server.engines.sglang.update.live import RankWeights, check_addresses, synchronize
-from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, REQUEST, in_bytes, replace
+from rollout_server.engines.sglang.update.orders import CUDA_HANDLE, FOLDER, PROOF, REPLY, REQUEST, in_bytes, replace
 from slipstream.families.table import adopt
 from weight_bus.staging import DTYPES
 
@@ -31,25 +32,37 @@ _staged: tuple[list[Any], list[torch.Tensor], list[tuple[str, torch.Tensor]]] = 
 def apply(model: Any, named_tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Carry out the request in the staging folder and leave a reply; `named_tensors` is empty.
 
-    After a load decoding goes on if it is proven (armed.py). An exception here would end the scheduler: what goes
-    wrong stands in the reply, and quarantines this engine.
+    After a load decoding goes on until it is found not to be proven (armed.py). An exception here would end the
+    scheduler: what goes wrong stands in the reply, and quarantines this engine.
     """
+    armed.settle()
     began = time.monotonic()
     folder = Path(os.environ[FOLDER])
     rank = torch.distributed.get_rank()
     request = msgpack.unpackb((folder / REQUEST).read_bytes())
     reply: dict[str, Any] = {"sequence": request["sequence"], "error": "", "slices": [], "seconds": {}}
+    loads = request["load"]
+    if loads:
+        reply["tokens"] = armed.tokens()
     try:
         reply |= _carried_out(model, request, rank)
     except Exception as error:  # noqa: BLE001  # the edge of our code inside a process that is not ours
         reply["error"] = f"{type(error).__name__}: {error}"
-    if request["load"]:
-        reply |= {"tokens": armed.tokens(), "proven": armed.goes_on(request, reply["slices"])}
+    if loads and request["expected"] and reply["tokens"]:  # the same on all ranks, whatever has gone wrong on one
+        reply["proven"] = None
+        path = folder / PROOF.format(rank=rank, **request)
+        armed.prove_beside(armed.Proof(request, path, partial(_live, reply["error"])))
+    elif "receive" not in request:
+        _digested(reply)
+        if loads:
+            reply["proven"] = armed.goes_on(request, reply["slices"])
+    if loads:
         reply["stood"] = [began, time.monotonic()]
-    replace(folder / f"reply.{rank}.msgpack", reply)
+    replace(folder / f"{REPLY}.{rank}.msgpack", reply)
 
 
 def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Seconds of a load."""
     if "receive" in request:
         order = request["receive"]
         receiver.start({**order, "socket": order["sockets"][rank]}, next(model.parameters()).device)
@@ -65,9 +78,24 @@ def _carried_out(model: Any, request: dict[str, Any], rank: int) -> dict[str, An
         load_s = weights.load_slices(tensors, sliced[rank]["starts"])
     elif request["load"]:
         load_s = weights.load(tensors)
-    slices = [[name, list(start), count, digest] for name, start, count, digest in weights.digests()]
-    seconds = {"wait": waited - started, "load": load_s, "digest": time.monotonic() - waited - load_s}
-    return {"slices": slices, "seconds": seconds}
+    return {"seconds": {"wait": waited - started, "load": load_s}}
+
+
+def _digested(reply: dict[str, Any]) -> None:
+    """Add to a reply what is live, if all went well so far."""
+    began = time.monotonic()
+    try:
+        reply["slices"] = _live(reply["error"])
+    except Exception as error:  # noqa: BLE001  # as above
+        reply["error"] = reply["error"] or f"{type(error).__name__}: {error}"
+    reply["seconds"]["digest"] = time.monotonic() - began
+
+
+def _live(error: str) -> list[Any]:
+    """[name, start, elements, digest] of what this rank holds. Raises RuntimeError: the load before has failed."""
+    if error or _weights is None:
+        raise RuntimeError(error)
+    return [[name, list(start), count, digest] for name, start, count, digest in _weights.digests()]
 
 
 def _weights_of(model: Any, request: dict[str, Any]) -> RankWeights | AdaptedWeights:

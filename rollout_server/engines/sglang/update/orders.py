@@ -36,6 +36,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "slipstream-"
 LOCK = "lock"
 REQUEST = "request.msgpack"
+REPLY, PROOF = "reply", "proof.{rank}.{sequence}.msgpack"
 CUDA_HANDLE = ("device", "handle", "size", "offset", "ref_handle", "ref_offset", "event", "event_sync")
 Update = Iterable[tuple[str, torch.Tensor]] | RemoteUpdate
 
@@ -117,18 +118,31 @@ class StagingFolder:
         """Reply of each scheduler to the last request. Raises EngineError where one is missing.
 
         It has `error`, `seconds` by name, and `slices`: [name, start, elements, digest] of what that rank holds; of a
-        load `proven`, whether decoding went on, `stood`, from when to when it did not (monotonic), and `tokens`, how
-        many each request had then.
+        load `proven`, whether decoding goes on, `stood`, from when to when it did not (monotonic), and `tokens`, how
+        many each request had then. Where `proven` is None, `proofs` have the slices.
         """
         found = []
         for rank in range(num_ranks):
             try:
-                reply = msgpack.unpackb((self.path / f"reply.{rank}.msgpack").read_bytes())
+                reply = msgpack.unpackb((self.path / f"{REPLY}.{rank}.msgpack").read_bytes())
             except (OSError, ValueError) as error:
                 raise EngineError(f"scheduler {rank} left no reply to an update: {error}") from error
             if reply["sequence"] != self._sequence:
                 raise EngineError(f"scheduler {rank} answered update {reply['sequence']}, not {self._sequence}")
             found.append(reply)
+        return found
+
+    def proofs(self, num_ranks: int) -> list[dict[str, Any]]:
+        """What those that had nothing to compare with yet have found since: as `replies`; empty while one is missing.
+
+        `settled_s` are the seconds that it took between two forwards.
+        """
+        paths = [self.path / PROOF.format(rank=rank, sequence=self._sequence) for rank in range(num_ranks)]
+        if not all(path.exists() for path in paths):
+            return []
+        found = [msgpack.unpackb(path.read_bytes()) for path in paths]
+        for path in self.path.glob(PROOF.format(rank="*", sequence="*")):
+            path.unlink()
         return found
 
     def digests(self, replies: Iterable[Mapping[str, Any]]) -> dict[str, int]:
