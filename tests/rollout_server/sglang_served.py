@@ -49,7 +49,7 @@ class Served:
                 f"rollout.max_new_tokens={NEW_TOKENS}",
                 "rollout.max_running=32",
                 "rollout.engine_deadline_s=30",
-                "rollout.sglang.disable_radix_cache=false",
+                "rollout.sglang={disable_radix_cache: false, disable_overlap_schedule: false}",  # as on GPUs
                 *overrides,
             ],
         )
