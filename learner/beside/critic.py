@@ -119,5 +119,5 @@ class ValueLoss:
             "loss": loss.detach(),
             "clipped": (bounded > free).sum(),
             "values": now.sum(),
-            "tokens": torch.tensor(len(now), device=now.device),
+            "tokens": torch.full((), len(now), device=now.device),
         }

@@ -105,5 +105,5 @@ class Objective:
             "logprob_diff_max": torch.cat([nothing, logprob_diff]).max(),
             "fresh_diff": torch.where(fresh, logprob_diff, 0.0).sum(),
             "fresh": fresh.sum(),
-            "tokens": torch.tensor(len(now), device=now.device),
+            "tokens": torch.full((), len(now), device=now.device),  # filled there: a copy would wait for the GPU
         }

@@ -17,7 +17,7 @@ class TaughtObjective:
     def __call__(self, row: Row, logprobs: torch.Tensor, entropy: torch.Tensor) -> tuple[torch.Tensor, Measurements]:
         """The row's share of the loss, 0-dim with a gradient, and what was measured."""
         loss, measured = self.loss(TaughtInputs(row=row, logprobs=logprobs))
-        tokens = torch.tensor(len(logprobs), device=logprobs.device)
+        tokens = torch.full((), len(logprobs), device=logprobs.device)
         return loss, measured | {"loss": loss.detach(), "entropy": entropy.detach().sum(), "tokens": tokens}
 
 
@@ -32,7 +32,7 @@ class WithTaught:
         if not row.is_taught:
             return self.sampled(row, logprobs, *rest)
         loss, _ = sft(TaughtInputs(row=row, logprobs=logprobs))
-        tokens = torch.tensor(len(logprobs), device=logprobs.device)
+        tokens = torch.full((), len(logprobs), device=logprobs.device)
         return loss, {
             "loss": loss.detach(),
             "sft_share": loss.detach(),

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from learner.layout import local_of
@@ -26,10 +26,11 @@ def shard(model: Any, meshes: Meshes, compute_dtype: torch.dtype, budget: Budget
         mesh = meshes.experts if meshes.experts and isinstance(unit, Experts) else meshes.data
         stays: dict[str, Any] = {} if unit is model else {"reshard_after_forward": not budget.keeps_gathered}
         fully_shard(unit, mesh=mesh, mp_policy=own, shard_placement_fn=cut_of(mesh.size(-1)), **stays)
-    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
-        # Sum instead of mean; gloo has no pre-multiplied sum, so the plain one is asked for by name.
-        unit.set_gradient_divide_factor(1.0)
+        # Sum instead of mean; gloo has no pre-multiplied sum, so the plain one is asked for by name. Of one rank they
+        # are the same, and FSDP would divide by 1 all the same.
         unit.set_force_sum_reduction_for_comms(True)
+        if mesh.size() > 1:
+            unit.set_gradient_divide_factor(1.0)
 
 
 def cut_of(ranks: int) -> Callable[[torch.nn.Parameter], Shard | None]:
