@@ -3,12 +3,12 @@
 Activations of a decoder layer are counted in elements of the compute dtype, per token:
 
     none       every product, and queries and keys as attention sees them       (times EAGER without learner.compile)
-    selective  outputs of products and attention
+    selective  outputs of products and attention, but for those of experts
     full       the layer's input, and one layer at a time as with none
 
-A mixture of experts has hidden states of each choice besides: the compiler makes them again where nothing is to be
-recomputed, else they are kept once. The layer in work has them twice, and what lies inside of the experts once more;
-without the compiler three and four times.
+A mixture of experts has hidden states of each choice besides: the compiler makes them again, else they are kept once.
+The layer in work has them twice, and what lies inside of the experts once more; without the compiler three and four
+times.
 
 Keys and values that are copied for a shared prompt count in learner.max_tokens_per_microbatch, by an eighth of a token
 for a position (replay/batches/sharing.py): so a token counts at least eight copies.
@@ -30,15 +30,15 @@ read (learner/policy/layers.py)."""
 def activation_bytes(sizes: Sizes, recompute: Recompute, *, compiled: bool, element_bytes: int) -> int:
     """Per token of a microbatch, over all layers."""
     s = sizes
-    products = s.query + s.key_value + s.query + s.hidden + 2 * s.intermediate + s.hidden
-    choices = 0 if compiled and recompute != "selective" else s.routed
-    kept = products + choices + 1.1 * (s.query + s.key_value / 2)
+    around = s.query + s.key_value + s.query + s.hidden
+    products = around + 2 * s.intermediate + s.hidden
+    kept = products + (0 if compiled else s.routed) + 1.1 * (s.query + s.key_value / 2)
     everything = int(kept * (1 if compiled else EAGER))
     everything = max(everything, COPIES_PER_TOKEN * s.key_value)  # where a row is mostly copies of prompts
     in_work = (2 * s.routed + s.intermediate if compiled else 3 * s.routed + 4 * s.intermediate) if s.routed else 0
     per_token = {
         "none": s.layers * everything,
-        "selective": s.layers * (products + choices) + everything,
+        "selective": s.layers * (around + s.hidden if s.routed else products) + everything,
         "full": s.layers * s.hidden + everything,
     }[recompute]
     return element_bytes * (per_token + in_work)

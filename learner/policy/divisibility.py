@@ -1,4 +1,4 @@
-"""What the sizes of a model allow: learner.mesh, and attention without padding. Pure, no torch, for the dry run."""
+"""What a model allows: learner.mesh, the compiler, attention without padding. Pure, no torch, for the dry run."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +23,11 @@ def problem_with(learner: LearnerSettings, model: Mapping[str, Any], aux_coef: f
     kind = model["model_type"]
     if aux_coef and not family_of(model).moe:
         return f"algorithm.router_aux_loss_coef: {aux_coef} with a {kind} model, which has no experts; take 0"
+    if learner.compile is True and learner.compute_dtype == "float32" and family_of(model).moe:
+        return (
+            f"learner.compile: true with learner.compute_dtype float32 and a {kind} model: torch compiles products of"
+            " experts in bfloat16 alone; take learner.compile=false"
+        )
     mesh, lora = learner.mesh, learner.lora
     if lora.rank and lora.targets != "all-linear":
         there = Sizes.of(model).projections

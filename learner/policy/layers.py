@@ -20,7 +20,6 @@ KEPT = (
     "aten::mm",
     "aten::addmm",
     "aten::linear",
-    "aten::_grouped_mm",
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
@@ -28,7 +27,8 @@ KEPT = (
     "torch_attn::_varlen_attn",
 )
 """Operators whose results selective recomputing keeps: products and attention, which cost most of the time. What lies
-between them, norms, rotations and gates, costs memory instead and is run again."""
+between them, norms, rotations and gates, costs memory instead and is run again; so do a mixture's experts, whose
+products are most of its activations."""
 
 
 def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool, offloaded: bool = False) -> None:

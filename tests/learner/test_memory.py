@@ -97,8 +97,11 @@ def test_ranks_that_divide_experts_gather_a_block_of_them_and_tokens_count_for_e
         assert items["float32 weights"] == 4 * (48 * (expert + rest) + ends) // 8
     choices = 8 * 2048
     kept = 2 * 4096 + 1024 + 2 * 2048 + 2 * 8 * 768 + int(1.1 * (4096 + 512))
-    token = 2 * (48 * kept + 2 * choices + 8 * 768)
-    assert items["activations"] == pytest.approx(16_384 * token, rel=1e-3)
+    in_work = 2 * choices + 8 * 768
+    for recompute, of_layers in (("none", 48 * kept), ("selective", 48 * (2 * 4096 + 1024 + 2 * 2048) + kept)):
+        learner = {"mesh": {"expert": 8}, "recompute": recompute}
+        items = items_of(setup("30B-A3B", num_ranks=8, learner=learner), Budget(recompute, True, False))
+        assert items["activations"] == pytest.approx(16_384 * 2 * (of_layers + in_work), rel=1e-3)
 
 
 def test_packed_versions_leave_the_gpu_before_layers_are_recomputed() -> None:

@@ -42,6 +42,14 @@ def test_what_a_mesh_does_not_divide_is_named_with_what_works(sizes: Any, change
     assert said in problem_with(LearnerSettings(mesh=Mesh(**sizes)), MODEL | changes)
 
 
+def test_experts_are_compiled_in_bfloat16_alone() -> None:
+    given = {"compile": True, "compute_dtype": "float32"}
+    said = problem_with(LearnerSettings(**given), SHAPES["30B-A3B"])
+    assert "float32 and a qwen3_moe model" in said and said.endswith("take learner.compile=false")
+    assert not problem_with(LearnerSettings(**given), MODEL)
+    assert not problem_with(LearnerSettings(**given | {"compute_dtype": "bfloat16"}), SHAPES["30B-A3B"])
+
+
 def test_a_target_that_the_model_has_not_is_named_with_those_it_has() -> None:
     learner = LearnerSettings(lora=Lora(rank=1, targets=["q_proj"]))
     assert not problem_with(learner, MODEL)

@@ -1,6 +1,7 @@
 """Mixtures of experts against transformers and against a plain loop in float64."""
 
 import copy
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -161,6 +163,34 @@ def test_adapters_of_a_mixture_are_those_of_attention_and_train(tmp_path: Path, 
     whole = merged(policy.layout, policy.frozen(), policy.shards(), config.learner.lora, policy.group)
     moved = {shard.name for shard, was in zip(whole, frozen, strict=True) if not torch.equal(shard.local, was)}
     assert moved == {f"model.layers.{name}.weight" for name in names}
+
+
+@pytest.mark.parametrize(("recompute", "products", "attends"), [("none", 0, 0), ("selective", 2, 0), ("full", 2, 1)])
+def test_selective_recomputing_keeps_attention_and_no_products_of_experts(
+    tmp_path: Path, mesh: DeviceMesh, recompute: str, products: int, attends: int
+) -> None:
+    """A backward has four products of experts a layer, and those of the forward again."""
+    config = make_config(save_model(tmp_path, "qwen3_moe", **EXPERTS), learner={"recompute": recompute})
+    policy, _ = built(config, mesh)
+    loss = policy.forward(row_of([[3, 4, 5, 6]]), 1.0)[0].sum()
+    with Counted() as counted:
+        loss.backward()
+    layers = policy.model.transformer.config.num_hidden_layers
+    assert counted.calls["_grouped_mm"] == (4 + products) * layers
+    forwards = (count for name, count in counted.calls.items() if "attention" in name and "backward" not in name)
+    assert sum(forwards) == attends * layers
+
+
+class Counted(TorchDispatchMode):
+    """Calls of operators, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[operator.overloadpacket.__name__] += 1
+        return operator(*args, **(kwargs or {}))
 
 
 def test_choices_are_sorted_by_expert_in_order_of_tokens() -> None:
