@@ -104,6 +104,15 @@ def test_ranks_that_divide_experts_gather_a_block_of_them_and_tokens_count_for_e
         assert items["activations"] == pytest.approx(16_384 * 2 * (of_layers + in_work), rel=1e-3)
 
 
+def test_weights_of_a_mixture_are_gathered_again_before_its_experts_are_computed_again() -> None:
+    ways = []
+    for tokens in (8192, 16_384, 32_768, 65_536):
+        learner = {"mesh": {"expert": 8}, "max_tokens_per_microbatch": tokens}
+        ways.append(chosen("30B-A3B", 115, num_ranks=8, wire_bytes=0, learner=learner))
+    assert [way.recompute for way in ways] == ["none", "none", "selective", "full"]
+    assert [way.keeps_gathered for way in ways[:2]] == [True, False]
+
+
 def test_packed_versions_leave_the_gpu_before_layers_are_recomputed() -> None:
     given: dict[str, Any] = {"num_ranks": 8, "learner": {"compile": True, "max_tokens_per_microbatch": 8192}}
     on_gpu, on_host = (chosen("8B", 70, **given, staged_bytes=staged) for staged in (0, GIB))
