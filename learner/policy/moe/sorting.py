@@ -59,6 +59,8 @@ def _added_up(rows: Tensor, places: Tensor, k: int) -> Tensor:
     rows at a sixth of the memory's bandwidth.
     """
     first, *others = places.view(-1, k).unbind(1)
+    if not others:
+        return rows[first]
     total = rows[first].to(torch.promote_types(rows.dtype, torch.float32))
     for place in others:
         total = total + rows[place]
