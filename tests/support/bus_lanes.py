@@ -393,8 +393,14 @@ def live_model(rank: int, ranks: int, scale: int) -> torch.nn.Module:
 
 def memory(buckets: Sequence[torch.Tensor], **more: int) -> str:
     """Bytes of buckets, and of the process at its peak."""
+    until(opens_files, "it opens files again")
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return json.dumps({"buckets": sum(b.numel() for b in buckets), "peak": int(peak.split()[1]) << 10, **more})
+
+
+def opens_files() -> bool:
+    """Whether this process is not cut off."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 3
 
 
 def be_sender(address: str, session: str, rank: str, senders: str, positions: str, scale: str, *faults: str) -> None:
@@ -416,7 +422,7 @@ def be_scheduler(folder: str, rank: str, ranks: str, scale: str, *faults: str) -
     model = live_model(int(rank), int(ranks), int(scale))
     live = sum(parameter.nbytes for parameter in model.parameters())
     for _ in sys.stdin:
-        until(lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 3, "a process that was cut off opens files again")
+        until(opens_files, "it opens files again")
         loader.apply(model, [])
         its = receiver._receiver
         staged = its._intake.staging.buckets if its is not None and its._intake is not None else []
