@@ -166,6 +166,7 @@ OF_PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-8b-2nodes": SHAPES["8B"],
     "qwen3-14b-4nodes": SHAPES["8B"] | {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 17_408}
     | {"num_attention_heads": 40},
+    "qwen3-30b-a3b-2nodes": SHAPES["30B-A3B"],
     "gsm8k-qwen3-0.6b-2gpu": SHAPES["0.6B"],
     "geo3k-qwen2.5-vl-3b-8gpu": {"model_type": "qwen2_5_vl", "hidden_size": 2048, "num_hidden_layers": 36}
     | {"num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 11_008, "vocab_size": 151_936}
