@@ -17,7 +17,7 @@ ENDED, RUNNING = 40, 9
 """Tokens of two prefixes; an answer has 40."""
 
 
-def served(folder: Path, parent: int) -> tuple[list[float], list[float]]:
+def served(folder: Path, ranks: int, parent: int) -> tuple[list[float], list[float]]:
     """By answer: share of equal decisions, and the largest difference of logprobs; in a process of its own."""
     from rollout_server.engines.sglang.cpu import prepare_cpu
 
@@ -35,11 +35,12 @@ def served(folder: Path, parent: int) -> tuple[list[float], list[float]]:
 
     torch.set_num_threads(1)
     # widths that SGLang need not pad on a CPU; it has an output head of its own in any mixture
-    shape = {**VARIANTS["qwen3-moe"], "num_experts": 8, "moe_intermediate_size": 32, "tie_word_embeddings": False}
+    shape = {**VARIANTS["qwen3-moe"], "num_experts": 8, "moe_intermediate_size": 32 * ranks, "tie_word_embeddings": False}
     model = save_folder(folder / "model", **shape)
     config = load("quickstart", [
         "rollout.engine=sglang", f"model.path={model}", "data.max_prompt_tokens=40", "rollout.max_new_tokens=80",
         "rollout.max_running=8", "rollout.engine_deadline_s=60", "rollout.sglang.disable_radix_cache=false",
+        f"placement.tensor_parallel={ranks}", f"placement.split={ranks}:1",
     ])  # fmt: skip
     equal, off = list[float](), list[float]()
 
@@ -73,8 +74,9 @@ def served(folder: Path, parent: int) -> tuple[list[float], list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_routed_experts_are_those_of_the_router_and_updates_of_experts_are_proven(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_routed_experts_are_those_of_the_router_and_updates_of_experts_are_proven(tmp_path: Path, ranks: int) -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        equal, off = pool.submit(served, tmp_path, os.getpid()).result(timeout=DEADLINE_S + 60)
+        equal, off = pool.submit(served, tmp_path, ranks, os.getpid()).result(timeout=DEADLINE_S + 60)
     print(equal, off)
     assert equal == [1.0] * 10 and max(off) <= 1e-4
