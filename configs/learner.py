@@ -153,9 +153,9 @@ class LearnerSettings(Section):
     """`varlen` puts trajectories in one row without padding (torch's kernel on CUDA with bfloat16, a slow loop
     elsewhere); `sdpa` pads; `auto` takes the kernel where it runs."""
     recompute: Literal["auto", "none", "selective", "full"] = "auto"
-    """Activations that the backward computes again: `selective` keeps products and attention, but for the products of a
-    mixture's experts; `full` keeps each layer's input only, for about a quarter more time; `auto` is the fastest that
-    fits into the GPU's memory."""
+    """Activations that the backward computes again: `selective` keeps products and attention, and makes a mixture of
+    experts again; `full` keeps each layer's input only, for about a quarter more time; `auto` is the fastest that fits
+    into the GPU's memory."""
     compile: Literal["auto"] | bool = "auto"
     """Compile each decoder layer, once for rows of any length: faster steps with less memory, a first step of a minute.
     `auto` does so on GPUs, except with tensor ranks and offload_activations."""

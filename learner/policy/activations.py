@@ -3,12 +3,13 @@
 Activations of a decoder layer are counted in elements of the compute dtype, per token:
 
     none       every product, and queries and keys as attention sees them       (times EAGER without learner.compile)
-    selective  outputs of products and attention, but for those of experts
+    selective  outputs of products and attention; of a layer with a mixture, what is none's and not the mixture's
     full       the layer's input, and one layer at a time as with none
 
 A mixture of experts has hidden states of each choice besides: the compiler makes them again, else they are kept once.
 The layer in work has them twice, and what lies inside of the experts once more; without the compiler three and four
-times.
+times. Where ranks divide experts they are kept in any case, and the layer in work has them twelve times (sent,
+received, sorted, and gradients of each), and what lies inside eight times: counted on a CPU.
 
 Keys and values that are copied for a shared prompt count in learner.max_tokens_per_microbatch, by an eighth of a token
 for a position (replay/batches/sharing.py): so a token counts at least eight copies.
@@ -27,18 +28,24 @@ EAGER = 2.3
 read (learner/policy/layers.py)."""
 
 
-def activation_bytes(sizes: Sizes, recompute: Recompute, *, compiled: bool, element_bytes: int) -> int:
-    """Per token of a microbatch, over all layers."""
+def activation_bytes(
+    sizes: Sizes, recompute: Recompute, *, compiled: bool, element_bytes: int, divided: bool = False
+) -> int:
+    """Per token of a microbatch, over all layers; `divided`: experts, among ranks."""
     s = sizes
-    around = s.query + s.key_value + s.query + s.hidden
-    products = around + 2 * s.intermediate + s.hidden
-    kept = products + (0 if compiled else s.routed) + 1.1 * (s.query + s.key_value / 2)
-    everything = int(kept * (1 if compiled else EAGER))
+    products = s.query + s.key_value + s.query + s.hidden + 2 * s.intermediate + s.hidden
+    kept = products + (0 if compiled and not divided else s.routed) + 1.1 * (s.query + s.key_value / 2)
+    of_mixture = 2 * s.intermediate + (0 if compiled and not divided else s.routed)
+    slower = 1 if compiled else EAGER
+    everything = int(kept * slower)
     everything = max(everything, COPIES_PER_TOKEN * s.key_value)  # where a row is mostly copies of prompts
-    in_work = (2 * s.routed + s.intermediate if compiled else 3 * s.routed + 4 * s.intermediate) if s.routed else 0
+    in_work = 0
+    if s.routed:
+        hidden, inside = (12, 8) if divided else (2, 1) if compiled else (3, 4)
+        in_work = hidden * s.routed + inside * s.intermediate
     per_token = {
         "none": s.layers * everything,
-        "selective": s.layers * (around + s.hidden if s.routed else products) + everything,
+        "selective": s.layers * (int((kept - of_mixture) * slower) if s.routed else products) + everything,
         "full": s.layers * s.hidden + everything,
     }[recompute]
     return element_bytes * (per_token + in_work)

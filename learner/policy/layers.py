@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from learner.policy.memory import Recompute
+from learner.policy.moe.mixture import Mixture, products
 
 RECOMPUTED = "_checkpoint_wrapped_module."
 """What recomputing and offloading each add to the names of parameters."""
@@ -27,12 +28,13 @@ KEPT = (
     "torch_attn::_varlen_attn",
 )
 """Operators whose results selective recomputing keeps: products and attention, which cost most of the time. What lies
-between them, norms, rotations and gates, costs memory instead and is run again; so do a mixture's experts, whose
-products are most of its activations."""
+between them, norms, rotations and gates, costs memory instead and is run again."""
 
 
 def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool, offloaded: bool = False) -> None:
     """Wrap and compile the layers in place. There is no dropout, so no random state needs to be kept.
+
+    Of a layer with a mixture of experts, selective recomputing makes the mixture again, most of its activations.
 
     Compiled code takes rows of any length: nothing is filled up, and nothing compiles again. Its backward makes norms
     and gates again where a product reads them, which costs a pass over memory; the compiler would keep them, a quarter
@@ -41,12 +43,24 @@ def prepare(layers: torch.nn.ModuleList, recompute: Recompute, *, compiled: bool
     if compiled:
         torch._functorch.config.ban_recompute_materialized_backward = False
     options: dict[str, Any] = {"preserve_rng_state": False}
-    if recompute == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     for number, layer in enumerate(layers):
-        if recompute != "none":
+        mixture = layer.mlp if isinstance(layer.mlp, Mixture) else None
+        # divided experts make several graphs of a layer, and what is recomputed has to be one: they are inside of it
+        inside = compiled and mixture is not None and mixture.exchange is not None
+        if inside and mixture is not None:
+            mixture.experts.products = torch.compile(products, dynamic=True)
+        if recompute == "selective" and mixture is not None:
+            if inside:
+                mixture.compile(dynamic=True)
+            layer.mlp = checkpoint_wrapper(mixture, **options)
+        elif recompute == "selective":
+            context = functools.partial(create_selective_checkpoint_contexts, _policy)
+            layer = layers[number] = checkpoint_wrapper(layer, context_fn=context, **options)
+        elif recompute == "full":
+            if inside:
+                layer.compile(dynamic=True)
             layer = layers[number] = checkpoint_wrapper(layer, **options)
-        if compiled:
+        if compiled and not (inside and recompute == "full"):
             layer.compile(dynamic=True)
         if offloaded:
             layers[number] = offload_wrapper(layer)

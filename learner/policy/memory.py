@@ -374,7 +374,9 @@ def _step_items(setup: Setup, way: Budget, sizes: Sizes) -> dict[str, int]:
     tokens = setup.learner.max_tokens_per_microbatch
     here = sizes.among(setup.learner.mesh.expert)  # of the experts a block
     layer, largest = (adapters // sizes.layers,) * 2 if adapters else (here.layer_parameters, here.largest_unit)
-    per_token = activation_bytes(sizes, way.recompute, compiled=compiled, element_bytes=compute_bytes)
+    divided = setup.learner.mesh.expert > 1
+    given: Any = {"compiled": compiled, "element_bytes": compute_bytes, "divided": divided}
+    per_token = activation_bytes(sizes, way.recompute, **given)
     if setup.learner.offload_activations:  # of the layers' inputs, one on its way out and one on its way back
         per_token -= max(0, sizes.layers - 2) * sizes.hidden * compute_bytes
     gathered = here.parameters + adapters

@@ -45,6 +45,7 @@ CASES: dict[int, list[Case]] = {
         ("phi3", "phi3", {}, NONE, {}),
         ("sequence", "even", {}, NONE, SEQUENCE),
         ("expert", "mixture", {"expert": 2}, FULL, {}),
+        ("expert_selective", "mixture", {"expert": 2}, {"recompute": "selective"}, {}),
         ("updates", "even", {}, {"minibatches": 2, "epochs": 2}, {"proximal": "current", "correction": "token_tis"}),
     ],
     3: [("shard", "even", {}, NONE, {}), ("shard_again", "biased", {}, FULL, {})],

@@ -95,20 +95,20 @@ def test_ranks_that_divide_experts_gather_a_block_of_them_and_tokens_count_for_e
         gathered = 2 * (48 * (expert // ranks + rest) + ends)
         assert items["gathered weights"] == pytest.approx(gathered, rel=3e-3), "routers are counted as divided"
         assert items["float32 weights"] == 4 * (48 * (expert + rest) + ends) // 8
-    choices = 8 * 2048
-    kept = 2 * 4096 + 1024 + 2 * 2048 + 2 * 8 * 768 + int(1.1 * (4096 + 512))
-    in_work = 2 * choices + 8 * 768
-    for recompute, of_layers in (("none", 48 * kept), ("selective", 48 * (2 * 4096 + 1024 + 2 * 2048) + kept)):
-        learner = {"mesh": {"expert": 8}, "recompute": recompute}
-        items = items_of(setup("30B-A3B", num_ranks=8, learner=learner), Budget(recompute, True, False))
-        assert items["activations"] == pytest.approx(16_384 * 2 * (of_layers + in_work), rel=1e-3)
+    choices, inside, around = 8 * 2048, 8 * 768, 2 * 4096 + 1024 + 2 * 2048 + int(1.1 * (4096 + 512))
+    for ranks, kept, in_work in ((1, 0, 2 * choices + inside), (8, choices, 12 * choices + 8 * inside)):
+        whole = around + 2 * inside + kept
+        for recompute, of_layers in (("none", 48 * whole), ("selective", 48 * around + whole)):
+            learner = {"mesh": {"expert": ranks}, "recompute": recompute}
+            items = items_of(setup("30B-A3B", num_ranks=8, learner=learner), Budget(recompute, True, False))
+            assert items["activations"] == pytest.approx(16_384 * 2 * (of_layers + in_work), rel=1e-3)
 
 
 def test_weights_of_a_mixture_are_gathered_again_before_its_experts_are_computed_again() -> None:
     ways = []
-    for tokens in (8192, 16_384, 32_768, 65_536):
+    for tokens, gib in ((8192, 120), (8192, 110), (16_384, 110), (32_768, 110)):
         learner = {"mesh": {"expert": 8}, "max_tokens_per_microbatch": tokens}
-        ways.append(chosen("30B-A3B", 115, num_ranks=8, wire_bytes=0, learner=learner))
+        ways.append(chosen("30B-A3B", gib, num_ranks=8, wire_bytes=0, learner=learner))
     assert [way.recompute for way in ways] == ["none", "none", "selective", "full"]
     assert [way.keeps_gathered for way in ways[:2]] == [True, False]
 

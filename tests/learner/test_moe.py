@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, OlmoeConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from learner.policy import attention
 from learner.policy.lora import merged
-from learner.policy.model import TokenModel
+from learner.policy.meshes import Meshes
+from learner.policy.model import TokenModel, build_policy
 from learner.policy.moe.mixture import Mixture
 from learner.policy.moe.mixtures import Mixtures
 from learner.policy.moe.sorting import by_expert
 from learner.rows import BatchError, Row
 from tests.learner.recorded import batch_of, random_step, train_on
-from tests.learner.tiny_models import SIZES, built, make_config, row_of, save_model
+from tests.learner.tiny_models import CPU, SIZES, built, make_config, row_of, save_model
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "intermediate_size": 24}
 FAMILIES: dict[str, Any] = {
@@ -179,6 +180,31 @@ def test_selective_recomputing_keeps_attention_and_no_products_of_experts(
     assert counted.calls["_grouped_mm"] == (4 + products) * layers
     forwards = (count for name, count in counted.calls.items() if "attention" in name and "backward" not in name)
     assert sum(forwards) == attends * layers
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_experts_that_ranks_divide_are_recomputed_and_compiled_and_change_nothing(
+    tmp_path: Path, mesh: DeviceMesh, compiled: bool
+) -> None:
+    """One rank that divides them among itself. What exchanges tokens breaks a layer's graph, and FSDP lies inside."""
+    folder = save_model(tmp_path, "qwen3_moe", **EXPERTS)
+    alone, group = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "expert")), mesh.get_group()
+    meshes = Meshes(group, group, mesh, expert=alone["expert"], experts=alone["shard"])
+    outcomes, graphs = [], set[int]()
+    for recompute in ("none", "selective", "full"):
+        dtype = "bfloat16" if compiled else "float32"
+        learner = {"recompute": recompute, "compile": compiled, "compute_dtype": dtype}
+        policy = build_policy(make_config(folder, learner=learner), meshes, CPU)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        policy.forward(row_of(SEQUENCES), 1.0)[0].sum().backward()
+        outcomes.append([gradient.clone() for gradient in policy.local_gradients()])
+        graphs.add(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert len(graphs) == 1 and (graphs != {0}) is compiled
+    tolerance: dict[str, float] = {"rtol": 2e-2, "atol": 2e-2} if compiled else {"rtol": 0, "atol": 0}
+    for found in outcomes[1:]:
+        for gradient, expected in zip(found, outcomes[0], strict=True):
+            torch.testing.assert_close(gradient, expected, **tolerance)
 
 
 class Counted(TorchDispatchMode):

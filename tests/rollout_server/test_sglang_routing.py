@@ -35,7 +35,12 @@ def served(folder: Path, ranks: int, parent: int) -> tuple[list[float], list[flo
 
     torch.set_num_threads(1)
     # widths that SGLang need not pad on a CPU; it has an output head of its own in any mixture
-    shape = {**VARIANTS["qwen3-moe"], "num_experts": 8, "moe_intermediate_size": 32 * ranks, "tie_word_embeddings": False}
+    shape = {
+        **VARIANTS["qwen3-moe"],
+        "num_experts": 8,
+        "moe_intermediate_size": 32 * ranks,
+        "tie_word_embeddings": False,
+    }
     model = save_folder(folder / "model", **shape)
     config = load("quickstart", [
         "rollout.engine=sglang", f"model.path={model}", "data.max_prompt_tokens=40", "rollout.max_new_tokens=80",

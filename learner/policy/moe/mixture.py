@@ -7,6 +7,7 @@ A token's weight of an expert is multiplied in before the second product, not af
 backward need not keep what the product made, k hidden states a token.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,13 +26,22 @@ class Experts(torch.nn.Module):
         """Take over the parameters of transformers' module: [E, 2I, H] and [E, H, I]."""
         super().__init__()
         self.gate_up_proj, self.down_proj, self.activation = theirs.gate_up_proj, theirs.down_proj, theirs.act_fn
+        self.products: Callable[..., Tensor] = products
+        """May be compiled."""
 
     def forward(self, tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         """[S, H] of tokens [S, H] with weights [S], sorted by expert; those of expert e end at `ends[e]`."""
         up, down = local_weight(self.gate_up_proj).mT, local_weight(self.down_proj).mT
-        gate, value = grouped_mm(tokens, up, offs=ends).float().chunk(2, dim=-1)
-        inner = self.activation(gate) * value * weights[:, None]
-        return grouped_mm(inner.to(tokens.dtype), down, offs=ends)
+        return self.products(tokens, weights, ends, up, down, self.activation)
+
+
+def products(
+    tokens: Tensor, weights: Tensor, ends: Tensor, up: Tensor, down: Tensor, activation: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """See Experts.forward; `up` is [E, H, 2I] and `down` [E, I, H]."""
+    gate, value = grouped_mm(tokens, up, offs=ends).float().chunk(2, dim=-1)
+    inner = activation(gate) * value * weights[:, None]
+    return grouped_mm(inner.to(tokens.dtype), down, offs=ends)
 
 
 class Mixture(torch.nn.Module):
