@@ -34,10 +34,10 @@ def activation_bytes(
     """Per token of a microbatch, over all layers; `divided`: experts, among ranks."""
     s = sizes
     products = s.query + s.key_value + s.query + s.hidden + 2 * s.intermediate + s.hidden
-    kept = products + (0 if compiled and not divided else s.routed) + 1.1 * (s.query + s.key_value / 2)
-    of_mixture = 2 * s.intermediate + (0 if compiled and not divided else s.routed)
-    slower = 1 if compiled else EAGER
-    everything = int(kept * slower)
+    choices = 0 if compiled and not divided else s.routed
+    kept, of_mixture = products + choices + 1.1 * (s.query + s.key_value / 2), 2 * s.intermediate + choices
+    more = 1 if compiled else EAGER
+    everything = int(kept * more)
     everything = max(everything, COPIES_PER_TOKEN * s.key_value)  # where a row is mostly copies of prompts
     in_work = 0
     if s.routed:
@@ -45,7 +45,7 @@ def activation_bytes(
         in_work = hidden * s.routed + inside * s.intermediate
     per_token = {
         "none": s.layers * everything,
-        "selective": s.layers * (int((kept - of_mixture) * slower) if s.routed else products) + everything,
+        "selective": s.layers * (int((kept - of_mixture) * more) if s.routed else products) + everything,
         "full": s.layers * s.hidden + everything,
     }[recompute]
     return element_bytes * (per_token + in_work)

@@ -13,10 +13,10 @@ HEAD_DIM_STEP = 8
 
 
 def problem_with(learner: LearnerSettings, model: Mapping[str, Any], aux_coef: float = 0.0) -> str:
-    """What the mesh does not divide, and a value that works, or a target that is not there; else empty.
+    """What the mesh does not divide, and a value that works, what is not compiled, or no target; else empty.
 
     Args:
-        learner: its mesh and adapters.
+        learner: its mesh, adapters and compiler.
         model: the keys of config.json.
         aux_coef: algorithm.router_aux_loss_coef.
     """

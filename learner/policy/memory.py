@@ -40,8 +40,8 @@ MOMENT_SPAN_BYTES = 512 * 1024**2
 """Parameters whose moments are on the device at once where they live in host memory, largest tensors included."""
 COST = {"none": 0.0, "selective": 0.02, "full": 0.25}
 EXPERTS_COST, REGATHER_COST, SHARDED_COST, HOST_COST = 0.06, 0.04, 0.10, 0.01
-"""Slowdown of a step, roughly: what the choice is ordered by. Selective recomputing makes the first product of a
-mixture's experts again, two ninths of their time."""
+"""Slowdown of a step, roughly: what the choice is ordered by. Selective recomputing makes a mixture again, of its
+experts at least the first product, two ninths of their time: by arithmetic, not measured."""
 
 
 class OutOfMemory(SlipstreamError, RuntimeError, code="SLIP-LEARN-03"):
